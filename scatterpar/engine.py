@@ -364,33 +364,33 @@ class ScatterOnceParallel(Wrapper):
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
         """Steps 2 to 5: the whole step except the commit."""
-        with self._attempt(plan) as attempt:
-            phase, copies = attempt.clock.phase, self._replica_set
+        with self._attempt(request, plan) as attempt:
+            phase, transfers = attempt.clock.phase, attempt.transfers
+            replica_set = self._replica_set
             self._latest = request.sizes, plan, attempt.generators
             with phase("scatter"):  # 2
-                request = request.in_order(plan.order)
-                weights = compute_loss_weights(
-                    request, plan, micro_batches(request.batch, plan, self.dim)
-                )
-                loaders = scatter(request.batch, plan, self.dim, attempt.transfers)
+                request = attempt.request = request.in_order(plan.order)
+                pieces = micro_batches(request.batch, plan, self.dim)
+                weights = compute_loss_weights(request, plan, pieces)
+                loaders = scatter(request.batch, plan, self.dim, transfers)
             with phase("replicate"):  # 3
-                copies.refresh(
-                    self.module, request.criterion, attempt.transfers, request.whole_batch
-                )
+                replica_set.refresh(self.module, request.criterion, transfers, request.whole_batch)
             with phase("compute"):  # 4
                 others = self._verifier, self._ranks, self._graphs
-                results = compute(attempt, request, copies, loaders, weights, *others)
+                results = compute(attempt, replica_set, loaders, weights, *others)
             with phase("reduce"):  # 5
-                sets, noisy = copies.replica_sets, self.measure_noise
-                return reduce(attempt, request, sets, results, weights, noisy)
+                return reduce(
+                    attempt, replica_set.replica_sets, results, weights, self.measure_noise
+                )
 
     @contextlib.contextmanager
-    def _attempt(self, plan: Plan) -> Iterator[Attempt]:
+    def _attempt(self, request: Request, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: if the body raises, random state is restored."""
         check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
             clock = self._trace.clock(plan) if self._trace else None
-            with Attempt(self._workers, plan, self._replica_offset, clock) as attempt:
+            args = self._workers, request, plan, self._replica_offset, clock
+            with Attempt(*args) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -459,9 +459,8 @@ class ScatterOnceParallel(Wrapper):
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
             request = self._request((inputs, kwargs)).in_order(plan.order)
-            with self._attempt(plan) as attempt:
-                checks = self._verifier
-                return infer(attempt, self._replica_set, self.module, request, checks)
+            with self._attempt(request, plan) as attempt:
+                return infer(attempt, self._replica_set, self.module, self._verifier)
 
     def check(
         self,

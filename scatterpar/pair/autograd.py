@@ -29,6 +29,7 @@ from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.markers import all_tensors, has_markers, slice_rows, unwrap_markers
 from scatterpar.step.reduce import sum_in_order
+from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover, move_rows
 from scatterpar.step.substeps import note_replica
 from scatterpar.threads.workers import Workers
@@ -147,15 +148,14 @@ def require_eager(module: Any) -> None:
 
 class _Call(NamedTuple):
     share: Share
-    function: Callable[..., Any]
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    function: Callable[[], Any]
 
 
 def run_each(
     workers: Workers,
+    request: Request,
     plan: Plan,
-    functions: Sequence[Callable[..., Any]],
-    calls: Sequence[Any],
+    functions: Sequence[Callable[[], Any]],
     guard: contextlib.AbstractContextManager[object],
 ) -> list[Any]:
     """Call each share's function on its device, in parallel.
@@ -170,18 +170,17 @@ def run_each(
     finished = [threading.Event() for _ in plan.shares]
 
     def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
-        args, kwargs = call.inputs
         number = call.share.replica
         try:
             while is_in_order and number and not finished[number - 1].wait(_SECONDS):
                 proceed()
             with note_replica(call.share):
-                return call.function(*args, **kwargs)
+                return call.function()
         finally:
             finished[number].set()
 
-    tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
-    with Attempt(workers, plan) as attempt, guard:
+    tasks = list(map(_Call, plan.shares, functions))
+    with Attempt(workers, request, plan) as attempt, guard:
         results = attempt.run(apply, tasks)
     attempt.generators.commit()
     return results

@@ -134,7 +134,12 @@ class DataParallelModel(Wrapper):
             replicas, guard = replicate(self.module, devices, self._proven)
             modules = [replica.of(self.module) for replica in replicas]
             calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)
-            outputs = run_each(self._workers, plan, modules, calls, guard)
+            functions = [
+                partial(module, *args, **kw)
+                for module, (args, kw) in zip(modules, calls, strict=True)
+            ]
+            request = Request((inputs, kwargs), dim=self.dim)
+            outputs = run_each(self._workers, request, plan, functions, guard)
             nested.refuse_generators(outputs)
             BufferWriter(replicas[0].changed_buffers())()
         return tuple(outputs)
@@ -225,13 +230,13 @@ class DataParallelCriterion(Wrapper):
             replicas, guard = (
                 replicate(owner, devices, self._proven) if owner else ([], nullcontext())
             )
-            criteria = [replica.of(self.module) for replica in replicas]
+            criteria = [r.of(self.module) for r in replicas] or [self.module] * len(calls)
             locks = {physical(device): make_criterion_lock() for device in devices}
             functions = [
-                partial(_loss, criteria[i] if criteria else self.module, locks[physical(device)])
-                for i, device in enumerate(devices)
+                partial(_loss, criterion, locks[physical(device)], *call)
+                for criterion, device, call in zip(criteria, devices, calls, strict=True)
             ]
-            losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls], guard)
+            losses = run_each(self._workers, request, plan, functions, guard)
             if replicas:
                 BufferWriter(replicas[0].changed_buffers())()
         return combine(losses, [weight for (weight,) in weights.by_share], devices)

@@ -113,16 +113,16 @@ class ReplicaSet:
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
             values = iter(to_host([*chain(*to_read)]))
-            for part, tensors in zip(self.replica_sets, to_read, strict=True):
-                part._broadcast.send(transfers, list(islice(values, len(tensors))))
-                for replica in part.replicas:
+            for each, tensors in zip(self.replica_sets, to_read, strict=True):
+                each._broadcast.send(transfers, list(islice(values, len(tensors))))
+                for replica in each.replicas:
                     replica.refresh()
 
     def clear_step_state(self) -> None:
         """Drop the replicas' gradients and the references to the user's criterion."""
         self.criteria = []
-        for part in self.replica_sets:
-            part.clear_gradients()
+        for each in self.replica_sets:
+            each.clear_gradients()
 
     def _has_all_of(self, owner: Any) -> bool:
         """Whether the model contains all modules and tensors of a criterion."""
@@ -281,19 +281,23 @@ class ReplicaSet:
 
 
 @contextlib.contextmanager
-def parameter_writes_refused(parts: Sequence[ReplicaSet], *, again: bool = False) -> Iterator[None]:
+def parameter_writes_refused(
+    replica_sets: Sequence[ReplicaSet], *, again: bool = False
+) -> Iterator[None]:
     """Refuse forward passes in the body that write or create parameters.
 
     ``again``: the second passes of ``whole_batch=True``; they are checked as a separate mode.
     """
     with contextlib.ExitStack() as stack:
-        unproven = [part for part in parts if (part.flags, again) not in part.shared.checked_modes]
-        for part in parts:
-            if part.shared.originals:
-                stack.enter_context(part.shared.read_only((part.flags, again)))
+        unproven = [
+            each for each in replica_sets if (each.flags, again) not in each.shared.checked_modes
+        ]
+        for each in replica_sets:
+            if each.shared.originals:
+                stack.enter_context(each.shared.read_only((each.flags, again)))
         yield
-        for part in unproven:
-            part.refuse_made()
+        for each in unproven:
+            each.refuse_made()
 
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:

@@ -15,7 +15,8 @@ from torch import Tensor
 from scatterpar import torch_private
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
-from scatterpar.step.substeps import ReplicaTask
+from scatterpar.replicas.replicas import Replica
+from scatterpar.step.request import Request
 from scatterpar.threads.clock import Clock
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers, add_note
@@ -28,11 +29,16 @@ class _ShareTask(Protocol):
     def share(self) -> Share: ...
 
 
+class _ReplicasTask(_ShareTask, Protocol):
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
+
+
 _Task = TypeVar("_Task", bound=_ShareTask)
 
 
 class Attempt:
-    """One try at a step or a part of one: its random generators, transfers and times.
+    """One try at a request or a part of one: its plan, random generators, transfers and times.
 
     As a context manager, which may be entered again, it calls ``undo`` if the body raises.
     ``replica_offset`` is the number of the first replica among those of all processes.
@@ -41,11 +47,13 @@ class Attempt:
     def __init__(
         self,
         workers: Workers,
+        request: Request,
         plan: Plan,
         replica_offset: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.workers = workers
+        self.request = request
         self.plan = plan
         self.generators = Generators([share.device for share in plan.shares], replica_offset)
         self.transfers = Transfers()
@@ -96,7 +104,7 @@ class Attempt:
             self.transfers.synchronize()
 
     @contextlib.contextmanager
-    def isolated(self, task: ReplicaTask) -> Iterator[None]:
+    def isolated(self, task: _ReplicasTask) -> Iterator[None]:
         """In the body, the task's replicas start in the state of the last refresh.
 
         Afterwards their present state, and that of their generators, is restored. Gradients are

@@ -26,8 +26,7 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
-    closure_generators,
-    closure_tensors_and_modules,
+    closure_contents,
     external_leaves,
     training_buffers,
 )
@@ -86,8 +85,7 @@ _PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
 
 def compute(
     attempt: Attempt,
-    request: Request,
-    copies: ReplicaSet,
+    replica_set: ReplicaSet,
     loaders: Sequence[ShareLoader],
     weights: LossWeights,
     checks: _Checks,
@@ -100,55 +98,58 @@ def compute(
     parameters until the end of this call, and statistics that a criterion updates until the commit.
     """
     prepare_autograd()
-    parts, clock, whole = copies.replica_sets, attempt.clock, request.whole_batch
-    closure_contents = closure_tensors_and_modules(request.criterion)
-    shared = closure_tensors_and_modules([part.shared_objects for part in parts])
-    reached = training_buffers(closure_contents)
-    of_shared, generators = training_buffers(shared), closure_generators(request.criterion)
-    of_model = {id(t) for part in parts for t in part.tensors} if reached or of_shared else set()
-    attempt.save_for_undo(
-        [*reached, *(t for t in of_shared if id(t) not in of_model)], (), generators
+    request, replica_sets = attempt.request, replica_set.replica_sets
+    whole = request.whole_batch
+    held, generators = closure_contents(request.criterion)
+    shared, _ = closure_contents([each.shared_objects for each in replica_sets])
+    buffers, shared_buffers = training_buffers(held), training_buffers(shared)
+    replicated = (
+        {id(t) for each in replica_sets for t in each.tensors} if buffers or shared_buffers else ()
     )
-    held = external_leaves(shared, parts)
-    named = external_leaves([*closure_contents, *held], parts) if peers else None
-    with Stash(attempt.workers.claims, parts, named, held) as stash:
-        tasks = make_tasks(attempt.plan, copies, loaders, weights.by_share, stash, clock)
-        with parameter_writes_refused(parts):
-            warm_up(attempt, tasks, parts, output_at if whole else _loss)
-            copied = [(t, t.clone()) for t in reached if id(t) in of_model]
-            with clock.span("verify"):
-                checks.verify(attempt, request, tasks[: len(copies.criteria)], parts, peers)
-            warn_of_moved_state = checks.watch_state(request, tasks, parts)
+    attempt.save_for_undo(
+        [*buffers, *(t for t in shared_buffers if id(t) not in replicated)], (), generators
+    )
+    shared_leaves = external_leaves(shared, replica_sets)
+    named = external_leaves([*held, *shared_leaves], replica_sets) if peers else None
+    with Stash(attempt.workers.claims, replica_sets, named, shared_leaves) as stash:
+        tasks = make_tasks(
+            attempt.plan, replica_set, loaders, weights.by_share, stash, attempt.clock
+        )
+        with parameter_writes_refused(replica_sets):
+            warm_up(attempt, tasks, replica_sets, output_at if whole else _loss)
+            copied = [(t, t.clone()) for t in buffers if id(t) in replicated]
+            with attempt.clock.span("verify"):
+                checked = tasks[: len(replica_set.criteria)]
+                checks.verify(attempt, request, checked, replica_sets, peers)
+            warn_of_moved_state = checks.watch_state(request, tasks, replica_sets)
             if whole:
                 output_of = tasks[0].output_of
-                passes = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
+                passes = attempt.run(partial(first_pass, attempt=attempt), tasks)
                 pieces = [*chain(*(one.outputs for one in passes))]
                 returned = [one.returned for one in passes]
             else:
-                work = partial(train_share, request=request, generators=attempt.generators)
+                work = partial(train_share, attempt=attempt)
                 if graphs is not None and request.max_substeps is None and request.backward:
-                    work.keywords["substeps"] = partial(graphs.of, parts=parts, attempt=attempt)
+                    work.keywords["substeps"] = partial(graphs.of, attempt, replica_sets)
                 results = attempt.run(work, tasks)
                 loss, dtype = sum(result.loss for result in results), results[0].dtype
                 returned = [result.outputs for result in results]
                 pieces = [*chain(*returned)]
                 output_of = partial(_returned_output, tasks[0], request)
             warn_of_moved_state()
-            layout = _measured_layout(attempt, request, tasks[0], output_of, pieces, checks)
+            layout = _layout(attempt, tasks[0], output_of, pieces, checks)
         if whole:
             peers = None if request.max_substeps else peers  # a trial runs in this process only
-            with parameter_writes_refused(parts, again=True):
-                args = request, tasks, passes, parts, copies.criteria[0], peers, layout
-                loss, dtype = train_whole(attempt, *args)
+            with parameter_writes_refused(replica_sets, again=True):
+                loss, dtype = train_whole(attempt, tasks, passes, replica_set, peers, layout)
         attempt.transfers.synchronize()
-        outputs = _returned_outputs(attempt, request, tasks, returned, layout)
+        outputs = _returned_outputs(attempt, tasks, returned, layout)
         moved = {id(t) for t, before in copied if not same_bits(t, before)}
         return Computed(loss, dtype, outputs, stash.gradients(), moved)
 
 
-def _measured_layout(
+def _layout(
     attempt: Attempt,
-    request: Request,
     task: ReplicaTask,
     output_of: Callable[[Any], Any],
     pieces: Sequence[Any],
@@ -158,22 +159,20 @@ def _measured_layout(
 
     ``None`` if their sizes show it. ``output_of`` computes such an output.
     """
+    request = attempt.request
     if not pieces or not needs_layout(pieces, request.dim, attempt.plan.substep_rows):
         return None
     return checks.layout_of(attempt, request, task, output_of, pieces[0])
 
 
 def _returned_outputs(
-    attempt: Attempt,
-    request: Request,
-    tasks: Sequence[ReplicaTask],
-    outputs: Sequence[Sequence[Any]],
-    layout: Any,
+    attempt: Attempt, tasks: Sequence[ReplicaTask], outputs: Sequence[Sequence[Any]], layout: Any
 ) -> tuple[Any, ...]:
     """The outputs that the user asked for: one entry per replica, or with costs one of all rows."""
+    plan, request = attempt.plan, attempt.request
     if not request.return_outputs:
         return ()
-    plan, join = attempt.plan, partial(join_rows, dim=request.dim, strict=True, layout=layout)
+    join = partial(join_rows, dim=request.dim, strict=True, layout=layout)
     sizes = [[stop - start for start, stop in task.share.micro_batches] for task in tasks]
     weights = sizes if request.whole_batch else [task.weights for task in tasks]
     if plan.order:
@@ -186,26 +185,20 @@ def _returned_outputs(
     return tuple(joined)
 
 
-def infer(
-    attempt: Attempt,
-    copies: ReplicaSet,
-    module: nn.Module,
-    request: Request,
-    checks: _Checks,
-) -> Any:
+def infer(attempt: Attempt, replica_set: ReplicaSet, module: nn.Module, checks: _Checks) -> Any:
     """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
 
     The request's ``inputs`` are a pair of positional and keyword arguments.
     """
-    plan, transfers = attempt.plan, attempt.transfers
+    plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
     loaders = scatter(request.batch, plan, request.dim, transfers)
-    copies.refresh(module, None, transfers)
-    tasks, parts = make_tasks(plan, copies, loaders), copies.replica_sets
-    with parameter_writes_refused(parts):
-        warm_up(attempt, tasks, parts, _predicted)
+    replica_set.refresh(module, None, transfers)
+    tasks, replica_sets = make_tasks(plan, replica_set, loaders), replica_set.replica_sets
+    with parameter_writes_refused(replica_sets):
+        warm_up(attempt, tasks, replica_sets, _predicted)
         outputs = attempt.run(_infer_share, tasks)
         pieces, output_of = [*chain(*outputs)], partial(_called, tasks[0])
-        layout = _measured_layout(attempt, request, tasks[0], output_of, pieces, checks)
+        layout = _layout(attempt, tasks[0], output_of, pieces, checks)
     output = join_rows(
         gather_to_master(outputs, plan, transfers),
         request.dim,
@@ -217,8 +210,8 @@ def infer(
     )
     transfers.synchronize()
     if any(part.training for part in module.modules()):
-        buffers = reduce_buffers(parts, plan.shares, transfers)
-        for layer in reduce_moments(parts, len(tasks), transfers):
+        buffers = reduce_buffers(replica_sets, plan.shares, transfers)
+        for layer in reduce_moments(replica_sets, len(tasks), transfers):
             buffers += running(layer)
         BufferWriter(buffers)()
     attempt.generators.commit()
@@ -258,15 +251,15 @@ def _loss(task: ReplicaTask, rows: Any) -> Tensor:
 def warm_up(
     attempt: Attempt,
     tasks: Sequence[ReplicaTask],
-    parts: Sequence[ReplicaSet],
+    replica_sets: Sequence[ReplicaSet],
     compute_rows: Callable[[ReplicaTask, Any], Any],
 ) -> None:
     """Compile the sub-steps that compiled replicas have not seen: run them, and restore all state.
 
     ``compute_rows`` is a sub-step without its backward pass.
     """
-    model = parts[0]
-    if not any(part.compiler.is_used for part in parts):
+    model = replica_sets[0]
+    if not any(each.compiler.is_used for each in replica_sets):
         return
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocast_types())
     new: list[dict[Hashable, int]] = []  # per replica: a micro-batch of each new kind
@@ -307,8 +300,8 @@ def warm_up(
     finally:
         attempt.clock.replica_spans.clear()  # warm-up does not measure the devices' speed
         attempt.generators.rollback()  # torch draws from the process's generator while it compiles
-        for part in parts:
-            part.clear_gradients()
+        for each in replica_sets:
+            each.clear_gradients()
         if tasks[0].stash is not None:
             tasks[0].stash.drop_gradients()
     for kinds_of_replica in new:

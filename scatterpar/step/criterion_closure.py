@@ -45,22 +45,26 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
-    """The tensors and modules that a criterion refers to, in an order that depends only on it."""
-    found: list[Tensor | nn.Module] = []
+def closure_contents(function: Any) -> tuple[list[Tensor | nn.Module], list[torch.Generator]]:
+    """The tensors and modules, and the generators, that a criterion refers to.
+
+    Their order depends only on the criterion.
+    """
+    held: list[Tensor | nn.Module] = []
+    generators: list[torch.Generator] = []
     replicated = getattr(function, "__self__", None)  # if it is a method of a module
     with contextlib.suppress(Exception):  # raised by a user's object
-        every = _found(function, _DEPTH, {id(replicated)})
-        found.extend(value for value in every if isinstance(value, (Tensor, nn.Module)))
-    return found
+        for value in _found(function, _DEPTH, {id(replicated)}):
+            if isinstance(value, (Tensor, nn.Module)):
+                held.append(value)
+            elif isinstance(value, torch.Generator):
+                generators.append(value)
+    return held, generators
 
 
-def closure_generators(function: Any) -> list[torch.Generator]:
-    """The generators that a criterion closes over and draws from."""
-    with contextlib.suppress(Exception):  # raised by a user's object
-        every = _found(function, _DEPTH, set())
-        return [value for value in every if isinstance(value, torch.Generator)]
-    return []
+def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
+    """The tensors and modules that a criterion refers to."""
+    return closure_contents(function)[0]
 
 
 def describe(*functions: Any) -> tuple[Hashable, Hashable]:
@@ -94,24 +98,24 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
 
 
 def external_leaves(
-    brought: Sequence[Tensor | nn.Module], parts: Sequence[ReplicaSet]
+    held: Sequence[Tensor | nn.Module], replica_sets: Sequence[ReplicaSet]
 ) -> list[Tensor]:
     """Leaves that require grad among these, except those that replicas have copies of."""
     found: dict[int, Tensor] = {}
-    for value in brought:
-        if isinstance(value, nn.Module) and any(part.contains(value) for part in parts):
+    for value in held:
+        if isinstance(value, nn.Module) and any(each.contains(value) for each in replica_sets):
             continue
         for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
             if tensor.requires_grad and tensor.is_leaf:
                 found.setdefault(id(tensor), tensor)
-    for leaf in (leaf for part in parts for leaf in part.trained_tensors) if found else ():
+    for leaf in (leaf for each in replica_sets for leaf in each.trained_tensors) if found else ():
         found.pop(id(leaf), None)
     return list(found.values())
 
 
-def training_buffers(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
+def training_buffers(held: Sequence[Tensor | nn.Module]) -> list[Tensor]:
     """The buffers that a call of these modules may write: those of parts in training mode."""
-    modules = [value for value in brought if isinstance(value, nn.Module)]
+    modules = [value for value in held if isinstance(value, nn.Module)]
     found = {
         id(buffer): buffer
         for module in modules

@@ -121,10 +121,14 @@ class Graphs:
         self._warning_lock = threading.Lock()
 
     def of(
-        self, task: ReplicaTask, request: Request, parts: Sequence[ReplicaSet], attempt: Attempt
+        self,
+        attempt: Attempt,
+        replica_sets: Sequence[ReplicaSet],
+        task: ReplicaTask,
+        request: Request,
     ) -> GraphedSubsteps:
         """The sub-steps of one replica in one step."""
-        number, state = task.share.replica, _state_of(task, parts)
+        number, state = task.share.replica, _state_of(task, replica_sets)
         if number not in self._by_replica:
             recorder = Recorder(task.share.device)
             self._by_replica[number] = _ReplicaGraphs(recorder, self._warning_lock)
@@ -266,13 +270,13 @@ class GraphedSubsteps(EagerSubsteps):
         return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), gradients)
 
 
-def _state_of(task: ReplicaTask, parts: Sequence[ReplicaSet]) -> list[Any]:
+def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any]:
     """The state on which a replica's graphs depend; objects are compared by identity and kept."""
     cells = getattr(task.criterion, "__closure__", None) or ()
     objects: list[Any] = [task.module, *task.replicas, *map(contents, cells)]
     return [
         task.criterion,
-        [part.changes for part in parts],
+        [each.changes for each in replica_sets],
         [value if isinstance(value, _PLAIN) else (id(value), value) for value in objects],
         [tensor.data_ptr() for replica in task.replicas for tensor in replica.tensors],
         [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
@@ -280,7 +284,7 @@ def _state_of(task: ReplicaTask, parts: Sequence[ReplicaSet]) -> list[Any]:
         torch.are_deterministic_algorithms_enabled(),
         [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
         torch.backends.cudnn.deterministic,
-        [part.fp32_precision for part in _PRECISIONS],
+        [each.fp32_precision for each in _PRECISIONS],
     ]
 
 

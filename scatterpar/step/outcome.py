@@ -12,7 +12,6 @@ from torch import Tensor
 
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import GradientNoise, StepReport, warn
@@ -48,7 +47,6 @@ class Outcome:
     """The results of a step: everything that the commit writes, and the report."""
 
     attempt: Attempt  # the one that succeeded
-    request: Request
     loss: float  # of the whole batch
     dtype: torch.dtype  # of the losses
     terms: float  # the number of terms that a mean loss averages over; 1 for a sum
@@ -58,6 +56,11 @@ class Outcome:
     buffers: list[BufferValue]
     layers: list[BatchNormUpdate]  # batch normalisations that are updated once per step
     retries: int = 0  # earlier tries that ran out of memory
+
+    @property
+    def request(self) -> Request:
+        """The request of the attempt."""
+        return self.attempt.request
 
     def noise(self) -> GradientNoise:
         """The signal and the noise of the gradient; NaN if there is nothing to compare.
@@ -98,20 +101,20 @@ class Outcome:
 
 
 def measure(
-    request: Request,
-    parts: Sequence[ReplicaSet],
-    plan: Plan,
+    attempt: Attempt,
+    replica_sets: Sequence[ReplicaSet],
     weights: LossWeights,
     external: Sequence[Gradient],
 ) -> Spread:
     """The spread of the replicas' gradients; call it before they are added."""
+    request, plan = attempt.request, attempt.plan
     counts = [float(share.rows) for share in plan.shares]
     if request.is_mean:
         counts = [sum(factors) * weights.terms for factors in weights.by_share]
     # Gradients of a mean were divided by the number of all terms, those of a sum by nothing.
     scale = request.scale / weights.terms if request.is_mean and weights.terms else request.scale
     squares = [
-        count * _squared_norm(_gradients_of(parts, replica)) / (scale * count) ** 2
+        count * _squared_norm(_gradients_of(replica_sets, replica)) / (scale * count) ** 2
         for replica, count in enumerate(counts)
         if count
     ]
@@ -120,15 +123,15 @@ def measure(
     return Spread(sum(squares) if is_whole else math.nan, len(squares), sum(counts), plan.rows)
 
 
-def _gradients_of(parts: Sequence[ReplicaSet], replica: int) -> list[Tensor]:
+def _gradients_of(replica_sets: Sequence[ReplicaSet], replica: int) -> list[Tensor]:
     """The gradients of one replica; a tensor that model and criterion share counts once."""
     gradients: dict[int, Tensor] = {}
-    for part in parts:
-        for i in part.trained_indices:
-            gradient = part.replicas[replica].tensors[i].grad
+    for each in replica_sets:
+        for i in each.trained_indices:
+            gradient = each.replicas[replica].tensors[i].grad
             if gradient is not None:
-                shared = gradients.get(id(part.tensors[i]))
-                gradients[id(part.tensors[i])] = gradient if shared is None else shared + gradient
+                shared = gradients.get(id(each.tensors[i]))
+                gradients[id(each.tensors[i])] = gradient if shared is None else shared + gradient
     return list(gradients.values())
 
 

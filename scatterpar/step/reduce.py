@@ -39,30 +39,27 @@ from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
-from scatterpar.step.request import Request
 
 
 def reduce(
     attempt: Attempt,
-    request: Request,
-    parts: Sequence[ReplicaSet],
+    replica_sets: Sequence[ReplicaSet],
     computed: Computed,
     weights: LossWeights,
     measures_noise: bool,
 ) -> Outcome:
     """Returns the results of the step, in the master's memory."""
-    plan, transfers, external = attempt.plan, attempt.transfers, computed.external_gradients
-    spread, active = Spread(), len(plan.shares)
+    request, transfers, external = attempt.request, attempt.transfers, computed.external_gradients
+    shares, spread = attempt.plan.shares, Spread()
     if measures_noise and not request.whole_batch:
-        spread = measure(request, parts, plan, weights, external)
-    buffers = reduce_buffers(parts, plan.shares, transfers)
+        spread = measure(attempt, replica_sets, weights, external)
+    buffers = reduce_buffers(replica_sets, shares, transfers)
     buffers = [one for one in buffers if id(one[0].get(one[1])) not in computed.moved]
     gradients: list[Gradient] = []
     if request.backward:
-        gradients = reduce_gradients(parts, active, transfers, external)
+        gradients = reduce_gradients(replica_sets, len(shares), transfers, external)
     return Outcome(
         attempt,
-        request,
         computed.loss,
         computed.dtype,
         weights.terms,
@@ -70,12 +67,15 @@ def reduce(
         computed.outputs,
         gradients,
         buffers,
-        reduce_moments(parts, active, transfers),
+        reduce_moments(replica_sets, len(shares), transfers),
     )
 
 
 def reduce_gradients(
-    parts: Sequence[ReplicaSet], active: int, transfers: Transfers, external: Sequence[Gradient]
+    replica_sets: Sequence[ReplicaSet],
+    active: int,
+    transfers: Transfers,
+    external: Sequence[Gradient],
 ) -> list[Gradient]:
     """Every trained leaf of the user's, with the sum of its gradients in the master's memory.
 
@@ -85,57 +85,57 @@ def reduce_gradients(
     of parameters.
     """
     gradients: list[Gradient] = []
-    for part in parts:
-        replicas = part.replicas[:active]
+    for each in replica_sets:
+        replicas = each.replicas[:active]
         of_replicas = [
-            {i: g for i in part.trained_indices if (g := replica.tensors[i].grad) is not None}
+            {i: g for i in each.trained_indices if (g := replica.tensors[i].grad) is not None}
             for replica in replicas
         ]
         sums = sum_in_order(of_replicas, [r.device for r in replicas], transfers, in_place=True)
-        for i in part.non_leaf_indices:
+        for i in each.non_leaf_indices:
             if i in sums:
                 raise ValueError(
-                    f"the module holds a tensor of shape {tuple(part.tensors[i].shape)} that was "
+                    f"the module holds a tensor of shape {tuple(each.tensors[i].shape)} that was "
                     f"computed from parameters, such as weight[0]: replicas cannot train it, and "
                     f"nothing was changed; compute it in forward, from the parameters"
                 )
-        gradients += [(part.tensors[i], sums.get(i)) for i in part.leaf_indices]
+        gradients += [(each.tensors[i], sums.get(i)) for i in each.leaf_indices]
     total: dict[int, Gradient] = {}
     for leaf, gradient in (*gradients, *external):  # model and criterion may share a leaf
         _, other = total.get(id(leaf), (leaf, None))
-        both = [each for each in (other, gradient) if each is not None]
+        both = [one for one in (other, gradient) if one is not None]
         total[id(leaf)] = leaf, functools.reduce(plus, both) if both else None
     return list(total.values())
 
 
 def reduce_buffers(
-    parts: Sequence[ReplicaSet], shares: Sequence[Share], transfers: Transfers
+    replica_sets: Sequence[ReplicaSet], shares: Sequence[Share], transfers: Transfers
 ) -> list[BufferValue]:
     """The container, name and value after the step of each of the master's buffers."""
     values: list[BufferValue] = []
-    for part in parts:
-        replicas = part.replicas[: len(shares)]
+    for each in replica_sets:
+        replicas = each.replicas[: len(shares)]
         shares_used = shares[: len(replicas)]  # a criterion of the whole batch has one replica
-        combined = combined_buffers(replicas, shares_used, transfers, part.buffer_policy)
+        combined = combined_buffers(replicas, shares_used, transfers, each.buffer_policy)
         values += [
             (place, name, combined.get((m, name), value))
-            for m, place, name, value in part.buffers_after()
+            for m, place, name, value in each.buffers_after()
         ]
     return values
 
 
 def reduce_moments(
-    parts: Sequence[ReplicaSet], active: int, transfers: Transfers
+    replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
 ) -> list[BatchNormUpdate]:
     """The pooled statistics of each batch normalisation that is updated once per step."""
     layers = []
-    for part in parts:
-        replicas = part.replicas[:active]
+    for each in replica_sets:
+        replicas = each.replicas[:active]
         of_replicas = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
-        for m, module in part.batch_norms.items():
+        for m, module in each.batch_norms.items():
             moments = pooled([recorded[m] for recorded in of_replicas if m in recorded])
             if module.running_mean is not None:
-                layers.append(BatchNormUpdate(part.registered[m].buffers, module.momentum, moments))
+                layers.append(BatchNormUpdate(each.registered[m].buffers, module.momentum, moments))
     return layers
 
 

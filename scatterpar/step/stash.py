@@ -36,24 +36,25 @@ class Stash:
     def __init__(
         self,
         claims: Claims,
-        parts: Sequence[ReplicaSet],
+        replica_sets: Sequence[ReplicaSet],
         named: Sequence[Tensor] | None,
         held: Sequence[Tensor],
     ) -> None:
-        self._claims, self._parts, self._named, self._held = claims, parts, named, held
+        self._claims, self._replica_sets = claims, replica_sets
+        self._named, self._held = named, held
         self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._trained: set[int] = set()
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._criterion_locks = {
-            physical(device): make_criterion_lock() for device in parts[0].device_ids
+            physical(device): make_criterion_lock() for device in replica_sets[0].device_ids
         }
         self._is_serial = False
         self._launch_lock = make_launch_lock()
 
     def __enter__(self) -> Self:
-        trained = [leaf for part in self._parts for leaf in part.trained_tensors]
+        trained = [leaf for each in self._replica_sets for leaf in each.trained_tensors]
         self._trained = set(map(id, trained))
         self._set_aside([*trained, *self._held, *(self._named or ())])
         return self
@@ -82,7 +83,8 @@ class Stash:
         There is no lock on synchronous devices, in a Python without a GIL, and with a single
         replica.
         """
-        if self._is_serial or (HAS_GIL and is_async(device) and len(self._parts[0].device_ids) > 1):
+        several = len(self._replica_sets[0].device_ids) > 1
+        if self._is_serial or (HAS_GIL and several and is_async(device)):
             return self._launch_lock.held(waiting)
         return _UNTIMED
 
@@ -152,8 +154,8 @@ class Stash:
 
     @functools.cached_property
     def _of_replicas(self) -> set[int]:
-        pairs = [(part, replica) for part in self._parts for replica in part.replicas]
-        return {id(replica.tensors[i]) for part, replica in pairs for i in part.trained_indices}
+        pairs = [(each, replica) for each in self._replica_sets for replica in each.replicas]
+        return {id(replica.tensors[i]) for each, replica in pairs for i in each.trained_indices}
 
     def _set_aside(self, leaves: Sequence[Tensor]) -> None:
         self._claims.take(*leaves)

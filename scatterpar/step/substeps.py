@@ -17,13 +17,14 @@ from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import note_wrong_devices
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.stash import Stash
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT, Clock, Event
-from scatterpar.threads.generators import Generators, generator_for_backward
+from scatterpar.threads.generators import generator_for_backward
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import backward, nodes_of
 
@@ -169,7 +170,7 @@ class note_replica:
 
 def make_tasks(
     plan: Plan,
-    copies: ReplicaSet,
+    replica_set: ReplicaSet,
     loaders: Sequence[ShareLoader],
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,
@@ -178,18 +179,17 @@ def make_tasks(
     """The task of each replica. If there are fewer rows than replicas, the last ones have none."""
     tasks = []
     for i, share in enumerate(plan.shares):
-        pairs = [(part, part.replicas[i]) for part in copies.replica_sets if i < len(part.replicas)]
+        sets = [each for each in replica_set.replica_sets if i < len(each.replicas)]
+        criteria = replica_set.criteria
         tasks.append(
             ReplicaTask(
                 share,
-                module=copies.replicas[i].roots[0],
+                module=replica_set.replicas[i].roots[0],
                 loader=loaders[i],
-                criterion=copies.criteria[i] if i < len(copies.criteria) else None,
+                criterion=criteria[i] if i < len(criteria) else None,
                 weights=weights[i] if weights else (),
-                replicas=[replica for _, replica in pairs],
-                leaves=[
-                    replica.tensors[n] for part, replica in pairs for n in part.trained_indices
-                ],
+                replicas=[each.replicas[i] for each in sets],
+                leaves=[each.replicas[i].tensors[n] for each in sets for n in each.trained_indices],
                 stash=stash,
                 clock=clock,
             )
@@ -235,13 +235,12 @@ class EagerSubsteps:
 def train_share(
     task: ReplicaTask,
     *,
-    request: Request,
-    generators: Generators,
+    attempt: Attempt,
     substeps: Callable[[ReplicaTask, Request], EagerSubsteps] = EagerSubsteps,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the loss."""
-    share, keep = task.share, request.return_outputs
+    share, request, generators = task.share, attempt.request, attempt.generators
     losses: list[Tensor] = []
     outputs: list[Any] = []
     computed, number, draws = substeps(task, request), 0, False
@@ -256,7 +255,7 @@ def train_share(
             with where:
                 loss, output = computed.run(number, weight)
                 losses.append(loss)
-                if keep:
+                if request.return_outputs:
                     outputs.append(output)
                 del output
             if not number:

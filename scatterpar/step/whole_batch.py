@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,7 +36,6 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import MORE_SUBSTEPS_CANNOT_HELP, is_out_of_memory
 from scatterpar.step.markers import Marker, has_row_markers, unwrap_markers
 from scatterpar.step.nested import join_rows
-from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import (
     ReplicaTask,
@@ -128,10 +126,9 @@ class WholeBatch:
     Outputs are copied once to the master and their gradients once back, counted under ``compute``.
     """
 
-    def __init__(
-        self, attempt: Attempt, request: Request, passes: Sequence[FirstPass], layout: Any
-    ) -> None:
-        self._request, self._transfers, self._layout = request, attempt.transfers, layout
+    def __init__(self, attempt: Attempt, passes: Sequence[FirstPass], layout: Any) -> None:
+        request = self._request = attempt.request
+        self._transfers, self._layout = attempt.transfers, layout
         self._master = attempt.plan.shares[0].device
         self._copies: list[tuple[torch.device, Tensor, Tensor]] = []  # device, output, its copy
         pieces: list[tuple[tuple[int, int], Any]] = []  # each with its rows
@@ -225,38 +222,37 @@ class WholeBatch:
 
 def train_whole(
     attempt: Attempt,
-    request: Request,
     tasks: Sequence[ReplicaTask],
     passes: Sequence[FirstPass],
-    parts: Sequence[ReplicaSet],
-    criterion: Callable[[Any, Any], Any],
+    replica_set: ReplicaSet,
     peers: Peers | None,
     layout: Any,
 ) -> tuple[float, torch.dtype]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    ``criterion`` is that of the master. ``peers`` are the other processes, which have rows of the
+    The criterion is that of the master. ``peers`` are the other processes, which have rows of the
     batch, too. Returns the loss, which is zero in all processes except the first, and its dtype.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
-    batch = WholeBatch(attempt, request, passes, layout)
+    batch = WholeBatch(attempt, passes, layout)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
     try:
         # Interrupts wait until the criterion and its backward pass have ended.
         with attempt.clock.span("criterion"), generators.of_criterion(seed):
-            args, master = (criterion, stash.stash_reachable), tasks[0].share.device
+            args = replica_set.criteria[0], stash.stash_reachable
+            master = tasks[0].share.device
             (loss,) = attempt.workers.parallel_apply([batch.backward], [args], devices=[master])
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
             stash.drop_gradients()  # of the criterion: rank 0 has them too, and they count once
-            for part in parts:
-                part.clear_gradients()
-            for replica in chain(*(part.replicas for part in parts[1:])):
-                replica.seen.update({m: [] for m in replica.seen})
+            for each in replica_set.replica_sets:
+                each.clear_gradients()
+            for each in replica_set.replica_sets[1:]:
+                for replica in each.replicas:
+                    replica.seen.update({m: [] for m in replica.seen})
         batch.return_gradients()
-        second = partial(second_pass, passes=passes, request=request, attempt=attempt)
-        attempt.run(second, tasks)
+        attempt.run(partial(second_pass, passes=passes, attempt=attempt), tasks)
     except BaseException as error:
         if peers is not None and is_out_of_memory(error):
             why = "other ranks have seen these outputs"
@@ -271,14 +267,12 @@ def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forwar
         return task.output_of(rows[0])
 
 
-def first_pass(
-    task: ReplicaTask, *, request: Request, attempt: Attempt, proceed: Callable[[], None]
-) -> FirstPass:
+def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], None]) -> FirstPass:
     """The module's outputs for a share, without graphs except that of the last micro-batch.
 
     It runs in grad mode, because modules may compute other outputs without it.
     """
-    share, keep = task.share, request.return_outputs
+    share, request = task.share, attempt.request
     retain_rows = request.retain_rows and len(share.micro_batches) > 1
     first = FirstPass([], [], [], [])
     for number in range(len(share.micro_batches)):
@@ -289,8 +283,8 @@ def first_pass(
             first.states.append(attempt.generators.mark(share.replica, number))
             output = output_at(task, task.rows_of(number, keep=retain_rows), number)
             first.outputs.append(nested.map_tensors(_leaf, output))
-            if keep:
-                first.returned.append(detached_output(output, keep))
+            if request.return_outputs:
+                first.returned.append(detached_output(output, request.return_outputs))
             first.last.append(output)
             del output
     return first
@@ -300,7 +294,6 @@ def second_pass(
     task: ReplicaTask,
     *,
     passes: Sequence[FirstPass],
-    request: Request,
     attempt: Attempt,
     proceed: Callable[[], None],
 ) -> None:
@@ -310,12 +303,12 @@ def second_pass(
     of that graph. Then each other micro-batch runs forward again, in order, from the state before
     the first one. Afterwards the state is that after the first pass and the criterion.
     """
-    share = task.share
+    share, most = task.share, attempt.request.max_substeps
     outputs, retained, states, _ = passes[share.replica]
     leaves = [[*nested.tensors(output)] for output in outputs]
     *others, last = range(len(outputs))
-    if request.max_substeps is not None:
-        others = others[: request.max_substeps - 1]
+    if most is not None:
+        others = others[: most - 1]
     with note_replica(share, last):
         with task.span("backward", last):
             _run_backward([*nested.tensors(retained.pop())], leaves[last])

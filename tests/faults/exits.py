@@ -57,6 +57,20 @@ def strike_twice():
 """
 
 STATES = {
+    # These two wait for their replica, while the others run.
+    "Ctrl-C twice, a replica stuck": (
+        "engine = make()\n"
+        "signal.signal(signal.SIGINT, hear)\n"
+        "threading.Thread(target=strike_twice, daemon=True).start()\n"
+        "step(engine, stuck)",
+        -2,
+    ),
+    "a stuck replica in a daemon thread": (
+        "engine = make()\n"
+        # Not earlier: an interpreter ends a thread that comes back from C++ then with an abort.
+        "threading.Thread(target=step, args=(engine, stuck), daemon=True).start(); inside.wait()",
+        0,
+    ),
     "unused": ("engine = make()", 0),
     "used": ("engine = make(); step(engine)", 0),
     "used, virtual devices": ("engine = make(['cpu:0', 'cpu:1']); step(engine)", 0),
@@ -112,24 +126,11 @@ STATES = {
         "while True: step(engine, slow)",
         -2,
     ),
-    "Ctrl-C twice, a replica stuck": (
-        "engine = make()\n"
-        "signal.signal(signal.SIGINT, hear)\n"
-        "threading.Thread(target=strike_twice, daemon=True).start()\n"
-        "step(engine, stuck)",
-        -2,
-    ),
     "SIGTERM": (
         "engine = make(); step(engine)\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "while True: step(engine, slow)",
         -15,
-    ),
-    "a stuck replica in a daemon thread": (
-        "engine = make()\n"
-        # Not earlier: an interpreter ends a thread that comes back from C++ then with an abort.
-        "threading.Thread(target=step, args=(engine, stuck), daemon=True).start(); inside.wait()",
-        0,
     ),
     "a forked child": (
         "engine = make(); step(engine)\n"
@@ -159,18 +160,16 @@ class Child:
     def __init__(self, name: str) -> None:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  both processes use it
+        self.deadline = time.monotonic() + SECONDS
         self.pid = os.fork()
 
-    def reap(self) -> None:
-        """Wait for its end and print what became of it."""
-        deadline = time.monotonic() + SECONDS
-        done, status = 0, 0
-        while not done:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if not done and time.monotonic() > deadline:
+    def has_ended(self) -> bool:
+        """Whether it has, and if so print what became of it. One that hangs is killed."""
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if not done:
+            if time.monotonic() > self.deadline:
                 os.kill(self.pid, signal.SIGKILL)
-                deadline += SECONDS
-            time.sleep(0.005)
+            return False
         ended = time.monotonic()
         self.log.seek(0)
         said, _, at = self.log.read().partition("LAST LINE ")
@@ -182,6 +181,14 @@ class Child:
             "seconds": ended - float(line) if line else 0.0,
         }
         print(json.dumps(found), flush=True)
+        return True
+
+
+def wait(children: list[Child], most: int) -> None:
+    """Wait until at most this many children run, and take the others from the list."""
+    while len(children) > most:
+        children[:] = [child for child in children if not child.has_ended()]
+        time.sleep(0.005)
 
 
 def main() -> str:
@@ -192,14 +199,12 @@ def main() -> str:
         gc.freeze()
     children: list[Child] = []
     for name, (source, _) in STATES.items():
-        if len(children) == AT_ONCE:
-            children.pop(0).reap()
+        wait(children, AT_ONCE - 1)
         children.append(child := Child(name))
         if child.pid == 0:
             os.dup2(child.log.fileno(), 2)
             return f"{BEGIN}{source}\nprint('LAST LINE', time.monotonic(), file=sys.stderr)"
-    for child in children:
-        child.reap()
+    wait(children, 0)
     return ""
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.gang import Counted, gang
 from helpers.oracle import build, randint, randn
-from helpers.thinned import pairwise
+from helpers.pairwise import pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

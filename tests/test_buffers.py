@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier
+from helpers.module_cases import CASES, Constants
 from helpers.oracle import assert_close, assert_step, build, randint, randn
-from helpers.zoo import CASES, Constants
 from torch import nn
 
 from scatterpar import ScatterOnceParallel

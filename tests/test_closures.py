@@ -13,6 +13,7 @@ import torch
 from helpers.agree import Case, agree
 from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
+from helpers.module_cases import Multiplies
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -23,7 +24,6 @@ from helpers.oracle import (
     whole_batch,
 )
 from helpers.weighted import classes
-from helpers.zoo import Multiplies
 from pair.common import assert_pair
 from torch import nn
 from torch.nn import functional as F

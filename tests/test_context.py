@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.module_cases import linear
 from helpers.oracle import assert_close, assert_gradients, assert_step, build, randint, randn
-from helpers.zoo import linear
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

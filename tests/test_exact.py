@@ -15,7 +15,7 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
-from helpers.thinned import pairwise
+from helpers.pairwise import pairwise
 from torch import nn
 
 from scatterpar import ScatterOnceParallel

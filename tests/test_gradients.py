@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.module_cases import Branches, InOneMemory, positive_first
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -15,7 +16,6 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
-from helpers.zoo import Branches, InOneMemory, positive_first
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 

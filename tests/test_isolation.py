@@ -15,9 +15,9 @@ import torch
 from helpers.contrastive import clip, two_views
 from helpers.isolation import MixedMemories, guarded
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.module_cases import CASES, MODELS
 from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
 from helpers.weighted import CASES as LOSSES
-from helpers.zoo import CASES, MODELS
 from pair.common import Pair
 from torch import nn
 

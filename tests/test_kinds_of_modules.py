@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier
+from helpers.module_cases import Graph, small
 from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
-from helpers.zoo import Graph, small
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather

@@ -12,8 +12,7 @@ import torch
 from helpers.freed import in_time
 from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
-from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn, seeded
-from helpers.zoo import (
+from helpers.module_cases import (
     Branches,
     Complex,
     InOneMemory,
@@ -22,6 +21,7 @@ from helpers.zoo import (
     sparse_tokens,
     trained_buffer,
 )
+from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn, seeded
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -14,7 +14,7 @@ from faults.forked import run_forked
 from faults.state import capture, differences
 from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from helpers.oracle import assert_step, build, randint, randn
-from helpers.touchy import Touchy, assert_arrives_from_everywhere
+from helpers.stop_iteration import RaisesStopIteration, assert_arrives_from_everywhere
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
@@ -161,7 +161,7 @@ def test_two_threads_truly_at_once(engine):
 @pytest.mark.parametrize("part", ["inputs", "targets"])
 def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devices, part):
     batch = {"inputs": randn(6, FEATURES), "targets": randn(6, CLASSES)}
-    batch[part] = batch[part].as_subclass(Touchy)
+    batch[part] = batch[part].as_subclass(RaisesStopIteration)
     with ScatterOnceParallel(mlp(), 2, devices(2), verify=False) as engine:
         assert_arrives_from_everywhere(
             lambda: engine.forward_backward(batch["inputs"], batch["targets"], nn.MSELoss())

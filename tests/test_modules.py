@@ -1,6 +1,6 @@
 """Modules of every kind, by every way to train them, beside plain torch on one device.
 
-``helpers/zoo.py`` has the modules, ``helpers/agree.py`` the comparison.
+``helpers/module_cases.py`` has the modules, ``helpers/agree.py`` the comparison.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.agree import RUNNERS, agree
 from helpers.gang import gang
-from helpers.zoo import CASES, KINDS
+from helpers.module_cases import CASES, KINDS
 
 from scatterpar import ScatterOnceParallel
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.gang import Counted, gang
 from helpers.models import CLASSES, FEATURES, mlp
+from helpers.module_cases import CASES
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -18,7 +19,6 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
-from helpers.zoo import CASES
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from helpers.oracle import randint, randn
-from helpers.thinned import pairwise
+from helpers.pairwise import pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

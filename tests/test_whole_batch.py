@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.agree import Case, agree
 from helpers.contrastive import FEATURES, LOSSES, clip, nt_xent, two_views
+from helpers.module_cases import InOneMemory
 from helpers.noise import NUMBERED, VARIANTS, Masks, Noisy
 from helpers.oracle import (
     assert_close,
@@ -21,8 +22,7 @@ from helpers.oracle import (
     randint,
     randn,
 )
-from helpers.thinned import pairwise
-from helpers.zoo import InOneMemory
+from helpers.pairwise import pairwise
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm

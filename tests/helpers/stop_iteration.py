@@ -7,7 +7,7 @@ import threading
 import torch
 
 
-class Touchy(torch.Tensor):
+class RaisesStopIteration(torch.Tensor):
     """Raises when it is looked at for the ``left``-th time."""
 
     lock = threading.RLock()
@@ -16,11 +16,11 @@ class Touchy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with Touchy.lock:
-            Touchy.left -= 1
-            if Touchy.left == 0:
-                Touchy.raised = StopIteration("mine")
-                raise Touchy.raised
+        with RaisesStopIteration.lock:
+            RaisesStopIteration.left -= 1
+            if RaisesStopIteration.left == 0:
+                RaisesStopIteration.raised = StopIteration("mine")
+                raise RaisesStopIteration.raised
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
@@ -29,14 +29,14 @@ def assert_arrives_from_everywhere(step):
 
     Inside a generator of ours, Python would make a RuntimeError of it.
     """
-    tried, caught = 0, Touchy
+    tried, caught = 0, RaisesStopIteration
     while caught is not None:
         tried += 1
-        Touchy.left, Touchy.raised, caught = tried, None, None
+        RaisesStopIteration.left, RaisesStopIteration.raised, caught = tried, None, None
         try:
             step()
         except BaseException as error:
             caught = error
-        assert caught is Touchy.raised, tried
-    Touchy.left = -1
+        assert caught is RaisesStopIteration.raised, tried
+    RaisesStopIteration.left = -1
     assert tried > 20

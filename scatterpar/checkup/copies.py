@@ -89,9 +89,8 @@ def _try(size: int, source: Place, target: Place) -> tuple[int, float]:
     """The largest number of altered bytes in a few copies, and the seconds of the fastest copy."""
     sent, expected = _at(source, _bytes(size)), _at(target, _bytes(size))
     altered, fastest = 0, float("inf")
-    for number in range(
-        1, 1 + _TRIES
-    ):  # other bytes each time, or a copy that does nothing would pass
+    for number in range(1, 1 + _TRIES):
+        # Each try sends other bytes. A copy that does nothing would pass otherwise.
         arrived, seconds = carry(sent ^ number, source, target)
         altered = max(altered, _difference(arrived, expected ^ number))
         fastest = min(fastest, seconds)

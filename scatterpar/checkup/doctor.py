@@ -98,9 +98,7 @@ def doctor(
         devices = ("cpu:0", "cpu:1")
     places = resolve(devices)
     if json is not None:
-        Path(json).open(
-            "ab"
-        ).close()  # raises now, not after a minute, if the file cannot be written
+        Path(json).open("ab").close()  # raises now if the file cannot be written
     load = load_per_core()  # before the measurements add to it
     report = Report([str(place) for place in places], describe(places, load))
     lines = (f"{name + ':':22} {words}" for name, words in report.machine.items())

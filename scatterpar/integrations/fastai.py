@@ -146,9 +146,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         count = self._count or criterion.count
         options: dict[str, Any] = {"count": count, "reduction": self._reduction}
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
-            options = {
-                "whole_batch": True
-            }  # a callback's loss, such as MixUp's, refers to all rows
+            options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
         scaler = vars(learn).get("scaler")  # MixedPrecision's
         loss, outputs = engine.loss(
             tuple(learn.xb),

@@ -103,7 +103,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets its devices=
         self._device_ids, self._options = device_ids, {"accum": accum, **options}
         self._count, self._reduction = count, reduction
-        self._engine: ScatterOnceParallel | None = None
+        self._engine: Any = None
         self._compiled: dict[str, Any] = {}
 
     # One process, one model, several devices.
@@ -115,7 +115,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: Trainer) -> None:
         """Do what ``SingleDeviceStrategy`` does, and make the engine."""
-        module = self._module()
+        module = self.lightning_module
         if trainer.training:
             _refuse(trainer, module)
             if "buffers" not in self._options and any(map(_normalises_batches, module.modules())):
@@ -135,8 +135,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self._engine is not None:
             self._engine.close()
         if self._compiled:
-            self._module()._compiled_call_impl = None
-            vars(self._module()).update(self._compiled)
+            self.lightning_module._compiled_call_impl = None
+            vars(self.lightning_module).update(self._compiled)
         self._engine, self._compiled = None, {}
         super().teardown()
 
@@ -150,13 +150,13 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def training_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Compute the whole batch's loss, with ``training_step`` on the replicas."""
-        engine, step = self._running_engine(), "training_step"
-        with self.precision_plugin.train_step_context(), self._inputs(step, batch, rest) as inputs:
-            loss, calls = engine.loss(
+        plugin, step = self.precision_plugin, "training_step"
+        with plugin.train_step_context(), self._inputs(step, batch, rest) as inputs:
+            loss, calls = self._engine.loss(
                 inputs,
                 reduction=self._reduction,
                 count=self._count and partial(_counted, count=self._count),
-                scaler=getattr(self.precision_plugin, "scaler", None),
+                scaler=getattr(plugin, "scaler", None),
                 return_outputs=itemgetter("call"),
             )
         extras = self._finish(calls)
@@ -164,29 +164,27 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def validation_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Run ``validation_step`` on the replicas."""
-        with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", batch, rest)
+        context = self.precision_plugin.val_step_context()
+        return self._evaluate("validation_step", context, batch, rest)
 
     def test_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Run ``test_step`` on the replicas."""
-        with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", batch, rest)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context(), batch, rest)
 
     def predict_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Run ``predict_step`` on the replicas."""
-        with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", batch, rest)
+        context = self.precision_plugin.predict_step_context()
+        return self._evaluate("predict_step", context, batch, rest)
 
-    def _evaluate(self, step: str, batch: Any, rest: Sequence[Any]) -> Any:
-        engine = self._running_engine()
-        with torch.no_grad(), self._inputs(step, batch, rest) as inputs:
-            calls = engine(inputs.pop("work"), **inputs)["call"]
+    def _evaluate(self, step: str, context: Any, batch: Any, rest: Sequence[Any]) -> Any:
+        with context, torch.no_grad(), self._inputs(step, batch, rest) as inputs:
+            calls = self._engine(inputs.pop("work"), **inputs)["call"]
         return self._finish(calls)
 
     @contextlib.contextmanager
     def _inputs(self, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[dict[str, Any]]:
         """The engine's inputs for method ``step``; in the body the module has no metrics."""
-        module = self._module()
+        module = self.lightning_module
         by_path = metrics.metrics_of(module)
         with metrics.placed(module, dict.fromkeys(by_path, metrics.ABSENT)):
             empty = {path: metrics.emptied(metric) for path, metric in by_path.items()}
@@ -196,12 +194,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _finish(self, outputs: Any) -> Any:
         """Transfer what calls left on replicas to the module. Returns their outputs, joined."""
-        module, device = self._module(), self.root_device
+        module, device = self.lightning_module, self.root_device
         calls = sorted(each_call(outputs), key=attrgetter("rows"))
         by_path = metrics.single(metrics.metrics_of(module))
         for path, metric in by_path.items():
-            states = [call.states[path] for call in calls if path in call.states]
-            metrics.merge(metric, states, device)
+            copies = [call.metrics[path] for call in calls if path in call.metrics]
+            metrics.merge(metric, copies, device)
         logged = defaultdict(list)  # by name, and by how often the call had logged that name
         for call in calls:
             call.additions.add_to(module)
@@ -212,15 +210,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         for (name, _), entries in logged.items():
             _log(module, name, entries, by_path, device)
         outputs = [nested.map_tensors(lambda t: t.to(device), call.output) for call in calls]
-        return _joined(outputs, [call.weight for call in calls], [len(call.rows) for call in calls])
-
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    def _running_engine(self) -> ScatterOnceParallel:
-        assert self._engine is not None
-        return self._engine
+        weights = [float(call.weight) for call in calls]
+        return _joined(outputs, weights, [len(call.rows) for call in calls])
 
 
 def _call(
@@ -264,7 +255,10 @@ def _split(output: Any) -> tuple[Tensor, Any]:
 
 
 class _Call:
-    """What one call of a step function left on its replica. Not a dataclass, as ``Additions``."""
+    """What one call of a step function left on its replica. Not a dataclass, as ``Additions``.
+
+    ``weight`` is the number of terms over which a mean of the call averages.
+    """
 
     def __init__(self, module: Any, rows: Sequence[int]) -> None:
         self.additions, self.rows = Additions(module), rows
@@ -279,18 +273,13 @@ class _Call:
     def end(self, module: Any, output: Any, by_path: Mapping[str, Any], count: Any) -> None:
         """Keep what the call left on ``module`` and in its metrics, without graphs."""
         self.additions.end(module)
-        self.states, self._count = metrics.states_of(by_path), count
+        self.metrics, self.weight = metrics.updated(by_path), count
         self.output = nested.map_tensors(Tensor.detach, output)
         paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
         self.logged = [
             (name, paths[id(value)] if isinstance(value, Metric) else _number(value), options)
             for name, value, options in self.logged
         ]
-
-    @property
-    def weight(self) -> float:
-        """The number of terms over which a mean of the call averages."""
-        return float(self._count)
 
 
 def _log(
@@ -309,7 +298,7 @@ def _log(
     values = [value.to(device) for value in logged]
     user_sizes = [one.get("batch_size") for one in options_of_calls]
     sizes = [n or len(call.rows) for n, call in zip(user_sizes, calls, strict=True)]
-    weights = [n or call.weight for n, call in zip(user_sizes, calls, strict=True)]
+    weights = [float(n or call.weight) for n, call in zip(user_sizes, calls, strict=True)]
     reduction = options.get("reduce_fx", "mean")
     reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
     value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)

@@ -17,8 +17,6 @@ from torchmetrics import Metric, MetricCollection
 
 from scatterpar.step import nested
 
-State = tuple[dict[str, Any], int, bool]  # values, number of updates, whether forward was called
-
 ABSENT = nn.Identity()  # takes the place of each metric while the module is replicated
 
 
@@ -72,41 +70,37 @@ def emptied(metric: Any) -> Any:
     return copied
 
 
-def states_of(metrics: Mapping[str, Any]) -> dict[str, State]:
-    """The states of the single metrics that were updated, by path."""
+def updated(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """The single metrics that were updated, by path."""
     for one in metrics.values():
         for part in one.modules():
             if isinstance(part, MetricCollection):  # gives all members of a group the shared state
                 part.values(copy_state=False)
-    return {
-        path: (metric.metric_state, metric._update_count, metric._forward_cache is not None)
-        for path, metric in single(metrics).items()
-        if metric._update_count
-    }
+    return {path: metric for path, metric in single(metrics).items() if metric._update_count}
 
 
-def merge(metric: Metric, states: Sequence[State], device: torch.device) -> None:
-    """Merge the states of all calls into ``metric``, and set its value for the step from them.
+def merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> None:
+    """Merge the states of ``copies`` into ``metric``, and set its value for the step from them.
 
     Raises:
         ValueError: a state that torchmetrics cannot merge.
     """
     step = emptied(metric)
-    for values, updates, _ in states:
-        for name, value in values.items():
+    for copied in copies:
+        for name, value in copied.metric_state.items():
             if metric._reductions[name] is None and isinstance(value, Tensor):
                 raise ValueError(
                     f"the state {name!r} of {type(metric).__name__} cannot be merged with that of "
                     f"another micro-batch; return predictions and targets from training_step, and "
                     f"update the metric in on_train_batch_end"
                 )
-        of_call = nested.map_tensors(lambda tensor: tensor.detach().to(device), values)
+        states = nested.map_tensors(lambda t: t.detach().to(device), copied.metric_state)
         for target in (metric, step):
             before = target.metric_state
-            for name, value in of_call.items():
+            for name, value in states.items():
                 setattr(target, name, value)
-            target._update_count += updates
-            target._reduce_states(before)  # the earlier state comes first, then the call's
+            target._update_count += copied._update_count
+            target._reduce_states(before)  # the earlier state comes first, then the copy's
             target._computed = None
-    if any(has_value for *_, has_value in states):
+    if any(copied._forward_cache is not None for copied in copies):
         metric._forward_cache = step.compute()

@@ -18,13 +18,8 @@ from scatterpar.train.training import Training
 FILE = "checkpoint.pt"
 BEST_FILE = "best.pt"
 _FORMAT = 3
-_PARTS = (
-    "average",
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "noise",
-)  # attributes of `Training` with a state dict, or None
+# Attributes of `Training` with a state dict, or None.
+_PARTS = ("average", "optimizer", "scheduler", "scaler", "noise")
 
 
 @dataclass

@@ -144,9 +144,8 @@ class Stopping:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if (
-                    signal.getsignal(number) is not signal.SIG_IGN
-                ):  # a shell's background job ignores it
+                # A background job of a shell ignores SIGINT.
+                if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._receive)
         return self
 

@@ -26,11 +26,7 @@ from scatterpar.train.options import Devices, Folder, Name, Number, Options, exi
 from scatterpar.train.pictures import PictureData, find_files
 from scatterpar.train.training import scored
 
-_KNOWN = (
-    BUILT_IN,
-    "torchvision.models",
-    "timm",
-)  # a checkpoint may name their models without --model
+_KNOWN = (BUILT_IN, "torchvision.models", "timm")  # their models need no --model
 _BATCH = 1024  # pictures
 
 

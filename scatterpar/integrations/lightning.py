@@ -135,8 +135,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self._engine is not None:
             self._engine.close()
         if self._compiled:
-            self.lightning_module._compiled_call_impl = None
-            vars(self.lightning_module).update(self._compiled)
+            module: Any = self.lightning_module
+            module._compiled_call_impl = None
+            vars(module).update(self._compiled)
         self._engine, self._compiled = None, {}
         super().teardown()
 

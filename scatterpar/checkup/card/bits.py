@@ -178,7 +178,7 @@ def two_processes(setting: Setting) -> Finding:
     deterministic()
     half = len(setting.devices) // 2
     one = _gradients(0, 1, setting)
-    ranks = Ranks(2, [setting.devices[0], setting.devices[half]])
+    ranks = Ranks([setting.devices[0], setting.devices[half]])
     try:
         both = ranks.ask(_gradients, 2, setting)
     finally:

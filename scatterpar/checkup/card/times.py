@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
@@ -108,8 +107,7 @@ def timed(work: Callable[[], object], devices: Sequence[torch.device]) -> float:
 @functools.cache
 def _processes(setting: Setting) -> Ranks:
     """A process for each GPU, until this process ends."""
-    ranks = Ranks(len(setting.devices), setting.devices)
-    atexit.register(ranks.close)
+    ranks = Ranks(setting.devices)
     ranks.ask(_join_groups, len(setting.devices))
     return ranks
 

@@ -42,17 +42,11 @@ def _missing(what: str, why: str) -> Missing:
     )
 
 
-def _require(what: str, why: str, exists: bool) -> None:
-    if not exists:
-        raise _missing(what, why)
-
-
-def _has(path: str) -> bool:
-    try:
-        attrgetter(path)(torch)
-    except AttributeError:
-        return False
-    return True
+def _find(module: str, path: str, why: str) -> Any:
+    """Returns ``path`` of a module of torch, which it imports. Raises ``Missing``."""
+    with contextlib.suppress(ImportError, AttributeError):
+        return attrgetter(path)(importlib.import_module(module))
+    raise _missing(f"{module}.{path}", why)
 
 
 for _why, _names in {
@@ -70,7 +64,6 @@ for _why, _names in {
     "_C._len_torch_function_stack overrides._get_current_function_mode_stack "
     "utils._python_dispatch._get_current_dispatch_mode_stack",
     "to carry hooks to its threads": "_C._autograd._top_saved_tensors_default_hooks",
-    "to carry autocast to its threads": "_C._get_privateuse1_backend_name",
     "to know what a backward pass computes anew": "_C._current_graph_task_id",
     "for its backward passes": "autograd.graph._engine_run_backward",
     "to compute in forked processes": "autograd.Variable._execution_engine.is_checkpoint_valid",
@@ -84,14 +77,7 @@ for _why, _names in {
     "_C.DispatchKeySet _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard",
 }.items():
     for _name in _names.split():
-        _require(f"torch.{_name}", _why, _has(_name))
-
-
-def _late(module: str, name: str, why: str) -> Any:
-    """Returns ``name`` from a module that ``import torch`` does not import; raises ``Missing``."""
-    with contextlib.suppress(ImportError, AttributeError):
-        return getattr(importlib.import_module(f"torch.{module}"), name)
-    raise _missing(f"torch.{module}.{name}", why)
+        _find("torch", _name, _why)
 
 
 # --- an optimizer within another: the outer one runs the hooks, once ----------------------------
@@ -107,7 +93,8 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     """The hooks that run before and after ``optimizer.load_state_dict``."""
     attributes = vars(optimizer)
     names = [f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")]
-    _require("such hooks in optimizers", "to load", attributes.keys() >= set(names))
+    if not attributes.keys() >= set(names):
+        raise _missing("such hooks in optimizers", "to load")
     return [list(attributes[name].values()) for name in names]
 
 
@@ -125,7 +112,9 @@ def modes() -> list[str]:
     """Names of this thread's dispatch and function modes, except the default device and our own."""
     if not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
         return []
-    default_device = _late("utils._device", "DeviceContext", "to tell of modes that replicas lack")
+    default_device = _find(
+        "torch.utils._device", "DeviceContext", "to tell of modes that replicas lack"
+    )
     stack = [
         *torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
         *torch.overrides._get_current_function_mode_stack(),
@@ -165,11 +154,6 @@ def nvtx_emitted() -> Iterator[None]:
 PROFILE_ALL_THREADS = (
     "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
 )
-
-
-def private_accelerator() -> str:
-    """The name of the device type that an extension has registered."""
-    return torch._C._get_privateuse1_backend_name()
 
 
 def current_graph_task() -> int:
@@ -309,17 +293,17 @@ _LOST: list[Any] = []
 
 def is_compiled_module(value: Any) -> bool:
     """Whether ``value`` is a module that ``torch.compile`` returned."""
-    return has_dynamo() and isinstance(value, _late("_dynamo", "OptimizedModule", "to compile"))
+    return has_dynamo() and isinstance(
+        value, _find("torch._dynamo", "OptimizedModule", "to compile")
+    )
 
 
 def compile_fn_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that compiled ``function``: it compiles another one with the same options."""
-    compile_fn: Any = inspect.getclosurevars(function).nonlocals.get("self")
-    _require(
-        "context in compiled functions", "to compile replicas as the module", callable(compile_fn)
-    )
-    checked: Callable[..., Any] = compile_fn
-    return checked
+    compile_fn: Callable[..., Any] | None = inspect.getclosurevars(function).nonlocals.get("self")
+    if compile_fn is None:
+        raise _missing("context in compiled functions", "to compile replicas as the module")
+    return compile_fn
 
 
 def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
@@ -336,7 +320,7 @@ def many_graphs() -> Iterator[None]:
     evaluation. Beyond its limit torch silently runs the function uncompiled.
     """
     limit, in_all = (
-        _late("_dynamo.config", name, "to compile replicas")
+        _find("torch._dynamo.config", name, "to compile replicas")
         for name in ("recompile_limit", "accumulated_recompile_limit")
     )
     more = max(limit, 64)
@@ -443,7 +427,11 @@ def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
     All other operators fall through the key. So do higher-order operators such as ``torch.cond`` or
     a custom ``autograd.Function`` under ``vmap``, including those registered later.
     """
-    _require(f"dispatch key {_KEY_NAME}", "to give every replica its random numbers", _has_key())
+    try:
+        _key()
+    except RuntimeError as error:
+        why = "to give every replica its random numbers"
+        raise _missing(f"dispatch key {_KEY_NAME}", why) from error
     fallback = Library("_", "IMPL")
     fallback.fallback(fallthrough_kernel, _KEY_NAME)
     operators = Library("aten", "IMPL")
@@ -485,14 +473,6 @@ def _key_alone() -> Any:
 @functools.cache
 def _key() -> Any:
     return torch._C._dispatch_key_parse(_KEY_NAME)
-
-
-def _has_key() -> bool:
-    try:
-        _key()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _let_higher_order_operators_through() -> None:
@@ -550,4 +530,4 @@ def _wait_before_control_flow_compiles() -> None:
 
 
 def _compile_lock() -> Any:
-    return _late("_dynamo.convert_frame", "compile_lock", "to compile one replica at a time")
+    return _find("torch._dynamo.convert_frame", "compile_lock", "to compile one replica at a time")

@@ -72,7 +72,6 @@ def test_the_caller_s_context():
     with torch.device("cpu"), Mode():
         assert private.modes() == ["Mode"]
     assert private.modes() == []
-    assert private.private_accelerator()
 
 
 def test_profilers():

@@ -111,15 +111,12 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def empty_cache() -> None:
     """Free cached memory, for blocks of other sizes. Does nothing while a graph is captured."""
     with _counting:
-        if not _recordings and torch.accelerator.is_available():
-            _empty_cache()
-
-
-def _empty_cache() -> None:
-    try:
-        torch.accelerator.empty_cache()
-    except RuntimeError:  # torch.accelerator does not know the allocators of other backends
-        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+        if _recordings or not torch.accelerator.is_available():
+            return
+        try:
+            torch.accelerator.empty_cache()
+        except RuntimeError:  # torch.accelerator does not know the allocators of other backends
+            torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
 @contextlib.contextmanager
@@ -139,6 +136,7 @@ def recording() -> Iterator[None]:
             _recordings -= 1
 
 
+@functools.cache
 def tune_malloc(device: torch.device) -> None:
     """Let the host's malloc keep freed memory, so that sub-steps on the CPU reuse it.
 
@@ -146,17 +144,11 @@ def tune_malloc(device: torch.device) -> None:
     would cause page faults for its activations. The setting holds for the process. It is skipped if
     the user has configured malloc.
     """
-    if device.type == "cpu":
-        _set_malloc_thresholds()
-
-
-@functools.cache
-def _set_malloc_thresholds() -> None:
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _MALLOC_VARIABLES):
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that thread heaps can serve
-    libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+    is_configured = any(name in os.environ for name in _MALLOC_VARIABLES)
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not is_configured:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that thread heaps can serve
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def max_concurrency(devices: Sequence[torch.device]) -> int:
@@ -250,35 +242,30 @@ def is_read_async(tensor: Tensor, device: torch.device) -> bool:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """An event that completes when ``device`` has done the work of its current stream so far."""
-    return _record_blocking_event(device) or torch.accelerator.current_stream(device).record_event()
+    """An event that completes when ``device`` has done the work of its current stream so far.
 
-
-def timed_mark(device: torch.device | None) -> torch.Event | None:
-    """An event with a time, recorded on the device's current stream; ``None`` without streams."""
-    if device is None or not has_streams(device):
-        return None
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
-def synchronize_stream(device: torch.device) -> None:
-    """Sleep until ``device`` has done the work of its current stream, if it has such events."""
-    event = None if device.type == "cpu" else _record_blocking_event(device)
-    if event is not None:
-        event.synchronize()
-
-
-def _record_blocking_event(device: torch.device) -> torch.Event | None:
-    """An event for which a thread sleeps while it waits, as CUDA has; otherwise ``None``.
-
+    A thread sleeps while it waits for the event, if the device has such events, as CUDA has.
     Waiting for other events, and for copies, keeps a core busy that launches may need.
     """
     module = torch.get_device_module(device.type)
     try:
         event: torch.Event = module.Event(blocking=True)
     except (AttributeError, TypeError):
-        return None
+        return torch.accelerator.current_stream(device).record_event()
     event.record(module.current_stream(device))
+    return event
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Wait until ``device`` has done the work of its current stream, if it has streams."""
+    if has_streams(device):
+        record_event(device).synchronize()
+
+
+def timed_mark(device: torch.device) -> torch.Event | None:
+    """An event with a time, recorded on the device's current stream; ``None`` without streams."""
+    if not has_streams(device):
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event

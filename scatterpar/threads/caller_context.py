@@ -23,17 +23,15 @@ from scatterpar.torch_private import (
     is_profiled,
     modes,
     nvtx_emitted,
-    private_accelerator,
     saved_tensors_hooks,
 )
-
-_AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
 
 def autocast_types() -> list[str]:
     """The device types that autocast is enabled for in this thread."""
-    known = (*_AUTOCAST_TYPES, private_accelerator())
-    return [kind for kind in known if torch.is_autocast_enabled(kind)]
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
 
 
 @contextlib.contextmanager

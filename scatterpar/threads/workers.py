@@ -20,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
@@ -72,62 +71,57 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
 _HEAD_START_SECONDS = 0.01  # the first replicas have the cores alone for this time
 
 
-@dataclass
-class _Call:
-    """One replica's call in a job, with its result or error.
-
-    Fields are cleared after use: a traceback may refer to the call, and would keep activations
-    alive.
-    """
-
-    thread: int  # the number of the worker that runs it
-    work: Callable[[], Any] | None
-    result: Any = None
-    error: BaseException | None = None
-    ended: bool = False
-
-
 class Job:
-    """The calls of all replicas in one job.
+    """The works of all replicas in one parallel call; a work is a function without arguments.
 
-    The first ``at_once`` calls start immediately. Each other call starts when one ends, or after
-    10 ms.
-    ``cancel`` is set as soon as one has failed.
+    Work ``i`` runs in the worker ``threads[i]``. The first ``at_once`` works start immediately.
+    Each other work starts when one ends, or after 10 ms. ``cancel`` is set when one has failed.
+
+    Works, results and errors are dropped after use: a traceback may refer to the job, and would
+    keep activations alive.
     """
 
-    def __init__(self, calls: Sequence[_Call], at_once: int, cancel: threading.Event) -> None:
-        self.calls = calls
+    def __init__(
+        self,
+        works: Sequence[Callable[[], Any]],
+        threads: Sequence[int],
+        at_once: int,
+        cancel: threading.Event,
+    ) -> None:
+        self.works = dict(enumerate(works))  # those that have not started
+        self.busy = set(self.works)  # the numbers of those that have not ended
+        self.threads = threads
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, BaseException] = {}
         self.cancel = cancel
-        self.interrupted = False  # if true, calls that have not started yet do not start
+        self.interrupted = False  # if true, works that have not started yet do not start
         self.ended: SimpleQueue[None] = SimpleQueue()  # safe against interrupts: holds no lock
         self._at_once = at_once
-        self._turns = threading.Semaphore(0)  # one for each call that has ended
-
-    @property
-    def busy(self) -> list[_Call]:
-        """The calls that have not ended."""
-        return [call for call in self.calls if not call.ended]
+        self._turns = threading.Semaphore(0)  # one for each work that has ended
 
     def run(self, number: int) -> None:
-        """Run the call with this ``number`` when it may start; never raises."""
-        call = self.calls[number]
-        work, call.work = call.work, None
-        if work is not None and self._may_start(number):
+        """Run the work with this ``number`` when it may start; never raises."""
+        work = self.works.pop(number)
+        if self._may_start(number):
             try:
-                call.result = work()
+                self.results[number] = work()
             except BaseException as error:
-                call.error = error
-                self.cancel.set()
+                self.fail(number, error)
         del work
         self._turns.release()
-        call.ended = True
+        self.busy.discard(number)
         if not self.busy:
             self.ended.put(None)
 
-    def _may_start(self, number: int) -> bool:
-        """Wait until another call ends, or 10 ms, because a running call may wait for this one.
+    def fail(self, number: int, error: BaseException) -> None:
+        """Note the error of a work, and cancel the others."""
+        self.errors[number] = error
+        self.cancel.set()
 
-        Returns whether to start the call at all.
+    def _may_start(self, number: int) -> bool:
+        """Wait until another work ends, or 10 ms, because a running work may wait for this one.
+
+        Returns whether to start the work at all.
         """
         if number >= self._at_once:
             self._turns.acquire(timeout=_HEAD_START_SECONDS)
@@ -222,16 +216,16 @@ class Workers:
             with runtime.use_device(devices[0], ()), no_autocast_cache(), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = CallerContext()
-        calls = []
-        arguments = zip(modules, inputs, kwargs_tup, devices, strict=True)
-        for i, (module, args, kwargs, device) in enumerate(arguments):
-            # Calls on one accelerator draw from its one generator, so they run in order.
-            thread = devices.index(device) if runtime.is_async(device) else i
-            work = partial(context.run, device, partial(module, *args, **kwargs))
-            calls.append(_Call(thread, work))
-        return self._dispatch(
-            Job(calls, runtime.max_concurrency(devices), cancel or threading.Event())
-        )
+        works = [
+            partial(context.run, device, partial(module, *args, **kwargs))
+            for module, args, kwargs, device in zip(
+                modules, inputs, kwargs_tup, devices, strict=True
+            )
+        ]
+        # Calls on one accelerator draw from its one generator, so they run in order.
+        threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]
+        at_once = runtime.max_concurrency(devices)
+        return self._dispatch(Job(works, threads, at_once, cancel or threading.Event()))
 
     @contextlib.contextmanager
     def exclusive(self, *things: object) -> Iterator[None]:
@@ -299,19 +293,17 @@ class Workers:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
     def _dispatch(self, job: Job) -> list[Any]:
-        calls = job.calls
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
-            for i, call in enumerate(calls):
-                queues[call.thread].put(partial(job.run, i))
+            for number, thread in enumerate(job.threads):
+                queues[thread].put(partial(job.run, number))
         try:
             self._wait(job)
-            results = [call.result for call in calls]
-            errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
+            results = [job.results.get(number) for number in range(len(job.threads))]
+            errors = [(i, job.errors[i]) for i in sorted(job.errors)]
         finally:
-            for call in calls:
-                call.result = call.error = None  # a traceback refers to this frame
+            job.results, job.errors = {}, {}  # a traceback refers to this frame
         errors = [(i, error) for i, error in errors if not isinstance(error, Cancelled)]
         try:
             for i, error in errors[1:]:
@@ -324,13 +316,13 @@ class Workers:
             del errors, results
 
     def _wait(self, job: Job) -> None:
+        """Wait until all works have ended. Raises the first interrupt afterwards."""
         interrupt: BaseException | None = None
-        lost: list[str] = []
-        while job.busy and not lost:
+        while job.busy:
             try:
                 with self.interrupts.allowed(), contextlib.suppress(Empty):
                     job.ended.get(timeout=_LOOK_SECONDS)
-                lost = self._lost(job)
+                self._find_lost(job)
             except BaseException as error:
                 self.interrupts.defer()
                 job.interrupted = True
@@ -340,29 +332,24 @@ class Workers:
                     self._abandon()
                     raise
                 interrupt = error
-        if lost:
-            self._abandon()
         if interrupt is not None:
             try:
                 raise interrupt
             finally:
                 del interrupt
-        if lost:
-            raise RuntimeError(
-                f"{self._owner} lost a worker ({', '.join(lost)}): an exception was raised in its "
-                f"thread from outside; nothing was changed, and the next step starts new workers"
-            )
 
-    def _lost(self, job: Job) -> list[str]:
-        """Names of threads that have died before their call ended, once no other call runs.
-
-        Only an exception that is set from outside ends such a thread.
-        """
-        busy = {call.thread for call in job.busy}
-        dead = [self._threads[i].name for i in busy if not self._threads[i].is_alive()]
-        if dead:
-            job.cancel.set()
-        return dead if len(dead) == len(busy) and job.busy else []
+    def _find_lost(self, job: Job) -> None:
+        """End the works of dead threads. Only an exception that is set from outside ends one."""
+        for number in list(job.busy):
+            thread = self._threads[job.threads[number]]
+            if not thread.is_alive() and number in job.busy:
+                text = (
+                    f"{self._owner} lost a worker ({thread.name}): an exception was raised in its "
+                    f"thread from outside; nothing was changed, and the next step starts new "
+                    f"workers"
+                )
+                job.fail(number, RuntimeError(text))
+                job.busy.discard(number)
 
     def _abandon(self) -> None:
         """Let threads that still work end by themselves; the next job starts new ones."""

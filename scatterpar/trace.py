@@ -14,14 +14,14 @@ import math
 import os
 import textwrap
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from scatterpar.bounds import BETWEEN, Bounds, sums
-from scatterpar.devices.runtime import timed_mark
+from scatterpar.devices.runtime import has_streams, timed_mark
 from scatterpar.plan import Plan, as_text
 from scatterpar.threads.clock import Clock, Event, RecordedStep, Zero
 
@@ -65,10 +65,10 @@ class Trace:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Time the body, in which steps are recorded."""
-        for device in self._devices:
-            if (mark := timed_mark(device)) is not None:
-                mark.synchronize()
-                self._zeros[device] = mark, time.perf_counter()
+        for device in filter(has_streams, self._devices):
+            mark = timed_mark(device)
+            mark.synchronize()
+            self._zeros[device] = mark, time.perf_counter()
         self._start = time.perf_counter()
         try:
             yield
@@ -90,8 +90,8 @@ class Trace:
     def events(self) -> list[Event]:
         """The events of all steps in order of their ends, and the times between steps.
 
-        The work of an event on an accelerator is another event, in the lane of the device. It
-        counts once: the seconds ``own`` are those of the host's event.
+        The work of an event on an accelerator is another event, in the lane of the device, with
+        ``self_seconds`` of zero, so that sums count it once.
         """
         found: list[Event] = []
         last = self._start
@@ -99,9 +99,7 @@ class Trace:
             found.append(wait := Event(step, BETWEEN))
             wait.start, wait.end = last, step.start if step else max(self._end, last)
             wait.self_seconds, last = wait.end - wait.start, step.end if step else last
-            for event in _with_own(step.events if step else ()):
-                if event.replica is not None:
-                    event.lane = f"replica {event.replica}, {self._devices[event.replica]}"
+            for event in list(step.events if step else ()):  # an abandoned worker may append
                 found.append(event)
                 if event.on_device:
                     found.append(work := copy.copy(event))
@@ -224,19 +222,6 @@ def _lanes(events: Iterable[Event]) -> list[str]:
         for e in events
     }
     return [lane for _, _, lane in sorted(lanes)]
-
-
-def _with_own(events: Iterable[Event]) -> list[Event]:
-    """The events, which are in order of their ends, each with its ``own`` seconds."""
-    found = list(events)  # a copy: an abandoned worker may still append
-    inside: dict[int | None, list[Event]] = defaultdict(list)
-    for event in found:
-        stack = inside[event.replica]
-        event.self_seconds = event.end - event.start
-        while stack and stack[-1].start >= event.start:
-            event.self_seconds -= stack[-1].end - stack.pop().start
-        stack.append(event)
-    return found
 
 
 def _svg(title: str, events: Sequence[Event], sentence: str) -> str:

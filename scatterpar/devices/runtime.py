@@ -262,10 +262,8 @@ def synchronize_stream(device: torch.device) -> None:
         record_event(device).synchronize()
 
 
-def timed_mark(device: torch.device) -> torch.Event | None:
-    """An event with a time, recorded on the device's current stream; ``None`` without streams."""
-    if not has_streams(device):
-        return None
+def timed_mark(device: torch.device) -> torch.Event:
+    """An event with a time, recorded on the current stream of a device with streams."""
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event

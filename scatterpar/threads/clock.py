@@ -33,15 +33,15 @@ class Event:
         end: when the host was done; on an accelerator, when all work was launched.
         self_seconds: the seconds of the event without those of the events inside it.
         elements: the number of elements of the input tensors that arrived during the event.
-        lane: the thread or device, as a trace calls it.
+        lane: the replica, its device, or the caller's thread, as a trace calls it.
     """
 
     start = end = self_seconds = 0.0
     elements = 0
+    replica: int | None = None
     lane = "caller"
-    _device: torch.device | None = None
-    _before: torch.Event | None = None
-    _after: torch.Event | None = None
+    _device: torch.device | None = None  # an accelerator that the event launches work on
+    _outer: Event | None = None  # the event that this one is inside of
 
     def __init__(
         self,
@@ -50,32 +50,40 @@ class Event:
         share: Share | None = None,
         sub_step: int | None = None,
     ) -> None:
-        self.step, self.name, self.sub_step, self.replica = step, name, sub_step, None
+        self.step, self.name, self.sub_step = step, name, sub_step
+        self._marks: list[torch.Event] = []
         if share is not None:
-            self.replica = share.replica
-            if step is not None and step.zeros and name in ON_DEVICES:
+            self.replica, self.lane = share.replica, f"replica {share.replica}, {share.device}"
+            if step is not None and share.device in step.zeros and name in ON_DEVICES:
                 self._device = share.device
 
     def __enter__(self) -> Self:
+        if self.step is not None:
+            self._outer = self.step.innermost.get(self.replica)
+            self.step.innermost[self.replica] = self
         if self._device is not None:
-            self._before = timed_mark(self._device)
+            self._marks.append(timed_mark(self._device))
         self.start = time.perf_counter()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.end = time.perf_counter()
+        self.self_seconds += self.end - self.start
         if self._device is not None:
-            self._after = timed_mark(self._device)
+            self._marks.append(timed_mark(self._device))
         if self.step is not None:
+            self.step.innermost[self.replica] = self._outer
             self.step.events.append(self)
+        if self._outer is not None:
+            self._outer.self_seconds -= self.end - self.start
 
     @cached_property
     def on_device(self) -> tuple[float, float] | None:
         """Start and end of the work on an accelerator, by the host's clock; else ``None``."""
-        before, after = self._before, self._after
-        if self.step is None or self._device is None or before is None or after is None:
+        if self.step is None or self._device is None:
             return None
         zero, at = self.step.zeros[self._device]
+        before, after = self._marks
         with contextlib.suppress(RuntimeError):  # of a device that failed
             after.synchronize()
             return at + zero.elapsed_time(before) / 1e3, at + zero.elapsed_time(after) / 1e3
@@ -95,7 +103,8 @@ class RecordedStep(Event):
         plan: the plan of its last attempt. There are several attempts if memory runs out.
         error: its exception, as text; ``None`` for a step that was committed.
         events: its parts in order of their ends, and the step itself.
-        zeros: for each accelerator, an event and its time.
+        zeros: for each accelerator with streams, an event and its time.
+        innermost: by replica, the event that has begun last and not ended.
     """
 
     plan: Plan | None = None
@@ -105,6 +114,7 @@ class RecordedStep(Event):
         super().__init__(self, "step")
         self.number, self.zeros = number, zeros or {}
         self.events: list[Event] = []
+        self.innermost: dict[int | None, Event | None] = {}
 
     def __exit__(self, *raised: Any) -> None:
         self.error = f"{raised[0].__name__}: {raised[1]}" if raised[0] else None

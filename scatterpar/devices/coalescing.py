@@ -143,16 +143,11 @@ def has_flat_view(tensor: Tensor) -> bool:
     """Whether the elements fill a contiguous range of memory, each with a separate place."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
-    return tensor.is_contiguous() or _is_dense(tensor)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether sizes and strides leave no gap and no overlap."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
             if stride != expected:
-                return False
+                return tensor.is_contiguous()  # true for a tensor without elements
             expected *= size
     return True
 

@@ -233,33 +233,30 @@ def _again(stream: torch.Stream) -> torch.Stream:
     return torch.Stream(stream_id=number, device_index=index, device_type=kind)
 
 
-def is_read_async(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a copy of ``tensor`` to ``device`` reads it after the call that started the copy.
-
-    Host memory that is not pinned is staged during the call.
-    """
-    return has_streams(device) and tensor.device.type == "cpu" and tensor.is_pinned()
-
-
 def record_event(device: torch.device) -> torch.Event:
-    """An event that completes when ``device`` has done the work of its current stream so far.
+    """An event that completes when ``device`` has done the work of its current stream so far."""
+    return _record_blocking_event(device) or torch.accelerator.current_stream(device).record_event()
 
-    A thread sleeps while it waits for the event, if the device has such events, as CUDA has.
+
+def synchronize_stream(device: torch.device) -> None:
+    """Sleep until ``device`` has done the work of its current stream, if it has such events."""
+    event = None if device.type == "cpu" else _record_blocking_event(device)
+    if event is not None:
+        event.synchronize()
+
+
+def _record_blocking_event(device: torch.device) -> torch.Event | None:
+    """An event for which a thread sleeps while it waits, as CUDA has; otherwise ``None``.
+
     Waiting for other events, and for copies, keeps a core busy that launches may need.
     """
     module = torch.get_device_module(device.type)
     try:
         event: torch.Event = module.Event(blocking=True)
     except (AttributeError, TypeError):
-        return torch.accelerator.current_stream(device).record_event()
+        return None
     event.record(module.current_stream(device))
     return event
-
-
-def synchronize_stream(device: torch.device) -> None:
-    """Wait until ``device`` has done the work of its current stream, if it has streams."""
-    if has_streams(device):
-        record_event(device).synchronize()
 
 
 def timed_mark(device: torch.device) -> torch.Event:

@@ -18,8 +18,6 @@ from torch import Tensor
 from scatterpar.devices.runtime import (
     HOST,
     has_streams,
-    is_async,
-    is_read_async,
     physical,
     record_event,
     stream_for,
@@ -31,8 +29,7 @@ PHASES = ("scatter", "replicate", "compute", "reduce")
 # Pairs (source, target) whose copies are staged through host memory: see ``check_links``.
 HOST_STAGED: set[tuple[torch.device, torch.device]] = set()
 
-_STAGED = 2  # copy groups in the host's pinned memory at the same time
-
+_MAX_STAGED = 2  # copy groups in the host's pinned memory at the same time
 
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
@@ -68,18 +65,18 @@ def to_device(
 ) -> Tensor:
     """``tensor`` in the memory of ``device``: itself if it is stored there, unless ``copy``."""
     if HOST_STAGED:
-        tensor = _staged(tensor, device)
+        tensor = _sendable(tensor, device)
     return tensor.to(physical(device), copy=copy, non_blocking=non_blocking)
 
 
 def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
     """Copy ``source`` to ``target``, a tensor of the same size in any memory."""
     if HOST_STAGED:
-        source = _staged(source, target.device)
+        source = _sendable(source, target.device)
     target.copy_(source, non_blocking=non_blocking)
 
 
-def _staged(tensor: Tensor, device: torch.device) -> Tensor:
+def _sendable(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor``, or a copy on the host if direct copies to ``device`` arrive corrupted."""
     return tensor.cpu() if (tensor.device, device) in HOST_STAGED else tensor
 
@@ -147,8 +144,9 @@ class Transfers:
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, with the same memory format."""
         self.count(tensor, phase)
-        copied = to_device(tensor, device, copy=True, non_blocking=has_streams(device))
-        if is_read_async(tensor, device):
+        is_async = has_streams(device)
+        copied = to_device(tensor, device, copy=True, non_blocking=is_async)
+        if is_async and tensor.device.type == "cpu" and tensor.is_pinned():  # it is read later
             self._under_way[device] = record_event(device)
         return copied
 
@@ -189,7 +187,7 @@ class Prefetcher(Transfers):
         # The targets of each group: if they were freed earlier, copies would write freed memory.
         self._targets: dict[int, list[Tensor]] = {}
         self._copied: dict[int, torch.Event] = {}
-        self._staged: deque[torch.Event] = deque(maxlen=_STAGED)
+        self._staged: deque[torch.Event] = deque(maxlen=_MAX_STAGED)
         # An abandoned worker may call ``issue`` while another thread synchronizes.
         self._asking = threading.Lock()
         self._stream = stream_for("arriving", device)
@@ -247,11 +245,10 @@ class Prefetcher(Transfers):
 
     def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy in pinned memory; torch reuses that only after it was read."""
-        if is_async(tensor.device):
+        is_pinned = tensor.is_pinned() and tensor.stride() == target.stride()
+        if tensor.device.type != "cpu" or is_pinned:
             return tensor
-        if tensor.is_pinned() and tensor.stride() == target.stride():
-            return tensor
-        if len(self._staged) == _STAGED:
+        if len(self._staged) == _MAX_STAGED:
             self._staged[0].synchronize()
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 

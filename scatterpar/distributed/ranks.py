@@ -34,8 +34,6 @@ from scatterpar.step.outcome import Outcome, Spread
 from scatterpar.step.substeps import detached_output
 from scatterpar.threads.workers import add_note
 
-_Exchange = tuple[Buckets, int]  # what is added, and a checksum of all shapes
-
 _OTHER_TENSORS = (
     "which tensors are trained, on their shapes, on reduction=, or on the scale of scaler="
 )
@@ -91,7 +89,7 @@ class Ranks:
         try:
             outcome = compute()
             with outcome.attempt as attempt, attempt.clock.phase("reduce"):
-                exchange = self._prepare(outcome)  # before any collective
+                buckets, layout = self._prepare(outcome)  # before any collective
         except BaseException as error:
             all_know, self._all_know = self._all_know, False
             with contextlib.suppress(Exception):
@@ -99,11 +97,10 @@ class Ranks:
                     add_note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
         with outcome.attempt as attempt, attempt.clock.phase("reduce"):
-            return self._exchange(outcome, exchange)
+            return self._exchange(outcome, buckets, layout)
 
-    def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
+    def _exchange(self, outcome: Outcome, buckets: Buckets, layout: int) -> Outcome:
         """The outcome of all ranks. Raises ``RuntimeError`` if one of them failed."""
-        buckets, layout = exchange
         is_mean = outcome.request.is_mean
         loss = outcome.loss * outcome.terms if is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
@@ -129,9 +126,10 @@ class Ranks:
             spread=Spread(squares, replicas, terms if is_mean else rows, rows),
         )
 
-    def _prepare(self, outcome: Outcome) -> _Exchange:
+    def _prepare(self, outcome: Outcome) -> tuple[Buckets, int]:
+        """The tensors that ranks add, and a checksum of their shapes."""
         buckets = Buckets(
-            [(leaf, _to_dense(gradient)) for leaf, gradient in outcome.gradients],
+            [(leaf, None if g is None else g.to_dense()) for leaf, g in outcome.gradients],
             outcome.buffers,
             outcome.layers,
             self.rank,
@@ -186,7 +184,3 @@ class Ranks:
 def _checksum(text: str) -> int:
     checksum: int = zlib.crc32(text.encode()) % 2**LAYOUT_BITS
     return checksum
-
-
-def _to_dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

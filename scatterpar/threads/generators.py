@@ -268,11 +268,6 @@ class Generators:
 
         If nothing drew on the CPU, its generator is not written, so draws of other threads stay.
         """
-        if all(
-            one.is_installed for one in self._generators.values()
-        ):  # these are the process's own
-            self._after = {device: one.state for (_, device), one in self._generators.items()}
-            return
         after = {device: state for device, state in self._before.items() if device != HOST}
         for source in {HOST, self._devices[0]}:
             first = self._generators.get((0, source))

@@ -236,15 +236,15 @@ class Prefetcher(Transfers):
                 current.enter_context(stream)
             is_staged = False
             for tensor, target in requested:
-                readable = self._readable_late(tensor, target)
-                write(target, readable, non_blocking=True)
-                is_staged |= readable is not tensor
+                source = self._lasting(tensor, target)
+                write(target, source, non_blocking=True)
+                is_staged |= source is not tensor
             self._copied[number] = self._stream.record_event()
             if is_staged:
                 self._staged.append(record_event(self._stream.device))
 
-    def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
-        """``tensor``, or a copy in pinned memory; torch reuses that only after it was read."""
+    def _lasting(self, tensor: Tensor, target: Tensor) -> Tensor:
+        """``tensor``, or a copy in pinned memory, which torch reuses only after it was read."""
         is_pinned = tensor.is_pinned() and tensor.stride() == target.stride()
         if tensor.device.type != "cpu" or is_pinned:
             return tensor

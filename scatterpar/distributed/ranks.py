@@ -4,9 +4,9 @@ All ranks take part in the collectives of every step, also if they failed. A sma
 exchanges who failed and how much each rank's loss counts. If nobody failed, one collective per
 dtype adds gradients and buffers. Nothing is pickled.
 
-The small one uses host memory if the group has a backend for it, as ``"cpu:gloo,cuda:nccl"`` has.
-Then a rank that waits for a lost rank gets an error within the group's timeout; NCCL would end the
-process.
+The small collective uses host memory if the group has a backend for it, such as
+``"cpu:gloo,cuda:nccl"``. Then a rank that waits for a lost rank gets an error within the group's
+timeout; NCCL would end the process.
 """
 
 from __future__ import annotations

@@ -71,17 +71,18 @@ def make_criterion_lock() -> ProgressLock:
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
-    """A function for the CPU seconds of a thread; a constant if the system cannot tell."""
+    """Returns a function for the CPU seconds of a thread; zero if the system cannot tell."""
     if not _CAN_TELL:
         return functools.partial(float)
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
 
 def stack_of(thread: int) -> Callable[[], Hashable]:
-    """A function for the place in Python where a thread is; constant while it is in C or waits.
+    """Returns a function for the stack of a thread: equal results while it is in C or waits.
 
-    Garbage collection is off meanwhile: CPython 3.11 may collect while it makes a frame object, and
-    a finalizer that waits lets the thread leave that frame (cpython issue 106883).
+    Garbage collection is off while the function runs: CPython 3.11 may collect while it makes a
+    frame object, and a finalizer that waits lets the thread leave that frame (cpython issue
+    106883).
     """
 
     def look() -> Hashable:

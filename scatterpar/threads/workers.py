@@ -72,56 +72,56 @@ _HEAD_START_SECONDS = 0.01  # the first replicas have the cores alone for this t
 
 
 class Job:
-    """The works of all replicas in one parallel call; a work is a function without arguments.
+    """One call per replica. A call is a function without arguments.
 
-    Work ``i`` runs in the worker ``threads[i]``. The first ``at_once`` works start immediately.
-    Each other work starts when one ends, or after 10 ms. ``cancel`` is set when one has failed.
+    Call ``i`` runs in the worker ``threads[i]``. The first ``at_once`` calls start immediately.
+    Each other call starts when one ends, or after 10 ms. ``cancel`` is set when one has failed.
 
-    Works, results and errors are dropped after use: a traceback may refer to the job, and would
+    Calls, results and errors are dropped after use: a traceback may refer to the job, and would
     keep activations alive.
     """
 
     def __init__(
         self,
-        works: Sequence[Callable[[], Any]],
+        calls: Sequence[Callable[[], Any]],
         threads: Sequence[int],
         at_once: int,
         cancel: threading.Event,
     ) -> None:
-        self.works = dict(enumerate(works))  # those that have not started
-        self.busy = set(self.works)  # the numbers of those that have not ended
+        self.calls = dict(enumerate(calls))  # those that have not started
+        self.busy = set(self.calls)  # the numbers of those that have not ended
         self.threads = threads
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
         self.cancel = cancel
-        self.interrupted = False  # if true, works that have not started yet do not start
+        self.interrupted = False  # if true, calls that have not started yet do not start
         self.ended: SimpleQueue[None] = SimpleQueue()  # safe against interrupts: holds no lock
         self._at_once = at_once
-        self._turns = threading.Semaphore(0)  # one for each work that has ended
+        self._turns = threading.Semaphore(0)  # one for each call that has ended
 
     def run(self, number: int) -> None:
-        """Run the work with this ``number`` when it may start; never raises."""
-        work = self.works.pop(number)
+        """Run the call with this ``number`` when it may start; never raises."""
+        call = self.calls.pop(number)
         if self._may_start(number):
             try:
-                self.results[number] = work()
+                self.results[number] = call()
             except BaseException as error:
                 self.fail(number, error)
-        del work
+        del call
         self._turns.release()
         self.busy.discard(number)
         if not self.busy:
             self.ended.put(None)
 
     def fail(self, number: int, error: BaseException) -> None:
-        """Note the error of a work, and cancel the others."""
+        """Record the error of a call, and cancel the others."""
         self.errors[number] = error
         self.cancel.set()
 
     def _may_start(self, number: int) -> bool:
-        """Wait until another work ends, or 10 ms, because a running work may wait for this one.
+        """Wait until another call ends, or 10 ms, because a running call may wait for this one.
 
-        Returns whether to start the work at all.
+        Returns whether to start the call at all.
         """
         if number >= self._at_once:
             self._turns.acquire(timeout=_HEAD_START_SECONDS)
@@ -216,7 +216,7 @@ class Workers:
             with runtime.use_device(devices[0], ()), no_autocast_cache(), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = CallerContext()
-        works = [
+        calls = [
             partial(context.run, device, partial(module, *args, **kwargs))
             for module, args, kwargs, device in zip(
                 modules, inputs, kwargs_tup, devices, strict=True
@@ -225,7 +225,7 @@ class Workers:
         # Calls on one accelerator draw from its one generator, so they run in order.
         threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]
         at_once = runtime.max_concurrency(devices)
-        return self._dispatch(Job(works, threads, at_once, cancel or threading.Event()))
+        return self._dispatch(Job(calls, threads, at_once, cancel or threading.Event()))
 
     @contextlib.contextmanager
     def exclusive(self, *things: object) -> Iterator[None]:
@@ -316,7 +316,7 @@ class Workers:
             del errors, results
 
     def _wait(self, job: Job) -> None:
-        """Wait until all works have ended. Raises the first interrupt afterwards."""
+        """Wait until all calls have ended. Raises the first interrupt afterwards."""
         interrupt: BaseException | None = None
         while job.busy:
             try:
@@ -339,7 +339,7 @@ class Workers:
                 del interrupt
 
     def _find_lost(self, job: Job) -> None:
-        """End the works of dead threads. Only an exception that is set from outside ends one."""
+        """End the calls of dead threads. Only an exception set from outside ends a thread."""
         for number in list(job.busy):
             thread = self._threads[job.threads[number]]
             if not thread.is_alive() and number in job.busy:

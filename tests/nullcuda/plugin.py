@@ -40,7 +40,7 @@ def _tell_who_hands_work_over() -> None:
 
     @wraps(run)
     def taken(job, number):
-        work = job.works[number]
+        work = job.calls[number]
 
         def told():
             card.take_over(id(job))
@@ -49,7 +49,7 @@ def _tell_who_hands_work_over() -> None:
             finally:
                 card.hand_over(id(job))
 
-        job.works[number] = told
+        job.calls[number] = told
         run(job, number)
 
     @wraps(wait)

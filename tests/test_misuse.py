@@ -310,7 +310,7 @@ def by_pair():
 compute = {compute}
 compute()
 codes = []
-for _ in range(30):
+for _ in range(16):
     child = os.fork()
     if child == 0:
         compute()
@@ -327,7 +327,7 @@ def test_forked_children_compute_at_once(compute):
     """One in four once crashed: two threads made autograd's engine anew at the same time."""
     code = MANY_FORKED.format(devices=["cpu"] * 4, compute=compute)
     outcome = run_forked("-c", code)
-    assert (outcome.code, outcome.out) == (0, "0 of 30 died\n"), outcome.err
+    assert (outcome.code, outcome.out) == (0, "0 of 16 died\n"), outcome.err
 
 
 # --- modules that cannot be replicated ---

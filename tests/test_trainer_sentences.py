@@ -244,12 +244,23 @@ def compared(saved, folder, case, relative=SAME, classes=EMBEDDINGS, model=encod
     assert_same_bits(mine.model, shared.model)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# Those that the integration treats alike, as far as it knows: one of each kind by default.
+ALIKE = {
+    *("MNRL symmetric", "Matryoshka", "BatchHardTriplet", "OnlineContrastive", "AnglE"),
+    *("Contrastive", "MSE", "RankNet", "PListMLE"),
+}
+
+
+def by_kind(cases):
+    return [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else []) for name in cases]
+
+
+@pytest.mark.parametrize("name", by_kind(LOSSES))
 def test_embeddings(saved, tmp_path, name):
     compared(saved, tmp_path, LOSSES[name])
 
 
-@pytest.mark.parametrize("name", PAIR_LOSSES)
+@pytest.mark.parametrize("name", by_kind(PAIR_LOSSES))
 def test_cross_encoders(saved, tmp_path, name):
     compared(saved, tmp_path, PAIR_LOSSES[name], 1e-6, CROSS_ENCODERS, scorer)
 

@@ -1,4 +1,4 @@
-"""Losses that average over something else than rows, beside plain torch and calculus by hand."""
+"""Losses that average over something else than rows, beside plain torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
 from helpers.oracle import (
-    assert_close,
     assert_step,
     build,
     randint,
@@ -16,10 +15,7 @@ from helpers.oracle import (
 )
 from helpers.weighted import (
     CASES,
-    CLASS_WEIGHTS,
     classes,
-    gradient_by_hand,
-    padded,
     probabilities,
     values,
 )
@@ -84,18 +80,6 @@ def test_rows_of_many_terms(devices, case, runner):
 def test_probabilities_for_every_position(devices, runner):
     batch = randint(11, 7, 3), randn(7, CLASSES, 3).softmax(1)
     step(runner, devices, token_classifier(), batch, nn.CrossEntropyLoss())
-
-
-@pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
-def test_oracle_without_autograd(devices, weight):
-    model = build(lambda: nn.Linear(FEATURES, CLASSES))
-    inputs, targets = randn(23, FEATURES), padded(23)
-    with torch.no_grad():
-        expected = gradient_by_hand(inputs, model(inputs), targets, weight, -100)
-    with ScatterOnceParallel(model, 3, devices(4)) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(weight))
-    assert_close(model.weight.grad, expected[0], "weight")
-    assert_close(model.bias.grad, expected[1], "bias")
 
 
 def masked_mean(output, targets):

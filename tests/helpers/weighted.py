@@ -1,4 +1,4 @@
-"""Losses whose terms do not all count alike, and an oracle that shares no code with torch."""
+"""Losses whose terms do not all count alike."""
 
 from __future__ import annotations
 
@@ -85,21 +85,3 @@ CASES = {
     "kl, batchmean": Case(lambda: LogSoftmaxKL(reduction="batchmean"), probabilities),
     "kl, sum": Case(lambda: LogSoftmaxKL(reduction="sum"), probabilities),
 }
-
-
-def gradient_by_hand(
-    inputs: Tensor, logits: Tensor, targets: Tensor, weight: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a linear layer under a mean cross entropy, by calculus, without autograd."""
-    scale = torch.ones(logits.size(1)).double() if weight is None else weight
-    slope = torch.zeros_like(logits)
-    divisor = 0.0
-    for i, target in enumerate(targets.tolist()):
-        if target == ignore_index:
-            continue
-        probability = logits[i].exp() / logits[i].exp().sum()
-        probability[target] -= 1
-        slope[i] = scale[target] * probability
-        divisor += float(scale[target])
-    slope /= divisor
-    return slope.T @ inputs, slope.sum(0)

@@ -199,9 +199,11 @@ class ScatterOnceParallel(Wrapper):
         check_placement((module,), self.device_ids, lazy=True)
         check_synchronised(module)
         self._ranks: Ranks | None = None
+        self._replica_offset: int | None = None  # the number of this process's first replica
         if process_group is not None:
             master = self.device_ids[0]
             self._ranks = Ranks(process_group, module, master, policy, accumulate_dtype)
+            self._replica_offset = self._ranks.rank * _MOST_REPLICAS
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._init_transient()
@@ -221,7 +223,7 @@ class ScatterOnceParallel(Wrapper):
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
         self._trace: Trace | None = None
-        self._step_ended = math.nan
+        self._step_ended = math.inf  # the first step has not waited
         self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # the last step's
 
     def forward_backward(
@@ -341,10 +343,10 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive(self.module), self._timed() as waited:
             compute = partial(self._fit, request)
             outcome = self._ranks.reduce_outcome(compute) if self._ranks else compute()
-            with outcome.attempt, outcome.attempt.clock.span("commit"):
+            attempt = outcome.attempt
+            with attempt, attempt.clock.span("commit"):
                 noise = outcome.noise() if self.measure_noise and request.backward else None
                 loss = commit(outcome, deferred=deferred)  # 6
-            attempt = outcome.attempt
             self._share_balancer.observe(attempt.plan, attempt.clock.replica_spans)
             self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if request.return_outputs else loss
@@ -353,9 +355,8 @@ class ScatterOnceParallel(Wrapper):
         """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
         request = request.checked(self.device_ids[0])
         if self.accum == "auto":
-            plan = partial(self._plan, request.sizes)  # 1
-            release = self._workers.release
-            outcome = self._auto_accum.fit(request, self.device_ids, plan, self._compute, release)
+            args = partial(self._plan, request.sizes), self._compute, self._workers.release  # 1
+            outcome = self._auto_accum.fit(request, len(self.device_ids), *args)
         else:
             outcome = self._compute(request, self.plan(request.sizes, request.costs))  # 1
         with outcome.attempt:
@@ -379,9 +380,8 @@ class ScatterOnceParallel(Wrapper):
                 others = self._verifier, self._ranks, self._graphs
                 results = compute(attempt, replica_set, loaders, weights, *others)
             with phase("reduce"):  # 5
-                return reduce(
-                    attempt, replica_set.replica_sets, results, weights, self.measure_noise
-                )
+                sets, noisy = replica_set.replica_sets, self.measure_noise
+                return reduce(attempt, sets, results, weights, noisy)
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan) -> Iterator[Attempt]:
@@ -389,8 +389,8 @@ class ScatterOnceParallel(Wrapper):
         check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
             clock = self._trace.clock(plan) if self._trace else None
-            args = self._workers, request, plan, self._replica_offset, clock
-            with Attempt(*args) as attempt:
+            offset = self._replica_offset
+            with Attempt(self._workers, request, plan, offset, clock) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -398,11 +398,6 @@ class ScatterOnceParallel(Wrapper):
                 self._replica_set.discard()
             else:
                 self._replica_set.clear_step_state()
-
-    @property
-    def _replica_offset(self) -> int | None:
-        """The number of this process's first replica; ``None`` without a process group."""
-        return self._ranks.rank * _MOST_REPLICAS if self._ranks else None
 
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -497,13 +492,11 @@ class ScatterOnceParallel(Wrapper):
         args = inputs, targets, criterion, reduction, count
         request = self._request(*args, whole_batch=whole_batch, verify=False, costs=costs)
         with self._workers.exclusive(self.module):
-            request = request.checked(self.device_ids[0])
-            # A trial of all sub-steps: without the other ranks.
-            request = replace(request, max_substeps=request.rows)
-            plan = self.plan(request.sizes, request.costs)
-            attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
-            return compare(self.module, request, master, self._workers, attempt)
+            request = request.checked(master)
+            request = replace(request, max_substeps=request.rows)  # a trial, without other ranks
+            step = partial(self._compute, request, self.plan(request.sizes, request.costs))
+            return compare(self.module, request, master, self._workers, step)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -530,8 +523,8 @@ class ScatterOnceParallel(Wrapper):
         if self._trace is not None:
             raise RuntimeError("this engine is being traced already: leave that trace first")
         chosen = {"graphs": self.graphs, "shares": self._share_balancer.learns}
-        options = frozenset(name for name, is_on in chosen.items() if is_on)
-        trace = self._trace = Trace(self.device_ids, options)
+        trace = Trace(self.device_ids, frozenset(name for name, is_on in chosen.items() if is_on))
+        self._trace = trace
         try:
             with trace.recorded():
                 yield trace
@@ -540,14 +533,11 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[float]:
-        """The body is a step, recorded if there is a trace.
-
-        Yields the seconds since the previous step, in which the engine waited for its caller.
-        """
-        waited = time.perf_counter() - self._step_ended
+        """The body is a step, recorded if there is a trace. Yields the seconds before it."""
+        waited = max(0.0, time.perf_counter() - self._step_ended)
         try:
             with self._trace.step() if self._trace else contextlib.nullcontext():
-                yield 0.0 if math.isnan(waited) else waited
+                yield waited
         finally:
             self._step_ended = time.perf_counter()
 
@@ -595,16 +585,13 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(inputs, targets, criterion, backward=backward, **options)
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
-            plan, generators = self.plan(request.sizes, request.costs), None
-            if self._latest is not None:
-                sizes, latest, drawn_from = self._latest
-                if (sizes, latest.costs) == (request.sizes, plan.costs):
-                    plan = latest
-                    generators = drawn_from if drawn_from.are_latest else None
-            if generators is None:
-                generators = Generators(
-                    [share.device for share in plan.shares], self._replica_offset
-                )
+            plan = self.plan(request.sizes, request.costs)
+            sizes, latest, generators = self._latest or ((), plan, None)
+            if (sizes, latest.costs) == (request.sizes, plan.costs):
+                plan = latest
+            if plan is not latest or generators is None or not generators.are_latest:
+                devices = [share.device for share in plan.shares]
+                generators = Generators(devices, self._replica_offset)
             place = replica, sub_step
             return replay(self.module, request, plan, place, generators, self._workers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -49,7 +49,7 @@ class AutoAccum:
     def fit(
         self,
         request: Request,
-        devices: Sequence[torch.device],
+        replicas: int,
         plan: Callable[[int], Plan],
         compute: Callable[[Request, Plan], Outcome],
         release: Callable[[], None],
@@ -59,7 +59,7 @@ class AutoAccum:
         First run the whole step with the number that fitted last. If memory runs out, double the
         number until a trial of two sub-steps fits, then bisect.
         """
-        max_accum = -(-max(request.sizes) // len(devices))  # with so many, a sub-step has one row
+        max_accum = -(-max(request.sizes) // replicas)  # with so many, a sub-step has one row
         lean, retries = replace(request, retain_rows=False), 0
         start = self.accum
         failed = start - 1  # the largest number that is known not to fit

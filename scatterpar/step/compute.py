@@ -99,33 +99,27 @@ def compute(
     """
     prepare_autograd()
     request, replica_sets = attempt.request, replica_set.replica_sets
-    whole = request.whole_batch
     held, generators = closure_contents(request.criterion)
     shared, _ = closure_contents([each.shared_objects for each in replica_sets])
     buffers, shared_buffers = training_buffers(held), training_buffers(shared)
-    replicated = (
-        {id(t) for each in replica_sets for t in each.tensors} if buffers or shared_buffers else ()
-    )
-    attempt.save_for_undo(
-        [*buffers, *(t for t in shared_buffers if id(t) not in replicated)], (), generators
-    )
+    copied = set(map(id, chain(*(each.tensors for each in replica_sets))))
+    written = [*buffers, *(t for t in shared_buffers if id(t) not in copied)]
+    attempt.save_for_undo(written, (), generators)
     shared_leaves = external_leaves(shared, replica_sets)
     named = external_leaves([*held, *shared_leaves], replica_sets) if peers else None
     with Stash(attempt.workers.claims, replica_sets, named, shared_leaves) as stash:
-        tasks = make_tasks(
-            attempt.plan, replica_set, loaders, weights.by_share, stash, attempt.clock
-        )
+        args = weights.by_share, stash, attempt.clock
+        tasks = make_tasks(attempt.plan, replica_set, loaders, *args)
         with parameter_writes_refused(replica_sets):
-            warm_up(attempt, tasks, replica_sets, output_at if whole else _loss)
-            copied = [(t, t.clone()) for t in buffers if id(t) in replicated]
+            warm_up(attempt, tasks, replica_sets, output_at if request.whole_batch else _loss)
+            before = [(t, t.clone()) for t in buffers if id(t) in copied]
             with attempt.clock.span("verify"):
                 checked = tasks[: len(replica_set.criteria)]
                 checks.verify(attempt, request, checked, replica_sets, peers)
             warn_of_moved_state = checks.watch_state(request, tasks, replica_sets)
-            if whole:
-                output_of = tasks[0].output_of
+            if request.whole_batch:
                 passes = attempt.run(partial(first_pass, attempt=attempt), tasks)
-                pieces = [*chain(*(one.outputs for one in passes))]
+                pieces, output_of = [one.outputs for one in passes], output_at
                 returned = [one.returned for one in passes]
             else:
                 work = partial(train_share, attempt=attempt)
@@ -133,35 +127,38 @@ def compute(
                     work.keywords["substeps"] = partial(graphs.of, attempt, replica_sets)
                 results = attempt.run(work, tasks)
                 loss, dtype = sum(result.loss for result in results), results[0].dtype
-                returned = [result.outputs for result in results]
-                pieces = [*chain(*returned)]
-                output_of = partial(_returned_output, tasks[0], request)
+                pieces = returned = [result.outputs for result in results]
+                output_of = partial(_returned_output, keep=request.return_outputs)
             warn_of_moved_state()
             layout = _layout(attempt, tasks[0], output_of, pieces, checks)
-        if whole:
+        if request.whole_batch:
             peers = None if request.max_substeps else peers  # a trial runs in this process only
             with parameter_writes_refused(replica_sets, again=True):
                 loss, dtype = train_whole(attempt, tasks, passes, replica_set, peers, layout)
         attempt.transfers.synchronize()
         outputs = _returned_outputs(attempt, tasks, returned, layout)
-        moved = {id(t) for t, before in copied if not same_bits(t, before)}
+        moved = {id(t) for t, value in before if not same_bits(t, value)}
         return Computed(loss, dtype, outputs, stash.gradients(), moved)
 
 
 def _layout(
     attempt: Attempt,
     task: ReplicaTask,
-    output_of: Callable[[Any], Any],
-    pieces: Sequence[Any],
+    compute_rows: Callable[[ReplicaTask, Any], Any],
+    outputs: Sequence[Sequence[Any]],
     checks: _Checks,
 ) -> Any:
-    """The number of entries per row in ``pieces``, the outputs of all micro-batches.
+    """The number of entries per row in the ``outputs`` of each replica's micro-batches.
 
-    ``None`` if their sizes show it. ``output_of`` computes such an output.
+    ``None`` if their sizes show it. ``compute_rows`` computes such an output.
     """
-    request = attempt.request
+    request, pieces = attempt.request, [*chain(*outputs)]
     if not pieces or not needs_layout(pieces, request.dim, attempt.plan.substep_rows):
         return None
+
+    def output_of(inputs: Any) -> Any:
+        return compute_rows(task, (inputs, None))
+
     return checks.layout_of(attempt, request, task, output_of, pieces[0])
 
 
@@ -197,8 +194,7 @@ def infer(attempt: Attempt, replica_set: ReplicaSet, module: nn.Module, checks: 
     with parameter_writes_refused(replica_sets):
         warm_up(attempt, tasks, replica_sets, _predicted)
         outputs = attempt.run(_infer_share, tasks)
-        pieces, output_of = [*chain(*outputs)], partial(_called, tasks[0])
-        layout = _layout(attempt, tasks[0], output_of, pieces, checks)
+        layout = _layout(attempt, tasks[0], _predicted, outputs, checks)
     output = join_rows(
         gather_to_master(outputs, plan, transfers),
         request.dim,
@@ -218,8 +214,8 @@ def infer(attempt: Attempt, replica_set: ReplicaSet, module: nn.Module, checks: 
     return output
 
 
-def _returned_output(task: ReplicaTask, request: Request, inputs: Any) -> Any:
-    return detached_output(task.output_of(inputs), request.return_outputs)
+def _returned_output(task: ReplicaTask, rows: Any, keep: bool | Callable[[Any], Any]) -> Any:
+    return detached_output(task.output_of(rows[0]), keep)
 
 
 def _infer_share(task: ReplicaTask, *, proceed: Callable[[], None]) -> list[Any]:
@@ -232,14 +228,10 @@ def _infer_share(task: ReplicaTask, *, proceed: Callable[[], None]) -> list[Any]
     return outputs
 
 
-def _called(task: ReplicaTask, inputs: Any) -> Any:
-    args, kwargs = inputs
-    with torch.no_grad():
-        return task.module(*args, **kwargs)
-
-
 def _predicted(task: ReplicaTask, rows: Any) -> Any:
-    output = _called(task, rows[0])
+    (args, kwargs), _ = rows
+    with torch.no_grad():
+        output = task.module(*args, **kwargs)
     nested.refuse_generators(output)
     return output
 

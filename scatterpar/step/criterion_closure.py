@@ -161,12 +161,6 @@ def _captured(function: Any) -> dict[str, Any]:
     return {} if isinstance(function, nn.Module) else dict(getattr(function, "__dict__", {}))
 
 
-def _code_of(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__code__", None)
-
-
 def note_wrong_devices(error: BaseException, function: Any, device: torch.device) -> None:
     """Add a note to ``error`` per tensor of ``function``'s closure that is not on ``device``."""
     for name, value in _captured(function).items():
@@ -188,5 +182,7 @@ def ignored_values(function: Any) -> list[int]:
         modules = value.modules() if isinstance(value, nn.Module) else [value]
         found += [getattr(each, "ignore_index", None) for each in modules]
         found += [value, *_captured(value).values()]
-    found += getattr(_code_of(function), "co_consts", ())
+    while isinstance(function, functools.partial):
+        function = function.func
+    found += getattr(getattr(function, "__code__", None), "co_consts", ())
     return list(dict.fromkeys(v for v in found if type(v) is int))[:_FEW]

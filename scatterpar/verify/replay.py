@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import torch_private
-from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.module_copy import ModuleContents, Snapshot
 from scatterpar.step.criterion_closure import closure_tensors_and_modules, training_buffers
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import Request, check_int
@@ -110,25 +108,17 @@ def _sub_step(task: ReplicaTask, request: Request, number: int) -> tuple[Tensor 
 @contextlib.contextmanager
 def _state_restored(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
     """Restore random state, modules and tensors after the body; in it, leaves have no hooks."""
-    module_contents = ModuleContents(roots)
-    snapshot = Snapshot(module_contents.containers)
-    values = [(tensor, tensor.detach().clone()) for tensor in module_contents.tensors.values()]
-    leaves = [tensor for tensor, _ in values if tensor.requires_grad and tensor.is_leaf]
-    gradients = [leaf.grad for leaf in leaves]
-    with preserve_user_state((), [device]), torch_private.hooks_taken_off(leaves):
-        for leaf in leaves:
-            leaf.grad = None
-        try:
-            yield
-        finally:
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                leaf.grad = gradient
-            with torch.no_grad():
-                for tensor, value in values:
-                    if not same_bits(tensor, value):
-                        write(tensor.detach(), value)
-            if not snapshot.unchanged():
-                snapshot.restore()
+    with preserve_user_state(roots, [device], parameters=True, modules_only=True) as state:
+        leaves = [tensor for tensor in state.tensors if tensor.requires_grad and tensor.is_leaf]
+        gradients = [leaf.grad for leaf in leaves]
+        with torch_private.hooks_taken_off(leaves):
+            try:
+                for leaf in leaves:
+                    leaf.grad = None
+                yield
+            finally:
+                for leaf, gradient in zip(leaves, gradients, strict=True):
+                    leaf.grad = gradient
 
 
 def _share_at(plan: Plan, replica: int, sub_step: int) -> Share:

@@ -35,19 +35,26 @@ class preserve_user_state:
     """Restore what the user's code has changed, after the body and whenever ``restore`` is called.
 
     That is what ``roots`` lead to: modules and functions, what these close over or name of their
-    file, objects, their classes' attributes, containers, arrays; and all random generators.
-    ``drawn`` says whether a generator has moved so far. Parameters are restored if ``parameters``:
-    that takes a copy of them.
+    file, objects, their classes' attributes, containers, arrays; and all random generators. What
+    functions and objects lead to is left alone if ``modules_only``.
+    ``drawn`` says whether a generator has moved so far. ``tensors`` are those that are restored;
+    parameters are among them if ``parameters``.
     """
 
     def __init__(
-        self, roots: Iterable[Any], devices: Sequence[torch.device], *, parameters: bool = False
+        self,
+        roots: Iterable[Any],
+        devices: Sequence[torch.device],
+        *,
+        parameters: bool = False,
+        modules_only: bool = False,
     ) -> None:
         self.drawn = False
-        reach = _Reach(roots)
+        reach = _Reach(roots, modules_only)
         self._snapshot = Snapshot(reach.containers)
-        own = [t for t in reach.tensors.values() if parameters or not isinstance(t, nn.Parameter)]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in own]
+        found = reach.tensors.values()
+        self.tensors = [t for t in found if parameters or not isinstance(t, nn.Parameter)]
+        self._values = [tensor.detach().clone() for tensor in self.tensors]
         self._arrays = [(array, array.copy()) for array in reach.arrays]
         self._variables = [(put, get, get()) for get, put in reach.variables]
         generators = [*_generators(devices), *reach.generators]
@@ -66,7 +73,7 @@ class preserve_user_state:
 
     def restore(self) -> None:
         """Restore everything that has changed."""
-        for tensor, value in self._tensors:
+        for tensor, value in zip(self.tensors, self._values, strict=True):
             if not same_bits(tensor, value):
                 with torch.no_grad():
                     write(tensor.detach(), value)
@@ -86,13 +93,17 @@ class preserve_user_state:
 class _Reach(ModuleContents):
     """What modules hold, and what functions and objects of the user's lead to."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], modules_only: bool) -> None:
+        self._modules_only = modules_only
         self.variables: list[Variable] = []
         self.generators: list[Variable] = []
         self.arrays: list[Any] = []  # NumPy's
         super().__init__(roots)
 
     def _visit(self, value: Any) -> None:
+        if self._modules_only:
+            super()._visit(value)
+            return
         if isinstance(value, Wrapper):  # an engine restores its own state
             value = value.module
         if isinstance(value, (dict, list, deque, set)):

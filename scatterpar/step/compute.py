@@ -45,7 +45,6 @@ from scatterpar.step.substeps import (
     forward,
     make_tasks,
     note_replica,
-    prepare_autograd,
     run_backward,
     train_share,
 )
@@ -97,7 +96,6 @@ def compute(
     State that user code may write meanwhile belongs to the step: ``.grad`` of the user's own
     parameters until the end of this call, and statistics that a criterion updates until the commit.
     """
-    prepare_autograd()
     request, replica_sets = attempt.request, replica_set.replica_sets
     held, generators = closure_contents(request.criterion)
     shared, _ = closure_contents([each.shared_objects for each in replica_sets])

@@ -197,13 +197,6 @@ def make_tasks(
     return tasks
 
 
-@functools.cache
-def prepare_autograd() -> None:
-    """Let torch import what its first backward pass needs; no interrupt can break it here."""
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
-
-
 class EagerSubsteps:
     """The sub-steps of one replica in one step, run eagerly."""
 

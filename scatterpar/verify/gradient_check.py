@@ -18,7 +18,7 @@ from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
-from scatterpar.step.substeps import as_call, loss_of, prepare_autograd
+from scatterpar.step.substeps import as_call, loss_of
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.user_state import preserve_user_state
@@ -147,7 +147,6 @@ def _plain(
     module: nn.Module, request: Request, device: torch.device, tensors: Sequence[Tensor]
 ) -> tuple[torch.dtype, Gradients]:
     """The result of plain user code: the loss's dtype, and each tensor's gradient."""
-    prepare_autograd()
     with Transfers() as transfers, torch.inference_mode(False), torch.enable_grad():
         bring = partial(LeafMover(transfers).move, device)
         inputs, targets = unwrap_markers(

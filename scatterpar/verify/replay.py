@@ -22,7 +22,6 @@ from scatterpar.step.substeps import (
     ReplicaTask,
     detached_output,
     forward,
-    prepare_autograd,
     require_trainable,
 )
 from scatterpar.step.whole_batch import output_at
@@ -55,7 +54,6 @@ def replay(
     first, state = generators.to_draw_again(replica, 0 if training_buffers(roots) else last)
 
     def run() -> tuple[Tensor | None, Any]:
-        prepare_autograd()
         with _unobserved():  # the user's count= runs here, and collate for it
             weights = compute_loss_weights(
                 request, plan, micro_batches(request.batch, plan, request.dim)

@@ -35,7 +35,7 @@ from scatterpar.step.criterion_closure import (
 from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
-from scatterpar.step.substeps import ReplicaTask, make_tasks, prepare_autograd
+from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.layout import measure_layout
 from scatterpar.verify.moving_state import StateWatch, warning_about
@@ -294,7 +294,6 @@ def difference(
         with check.isolated():
             return check.find(choose, _FEW)
 
-    prepare_autograd()
     with engine.replicas_for_update() as copies:
         loaders = scatter(request.batch, plan, request.dim, Transfers())
         checks = [SpotCheck(request, make_tasks(plan, copies, loaders)[0])]

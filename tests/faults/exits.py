@@ -5,8 +5,8 @@ to its end as any script does, through the interpreter's finalisation. One line 
 name, the exit code, what was said on stderr, and the seconds from its last line to its end.
 
 What takes most of a child's time is spared: the finalisation leaves out the objects that are
-there before the fork, and what torch imports in a first backward pass is among them. With
-``whole`` as an argument nothing is spared.
+there before the fork, and what torch has imported is among them. With ``whole`` as an argument
+nothing is spared.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 import gc
 
-import torch._dynamo
-import torch.fx.experimental.symbolic_shapes  # noqa: F401  and the first backward pass this
+import torch._dynamo  # noqa: F401  an optimizer imports it
 from faults import places, state  # noqa: F401
 
 import scatterpar  # noqa: F401

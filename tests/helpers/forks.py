@@ -1,7 +1,8 @@
 """Processes that begin where torch is imported already.
 
 To import torch, with what an optimizer imports, takes three seconds of a core, and a fork next to
-nothing. So they are forked from a server that imports and does nothing else: no thread, no engine, no random number of one process is there in the next.
+nothing. So they are forked from a server that imports and does nothing else: no thread, no engine,
+no random number of one process is there in the next.
 """
 
 from __future__ import annotations

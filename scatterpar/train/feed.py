@@ -13,7 +13,6 @@ needs only the number of images that were used, with any number of workers and m
 from __future__ import annotations
 
 import _thread
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -21,9 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import tee
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -134,10 +131,8 @@ class Feed:
         # A private generator, so that the DataLoader does not draw from the process's.
         options: dict[str, Any] = {"num_workers": self._workers, "generator": torch.Generator()}
         if self._workers:
-            context = _context()
-            pipe, _alive = context.Pipe(duplex=False)  # open as long as this generator
-            options["worker_init_fn"] = partial(_end_with, pipe)
-            options |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
+            options |= {"multiprocessing_context": _context(), "prefetch_factor": PIECES_AHEAD}
+            options["worker_init_fn"] = _end_with_main_process
         sampler: Any = (piece for request in to_cut for piece in _pieces(request))
         source: Any = self.source
         pieces = iter(DataLoader(source, batch_size=None, sampler=sampler, **options))
@@ -218,19 +213,19 @@ def _context() -> Any:
     return context
 
 
-def _end_with(pipe: Connection, _: int) -> None:
+def _end_with_main_process(_: int) -> None:
     """Make a worker end when the main process has ended, for any reason, and not before.
 
-    Nobody writes into the pipe; reading it returns when the main process has ended. Torch's workers
-    watch their parent, but that is the fork server, which waits for them. Workers ignore signals
-    that a terminal or a service manager sends to all processes.
+    Torch's workers watch the process that forked them, but that is the fork server, which waits for
+    them. Workers ignore signals that a terminal or a service manager sends to all processes.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:
-        with contextlib.suppress(OSError):
-            pipe.poll(None)
+        main = multiprocessing.parent_process()
+        assert main is not None
+        main.join()
         os._exit(1)
 
     _thread.start_new_thread(watch, ())  # not joined at the worker's exit

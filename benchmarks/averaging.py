@@ -7,22 +7,16 @@ with two sub-steps each.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.per_call import PerCall
 from scatterpar import ScatterOnceParallel
+from scatterpar.checkup.card.ranks import Ranks
 
-ROOT = Path(__file__).parent.parent
 IGNORED = -100
 CASES = {
     "mean, 8 rows as 4 + 4": ("mean", 8, 0),
@@ -67,35 +61,20 @@ def engine(model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Modu
 
 def ddp() -> dict[str, Tensor]:
     """Every case's gradient, from two processes with the rows of one replica each."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.averaging", folder]
-        ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(2)]
-        try:
-            if [rank.wait(timeout=1800) for rank in ranks] != [0, 0]:
-                raise RuntimeError("a process of DDP failed")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        gradients: dict[str, Tensor] = torch.load(Path(folder) / "gradients.pt")
+    with Ranks([torch.device("cpu")] * 2, seconds=1800) as ranks:
+        gradients: dict[str, Tensor] = ranks.ask(ddp_rank)[0]
         return gradients
 
 
-def ddp_rank(folder: str, rank: int) -> None:
-    """What one of the processes does; the gradients are the same in both."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def ddp_rank(rank: int) -> dict[str, Tensor]:
+    """The gradients that one of the processes computes. They are the same in both."""
     gradients = {}
     for name in CASES:
         model, inputs, targets, criterion = problem(name)
         parallel = DistributedDataParallel(model)
         criterion(parallel(inputs.tensor_split(2)[rank]), targets.tensor_split(2)[rank]).backward()
         gradients[name] = _gradient(model)
-    if rank == 0:
-        torch.save(gradients, f"{folder}/gradients.pt")
-    dist.barrier()
-    os._exit(0)  # gloo's threads can abort a process that ends in the usual way
+    return gradients
 
 
 def compare(gradient: Tensor, whole: Tensor) -> str:
@@ -131,7 +110,4 @@ def _gradient(model: nn.Module) -> Tensor:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        ddp_rank(sys.argv[1], int(sys.argv[2]))
-    else:
-        print(table())
+    print(table())

@@ -1,15 +1,8 @@
-"""The contenders that need a process per replica: gloo workers on this machine, kept running.
+"""The contenders that need a process per replica: gloo workers on this machine."""
 
-Workers start once, wait for commands on a pipe, and end by themselves: with the pipe, with
-the parent, or when nothing came for a while.
-"""
-
-import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -18,85 +11,52 @@ from torch import Tensor, distributed, nn
 from benchmarks import peers
 from benchmarks.models import CASES, Case
 from benchmarks.peers import Peer, criterion
+from scatterpar.checkup.card.ranks import Ranks
 
-_IDLE_SECONDS = 900.0
-_REPLY_SECONDS = 300.0
+_SECONDS = 300.0  # the longest wait for a step
+_workers: list[Any] = []  # the worker of this process
 
 
 class Gang:
     """``world`` processes that step together. ``kind`` is a name in ``KINDS``."""
 
     def __init__(self, kind: str, case: Case, world: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        port = _free_port()
-        self._pipes = []
-        for rank in range(world):
-            here, there = spawn.Pipe()
-            size = (case.name, case.batch, case.accum)
-            arguments = (there, kind, size, rank, world, port)
-            spawn.Process(target=_serve, args=arguments, daemon=True).start()
-            there.close()
-            self._pipes.append(here)
-        self._replies()
+        self._ranks = Ranks([torch.device("cpu")] * world, _SECONDS)
+        self._ranks.ask(_start, world, kind, (case.name, case.batch, case.accum))
 
     def step(self) -> float:
         """The seconds of the slowest rank."""
-        return max(self._ask("step"))
+        return max(self._ranks.ask(_call, "step"))
 
     def gradient(self) -> Tensor:
         """As ``Peer.gradient``; all ranks have the same."""
-        return torch.tensor(self._ask("gradient")[0])
+        gradient: Tensor = self._ranks.ask(_call, "gradient")[0]
+        return gradient
 
     def traffic(self) -> list[dict[str, int]]:
         """What each rank counted in one step."""
-        return self._ask("traffic")
+        return self._ranks.ask(_call, "traffic")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-
-    def _ask(self, command: str) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send(command)
-        return self._replies()
-
-    def _replies(self) -> list[Any]:
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(_REPLY_SECONDS):
-                raise TimeoutError(f"rank {rank} said nothing for {_REPLY_SECONDS} s")
-        return [pipe.recv() for pipe in self._pipes]
+    def __exit__(self, *error: object) -> None:
+        self._ranks.__exit__(*error)
 
 
-def _serve(
-    pipe: Any, kind: str, size: tuple[str, int, int], rank: int, world: int, port: int
-) -> None:
-    budget = max(1, torch.get_num_threads() // world)
-    torch.set_num_threads(budget)
-    os.environ.update(
-        OMP_NUM_THREADS=str(budget),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+def _start(rank: int, world: int, kind: str, size: tuple[str, int, int]) -> None:
+    """Make the worker of this process."""
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # accelerate reads these
+    for variables, value in zip(names, (rank, world), strict=True):
+        os.environ.update(dict.fromkeys(variables, str(value)))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     name, batch, accum = size
-    worker = KINDS[kind](Case(name, CASES[name].build, batch, accum), rank, world)
-    pipe.send("ready")
-    while pipe.poll(_IDLE_SECONDS):
-        try:
-            command = pipe.recv()
-        except EOFError:
-            break
-        reply = getattr(worker, command)()
-        pipe.send(reply.tolist() if isinstance(reply, Tensor) else reply)
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    _workers.append(KINDS[kind](Case(name, CASES[name].build, batch, accum), rank, world))
+
+
+def _call(_: int, method: str) -> Any:
+    """Call a method of this process's worker."""
+    return getattr(_workers[0], method)()
 
 
 class NoSync(Peer):
@@ -105,8 +65,6 @@ class NoSync(Peer):
     wrapper: Callable[..., nn.Module] = nn.parallel.DistributedDataParallel
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
-        limit = timedelta(seconds=_REPLY_SECONDS)
-        distributed.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
         super().__init__(case.module(), self.accumulate)
         self.model: Any = self.wrapper(self.module)
         self.batch = _share(case, rank, world)
@@ -190,9 +148,3 @@ KINDS: dict[str, Callable[[Case, int, int], Any]] = {
 def _share(case: Case, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     images, labels = (part.chunk(world)[rank].clone() for part in case.data())
     return list(zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

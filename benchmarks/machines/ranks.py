@@ -1,13 +1,8 @@
 """Gloo ranks on this machine that run contenders in turn, and time them."""
 
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import CASES, Case
 from scatterpar import ScatterOnceParallel
+from scatterpar.checkup.card.ranks import Ranks
 
 _LIMIT_SECONDS = 300.0
 ENGINE, DDP = "engine, process_group=", "DistributedDataParallel, no_sync"
@@ -23,21 +19,8 @@ ENGINE, DDP = "engine, process_group=", "DistributedDataParallel, no_sync"
 
 def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """What the ranks found: for times the slowest rank of each round."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = []
-        for rank in range(ranks):
-            here, there = spawn.Pipe()
-            size = (case.name, case.batch, case.accum)
-            arguments = (there, rank, ranks, str(Path(folder) / "store"), size, rounds)
-            spawn.Process(target=_serve, args=arguments, daemon=True).start()
-            there.close()
-            pipes.append(here)
-        found = []
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(_LIMIT_SECONDS):
-                raise TimeoutError(f"rank {rank} said nothing for {_LIMIT_SECONDS} s")
-            found.append(pipe.recv())
+    with Ranks([torch.device("cpu")] * ranks, _LIMIT_SECONDS) as processes:
+        found = processes.ask(_measure, ranks, (case.name, case.batch, case.accum), rounds)
     first = found[0]
     names = first["seconds"]
     return {
@@ -51,18 +34,10 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _serve(
-    pipe: Any, rank: int, ranks: int, store: str, size: tuple[str, int, int], rounds: int
-) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    limit = timedelta(seconds=_LIMIT_SECONDS)
-    file = dist.FileStore(store, ranks)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks, timeout=limit)
+def _measure(rank: int, ranks: int, size: tuple[str, int, int], rounds: int) -> dict[str, Any]:
     name, batch, accum = size
     case = Case(name, CASES[name].build, batch, accum)
-    pipe.send({**_steps(case, rank, ranks, rounds), **_pieces(case)})
-    dist.destroy_process_group()
+    return {**_steps(case, rank, ranks, rounds), **_pieces(case)}
 
 
 def _steps(case: Case, rank: int, ranks: int, rounds: int) -> dict[str, Any]:

@@ -178,11 +178,8 @@ def two_processes(setting: Setting) -> Finding:
     deterministic()
     half = len(setting.devices) // 2
     one = _gradients(0, 1, setting)
-    ranks = Ranks([setting.devices[0], setting.devices[half]])
-    try:
+    with Ranks([setting.devices[0], setting.devices[half]]) as ranks:
         both = ranks.ask(_gradients, 2, setting)
-    finally:
-        ranks.close()
     if not beside(*both).passed:
         return Finding(False, "the two processes have different gradients")
     off = sum(float((a - b).norm()) ** 2 for a, b in zip(one, both[0], strict=True)) ** 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import multiprocessing
 import os
@@ -9,14 +10,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from scatterpar.devices.runtime import physical
-
-_SECONDS = 100.0  # the longest wait for a result, and for another process
 
 
 class Ranks:
@@ -26,12 +25,14 @@ class Ranks:
 
     Args:
         devices: the device of each process.
+        seconds: the longest wait for a result, and for another process.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], seconds: float = 100.0) -> None:
+        self._seconds = seconds
         spawn = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()  # where the processes find each other
-        common = len(devices), self._folder.name
+        common = len(devices), self._folder.name, seconds
         self._processes = [
             ProcessPoolExecutor(1, spawn, _join, (rank, device, *common))
             for rank, device in enumerate(devices)
@@ -44,19 +45,22 @@ class Ranks:
         """
         processes = enumerate(self._processes[:first])
         results = [process.submit(function, rank, *args) for rank, process in processes]
-        return [result.result(_SECONDS) for result in results]
+        return [result.result(self._seconds) for result in results]
 
-    def close(self) -> None:
-        """End the processes."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
         for process in self._processes:
-            process.shutdown(wait=False)
+            process.shutdown(wait=kind is None)  # after an error a process may wait for another one
 
 
-def _join(rank: int, device: torch.device, count: int, folder: str) -> None:
+def _join(rank: int, device: torch.device, count: int, folder: str, seconds: float) -> None:
     """Join the group."""
+    _thread.start_new_thread(_end_with_parent, ())
     atexit.register(os._exit, 0)  # gloo's threads can abort a process that ends in the usual way
     if device.type == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(max(1, torch.get_num_threads() // count))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         torch.accelerator.set_device_index(device.index)
@@ -65,5 +69,13 @@ def _join(rank: int, device: torch.device, count: int, folder: str) -> None:
         f"file://{folder}/store",
         rank=rank,
         world_size=count,
-        timeout=timedelta(seconds=_SECONDS),
+        timeout=timedelta(seconds=seconds),
     )
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, for any reason."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -97,15 +97,13 @@ class SpotCheck:
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """In the body user code may run; afterwards everything that it changed is restored."""
-        devices = [self.device]
         modules = [*self._module.modules()]
         hooks = [*chain(*(m._forward_pre_hooks.values() for m in modules))]
         hooks += chain(*(m._forward_hooks.values() for m in modules))
         roots = [self._task.criterion, self._request.count]
-        self._criterion_state = preserve_user_state(roots, devices)
-        self._hook_state = preserve_user_state(hooks, devices)
+        self._criterion_state = preserve_user_state(roots, [self.device])
         here = torch.inference_mode(False), torch.enable_grad()
-        with self._hook_state, self._criterion_state, uncompiled(), here[0], here[1]:
+        with preserve_user_state(hooks), self._criterion_state, uncompiled(), here[0], here[1]:
             try:
                 yield
             finally:
@@ -117,7 +115,6 @@ class SpotCheck:
             for replica in self._task.replicas:
                 replica.refresh()
         torch.clear_autocast_cache()  # it may hold parameters without a graph
-        self._hook_state.restore()
         self._criterion_state.restore()
 
     def find(self, choose: Choose, max_rows: int) -> Finding | None:
@@ -309,9 +306,9 @@ class SpotCheck:
             self._restore()
             return float(value.detach()), gradients
 
-        self._hook_state.drawn = self._criterion_state.drawn = False
+        self._criterion_state.drawn = False
         total, joined = evaluate(rows)
-        if self._hook_state.drawn or self._criterion_state.drawn:
+        if self._criterion_state.drawn:
             numbers = SameNumbers()  # only if needed: torch imports its compiler for it
             total, joined = evaluate(rows)
         calls = numbers.calls if numbers else 0

@@ -23,9 +23,8 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step.criterion_closure import closure_and_globals
 
 _MOST = 1000  # entries of a container; longer ones are data
-_FOREIGN = {"torch", "numpy", "scatterpar", *sys.stdlib_module_names} - {
-    "__main__"
-}  # no code of the user's
+# No code of the user's.
+_FOREIGN = {"torch", "numpy", "scatterpar", *sys.stdlib_module_names} - {"__main__"}
 _LOCKS = {"_thread", "threading", "queue"}
 
 Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and set it
@@ -44,7 +43,7 @@ class preserve_user_state:
     def __init__(
         self,
         roots: Iterable[Any],
-        devices: Sequence[torch.device],
+        devices: Sequence[torch.device] = (),
         *,
         parameters: bool = False,
         modules_only: bool = False,
@@ -116,7 +115,7 @@ class _Reach(ModuleContents):
         self._seen.add(id(value))
         home = getattr(value, "__module__", None) or type(value).__module__
         if isinstance(value, types.MethodType):
-            self._visit((value.__func__, value.__self__))
+            self._visit(value.__func__)  # its object is visited above
         elif isinstance(value, random.Random):
             self.generators.append((value.getstate, value.setstate))
         elif isinstance(value, torch.Generator):

@@ -216,8 +216,7 @@ class Verifier:
         most = max(_FEW, _MANY * micro if not kind.checks else micro // 4)
         choose = partial(choose_rows, tensors, request.rows, ignored_labels=ignored)
         choose = partial(choose, variant=max(0, kind.checks - 1))
-        last = request.rows - 1
-        few = sorted({k * last // 3 for k in range(4)} if micro > 3 else {0, min(last, micro - 1)})
+        few = sorted({0, request.rows // 2, request.rows - 1})[:micro]
 
         def run(check: SpotCheck) -> str:
             with check.isolated():

@@ -205,17 +205,6 @@ def test_the_guard_can_fail(monkeypatch):
     Smuggler.passed.clear()
 
 
-def test_the_guard_sees_targets_that_did_not_cross(monkeypatch):
-    """A criterion without ``device_ids`` takes virtual devices for one."""
-    pair = DataParallelModel(mlp(), VIRTUAL)
-    targets = BATCH[1].clone()
-    with guarded(monkeypatch, pair.module) as memories:
-        memories.claim(targets, MASTER)
-        outputs = pair(BATCH[0])
-        with pytest.raises(MixedMemories):
-            DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
-
-
 @pytest.mark.parametrize("accum", [1, 3])
 def test_a_criterion_of_the_whole_batch(monkeypatch, accum):
     model = two_views()

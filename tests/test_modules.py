@@ -22,7 +22,7 @@ LAYOUTS = {
     "three memories": ["cpu:0", "cpu:1", "cpu:2"],
     "two memories": ("cpu:1", torch.device("cpu:0"), "cpu:1"),
 }
-WHERE = {"engine": ["one memory", "three memories"]}  # all others: on two
+BY_DEFAULT = "two memories"  # one is that of two replicas
 ON_RANKS = [
     *("tied", "spectral norm", "own parameters", "frozen and thawed", "changes between steps"),
     *("complex", "conjugates", "negatives", "several dtypes", "half beside double"),
@@ -36,10 +36,10 @@ COMPILED = ["tied"]  # by default: others take seconds
 def runs():
     for name, case in CASES.items():
         for runner in RUNNERS:
-            is_slow = runner == "compiled" and name not in COMPILED
-            for layout in WHERE.get(runner, ["two memories"]):
+            compiles = runner == "compiled" and name not in COMPILED
+            for layout in LAYOUTS if runner == "engine" else [BY_DEFAULT]:
                 if runner not in case.unless:
-                    marks = pytest.mark.slow if is_slow else []
+                    marks = pytest.mark.slow if compiles or layout != BY_DEFAULT else []
                     yield pytest.param(name, runner, layout, marks=marks)
 
 

@@ -49,7 +49,7 @@ class Fingerprints:
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         self._owners: list[int] = []
-        words = {i: _words(_flat(tensor.detach())) for i, tensor in tensors.items()}
+        words = {i: _words(tensor.detach()) for i, tensor in tensors.items()}
         longest = max(map(Tensor.numel, words.values()), default=0)
         factors = _factors(min(_WORDS, longest), device)
         sums = [runtime.empty(0, torch.int64, device)]
@@ -68,20 +68,20 @@ class Fingerprints:
         return fingerprints
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements as a 1-D tensor, in an order that depends on the strides only."""
-    flat = flat_view(tensor)
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1) if flat is None else flat
-
-
 def _words(tensor: Tensor) -> Tensor:
-    """A 1-D tensor as 32-bit integers, or as bytes if its size is not a multiple of four."""
-    size = tensor.element_size()
-    if tensor.numel() * size % 4:
-        return tensor.view(torch.uint8)
-    if tensor.storage_offset() * size % 4:
-        tensor = tensor.clone()
-    return tensor.view(torch.int32)
+    """The elements as 32-bit integers, or as bytes if their size is not a multiple of four: 1-D.
+
+    Their order depends on the strides only.
+    """
+    flat = flat_view(tensor)
+    if flat is None:
+        flat = as_bytes(tensor)
+    size = flat.element_size()
+    if flat.numel() * size % 4:
+        return flat.view(torch.uint8)
+    if flat.storage_offset() * size % 4:
+        flat = flat.clone()
+    return flat.view(torch.int32)
 
 
 def _sums(parts: Sequence[Tensor], sizes: Sequence[int], factors: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ class Ranks:
         self._accumulate_dtype = accumulate_dtype
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
-        self._control = torch.device("cpu") if on_host else physical(device)
-        self._collectives = Collectives(group, self._control)
+        control = torch.device("cpu") if on_host else physical(device)
+        self._collectives = Collectives(group, control)
         self.rank, self.size = self._collectives.rank, self._collectives.size
         if not on_host:
             backend = dist.get_backend(group)

@@ -268,6 +268,9 @@ class Generators:
 
         If nothing drew on the CPU, its generator is not written, so draws of other threads stay.
         """
+        if self._alone:  # it drew from the process's own generators
+            self._after = self.get_state(0)
+            return
         after = {device: state for device, state in self._before.items() if device != HOST}
         for source in {HOST, self._devices[0]}:
             first = self._generators.get((0, source))

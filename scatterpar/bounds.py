@@ -17,11 +17,12 @@ from scatterpar.threads.clock import ON_DEVICES, Event, RecordedStep
 
 BETWEEN = "between steps"  # the event from one step to the next
 
-_NOTABLE = 0.1  # of the time
-_UNEVEN = 1.15  # times the mean of all replicas: a replica above that is slow
-_TINY_SECONDS, _MANY = 0.002, 4  # shorter sub-steps, at least so many per replica: overhead
-_LAG = 0.25  # of a sub-step: a device that ends so soon after the host's launch was idle before
-_STARTS = 5  # times the median of the others: a first step that long is starting
+_NOTABLE = 0.1  # a cause that takes this part of the time is named
+_UNEVEN = 1.15  # a replica that takes this many times the mean of all replicas is slow
+_TINY_SECONDS = 0.002  # shorter sub-steps are mostly overhead
+_MANY = 4  # sub-steps per replica, from which on tiny ones are reported
+_LAG = 0.25  # of a sub-step; a device that ends this soon after the launch had waited for it
+_STARTS = 5  # a first step that takes this many times the median of the others is starting
 _FEWER = "a smaller accum=, for fewer and larger sub-steps"
 _LENGTHS = "put rows of like length together, or pass micro_batch_cost=, and costs= to the step."
 _Key = TypeVar("_Key")

@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
         self.state = self._plain.state
-        if self.state and len(self._memories) > 1:  # some have state from the start
+        if self.state and len(self._memories) > 1:  # some classes have state from the start
             with engine.replicas_for_update() as replica_set:
                 self._assign_owners(list(self.state), replica_set.parameter_copies())
 
@@ -142,12 +142,12 @@ class ShardedOptimizer(Optimizer):
             with self._undo_on_error(updated, copies), self._plain_optimizer_on(stand_ins) as plain:
                 step_without_hooks(plain)
             for stand_in in stand_ins.values():
-                stand_in.grad = None  # makes room for what is brought now
+                stand_in.grad = None  # frees memory for the new values
             try:
                 replica_set.broadcast_updates(
                     {p: self._owners[p] for p in updated if p in copies}, self._transfers
                 )
-            except Exception:  # no room for messages; the others get theirs in the next refresh
+            except Exception:  # no memory for messages: the next refresh sends the other copies
                 for p, stand_in in stand_ins.items():
                     self._transfers.copy_into(p, stand_in, "replicate")
         return loss
@@ -264,7 +264,7 @@ class ShardedOptimizer(Optimizer):
         """Move each parameter's state to its owner, then let ``optimizer_class`` load it."""
         numbers = [n for group in loaded["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=False))  # more of one are refused below
+        by_number = dict(zip(numbers, parameters, strict=False))  # else refused below
         stand_ins = self._assign_owners(
             [by_number[n] for n in loaded["state"] if n in by_number], copies
         )

@@ -34,19 +34,18 @@ HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # one thread at
 class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""
 
-
-def _missing(what: str, why: str) -> Missing:
-    return Missing(
-        f"torch {torch.__version__} has no {what}, which scatterpar needs {why}; install a "
-        f"version of torch that the README names"
-    )
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(
+            f"torch {torch.__version__} has no {what}, which scatterpar needs {why}; install a "
+            f"version of torch that the README names"
+        )
 
 
 def _find(module: str, path: str, why: str) -> Any:
     """Returns ``path`` of a module of torch, which it imports. Raises ``Missing``."""
     with contextlib.suppress(ImportError, AttributeError):
         return attrgetter(path)(importlib.import_module(module))
-    raise _missing(f"{module}.{path}", why)
+    raise Missing(f"{module}.{path}", why)
 
 
 for _why, _names in {
@@ -94,7 +93,7 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     attributes = vars(optimizer)
     names = [f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")]
     if not attributes.keys() >= set(names):
-        raise _missing("such hooks in optimizers", "to load")
+        raise Missing("such hooks in optimizers", "to load")
     return [list(attributes[name].values()) for name in names]
 
 
@@ -302,7 +301,7 @@ def compile_fn_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that compiled ``function``: it compiles another one with the same options."""
     compile_fn: Callable[..., Any] | None = inspect.getclosurevars(function).nonlocals.get("self")
     if compile_fn is None:
-        raise _missing("context in compiled functions", "to compile replicas as the module")
+        raise Missing("context in compiled functions", "to compile replicas as the module")
     return compile_fn
 
 
@@ -431,7 +430,7 @@ def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
         _key()
     except RuntimeError as error:
         why = "to give every replica its random numbers"
-        raise _missing(f"dispatch key {_KEY_NAME}", why) from error
+        raise Missing(f"dispatch key {_KEY_NAME}", why) from error
     fallback = Library("_", "IMPL")
     fallback.fallback(fallthrough_kernel, _KEY_NAME)
     operators = Library("aten", "IMPL")

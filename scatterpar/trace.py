@@ -1,4 +1,4 @@
-"""``engine.trace()``: what each replica did when in a step, as a table, a picture and a file.
+"""``engine.trace()``: the times of each replica in a step, as a table, a picture and a file.
 
 Everything is drawn from one list of events: the table and the sentence sum it up, the picture shows
 the events of one step, and the file has all of them.

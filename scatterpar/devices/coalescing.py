@@ -23,7 +23,7 @@ CHUNK_BYTES = 2**26
 
 ALONE_BYTES = 2**22  # from this size on, a separate message is cheaper than packing the tensor
 
-_ALIGNMENT = 64  # bytes, as of allocations
+_ALIGNMENT = 64  # bytes, as torch aligns allocations
 _Key = TypeVar("_Key")
 Pairs = tuple[list[Tensor], list[Tensor]]
 

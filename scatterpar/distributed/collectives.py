@@ -146,9 +146,9 @@ class Collectives:
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:
-        """Yields the group for collectives.
+        """Yields the group for a collective.
 
-        Their ``RuntimeError`` is raised with the rank and the wait.
+        If the collective fails, the error names this rank and how long it waited for ``what``.
         """
         group = self._group()
         if group is None:

@@ -87,7 +87,7 @@ class CallerContext:
             self._makers.append(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
 
     def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
-        """``work()`` in the captured context, in this thread, on ``device``."""
+        """Returns ``work()``, run in the captured context, in this thread, on ``device``."""
         return self._variables.copy().run(self._run, device, work)
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
 """One worker thread per replica, alive as long as its ``Workers``; one job at a time.
 
-``parallel_apply`` has the name and argument order of torch's function, which starts new threads in
-every call. These threads are kept, and enter the caller's ``CallerContext``.
+``parallel_apply`` has the name of torch's function, which starts new threads in every call. These
+threads are kept, and enter the caller's ``CallerContext``.
 
 In a free-threaded interpreter (PEP 703) an object is freed by the thread that created it, when that
 thread next runs Python, even if another thread dropped the last reference. So idle threads wake
@@ -193,11 +193,10 @@ class Workers:
         self,
         modules: Sequence[Callable[..., Any]],
         inputs: Sequence[tuple[Any, ...]],
-        kwargs_tup: Sequence[dict[str, Any]] | None = None,
-        devices: Sequence[torch.device] | None = None,
+        devices: Sequence[torch.device],
         cancel: threading.Event | None = None,
     ) -> list[Any]:
-        """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` on ``devices[i]``, in parallel.
+        """Call ``modules[i](*inputs[i])`` on ``devices[i]``, in parallel.
 
         A single call runs in the caller's thread. On the CPU as many calls start as there are
         cores, and each of the others when one ends: short calls that compete for cores and for the
@@ -209,18 +208,14 @@ class Workers:
         sets ``cancel``, and is raised when the calls have ended. A second interrupt stops waiting
         and abandons the threads; ``abandoned`` is then true.
         """
-        kwargs_tup = kwargs_tup or [{}] * len(modules)
-        devices = devices or [torch.device("cpu")] * len(modules)
         runtime.tune_malloc(devices[0])
         if len(modules) == 1:
             with runtime.use_device(devices[0], ()), no_autocast_cache(), self.interrupts.allowed():
-                return [modules[0](*inputs[0], **kwargs_tup[0])]
+                return [modules[0](*inputs[0])]
         context = CallerContext()
         calls = [
-            partial(context.run, device, partial(module, *args, **kwargs))
-            for module, args, kwargs, device in zip(
-                modules, inputs, kwargs_tup, devices, strict=True
-            )
+            partial(context.run, device, partial(module, *args))
+            for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
         # Calls on one accelerator draw from its one generator, so they run in order.
         threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]

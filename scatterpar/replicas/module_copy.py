@@ -55,8 +55,8 @@ class ModuleContents:
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # modules inside compiled ones
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.slotted: list[nn.Module] = []
-        self.objects: dict[int, Any] = {}  # not copied: replicas share them, and what they hold
-        # Cells of copied functions, with their contents: the copies do not see if these change.
+        self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
+        # Cells of copied functions, with their contents. The copies do not notice other contents.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self.warned: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
@@ -84,7 +84,7 @@ class ModuleContents:
             if id(value) not in self._seen:
                 self._visit_container(value)
         elif not isinstance(value, (types.FunctionType, weakref.ref)):
-            for one in _next(value):
+            for one in _referents(value):
                 self._visit(one)
             if hasattr(value, "__dict__") and not isinstance(value, (type, types.MethodType)):
                 self.objects[id(value)] = value
@@ -329,19 +329,19 @@ class ModuleCopy:
         """A copy of a function that refers to replicated objects; it refers to their copies."""
         of_file = function.__globals__
         for name in function.__code__.co_names:
-            if name in of_file and self._leads(of_file[name]):
+            if name in of_file and self._refers(of_file[name]):
                 self._warn_of_global(function, name)
-        if not self._leads(function):
+        if not self._refers(function):
             return function
         self._keep_alive.append(function)
         cells = function.__closure__ or ()
-        new = tuple(types.CellType() if self._leads(contents(cell)) else cell for cell in cells)
+        new = tuple(types.CellType() if self._refers(contents(cell)) else cell for cell in cells)
         copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
         self._made[id(function)] = copied  # before its cells are filled: a function may call itself
         defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
-        copied.__defaults__ = defaults and tuple(map(self._led, defaults))
+        copied.__defaults__ = defaults and tuple(map(self._copy_if_it_refers, defaults))
         copied.__kwdefaults__ = kwdefaults and {
-            name: self._led(value) for name, value in kwdefaults.items()
+            name: self._copy_if_it_refers(value) for name, value in kwdefaults.items()
         }
         for name in functools.WRAPPER_ASSIGNMENTS:
             setattr(copied, name, getattr(function, name))
@@ -352,7 +352,7 @@ class ModuleCopy:
                 self._survey.cells[id(cell)] = cell, cell.cell_contents
         return copied
 
-    def _leads(self, value: Any, seen: set[int] | None = None) -> bool:
+    def _refers(self, value: Any, seen: set[int] | None = None) -> bool:
         """Whether ``value`` is replicated, or refers to something that is."""
         if id(value) in self._inside:
             return True
@@ -360,10 +360,10 @@ class ModuleCopy:
         if id(value) in seen:
             return False
         seen.add(id(value))
-        return any(self._leads(one, seen) for one in _next(value))
+        return any(self._refers(one, seen) for one in _referents(value))
 
-    def _led(self, value: Any) -> Any:
-        return self.copy_of(value) if self._leads(value) else value
+    def _copy_if_it_refers(self, value: Any) -> Any:
+        return self.copy_of(value) if self._refers(value) else value
 
     def _warn_of_global(self, function: types.FunctionType, name: str) -> None:
         text = (
@@ -399,7 +399,7 @@ def contents(cell: types.CellType) -> Any:
         return cell
 
 
-def _next(value: Any) -> Iterable[Any]:
+def _referents(value: Any) -> Iterable[Any]:
     """The objects that a function, or an object like one, refers to."""
     if isinstance(value, types.MethodType):
         return (value.__self__,)

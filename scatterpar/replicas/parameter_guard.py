@@ -7,7 +7,7 @@ the whole batch would be undefined.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +67,15 @@ class ParameterGuard:
         return next(names, f"of shape {tuple(original.shape)}")
 
     @contextlib.contextmanager
-    def read_only(self, mode: Hashable) -> Iterator[None]:
+    def read_only(
+        self, mode: Hashable, check_once: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
         """Refuse forward passes in the body that write a parameter, and restore it if possible.
 
         In the first pass of each ``mode`` the host keeps a copy of the parameters and compares it
         with the values in every memory, because writes through ``.data`` change no version. Later
         passes compare versions and storages only; then a parameter that was written in place in the
-        master's memory cannot be restored.
+        master's memory cannot be restored. ``check_once`` is called after the first pass.
 
         Raises:
             ValueError: a parameter was written; all have their earlier values.
@@ -95,6 +97,8 @@ class ParameterGuard:
         refusal = self._refusal(before, saved)
         if refusal is not None:
             raise refusal
+        if is_first:
+            check_once()
         self.checked_modes.add(mode)
 
     def _refusal(

@@ -78,7 +78,7 @@ class ReplicaSet:
         self.tensors: list[Tensor] = []  # the master's
         self._state: Snapshot | None = None
         self._broadcast = Broadcast((), self.device_ids)
-        self._has_beside = False
+        self._replicates_criterion = False
         vars(self).pop("_of_criterion", None)
 
     @cached_property
@@ -88,7 +88,7 @@ class ReplicaSet:
     @property
     def replica_sets(self) -> list[ReplicaSet]:
         """The set itself and, if the criterion needs replicas, the set of the criterion."""
-        return [self, self._of_criterion] if self._has_beside else [self]
+        return [self, self._of_criterion] if self._replicates_criterion else [self]
 
     def refresh(
         self,
@@ -106,8 +106,8 @@ class ReplicaSet:
         root = root_to_replicate(criterion)
         with torch.inference_mode(False), torch.no_grad():
             to_read = [self._follow((module,), self.device_ids)]
-            self._has_beside = root is not None and not self._has_all_of(root)
-            if self._has_beside:
+            self._replicates_criterion = root is not None and not self._has_all_of(root)
+            if self._replicates_criterion:
                 devices = self.device_ids[:1] if criterion_once else self.device_ids
                 to_read.append(self._of_criterion._follow((root,), devices))
             replicas = self.replica_sets[-1].replicas
@@ -165,7 +165,7 @@ class ReplicaSet:
         """Every switch of the modules, such as ``training``: plain values that are not numbers."""
         return () if self._state is None else self._state.flags
 
-    def refuse_made(self) -> None:
+    def _refuse_created(self) -> None:
         """Refuse trained parameters that forward passes create: the user's module lacks them."""
         for replica in self.replicas:
             known = set(map(id, [*replica.tensors, *replica.sparse]))
@@ -289,15 +289,10 @@ def parameter_writes_refused(
     ``again``: the second passes of ``whole_batch=True``; they are checked as a separate mode.
     """
     with contextlib.ExitStack() as stack:
-        unproven = [
-            each for each in replica_sets if (each.flags, again) not in each.shared.checked_modes
-        ]
         for each in replica_sets:
-            if each.shared.originals:
-                stack.enter_context(each.shared.read_only((each.flags, again)))
+            mode = each.flags, again
+            stack.enter_context(each.shared.read_only(mode, each._refuse_created))
         yield
-        for each in unproven:
-            each.refuse_made()
 
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:

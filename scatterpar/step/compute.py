@@ -252,13 +252,14 @@ def warm_up(
     if not any(each.compiler.is_used for each in replica_sets):
         return
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocast_types())
-    new: list[dict[Hashable, int]] = []  # per replica: a micro-batch of each new kind
+    new: list[dict[Hashable, int]] = []  # per replica: the first micro-batch of each new kind
     for task in tasks:
-        numbers = range(len(task.share.micro_batches))
-        flags: Hashable = task.share.replica, compute_rows, model.flags, modes
-        kinds = [(flags, _compile_key(task.loader.collated_rows(number))) for number in numbers]
-        pairs = zip(reversed(kinds), reversed(numbers), strict=True)  # the first one of each stays
-        new.append({kind: number for kind, number in pairs if kind not in model.warmed_up_kinds})
+        new.append({})
+        for number in range(len(task.share.micro_batches)):
+            key = _compile_key(task.loader.collated_rows(number))
+            kind = task.share.replica, compute_rows, model.flags, modes, key
+            if kind not in model.warmed_up_kinds:
+                new[-1].setdefault(kind, number)
     if not any(new):
         return
     done = [threading.Event() for _ in tasks]
@@ -266,15 +267,15 @@ def warm_up(
 
     def one_at_a_time(task: ReplicaTask, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
-        for earlier in done[:replica]:  # or beside one that waits for this replica
+        for earlier in done[:replica]:  # but an earlier one may wait for this replica
             while not earlier.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
                 pass
         try:
             with attempt.isolated(task), torch_private.many_graphs():
-                for number in sorted(new[replica].values()):
+                for number in new[replica].values():
                     proceed()
                     with note_replica(task.share, number):
-                        rows = task.loader.load(number, keep=True)  # the step asks for them
+                        rows = task.loader.load(number, keep=True)  # the step loads them again
                         output = compute_rows(task, rows)
                         roots = [t for t in nested.tensors(output) if t.requires_grad]
                         if roots:

@@ -297,7 +297,7 @@ def second_pass(
     attempt: Attempt,
     proceed: Callable[[], None],
 ) -> None:
-    """Accumulate in the replica's parameters the gradients that the gradients of its outputs imply.
+    """Accumulate gradients in the replica's parameters, given those of its outputs.
 
     The backward pass of the retained graph comes first, because restoring state may write tensors
     of that graph. Then each other micro-batch runs forward again, in order, from the state before

@@ -192,8 +192,7 @@ class ScatterOnceParallel(Wrapper):
         self.measure_noise = measure_noise
         self._compile_fn = compile_fn_from(compile) or compile_fn
         self.verify = verify
-        compiled, by_cost = self._compile_fn is not None, micro_batch_cost is not None
-        check_graphs(graphs, self.device_ids, policy, compiled=compiled, by_cost=by_cost)
+        check_graphs(graphs, self.device_ids, policy, self._compile_fn, micro_batch_cost)
         self.graphs = graphs
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids, lazy=True)
@@ -201,8 +200,8 @@ class ScatterOnceParallel(Wrapper):
         self._ranks: Ranks | None = None
         self._replica_offset: int | None = None  # the number of this process's first replica
         if process_group is not None:
-            master = self.device_ids[0]
-            self._ranks = Ranks(process_group, module, master, policy, accumulate_dtype)
+            args = process_group, module, self.device_ids[0], policy, accumulate_dtype
+            self._ranks = Ranks(*args)
             self._replica_offset = self._ranks.rank * _MOST_REPLICAS
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)

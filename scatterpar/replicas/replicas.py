@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import runtime
-from scatterpar.devices.coalescing import copy_lists, empty_like_on, grouped, has_flat_view
+from scatterpar.devices.coalescing import (
+    copy_each,
+    copy_lists,
+    empty_like_on,
+    grouped,
+    has_flat_view,
+)
 from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
     BufferPolicy,
     Buffers,
-    BufferValue,
-    BufferWriter,
     batch_norms,
     buffers_of,
     listening,
@@ -370,33 +374,25 @@ class Replica(ModuleCopy):
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """The body begins with the state of the last refresh.
+        """The body begins with the state of the last refresh; then the present state is restored.
 
-        Afterwards the present state is restored.
-
-        The state is the registered buffers with their values, and the statistics that batch
-        normalisations have recorded.
+        The state is the registered buffers, the values of private tensors, and the statistics that
+        batch normalisations have recorded.
         """
-        private_tensors: Buffers = {str(i): tensor for i, tensor in enumerate(self._states)}
-        buffers: list[BufferValue] = [(private_tensors, *item) for item in private_tensors.items()]
-        names = [(set(one.buffers), set(one.left_out)) for one in self.registered]
-        for one in self.registered:
-            buffers += [(one.buffers, *item) for item in one.buffers.items()]
+        registered = [(one, dict(one.buffers), set(one.left_out)) for one in self.registered]
         seen = dict(self.seen)
         with torch.inference_mode(False), torch.no_grad():
-            copies = {id(t): t.detach().clone() for _, _, t in buffers if t is not None}
-            before = [(place, name, copies.get(id(t))) for place, name, t in buffers]
+            values = [state.clone() for state in self._states]
             self.refresh()
         try:
             yield
         finally:
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
-                BufferWriter(before)()
-            for one, (registered, left_out) in zip(self.registered, names, strict=True):
-                for name in one.buffers.keys() - registered:
-                    del one.buffers[name]
-                one.buffers.update(dict.fromkeys(registered - one.buffers.keys()))
+                copy_each(self._states, values)
+            for one, buffers, left_out in registered:
+                one.buffers.clear()
+                one.buffers.update(buffers)
                 one.left_out.clear()
                 one.left_out.update(left_out)
             self.seen.update(seen)

@@ -16,6 +16,7 @@ from scatterpar.devices.recorder import can_record
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.buffers import BufferPolicy
+from scatterpar.replicas.compiled import CompileFn
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
@@ -236,16 +237,15 @@ def check_graphs(
     graphs: Any,
     devices: Sequence[torch.device],
     policy: BufferPolicy,
-    *,
-    compiled: bool,
-    by_cost: bool,
+    compile_fn: CompileFn | None,
+    micro_batch_cost: float | None,
 ) -> None:
     """Refuse ``graphs=True`` with options or devices that do not support it."""
     if not isinstance(graphs, bool):
         raise TypeError(f"graphs must be True or False, got {graphs!r}")
     if not graphs:
         return
-    if compiled:
+    if compile_fn is not None:
         raise ValueError(
             "graphs=True and a compiled module: torch.compile captures graphs of its own, with "
             'compile={"mode": "reduce-overhead"}; pass one of them'
@@ -255,7 +255,7 @@ def check_graphs(
             'graphs=True and buffers="batch": what batch normalisations see is noted in Python, '
             "which a captured sub-step does not run; pass one of them"
         )
-    if by_cost:
+    if micro_batch_cost is not None:
         raise ValueError(
             "graphs=True and micro_batch_cost: a graph is captured for each shape of micro-batch, "
             "and those that are cut by cost differ in nearly every step; pass one of them"

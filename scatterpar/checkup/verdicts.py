@@ -18,7 +18,7 @@ _LINKS = (
     "Copies between two GPUs bypass the host, and something on the way changes them: switch the "
     "IOMMU off (kernel option iommu=off, or iommu=pt) and PCIe ACS (in the BIOS), and update the "
     "driver. Until then set NCCL_P2P_DISABLE=1 for whatever uses NCCL, DistributedDataParallel "
-    "too. The engine looks for itself, and goes through the host's memory where it must."
+    "too. The engine checks its copies, and copies through the host if they arrive wrong."
 )
 _MEMORY = (
     "The memory, the slot or the driver is at fault, and nothing that is computed on this machine "

@@ -34,6 +34,7 @@ from scatterpar.step.markers import Rows
 from scatterpar.verify.verifier import difference
 
 # How the losses of batches combine into the loss of all batches; the most likely mean is first.
+# DIVIDED differs from LABELS only in rounding: the loss itself divides, as with the stock Trainer.
 DIVIDED = "mean over labels, which divides by num_items_in_batch itself"
 LABELS = "mean over labels"
 SHIFTED = "mean over labels without the first of each row"

@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("runs/card"),
         help="the folder for what checks print; the page is beside it; default: %(default)s",
     )
-    parser.add_argument("--only", nargs="+", choices=CHECKS, help="these checks alone")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, help="only these checks")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the checks")
     parser.add_argument("--under", default="", metavar="MODULE", help="null GPUs: nullcuda")
     parser.add_argument("--numbers", nargs="+", type=int, help=argparse.SUPPRESS)

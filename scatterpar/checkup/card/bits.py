@@ -40,8 +40,8 @@ def train(
 ) -> list[Tensor]:
     """Train with SGD. Returns losses, parameters, buffers and the last gradients, on the host.
 
-    The batches are the same for any ``devices`` of one number. ``place`` brings them to where the
-    engine finds them.
+    The batches depend only on the number of ``devices``. ``place`` moves each of them before the
+    step, for example into pinned memory.
     """
     deterministic()
     module, losses = net.module(devices[0]), []
@@ -51,7 +51,7 @@ def train(
         ScatterOnceParallel(module, _ACCUM, devices, **options) as engine,
     ):
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", message="graphs=True")  # sub-steps run as without graphs
+        warnings.filterwarnings("error", message="graphs=True")  # a sub-step was not captured
         torch.manual_seed(1)
         for step in range(steps):
             inputs, targets = map(place, net.batch(net.rows * _ACCUM * len(devices), step, False))
@@ -87,15 +87,15 @@ def twice(setting: Setting) -> Finding:
 
 
 def layouts(one: Sequence[int], other: Sequence[int], setting: Setting) -> Finding:
-    """Three steps with dropout, of as many replicas on other devices."""
+    """Three steps with dropout, on two layouts of the same number of replicas."""
     net = network("GPT", setting, dropout=0.1)
     return beside(*(train(net, [setting.devices[i] for i in own], 3) for own in (one, other)))
 
 
 def slow(setting: Setting) -> Finding:
-    """Three steps with each copy between two memories made slow, beside three as they are.
+    """Three steps with slow copies between memories, compared with three ordinary ones.
 
-    The batch is pinned, not pinned, and on the first GPU.
+    Once with a pinned batch, once with a batch that is not pinned, once with one on the first GPU.
     """
     net, devices = network("GPT", setting), setting.devices
     expected = train(net, devices, 3)
@@ -112,10 +112,10 @@ def slow(setting: Setting) -> Finding:
 
 @contextlib.contextmanager
 def slow_copies() -> Iterator[list[int]]:
-    """In the body the streams at both ends sleep before each copy from one memory to another.
+    """In the body, before each copy between two memories, the streams of both devices sleep.
 
-    Work that reads before a copy has ended, or writes what is still copied, then computes other
-    bits. Yields a list with the number of copies so far.
+    So the result has other bits if work reads the copy before it has ended, or writes the source
+    before that. Yields a list with the number of copies so far.
     """
     count = [0]
     originals = {name: getattr(Tensor, name) for name in ("copy_", "to", "cpu")}
@@ -189,7 +189,7 @@ def two_processes(setting: Setting) -> Finding:
 
 
 def _gradients(rank: int, world: int, setting: Setting) -> list[Tensor]:
-    """What one of ``world`` processes computes with its part of devices and rows."""
+    """The gradients of one of ``world`` processes, with its part of the devices and rows."""
     deterministic()
     net = network("GPT", setting, mixed=False)
     count = len(setting.devices) // 2 * 2

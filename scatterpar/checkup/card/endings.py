@@ -1,4 +1,4 @@
-"""How steps end that fail on all devices: each scenario is a process of its own.
+"""How failing steps end on all devices. Each scenario runs in a process of its own.
 
 ``python -m scatterpar.checkup.card.endings SCENARIO DEVICE …`` runs one.
 """
@@ -20,17 +20,17 @@ from torch.nn.functional import cross_entropy
 from scatterpar import ScatterOnceParallel
 from scatterpar.checkup.card.setting import Finding, Setting
 
-_SECONDS = 10.0  # how soon a process has to end
+_SECONDS = 10.0  # a process must end within this time
 
 
 def ends(scenario: str, words: str, setting: Setting) -> Finding:
-    """Whether a process says ``words`` and ends in time, once it is ready to fail."""
+    """Whether a process prints ``words`` and ends in time after it has printed "ready"."""
     names = map(str, setting.devices)
     module = "scatterpar.checkup.card.endings"
     with setting.start(module, scenario, *names) as process:
         assert process.stdout is not None
         said = []
-        for line in process.stdout:  # whoever started this check ends it if nothing comes
+        for line in process.stdout:  # if nothing comes, the limit of the check ends it
             said.append(line.strip())
             if line.startswith("ready"):
                 break
@@ -48,7 +48,7 @@ def ends(scenario: str, words: str, setting: Setting) -> Finding:
 
 
 def sanitized(setting: Setting) -> Finding:
-    """Steps on the first GPU under torch's own race checker, which sees one thread alone."""
+    """Steps on the first GPU under torch's own race checker, which supports one thread only."""
     module, device = "scatterpar.checkup.card.endings", str(setting.devices[0])
     with setting.start(module, "steps", device, TORCH_CUDA_SANITIZER="1") as process:
         assert process.stdout is not None
@@ -64,7 +64,7 @@ def _last_line(said: str) -> str:
 
 
 class _Net(nn.Module):
-    """An embedding and a layer; a forward pass may also take so many bytes for each row."""
+    """An embedding and a layer. A forward pass also allocates ``bytes`` for each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def memory(devices: Sequence[torch.device]) -> None:
             print("OutOfMemoryError", flush=True)
     accum: Any = "auto"
     gradients = []
-    for _ in range(2):  # then with as many sub-steps as it has found
+    for _ in range(2):  # the second time with the number of sub-steps that the first has found
         net.zero_grad()
         with ScatterOnceParallel(net, accum, devices) as engine:
             engine.forward_backward(*batch, cross_entropy)

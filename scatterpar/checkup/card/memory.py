@@ -14,7 +14,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.checkup.card.setting import Finding, Setting
 
 _MB, _MIB = 10**6, 2**20
-# Of docs/on-your-cards.md: the first GPU, the same where .grad is kept, the other GPUs; in MB.
+# In MB, from docs/on-your-cards.md: the first GPU, the first GPU if .grad is kept, the others.
 _DOCUMENTED = {"first": 565, "first, .grad kept": 814, "others": 565}
 _WIDTH = 1024
 
@@ -35,7 +35,7 @@ class _Parameters(nn.Module):
 
 
 def peaks(setting: Setting) -> Finding:
-    """The most memory of a step in which parameters and gradients are all there is."""
+    """The peak memory of a step that has parameters and gradients, but hardly any activations."""
     devices = setting.devices
     module = _Parameters().to(devices[0], torch.bfloat16)
     rows, found = torch.ones(len(devices), 1, dtype=torch.bfloat16), dict[str, float]()
@@ -55,10 +55,10 @@ def peaks(setting: Setting) -> Finding:
 
 
 def reserved(setting: Setting) -> Finding:
-    """What torch reserves with graphs over the same without, with 90 % of the memory taken."""
+    """The memory reserved with graphs, relative to that without, if 90 % of it was taken before."""
     most: list[list[float]] = []
     room = "180" if setting.small else ""
-    for mode in ("eager", "graphs"):  # in processes, for neither has the other's workspaces
+    for mode in ("eager", "graphs"):  # in two processes, since workspaces stay reserved
         names = map(str, setting.devices[:2])
         with setting.start("scatterpar.checkup.card.memory", mode, room, *names) as process:
             assert process.stdout is not None
@@ -72,7 +72,7 @@ def reserved(setting: Setting) -> Finding:
 
 
 def print_reserved(mode: str, mebibytes: str, devices: Sequence[torch.device]) -> None:
-    """Take all memory but ``mebibytes``, or a tenth; print what steps reserve of the rest."""
+    """Take all memory except ``mebibytes``, or a tenth. Print the MiB that steps then reserve."""
     taken, room = [], 0
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)
@@ -84,7 +84,7 @@ def print_reserved(mode: str, mebibytes: str, devices: Sequence[torch.device]) -
 
 
 class _Deep(nn.Module):
-    """Nine activations, which are most of the memory that a sub-step needs."""
+    """A module whose nine activations are most of the memory of a sub-step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Deep(nn.Module):
 
 
 def _train_deep(devices: Sequence[torch.device], rows: int, graphs: bool) -> None:
-    """Steps of three sizes, of ``rows`` for each device at most."""
+    """Train with batches of three sizes, of at most ``rows`` for each device."""
     inputs = torch.randn(len(devices) * rows, 16)
     targets = torch.zeros(len(inputs), dtype=torch.long)
     module = _Deep().to(devices[0])

@@ -19,11 +19,11 @@ _GIB = 2**30
 
 
 class Network(NamedTuple):
-    """What is trained.
+    """A network, its batches and its loss.
 
     Attributes:
         build: makes the module.
-        batch: so many rows on the host, by a seed; tiny rows compute next to nothing.
+        batch: ``batch(rows, seed, tiny)`` makes rows on the host; tiny ones need no computation.
         rows: the rows of a sub-step.
         criterion: of the output and the targets.
         half: the dtype of mixed precision, or ``None``.
@@ -77,7 +77,7 @@ class _GPT(nn.Module):
 
 
 def network(name: str, setting: Setting, *, mixed: bool = True, dropout: float = 0.0) -> Network:
-    """ResNet-50 or the GPT, in their own size or tiny.
+    """ResNet-50 or the GPT, in full size or tiny.
 
     Raises:
         NotRun: torchvision, which has ResNet-50, is not installed.

@@ -1,4 +1,4 @@
-"""What checks are given, and what they give back."""
+"""The arguments and results of checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 class NotRun(Exception):
-    """Why a check cannot run here."""
+    """A check cannot run on this machine; the message says why."""
 
 
 class Finding(NamedTuple):
@@ -33,7 +33,7 @@ class Setting:
     Attributes:
         devices: the machine's GPUs, or CPU replicas.
         small: tiny sizes, to try the checks.
-        under: a module that prepares a process for null GPUs, or nothing.
+        under: a module that prepares a process for null GPUs, or an empty string.
     """
 
     devices: tuple[torch.device, ...]
@@ -46,7 +46,7 @@ class Setting:
         return self.devices[0].type != "cpu" and not self.under
 
     def limit(self, seconds: float) -> float:
-        """The time that work of so many ``seconds`` on a GPU may take here."""
+        """The time limit on this machine for a check that may take ``seconds`` on GPUs."""
         return seconds if self.is_real else 20 * seconds
 
     def start(
@@ -56,9 +56,9 @@ class Setting:
         session: bool = False,
         **environment: str,
     ) -> subprocess.Popen[str]:
-        """Start ``python -m command``, with all that it prints in ``stdout``.
+        """Start ``python -m command``. Its output and its errors go to ``stdout``.
 
-        With ``session`` its children can be ended with it.
+        With ``session`` it gets a process group of its own, which can be killed with its children.
         """
         path = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
@@ -78,7 +78,7 @@ class Check(NamedTuple):
     Attributes:
         what: what is checked.
         threshold: when it passes.
-        find: does it.
+        find: runs the check.
         seconds: the longest that it may take on GPUs.
         gpus: how many it needs.
         cuda: needs torch's CUDA, at least on null GPUs.

@@ -1,4 +1,4 @@
-"""Checks of time: steps beside DistributedDataParallel's, the host's part, rows under kernels."""
+"""Checks of time: steps compared with DDP's, launches, and copies that overlap with kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scatterpar.checkup.card.setting import Finding, Setting
 COUNTS = (1, 2, 4, 8)
 EAGER, GRAPHS, DDP = "eager", "graphs", "DDP"
 _ACCUM, _ROUNDS = 16, 3
-_Times = dict[str, list[float]]  # seconds of a step in each round, by who took it
+_Times = dict[str, list[float]]  # the seconds of a step in each round, by contender
 
 
 def join(setting: Setting) -> Finding:
@@ -35,7 +35,7 @@ def join(setting: Setting) -> Finding:
 
 
 def step(name: str, count: int, mode: str, setting: Setting) -> Finding:
-    """A step's time over that of DDP, and the pace of each GPU over that of one alone."""
+    """A step's time relative to DDP's, and each GPU's throughput relative to that of one alone."""
     full, _ = measured(name, count, setting)
     ratio = median(ours / theirs for ours, theirs in zip(full[mode], full[DDP], strict=True))
     alone, _ = measured(name, 1, setting)
@@ -82,7 +82,7 @@ def measured(name: str, count: int, setting: Setting) -> tuple[_Times, _Times]:
             for mode, take_step in steps.items():
                 for is_tiny in (False, True):
                     seconds = take_step(is_tiny)
-                    if number:  # the first round pays for what happens once
+                    if number:  # the first round is a warm-up
                         times[is_tiny].setdefault(mode, []).append(seconds)
     return times
 
@@ -148,7 +148,7 @@ def _contender(rank: int, name: str, count: int, setting: Setting) -> tuple[Netw
 
 
 def arrival(pinned: bool, setting: Setting) -> Finding:
-    """The part of the time of copies to the first GPU in which it computes, by torch's profiler."""
+    """The part of the time of copies to the first GPU during which it computes."""
     net, device = network("ResNet-50", setting), setting.devices[0]
     inputs, targets = net.batch(net.rows * _ACCUM, 0, False)
     if pinned:

@@ -1,9 +1,9 @@
 """Draws the README's picture: what crosses in one step, drawn and counted.
 
-``python -m benchmarks.picture`` runs one step of the small CNN (4096 images, four replicas with
-memories of their own, 16 sub-steps), counts what is copied, and writes ``docs/step.png``. What
-``DistributedDataParallel`` exchanges was counted by ``python -m benchmarks traffic``. The left half
-shows an order and no time: both rows are drawn equally long.
+``python -m benchmarks.picture`` writes ``docs/step.png``. The bytes are those that ``python -m
+benchmarks traffic`` has counted in one step of the small CNN, with 4096 images, four replicas with
+memories of their own, and 16 sub-steps. The left half shows an order and no time: both rows are
+drawn equally long.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from torch import nn
 
-from benchmarks.models import CASES
-from benchmarks.per_call import PerCall
-from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import resolve
 from scatterpar.devices.transfers import PHASES
 
 REPLICAS, ACCUM = 4, 16
 LENGTH = 46.0  # of a row of the left half
 TRAFFIC = Path(__file__).parent / "traffic" / "cnn.json"
-DEVICES = [f"cpu:{i}" for i in range(REPLICAS)]
 COLOURS = {
     "scatter": "#4c78a8",
     "replicate": "#f2a541",
@@ -45,22 +39,9 @@ NAMES = {
 
 def count() -> dict[str, dict[str, int]]:
     """Bytes by phase: the schedule of ``nn.DataParallel``, DDP, and the engine."""
-    case = CASES["cnn"]
-    images, labels = case.data()
-    criterion = nn.CrossEntropyLoss()
-    with ScatterOnceParallel(case.module(), accum=ACCUM, device_ids=DEVICES) as engine:
-        engine.forward_backward(images, labels, criterion)
-        assert engine.last_step is not None
-        ours = dict(engine.last_step.bytes)
-    parallel = PerCall(case.module(), resolve(DEVICES))
-    master = parallel.device_ids[0]
-    for x, y in zip(images.chunk(ACCUM), labels.chunk(ACCUM), strict=True):
-        there = parallel.transfers.copy(y, master, "scatter")
-        (criterion(parallel(x), there) / ACCUM).backward()
-    theirs = dict(parallel.transfers.bytes)
-    counted = json.loads(TRAFFIC.read_text(encoding="utf-8"))["counts"][str(REPLICAS)]
-    ddp = counted["DDP, no_sync"]["bytes"]
-    return {"nn.DataParallel x 16": theirs, "DDP, no_sync": ddp, "scatterpar": ours}
+    counts = json.loads(TRAFFIC.read_text(encoding="utf-8"))["counts"][str(REPLICAS)]
+    who = (f"nn.DataParallel x {ACCUM}", "DDP, no_sync", "engine")
+    return {name: counts[name]["bytes"] for name in who}
 
 
 def schedule(axes: Any, top: float, blocks: Sequence[tuple[str, float]]) -> None:

@@ -2,14 +2,15 @@
 
 import statistics
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.models import CASES, Case
+from benchmarks.peers import criterion
+from benchmarks.processes import NoSync
 from scatterpar import ScatterOnceParallel
 from scatterpar.checkup.card.ranks import Ranks
 
@@ -43,22 +44,14 @@ def _measure(rank: int, ranks: int, size: tuple[str, int, int], rounds: int) -> 
 def _steps(case: Case, rank: int, ranks: int, rounds: int) -> dict[str, Any]:
     """Both train on the same rows; rounds are interleaved, and the order alternates."""
     images, labels = (part.chunk(ranks)[rank].clone() for part in case.data())
-    criterion = nn.CrossEntropyLoss()
-    models = {ENGINE: case.module(), DDP: case.module()}
+    ddp = NoSync(case, rank, ranks)
+    models = {ENGINE: case.module(), DDP: ddp.module}
     engine = ScatterOnceParallel(
         models[ENGINE], case.accum, ["cpu"], process_group=dist.group.WORLD
     )
-    ddp = nn.parallel.DistributedDataParallel(models[DDP])
-    micro = list(zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True))
-
-    def step_ddp() -> None:
-        for number, (rows, targets) in enumerate(micro):
-            with nullcontext() if number == len(micro) - 1 else ddp.no_sync():
-                (criterion(ddp(rows), targets) / len(micro)).backward()
-
     steps = {
         ENGINE: lambda: engine.forward_backward(images, labels, criterion),
-        DDP: step_ddp,
+        DDP: ddp.accumulate,
     }
     optimizers = {
         who: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -121,31 +121,6 @@ def test_close_twice_and_close_before_use(devices):
     assert workers() == []
 
 
-def test_many_engines_side_by_side(devices):
-    engines = [ScatterOnceParallel(mlp(seed), 2, devices(2)) for seed in range(6)]
-    for _ in range(2):
-        for engine in engines:
-            assert_step(engine, *data(), LOSS)
-    errors = []
-
-    def work(engine):
-        try:
-            assert_step(engine, *data(), LOSS)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(engine,)) for engine in engines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    assert not errors
-    for engine in engines:
-        engine.close()
-    assert workers() == []
-
-
 @pytest.mark.draws
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_data_loader_workers_fork_beside_a_live_engine(devices):

@@ -93,6 +93,7 @@ class SpotCheck:
         self._module = cast(nn.Module, task.module)
         self.device = task.share.device
         self.shares_state = False  # whether a forward pass changes what the criterion leads to
+        self.output_ratio: float | None = None  # elements of outputs per element of inputs
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -133,17 +134,10 @@ class SpotCheck:
         raise Inconclusive("memory ran out", lasting=True)
 
     def _decide(self, choose: Choose, max_rows: int) -> Finding | None:
-        choices = choose(min(max_rows, _FEWEST))
-        parts = next(choices)
-        first, choices = [*chain(*parts)], chain([parts], choices)
-        output = self.forward(first)
-        most = min(max_rows, self._cheap_rows(first, output))
-        if most > len(first):
-            choices, output = choose(most), None
         wrong, doubt = None, Inconclusive("there are no rows")
-        for parts in choices:
+        for parts in choose(max(_FEWEST, min(max_rows, self._cheap_rows()))):
             try:
-                finding = self._check(parts, output)
+                finding = self._check(parts)
             except Inconclusive as error:
                 if error.lasting:
                     raise
@@ -152,17 +146,18 @@ class SpotCheck:
                 if finding is None:
                     return None
                 wrong = wrong or finding
-            output = None
         if wrong is None:
             raise doubt
         return wrong
 
-    def _cheap_rows(self, rows: Sequence[int], output: Any) -> int:
-        """How many rows are cheap to check; ``output`` is that of ``rows``."""
-        inputs = _select(self._request.inputs, rows, self._request.dim)
-        elements = sum(map(torch.numel, nested.tensors((inputs, output))))
-        eighth = self._request.rows // 8
-        cheap, some = (len(rows) * number // max(1, elements) for number in (_CHEAP, _MANY))
+    def _cheap_rows(self) -> int:
+        """How many rows are cheap to check."""
+        rows, eighth = sorted({0, self._request.rows - 1}), self._request.rows // 8
+        inputs = max(1, _elements(_select(self._request.inputs, rows, self._request.dim)))
+        if self.output_ratio is None:
+            self.output_ratio = _elements(self.forward(rows)) / inputs
+        elements = int(inputs * (1 + self.output_ratio))
+        cheap, some = (len(rows) * number // elements for number in (_CHEAP, _MANY))
         most = min(some, max(cheap, eighth))
         if not self._has_outputs and sum(map(torch.numel, self._module.parameters())) > _SMALL:
             micro_batch = max(stop - start for start, stop in self._task.share.micro_batches)
@@ -223,7 +218,8 @@ class SpotCheck:
     def _has_outputs(self) -> bool:
         return self._task.criterion is not None and not self.shares_state
 
-    def _check(self, parts: Parts, output: Any) -> Finding | None:
+    def _check(self, parts: Parts) -> Finding | None:
+        output = self.forward([*chain(*parts)]) if self._has_outputs else None
         if self._has_outputs:
             try:
                 finding = self._check_by_outputs(parts, output)
@@ -256,7 +252,7 @@ class SpotCheck:
                 raise TypeError("outputs of the user's own class")  # which may hold anything
             return value
 
-        output = nested.map_leaves(leaf, self.forward(rows) if output is None else output)
+        output = nested.map_leaves(leaf, output)
 
         def loss(some: Sequence[int]) -> Tensor:
             def cut(value: Tensor) -> Tensor:
@@ -448,6 +444,10 @@ class SameNumbers(TorchDispatchMode):
                 raise Inconclusive("what is drawn depends on the rows", lasting=True)
             drawn.fill_(_DRAWN if drawn.is_floating_point() else drawn.flatten()[0])
         return drawn
+
+
+def _elements(value: Any) -> int:
+    return sum(map(torch.numel, nested.tensors(value)))
 
 
 def _select(value: Any, rows: Sequence[int], dim: int) -> Any:

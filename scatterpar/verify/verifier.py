@@ -66,6 +66,7 @@ class _Kind:
     are_steady: bool = False  # these did not change in it
     is_refused: bool = False  # and has not agreed since
     is_serial: bool = False  # forward passes change what the criterion leads to
+    measured: tuple[bool, float | None] = (False, None)  # what later checks need not measure again
 
     def needs_check(self, ranges: list[float], numbers: Hashable) -> bool:
         """Whether to check this step, whatever it costs."""
@@ -229,6 +230,8 @@ class Verifier:
                 return ""
 
         checks = [SpotCheck(request, task, tensors, ignored) for task in tasks]
+        for check in checks:
+            check.shares_state, check.output_ratio = kind.measured
         try:
             refusal = _run_spot_check(attempt.workers, checks, run)
         except Inconclusive:
@@ -236,6 +239,7 @@ class Verifier:
         except Exception as error:  # whatever the user's code makes of rows that it never met
             raise Inconclusive(f"{type(error).__name__}: {error}", lasting=True) from None
         finally:
+            kind.measured = checks[0].shares_state, checks[0].output_ratio
             if checks[0].shares_state:
                 self._tell_shared(request, attempt.plan, kind)
         if refusal:

@@ -238,7 +238,7 @@ MUTATIONS = [
     ),
     Mutation(
         "flags that choose kernels are not asked",
-        "[part.fp32_precision for part in _PRECISIONS],",
+        "[each.fp32_precision for each in _PRECISIONS],",
         "",
         GRAPHS + "test_flags_that_choose_kernels_are_captured_anew",
         "AssertionError",

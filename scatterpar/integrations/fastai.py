@@ -72,7 +72,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         ScatterOnce
     """
 
-    _stateattrs = ("_engine", "_model", "_criterion")  # not pickled
+    _stateattrs = ("_engine", "_criterion")  # not pickled
 
     def __init__(
         self,
@@ -89,7 +89,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def _init_state(self) -> None:
         self._engine: ScatterOnceParallel | None = None
-        self._model: Any = None
         self._criterion: _Criterion | None = None
 
     def before_fit(self) -> None:
@@ -160,10 +159,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         return to_float(pred) if mixes else pred, loss
 
     def _engine_of(self, learn: Any) -> ScatterOnceParallel:
-        if self._engine is None or self._model is not learn.model:
+        if self._engine is None or self._engine.module is not learn.model:
             self._close()
             self._engine = ScatterOnceParallel(learn.model, **self._options)
-            self._model = learn.model
         return self._engine
 
     def _close(self) -> None:

@@ -92,11 +92,11 @@ class ScatterOnceMixin(TrainerBase):
             The window's loss for the last batch, otherwise zero: the Trainer logs the sum.
         """
         model.train()
-        is_cut = self._micro_batch_cost is not None
-        self._window = [*self._window, *map(self._prepared, inputs if is_cut else [inputs])]
+        batches = inputs if isinstance(inputs, list) else [inputs]  # a list with micro_batch_cost
+        self._window = [*self._window, *map(self._prepared, batches)]
         if hasattr(self, "_step"):
             self._step += 1  # TRL's GRPO and RLOO count the batches that they have prepared
-        if len(self._window) < self._window_size and not is_cut:
+        if len(self._window) < self._window_size:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, ()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers

@@ -12,15 +12,7 @@ import torch
 from helpers.contrastive import LOSSES, two_views
 from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import (
-    assert_close,
-    assert_step,
-    build,
-    gradients,
-    randint,
-    randn,
-    whole_batch,
-)
+from helpers.oracle import assert_close, assert_step, build, gradients, randint, randn, whole_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -14,14 +14,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import (
-    assert_close,
-    assert_gradients,
-    build,
-    gradients,
-    randint,
-    randn,
-)
+from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
 from helpers.pages import ROOT, blocks, namespace, read, run, sections
 from helpers.stock_parallel import gradient
 from helpers.trainers import language_model, padded, sentences, sequence_classifier

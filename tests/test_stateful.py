@@ -18,13 +18,7 @@ from faults.walker import CLASSES, FEATURES, Walker, count, criterion, fuse, pla
 from helpers.oracle import assert_close, build, randint, randn
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
 from scatterpar import ScatterOnceParallel

@@ -7,30 +7,22 @@ from functools import partial
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
-from helpers.oracle import (
-    assert_step,
-    build,
-    randint,
-    randn,
-)
-from helpers.weighted import (
-    CASES,
-    classes,
-    probabilities,
-    values,
-)
+from helpers.oracle import assert_step, build, randint, randn
+from helpers.weighted import CASES, classes, probabilities, values
 from pair.common import assert_pair
 from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
 
+MIXED = ["cpu:0", "cpu:1", "cpu:0", "cpu:2"]  # one replica shares the master's memory
 
-def step(runner, devices, model, batch, criterion, **options):
+
+def step(runner, device_ids, model, batch, criterion, **options):
     """One step gives the loss and the gradients of the whole batch."""
     if runner == "pair":
-        return assert_pair(model, *batch, criterion, devices(4), **options)
-    with ScatterOnceParallel(model, 3, devices(4)) as engine:
+        return assert_pair(model, *batch, criterion, device_ids, **options)
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
         return assert_step(engine, *batch, criterion, **options)
 
 
@@ -58,28 +50,28 @@ LOSSES = FUNCTIONS | {name: (case.criterion(), case.targets) for name, case in C
 
 @by_both
 @pytest.mark.parametrize("name", LOSSES)
-def test_whole_batch_oracle(devices, name, runner):
+def test_whole_batch_oracle(name, runner):
     criterion, targets = LOSSES[name]
     for rows in (37, 3):  # ragged, and fewer than replicas
-        step(runner, devices, mlp(), (randn(rows, FEATURES), targets(rows)), criterion)
+        step(runner, MIXED, mlp(), (randn(rows, FEATURES), targets(rows)), criterion)
 
 
 @by_both
 @pytest.mark.parametrize(
     "case", ["mean", "padded", "class weights", "sum", "smoothing, class weights"]
 )
-def test_rows_of_many_terms(devices, case, runner):
+def test_rows_of_many_terms(case, runner):
     """Targets of shape (rows, length): a row holds several terms, or padding in their place."""
     rows, length = 11, 6
     targets = CASES[case].targets(rows * length).view(rows, length)
     batch = randint(11, rows, length, seed=5), targets
-    step(runner, devices, token_classifier(), batch, CASES[case].criterion())
+    step(runner, MIXED, token_classifier(), batch, CASES[case].criterion())
 
 
 @by_both
-def test_probabilities_for_every_position(devices, runner):
+def test_probabilities_for_every_position(runner):
     batch = randint(11, 7, 3), randn(7, CLASSES, 3).softmax(1)
-    step(runner, devices, token_classifier(), batch, nn.CrossEntropyLoss())
+    step(runner, MIXED, token_classifier(), batch, nn.CrossEntropyLoss())
 
 
 def masked_mean(output, targets):
@@ -145,10 +137,10 @@ class Summed(nn.Module):
 
 @by_both
 @pytest.mark.parametrize("criterion", [summed, Summed()], ids=["of a function", "wins"])
-def test_reduction_given(devices, criterion, runner):
+def test_reduction_given(criterion, runner):
     for rows in (9, 3):
         batch = randn(rows, FEATURES), randn(rows, CLASSES)
-        step(runner, devices, mlp(), batch, criterion, reduction="sum")
+        step(runner, MIXED, mlp(), batch, criterion, reduction="sum")
 
 
 def test_micro_batches_without_terms_add_nothing(devices):

@@ -225,7 +225,6 @@ class ReplicaSet:
         ]
         self.trained_indices = [i for i, dtype in enumerate(dtypes) if dtype is not None]
         self.leaf_indices = [i for i in self.trained_indices if _is_leaf(self.tensors[i])]
-        self.non_leaf_indices = [i for i in self.trained_indices if not _is_leaf(self.tensors[i])]
         self.trained_tensors = [self.tensors[i] for i in self.leaf_indices]
         self.warmed_up_kinds.clear()
         self.changes += 1

@@ -92,13 +92,12 @@ def reduce_gradients(
             for replica in replicas
         ]
         sums = sum_in_order(of_replicas, [r.device for r in replicas], transfers, in_place=True)
-        for i in each.non_leaf_indices:
-            if i in sums:
-                raise ValueError(
-                    f"the module holds a tensor of shape {tuple(each.tensors[i].shape)} that was "
-                    f"computed from parameters, such as weight[0]: replicas cannot train it, and "
-                    f"nothing was changed; compute it in forward, from the parameters"
-                )
+        if made := sums.keys() - each.leaf_indices:
+            raise ValueError(
+                f"the module holds a tensor of shape {tuple(each.tensors[min(made)].shape)} that "
+                f"was computed from parameters, such as weight[0]: replicas cannot train it, and "
+                f"nothing was changed; compute it in forward, from the parameters"
+            )
         gradients += [(each.tensors[i], sums.get(i)) for i in each.leaf_indices]
     total: dict[int, Gradient] = {}
     for leaf, gradient in (*gradients, *external):  # model and criterion may share a leaf
@@ -231,27 +230,26 @@ def combined_buffers(
     """
     if policy.combine is None:
         return {}
-    first, *others = replicas
-    total = sum(share.rows for share in shares)
+    first, total = replicas[0], sum(share.rows for share in shares)
     buffers = {
-        (m, name): buffer.detach()
+        (m, name): buffer
         for m, (registered, _) in enumerate(first.registered)
         for name, buffer in registered.items()
         if buffer is not None and buffer.is_floating_point() and buffer.layout == torch.strided
     }
-    values = [[buffer] for buffer in buffers.values()]
-    weights = [[shares[0].rows / total] for _ in buffers]
-    for replica, share in zip(others, shares[1:], strict=True):
-        copies = {
+    values: list[list[Tensor]] = [[] for _ in buffers]
+    weights: list[list[float]] = [[] for _ in buffers]
+    for replica, share in zip(replicas, shares, strict=True):
+        here = {
             number: other.detach()
             for number, ((m, name), buffer) in enumerate(buffers.items())
             if (other := replica.registered[m].buffers.get(name)) is not None
             and other.shape == buffer.shape
         }
         if replica.device != first.device:
-            copies = copy_coalesced(copies, first.device, transfers, "reduce")
-        for number, other in copies.items():
-            values[number].append(other)
+            here = copy_coalesced(here, first.device, transfers, "reduce")
+        for number, value in here.items():
+            values[number].append(value)
             weights[number].append(share.rows / total)
     return dict(zip(buffers, map(policy.combine, values, weights), strict=True))
 

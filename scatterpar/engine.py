@@ -387,8 +387,7 @@ class ScatterOnceParallel(Wrapper):
         """One try at a step: if the body raises, random state is restored."""
         check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
-            clock = self._trace.clock(plan) if self._trace else None
-            offset = self._replica_offset
+            offset, clock = self._replica_offset, self._trace.clock(plan) if self._trace else None
             with Attempt(self._workers, request, plan, offset, clock) as attempt:
                 yield attempt
         finally:

@@ -60,8 +60,7 @@ class AutoAccum:
         number until a trial of two sub-steps fits, then bisect.
         """
         max_accum = -(-max(request.sizes) // replicas)  # with so many, a sub-step has one row
-        lean, retries = replace(request, retain_rows=False), 0
-        start = self.accum
+        start, retries = self.accum, 0
         failed = start - 1  # the largest number that is known not to fit
         fits = start  # the smallest number that a trial fitted with; 0 if none did
         while True:
@@ -74,9 +73,9 @@ class AutoAccum:
             retain_rows = is_whole and self._retain_rows and has_two_passes
             try:
                 if is_whole:
-                    outcome = compute(request if retain_rows else lean, cut)
+                    outcome = compute(replace(request, retain_rows=retain_rows), cut)
                     break
-                compute(lean.as_trial(), cut).attempt.undo()
+                compute(request.as_trial(), cut).attempt.undo()
                 fits = number
             except Exception as error:
                 if not is_out_of_memory(error):

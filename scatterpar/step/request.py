@@ -112,7 +112,7 @@ class Request:
 
     def as_trial(self) -> Self:
         """The request as a trial of two sub-steps per replica, with the memory of a whole step."""
-        return replace(self, return_outputs=False, verify=False, max_substeps=2)
+        return replace(self, return_outputs=False, verify=False, retain_rows=False, max_substeps=2)
 
     def checked(self, device: torch.device) -> Self:
         """The request with its rows counted and its reduction resolved. Refuses invalid ones."""

@@ -92,7 +92,8 @@ class ScatterOnceMixin(TrainerBase):
             The window's loss for the last batch, otherwise zero: the Trainer logs the sum.
         """
         model.train()
-        batches = inputs if isinstance(inputs, list) else [inputs]  # a list with micro_batch_cost
+        # With micro_batch_cost, a list of micro-batches. Lists of TRL's loaders are single batches.
+        batches = [inputs] if self._micro_batch_cost is None else inputs
         self._window = [*self._window, *map(self._prepared, batches)]
         if hasattr(self, "_step"):
             self._step += 1  # TRL's GRPO and RLOO count the batches that they have prepared

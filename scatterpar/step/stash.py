@@ -47,10 +47,9 @@ class Stash:
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
         self._lock = threading.Lock()
-        self._criterion_locks = {
-            physical(device): make_criterion_lock() for device in replica_sets[0].device_ids
-        }
-        self._is_serial = False
+        self._devices = devices = replica_sets[0].device_ids
+        self._criterion_locks = {physical(device): make_criterion_lock() for device in devices}
+        self._locked = set(filter(is_async, devices)) if HAS_GIL and len(devices) > 1 else set()
         self._launch_lock = make_launch_lock()
 
     def __enter__(self) -> Self:
@@ -66,7 +65,7 @@ class Stash:
 
     def run_serially(self) -> None:
         """From now on one replica at a time runs a forward pass and its loss."""
-        self._is_serial, self._launch_lock = True, make_criterion_lock()
+        self._locked, self._launch_lock = set(self._devices), make_criterion_lock()
 
     def criterion_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
@@ -81,12 +80,9 @@ class Stash:
 
         Threads that launch kernels at the same time take the GIL from each other in every operator.
         There is no lock on synchronous devices, in a Python without a GIL, and with a single
-        replica.
+        replica, except after ``run_serially``.
         """
-        several = len(self._replica_sets[0].device_ids) > 1
-        if self._is_serial or (HAS_GIL and several and is_async(device)):
-            return self._launch_lock.held(waiting)
-        return _UNTIMED
+        return self._launch_lock.held(waiting) if device in self._locked else _UNTIMED
 
     def stash_reachable(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash the leaves that a backward pass from ``loss`` reaches without passing ``nodes``.

@@ -223,7 +223,7 @@ class ScatterOnceParallel(Wrapper):
         self._graphs = Graphs() if self.graphs else None
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
-        self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # the last step's
+        self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # of the last step
 
     def forward_backward(
         self,

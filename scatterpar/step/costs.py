@@ -71,7 +71,8 @@ def plan_by_cost(
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(used)]
     loads = [0.0] * used
     for left, i in zip(range(len(order), 0, -1), order, strict=True):
-        # The replica that finishes first with it (LPT, Graham 1969), but each replica gets one.
+        # The replica that would finish first (longest processing time first, Graham 1969). At the
+        # end, replicas without a micro-batch come first: each gets at least one.
         idle = [replica for replica in range(used) if not dealt[replica]]
         among = idle if left <= len(idle) else range(used)
         best = min(among, key=lambda r: ((loads[r] + padded[i]) / shares[r], len(dealt[r]), r))
@@ -142,7 +143,7 @@ def _ends(falling: Sequence[float], limit: float, max_pieces: int) -> list[int]:
         cost, size = falling[start], len(falling) - start
         if cost:
             size = max(1, int(min(size, limit / cost)))
-            size -= size > 1 and size * cost > limit  # by rounding
+            size -= size > 1 and size * cost > limit  # the quotient was rounded up
         start += size
         ends.append(start)
     return ends

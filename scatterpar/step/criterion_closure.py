@@ -19,7 +19,7 @@ from scatterpar.threads.workers import add_note
 _DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 _MOST = 1000  # entries of a container; longer ones are data
 _PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
-_FEW = 8  # numbers that may be labels
+_FEW = 8  # at most so many integers are taken for labels
 
 
 def closure_and_globals(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,7 +176,7 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
 
 
 def ignored_values(function: Any) -> list[int]:
-    """Integers that ``function`` refers to: it may ignore labels with these values."""
+    """The first integers that ``function`` refers to: it may ignore labels with these values."""
     found: list[Any] = [-100]
     for value in (function, *_captured(function).values()):
         modules = value.modules() if isinstance(value, nn.Module) else [value]

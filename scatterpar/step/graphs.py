@@ -39,8 +39,8 @@ from scatterpar.step.substeps import EagerSubsteps, ReplicaTask, detached_output
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT
 
-_SHAPES = 8  # graphs per replica; micro-batches of further shapes run without graphs
-_CAPTURES = 32  # per replica; if there are more, something changes from step to step
+_SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
+_CAPTURES = 32  # maximal number per replica; more show that something changes at every step
 _WARM_UPS = 2  # the second one accumulates gradients, as a graph does
 _BEYOND = "the criterion reaches parameters beside those of the module"
 _PLAIN = (bool, int, float, str, type(None))

@@ -60,7 +60,7 @@ def term_counts(
     if not averages_classes(request.criterion):
         return rows_of_each
     labels = [targets for _, targets in request.batches] or [request.targets]
-    if not all(isinstance(targets, Tensor) for targets in labels):  # in markers: by micro-batch
+    if not all(isinstance(targets, Tensor) for targets in labels):  # in markers
         labels = [targets for _, targets in pieces]
         spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
     terms = to_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])

@@ -19,7 +19,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import LossWeights, has_known_term_count
 from scatterpar.step.request import Request
 
-Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
+Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
 
 
 class Computed(NamedTuple):

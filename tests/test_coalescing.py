@@ -136,6 +136,15 @@ def test_the_sum_is_the_same_wherever_replicas_are():
             assert in_place or all(map(torch.equal, parts, (one[0] for one in given)))
 
 
+def test_gradients_of_other_strides_are_added_element_by_element():
+    """In chunks of memory, elements of other places would be added up."""
+    one, turned = randn(3, 4), randn(4, 3, seed=1).T
+    memories = [torch.device("cpu:0"), torch.device("cpu:1")]
+    given = [{0: one.clone()}, {0: turned.clone()}]
+    found = sum_in_order(given, memories, Transfers(), in_place=True)
+    assert torch.equal(found[0], one + turned)
+
+
 CROSSINGS = {
     "00000000": 0,
     "00001111": 1,

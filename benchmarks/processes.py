@@ -17,7 +17,7 @@ _SECONDS = 300.0  # the longest wait for a step
 _workers: list[Any] = []  # the worker of this process
 
 
-class Gang:
+class RankProcesses:
     """``world`` processes that step together. ``kind`` is a name in ``KINDS``."""
 
     def __init__(self, kind: str, case: Case, world: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gang import Counted, failure, gang
 from helpers.oracle import assert_step, build, randint, randn
+from helpers.rank_processes import Counted, failure, run_on_ranks
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -134,7 +134,7 @@ def _wide_ranks(group, wide):
 
 def test_ranks_add_up_in_it():
     """200 + 400 ones on two ranks: bfloat16 would give 512 at most."""
-    for gradient, dtypes in gang()(2, _wide_ranks, torch.float32):
+    for gradient, dtypes in run_on_ranks(2, _wide_ranks, torch.float32):
         assert gradient.dtype == torch.bfloat16
         assert gradient.item() == 600
         assert dtypes[1:] == [torch.float32]
@@ -154,7 +154,7 @@ def _unused_on_one_rank(group):
 
 
 def test_a_gradient_that_one_rank_lacks():
-    assert gang()(2, _unused_on_one_rank) == [[8.0, 4.0]] * 2
+    assert run_on_ranks(2, _unused_on_one_rank) == [[8.0, 4.0]] * 2
 
 
 def _different(group):
@@ -164,6 +164,6 @@ def _different(group):
 
 def test_ranks_that_differ_in_it_are_refused():
     words = "rank 0 has accumulate_dtype=None, rank 1 has accumulate_dtype=torch.float32"
-    for kind, text in gang()(2, _different):
+    for kind, text in run_on_ranks(2, _different):
         assert kind == "ValueError"
         assert words in text

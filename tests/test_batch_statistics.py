@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from helpers.gang import Counted, gang
 from helpers.oracle import build, randint, randn
 from helpers.pairwise import pairwise
+from helpers.rank_processes import Counted, run_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -201,7 +201,7 @@ def on_ranks(group, split):
 
 def test_the_rows_of_all_ranks():
     """In the collectives that are there: the small one, the gradients, the buffers as bytes."""
-    results = gang()(2, on_ranks, [15, 8])
+    results = run_on_ranks(2, on_ranks, [15, 8])
     twin = build(Net)
     for _ in range(2):
         twin(BATCH[0])
@@ -226,4 +226,4 @@ def with_synchronised(group):
 
 
 def test_synchronised_ones_are_refused_between_processes():
-    gang()(2, with_synchronised)
+    run_on_ranks(2, with_synchronised)

@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 from helpers.agree import Case, agree
-from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.module_cases import Multiplies
 from helpers.oracle import (
@@ -23,6 +22,7 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
+from helpers.rank_processes import run_on_ranks
 from helpers.weighted import classes
 from pair.common import assert_pair
 from torch import nn
@@ -349,7 +349,7 @@ def test_ranks_exchange_the_gradients_of_a_network_in_an_object():
     model = build(Held).eval()
     net = model.holder.nets[0].eval()
     F.mse_loss(model(INPUTS), TARGETS).backward()
-    for grads in gang()(2, a_step_of_one_rank):
+    for grads in run_on_ranks(2, a_step_of_one_rank):
         for name, gradient in all_of(model, net).items():
             assert_close(grads[name], gradient, name)
 
@@ -410,7 +410,7 @@ def test_ranks_that_share_a_criterion_count_what_it_closes_over_once(case):
     make, hold, _ = SHARED[case]
     model, net = mlp(), build(make)
     hold(net)(model(INPUTS), TARGETS).backward()
-    for said, grads in gang()(2, on_each_rank, case):
+    for said, grads in run_on_ranks(2, on_each_rank, case):
         if case == "in slots":
             assert "the criterion reaches a parameter of shape ()" in said
             assert "bind its module with functools.partial(criterion, net=net)" in said

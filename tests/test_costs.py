@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 from helpers.contrastive import LOSSES, two_views
-from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_step, build, gradients, randint, randn, whole_batch
+from helpers.rank_processes import run_on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -251,7 +251,7 @@ def test_ranks_cut_their_own_rows(devices, whole):
     weights = randn(11, CLASSES)
     criterion = (lambda o, _: (o * weights).sum()) if whole else LOSS
     expected, grads = whole_batch(build(Reader), pad(TEXTS), LABELS, criterion)
-    for loss, found in gang()(2, step_of_a_rank, devices(2), whole):
+    for loss, found in run_on_ranks(2, step_of_a_rank, devices(2), whole):
         assert_close(loss, expected, "loss")
         for name, gradient in grads.items():
             assert_close(found[name], gradient, name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from faults.state import capture, differences
-from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randn
+from helpers.rank_processes import run_on_ranks
 from helpers.weighted import classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -178,7 +178,7 @@ def checks_its_own_rows(group, sizes):
 
 
 def test_each_rank_compares_its_own_rows():
-    assert max(gang()(2, checks_its_own_rows, (5, 7))) < 1e-10
+    assert max(run_on_ranks(2, checks_its_own_rows, (5, 7))) < 1e-10
 
 
 def test_several_batches_are_refused_in_words():

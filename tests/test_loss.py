@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 from helpers.freed import in_time
-from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
 from helpers.module_cases import (
     Branches,
@@ -22,6 +21,7 @@ from helpers.module_cases import (
     trained_buffer,
 )
 from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn, seeded
+from helpers.rank_processes import run_on_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -516,7 +516,7 @@ def step_of_a_rank(group, devices, accum):
 
 
 def test_ranks_give_the_gradient_of_all_batches(devices):
-    found = gang()(2, step_of_a_rank, devices(2), 2)
+    found = run_on_ranks(2, step_of_a_rank, devices(2), 2)
     twin = mlp()
     both = [torch.cat(pair) for pair in zip(FIRST, SECOND, strict=True)]
     expected = CE(twin(both[0]), both[1])

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.agree import RUNNERS, agree
-from helpers.gang import gang
 from helpers.module_cases import CASES, KINDS
+from helpers.rank_processes import run_on_ranks
 
 from scatterpar import ScatterOnceParallel
 
@@ -54,7 +54,7 @@ def on_a_rank(group, name):
 
 @pytest.mark.parametrize(("size", "name"), [(1, "tied"), (3, "tied"), *((2, n) for n in ON_RANKS)])
 def test_ranks_are_as_one_device(size, name):
-    first, *others = gang()(size, on_a_rank, name)
+    first, *others = run_on_ranks(size, on_a_rank, name)
     assert all(all(map(torch.equal, first, other)) for other in others), "other bits on one of them"
 
 

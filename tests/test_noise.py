@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers.gang import gang
 from helpers.oracle import build, randint, randn
+from helpers.rank_processes import run_on_ranks
 from torch import nn
 
 from scatterpar import GradientNoise, NoiseScale, ScatterOnceParallel
@@ -154,7 +154,7 @@ def test_ranks_are_replicas_like_any_other():
     model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
     pieces = [(inputs[:9], targets[:9]), (inputs[9:], targets[9:])]
     expected = by_hand(model, pieces, nn.CrossEntropyLoss(), [9, ROWS - 9], ROWS)
-    first, second = gang()(2, _ranks)
+    first, second = run_on_ranks(2, _ranks)
     assert first == second == pytest.approx(expected, rel=1e-9)
 
 

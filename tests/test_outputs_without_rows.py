@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gang import gang
 from helpers.models import FEATURES
 from helpers.oracle import assert_close, assert_step, build, gradients, randn
+from helpers.rank_processes import run_on_ranks
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -84,7 +84,7 @@ def test_ranks_show_each_other_one():
     inputs = randn(24, FEATURES)
     expected = loss(model(torch.cat([inputs[16:], inputs[:16]])), None)
     expected.backward()
-    for value, grads in gang()(2, each_rank):
+    for value, grads in run_on_ranks(2, each_rank):
         assert_close(value, expected.detach(), "loss")
         for name, gradient in gradients(model).items():
             assert_close(grads[name], gradient, name)

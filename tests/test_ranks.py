@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from helpers.gang import Counted, gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.module_cases import CASES
 from helpers.oracle import (
@@ -19,6 +18,7 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
+from helpers.rank_processes import Counted, run_on_ranks
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
@@ -89,7 +89,7 @@ def step(group, devices, accum, loss):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_step_is_that_of_all_batches_together(devices, size, replicas, loss):
-    found = gang()(size, step, devices(replicas), 2, loss)
+    found = run_on_ranks(size, step, devices(replicas), 2, loss)
     rows = sum(ROWS[size])
     criterion, targets_of, _ = LOSSES[loss]
     model = build(mlp, seed=0)
@@ -120,7 +120,9 @@ def two_steps(group, **options):
 
 def test_captured_sub_steps_give_the_same_bits():
     for (losses, found), (others, expected) in zip(
-        gang()(2, functools.partial(two_steps, graphs=True)), gang()(2, two_steps), strict=True
+        run_on_ranks(2, functools.partial(two_steps, graphs=True)),
+        run_on_ranks(2, two_steps),
+        strict=True,
     ):
         assert losses == others
         assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -135,7 +137,7 @@ def collectives_of(group):
 
 
 def test_there_is_one_large_collective_for_each_dtype():
-    assert gang()(2, collectives_of) == [["torch.float32", "torch.float64"]] * 2
+    assert run_on_ranks(2, collectives_of) == [["torch.float32", "torch.float64"]] * 2
 
 
 def scaled(group):
@@ -156,7 +158,7 @@ def scaled(group):
 
 
 def test_a_scaler_scales_the_gradients_of_all():
-    gang()(2, scaled)
+    run_on_ranks(2, scaled)
 
 
 def several_engines(group):
@@ -175,7 +177,7 @@ def several_engines(group):
 
 
 def test_several_engines_share_a_group():
-    gang()(2, several_engines)
+    run_on_ranks(2, several_engines)
 
 
 class Masks(nn.Module):
@@ -207,10 +209,10 @@ def masks(group, replicas):
 
 @pytest.mark.parametrize("replicas", [1, 2, None])
 def test_every_replica_of_every_rank_draws_masks_of_its_own(replicas):
-    found = gang()(3, masks, replicas)
+    found = run_on_ranks(3, masks, replicas)
     drawn = [tuple(mask) for seen in found for mask in seen]
     assert len(set(drawn)) == len(drawn) == 3 * 2 * (replicas or 2)
-    assert found == gang()(3, masks, replicas)
+    assert found == run_on_ranks(3, masks, replicas)
 
 
 def lists_and_windows(group):
@@ -244,4 +246,4 @@ def lists_and_windows(group):
 
 
 def test_lists_and_windows_over_ranks():
-    gang()(2, lists_and_windows)
+    run_on_ranks(2, lists_and_windows)

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.gang import failure, gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_gradients, build, randint, randn, whole_batch
+from helpers.rank_processes import failure, run_on_ranks
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -177,7 +177,7 @@ def fail(group, place, culprits, whole_batch_too=False):
 )
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_fails_fails_all(place, whole, culprit):
-    found = gang()(2, fail, place, [culprit], whole)
+    found = run_on_ranks(2, fail, place, [culprit], whole)
     kind, words = PLACES[place]
     words = words.partition("\n")[0] if whole else words
     (own, unchanged), (other, other_unchanged) = found[culprit], found[1 - culprit]
@@ -192,7 +192,7 @@ def test_a_rank_that_fails_fails_all(place, whole, culprit):
 
 
 def test_ranks_that_fail_together_name_each_other():
-    zero, one, two = gang()(3, fail, fail_in_forward, [0, 2])
+    zero, one, two = run_on_ranks(3, fail, fail_in_forward, [0, 2])
     assert "rank 2 failed in this step too" in zero[0][1]
     assert "rank 0 failed in this step too" in two[0][1]
     assert one[0][1].startswith("rank 0, 2 of 3 failed in this step")
@@ -235,7 +235,7 @@ def disagree(group, how):
 )
 def test_ranks_that_disagree_are_told_so(how):
     """Of weights with equal shapes, one got the other's gradient; scaled ones were added up."""
-    for kind, words in gang()(2, disagree, how):
+    for kind, words in run_on_ranks(2, disagree, how):
         assert kind == "RuntimeError"
         assert "the ranks disagree on " in words
         assert how in ("call", "labels") or "which tensors are trained, on their shapes" in words
@@ -270,7 +270,7 @@ def hungry(group):
 
 @pytest.mark.filterwarnings("ignore:accum=")
 def test_a_rank_alone_may_need_more_sub_steps():
-    assert [len(cuts) for cuts in gang()(2, hungry)] == [1, 4]
+    assert [len(cuts) for cuts in run_on_ranks(2, hungry)] == [1, 4]
 
 
 def starve(group):
@@ -280,6 +280,6 @@ def starve(group):
 
 
 def test_memory_that_is_not_enough_on_one_rank_fails_all():
-    zero, one = gang()(2, starve)
+    zero, one = run_on_ranks(2, starve)
     assert one[0] == "OutOfMemoryError"
     assert zero[1].startswith("rank 1 of 2 failed")

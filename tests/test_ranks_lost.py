@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from faults.forked import run_forked
 from faults.processes import SILENCE
-from helpers.gang import failure, gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randint, randn
+from helpers.rank_processes import failure, run_on_ranks
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -105,7 +105,7 @@ def absent(group, folder):
 
 
 def test_who_waits_for_a_rank_that_does_not_come_says_what_for(tmp_path):
-    found, *_ = gang()(3, absent, tmp_path)
+    found, *_ = run_on_ranks(3, absent, tmp_path)
     waited_for = ["the flags and counts of all ranks", "the other ranks' description of the module"]
     for (kind, words), what in zip(found, waited_for, strict=True):
         assert kind == "RuntimeError"
@@ -126,7 +126,7 @@ def with_nccl_alone(group):
 
 
 def test_a_group_without_gloo_is_warned_of():
-    ((words,),) = gang()(1, with_nccl_alone)
+    ((words,),) = run_on_ranks(1, with_nccl_alone)
     assert words.startswith("the process group has nccl alone, which ends this process where")
     assert 'init_process_group("cpu:gloo,' in words
 

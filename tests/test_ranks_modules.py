@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.gang import Counted, failure, gang
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_close, build, randint, randn, seeded
+from helpers.rank_processes import Counted, failure, run_on_ranks
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -90,7 +90,9 @@ def expected_buffers(start, rows):
 
 @pytest.mark.parametrize("buffers", ["master", "mean"])
 def test_buffers_of_every_dtype(buffers):
-    (start, found, collectives), (other_start, other, _) = gang()(2, step_with_buffers, buffers, 2)
+    (start, found, collectives), (other_start, other, _) = run_on_ranks(
+        2, step_with_buffers, buffers, 2
+    )
     inputs, _ = data()
     first, second = (expected_buffers(start, rows) for rows in inputs.split(ROWS))
     assert found.keys() == other.keys() == first.keys()
@@ -113,7 +115,7 @@ def test_buffers_of_every_dtype(buffers):
 
 
 def test_a_buffer_that_starts_at_infinity_can_be_averaged():
-    (_, found, _), (_, other, _) = gang()(2, step_with_buffers, "mean", 1)
+    (_, found, _), (_, other, _) = run_on_ranks(2, step_with_buffers, "mean", 1)
     parts = data()[0].split(ROWS)
     mean = sum(part.amin(0) * (len(part) / sum(ROWS)) for part in parts)
     assert_close(found["lowest"], mean, "lowest")
@@ -165,7 +167,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("first", "second", "options", "words"), REFUSED)
 def test_modules_that_differ_are_the_same_error_on_every_rank(first, second, options, words):
-    found = gang()(3, construct, [first, second, first], [{}, options, {}])
+    found = run_on_ranks(3, construct, [first, second, first], [{}, options, {}])
     assert found[0][0] == "ValueError"
     assert found[0][1].startswith("the ranks' modules differ: rank 0 has ")
     assert words in found[0][1]
@@ -182,7 +184,7 @@ def test_modules_that_differ_are_the_same_error_on_every_rank(first, second, opt
 )
 def test_what_cannot_be_taken_over(module, words, advice):
     """What is sparse failed in words of torch's about memory formats."""
-    for kind, said in gang()(2, construct, [module, module]):
+    for kind, said in run_on_ranks(2, construct, [module, module]):
         assert kind == "ValueError"
         assert said.startswith(words)
         assert advice in said
@@ -195,7 +197,7 @@ def outside(group):
 
 
 def test_a_process_outside_the_group_is_told_so():
-    first, *others = gang()(3, outside)
+    first, *others = run_on_ranks(3, outside)
     assert first is None
     for kind, words in others:
         assert kind == "TypeError"
@@ -217,7 +219,7 @@ def test_the_first_ranks_parameters_are_taken_over():
     with seeded(0):
         module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 3, 1))
         table = torch.randn(1, 3).expand(2, 3)
-    for found in gang()(3, taken_over):
+    for found in run_on_ranks(3, taken_over):
         assert all(map(torch.equal, found, [*module.parameters(), table]))
 
 
@@ -227,7 +229,7 @@ def copied(group):
 
 
 def test_an_engine_with_a_group_says_what_to_copy_instead():
-    for words in gang()(1, copied)[0]:
+    for words in run_on_ranks(1, copied)[0]:
         assert words[0] == "TypeError"
         assert "copy engine.module, or save engine.state_dict()" in words[1]
 
@@ -245,7 +247,7 @@ def subgroup(group):
 
 
 def test_a_group_of_some_of_the_ranks():
-    _, first, second = gang()(3, subgroup)
+    _, first, second = run_on_ranks(3, subgroup)
     inputs, targets = data()
     assert torch.equal(first, second)
     assert_close(first, CRITERION(build(mlp, seed=1)(inputs), targets).detach(), "loss")
@@ -268,7 +270,7 @@ def written(group):
 
 def test_parameters_that_a_forward_pass_writes_are_refused():
     """Each rank would have gone on with values of its own."""
-    for found, unchanged, gradient in gang()(2, written):
+    for found, unchanged, gradient in run_on_ranks(2, written):
         for kind, words in found:
             assert kind in ("ValueError", "RuntimeError")
             assert "the forward pass writes the parameter 'weight'" in words

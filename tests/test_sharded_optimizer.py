@@ -11,10 +11,10 @@ import weakref
 
 import pytest
 import torch
-from helpers.gang import gang
 from helpers.isolation import guarded
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, gradients, randint, randn
+from helpers.rank_processes import run_on_ranks
 from torch import nn, optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -548,7 +548,7 @@ def on_ranks(group):
 
 
 def test_every_rank_steps_alike():
-    first, *others = gang()(3, on_ranks)
+    first, *others = run_on_ranks(3, on_ranks)
     assert first[2] == 0
     for other in others:
         assert_same(other, first)

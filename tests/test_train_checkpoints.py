@@ -13,7 +13,7 @@ import signal
 import pytest
 import torch
 from faults.forked import run_forked
-from helpers.gang import gang
+from helpers.rank_processes import run_on_ranks
 from helpers.torchrun import Small, assert_same_run, flat, records, steps
 from test_train_loop import toy_data
 from torch import nn
@@ -123,7 +123,7 @@ def interrupted_and_not(group, tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_everything_goes_on_bit_for_bit(tmp_path, size):
-    for expected, losses, ends in gang()(size, interrupted_and_not, tmp_path):
+    for expected, losses, ends in run_on_ranks(size, interrupted_and_not, tmp_path):
         assert losses == expected
         whole, second = map(flat, ends)
         assert whole.keys() == second.keys()
@@ -151,9 +151,9 @@ def go_on(group, state, number):
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 3), (3, 1)])
 def test_a_run_goes_on_with_other_machines_with_every_sample_once(before, after):
     """Ten rows in batches of 4, 4 and 2: fewer than three ranks, so one has none of them."""
-    whole = gang()(1, go_on, None, 6)[0]
-    first = gang()(before, go_on, None, 2)
-    second = gang()(after, go_on, first[0][2], 4)
+    whole = run_on_ranks(1, go_on, None, 6)[0]
+    first = run_on_ranks(before, go_on, None, 2)
+    second = run_on_ranks(after, go_on, first[0][2], 4)
     rows = [row for found in (*first, *second) for row in found[0]]
     assert sorted(rows) == sorted([*range(10), *range(10)])
     assert [*first[0][1], *second[0][1]] == pytest.approx(whole[1], rel=1e-4)
@@ -177,14 +177,14 @@ def test_the_latest_checkpoint_is_found_whichever_rank_has_it(tmp_path):
         folder.mkdir()
         if consumed is not None:
             save(folder / FILE, {"format": 3, "consumed": consumed, "w": torch.ones(consumed)})
-    found = gang()(3, found_by, folders)
+    found = run_on_ranks(3, found_by, folders)
     assert [state["consumed"] for state in found] == [8, 8, 8]
     assert all(torch.equal(state["w"], torch.ones(8)) for state in found)
     (folders[1] / FILE).write_bytes(b"torn")
-    found = gang()(3, found_by, folders)
+    found = run_on_ranks(3, found_by, folders)
     assert found[0] == found[1] == found[2]
     assert "1/checkpoint.pt is not a checkpoint that can be read" in found[0]
-    assert gang()(2, found_by, [tmp_path, tmp_path]) == [None, None]
+    assert run_on_ranks(2, found_by, [tmp_path, tmp_path]) == [None, None]
 
 
 def looked_at(group):
@@ -201,7 +201,7 @@ def looked_at(group):
 
 def test_what_the_first_rank_cannot_do_ends_all_with_its_words():
     """A picture that --check-data found ended the first one, and the others waited for it."""
-    assert gang()(2, looked_at) == ["broken", "broken"]
+    assert run_on_ranks(2, looked_at) == ["broken", "broken"]
 
 
 def shared_evaluation(group):
@@ -215,8 +215,8 @@ def shared_evaluation(group):
 
 
 def test_ranks_share_the_evaluation():
-    (alone,) = gang()(1, shared_evaluation)
-    for found in gang()(3, shared_evaluation):
+    (alone,) = run_on_ranks(1, shared_evaluation)
+    for found in run_on_ranks(3, shared_evaluation):
         assert found[0] == pytest.approx(alone[0], rel=1e-6)
         assert found[1] == alone[1]
         assert [m[1:] for m in found[2]] == [m[1:] for m in alone[2]]

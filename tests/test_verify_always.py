@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 from faults.state import capture, differences
-from helpers.gang import gang
 from helpers.isolation import guarded
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_step, build, randint, randn
+from helpers.rank_processes import run_on_ranks
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
 from test_verify import INPUTS, ROWS, VALUES, Calls, assert_agreed, counted, in_a_def, squares, step
 from torch import nn
@@ -163,7 +163,7 @@ def one_micro_batch_each(group, sizes):
 @pytest.mark.parametrize("sizes", [(4, 4), (5, 1)])
 def test_one_micro_batch_on_each_rank_is_told(sizes):
     """It was taken for nothing that could be combined."""
-    for said, missing in gang()(2, one_micro_batch_each, sizes):
+    for said, missing in run_on_ranks(2, one_micro_batch_each, sizes):
         assert len(said) == 2
         assert all('reduction="sum"' in each for each in said)
         assert not any(missing)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.contrastive import EMBEDDING, FEATURES, LOSSES, two_views
-from helpers.gang import Counted, failure, gang
 from helpers.oracle import assert_close, gradients, randint, randn, whole_batch
+from helpers.rank_processes import Counted, failure, run_on_ranks
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
@@ -39,7 +39,7 @@ def step(group, devices, loss):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_gradient_is_that_of_all_ranks_batches(devices, size, loss):
     expected, expected_gradients = whole_batch(two_views(), *batch(sum(ROWS[size])), LOSSES[loss])
-    found = gang()(size, step, devices(2), loss)
+    found = run_on_ranks(size, step, devices(2), loss)
     for value, grads, _ in found:
         assert_close(value, expected, "loss")
         assert torch.equal(value, found[0][0])
@@ -53,7 +53,7 @@ def test_the_gradient_is_that_of_all_ranks_batches(devices, size, loss):
 
 def test_there_are_four_collectives(devices):
     """Two below 1 KiB, the outputs and targets, and the gradients."""
-    ((_, _, first), (_, _, second)) = gang()(2, step, devices(1), "clip")
+    ((_, _, first), (_, _, second)) = run_on_ranks(2, step, devices(1), "clip")
     assert [name for name, _, _ in first] == ["all_reduce"] * 4
     assert first == second
     sizes = [size for _, _, size in first]
@@ -87,7 +87,7 @@ def test_targets_without_rows_are_rank_0_s(devices):
     (one, other), labels = batch(sum(ROWS[2]))
     targets = labels, {"centres": TABLE}
     expected, its = whole_batch(two_views(), (one, other), targets, beside_a_table)
-    for loss, found in gang()(2, step_beside_a_table, devices(2)):
+    for loss, found in run_on_ranks(2, step_beside_a_table, devices(2)):
         assert_close(loss, expected, "loss")
         for name in ("first.weight", "last.weight"):
             assert_close(found[name], its[name], name)
@@ -131,7 +131,7 @@ def lists_of(group, where):
 )
 def test_lists_are_refused_that_ranks_cannot_join(where, words):
     """They were joined entry by entry, or rank 0's texts were taken for all rows' ones."""
-    for (kind, text), found in gang()(2, lists_of, where):
+    for (kind, text), found in run_on_ranks(2, lists_of, where):
         assert kind == "ValueError"
         assert words in text
         assert all(gradient is None for gradient in found.values())
@@ -168,7 +168,7 @@ def learn(group, noise):
 @pytest.mark.draws
 @pytest.mark.parametrize("noise", [0.1, 0.0])
 def test_the_criterion_counts_once_and_draws_alike(noise):
-    (losses, found), *others = gang()(2, learn, noise)
+    (losses, found), *others = run_on_ranks(2, learn, noise)
     assert losses[0] != losses[1]
     for other_losses, other in others:
         assert other_losses == losses
@@ -202,6 +202,6 @@ def test_statistics_of_the_criterion_move_once():
     """Each rank had seen all rows, and so the variance was that of more rows than there are."""
     (inputs, _), criterion = batch(sum(ROWS[2])), Normalised()
     criterion(two_views()(*inputs), None)
-    for found in gang()(2, normalise):
+    for found in run_on_ranks(2, normalise):
         for name, buffer in criterion.named_buffers():
             assert_close(found[name].double(), buffer.double(), name)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.models import CASES
-from benchmarks.processes import Gang
+from benchmarks.processes import RankProcesses
 from benchmarks.tables import Table
 from benchmarks.timing import interleaved, ratio
 
@@ -22,9 +22,13 @@ def test_two_replicas(benchmark, publish, quick, name):
     ours, accum = "engine", case.accum
     with ExitStack() as stack:
         contenders = {
-            ours: stack.enter_context(Gang("engine", case, 1)),
-            "DistributedDataParallel, no_sync": stack.enter_context(Gang("ddp", case, REPLICAS)),
-            "accelerate, accumulate": stack.enter_context(Gang("accelerate", case, REPLICAS)),
+            ours: stack.enter_context(RankProcesses("engine", case, 1)),
+            "DistributedDataParallel, no_sync": stack.enter_context(
+                RankProcesses("ddp", case, REPLICAS)
+            ),
+            "accelerate, accumulate": stack.enter_context(
+                RankProcesses("accelerate", case, REPLICAS)
+            ),
             # The engine's own micro-batches, and those of nn.DataParallel without an accelerator.
             f"plain loop, {accum * REPLICAS} sub-steps": peers.loop(case, accum * REPLICAS),
             f"plain loop, {accum} sub-steps": peers.loop(case, accum),

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.models import CASES
 from benchmarks.per_call import PerCall
-from benchmarks.processes import Gang
+from benchmarks.processes import RankProcesses
 from benchmarks.tables import Table
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.runtime import resolve
@@ -69,8 +69,8 @@ def count_per_call(case, replicas):
 
 def count_ddp(case, replicas):
     """What the ranks hand to their collectives, times what a ring sends for each byte of it."""
-    with Gang("ddp, counted", case, replicas) as gang:
-        ranks = gang.traffic()
+    with RankProcesses("ddp, counted", case, replicas) as processes:
+        ranks = processes.traffic()
     others = replicas - 1
     tensors_per_micro_batch = 2
     return {

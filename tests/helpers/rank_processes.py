@@ -21,7 +21,7 @@ _IDLE_SECONDS = 1800.0
 _REPLY_SECONDS = 300.0
 
 
-class Gang:
+class RankProcesses:
     """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Gang:
         """Whether all ranks wait for a test: idle ones end by themselves, and so may lost ones."""
         return all(process.is_alive() for process in self._processes)
 
-    def __call__(self, size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``case(group, *args)`` returns on each of the first ``size`` ranks."""
         for pipe in self._pipes[:size]:
             pipe.send((size, case, args))
@@ -56,14 +56,17 @@ class Gang:
         return [value for _, value in answers]
 
 
-_gangs: list[Gang] = []
+_started: list[RankProcesses] = []
 
 
-def gang() -> Gang:
-    """The ranks of all tests, started again where they have ended."""
-    if not _gangs or not _gangs[-1].is_there:
-        _gangs.append(Gang())
-    return _gangs[-1]
+def run_on_ranks(size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``case(group, *args)`` returns on each of the first ``size`` ranks of all tests.
+
+    The ranks are started again if they have ended.
+    """
+    if not _started or not _started[-1].is_there:
+        _started.append(RankProcesses())
+    return _started[-1].run(size, case, *args)
 
 
 def _serve(pipe: Any, rank: int, store: str) -> None:

@@ -297,6 +297,21 @@ def test_cross_entropy_counts_the_terms_of_each_batch(devices):
                 assert_step(engine, inputs, its, criterion, plain=(ROWS, targets))
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_cross_entropy_counts_the_labels_of_concatenated_rows(devices, ignored):
+    """Rows that ``collate`` concatenates have several labels each; their rows were counted."""
+    words, labels = ([torch.arange(n) % CLASSES for n in (3, 9, 2, 7, 5, 1, 8)] for _ in "ab")
+    if ignored:
+        labels[1][2:] = -100
+    plain = torch.cat(words), torch.cat(labels)
+    model = build(lambda: nn.Sequential(nn.Embedding(CLASSES, FEATURES), mlp()))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, Rows(words, torch.cat), Rows(labels, torch.cat), LOSS, plain=plain)
+    pair = Pair(model, LOSS, devices(2))
+    with pytest.raises(ValueError, match="rows"):
+        pair.check(Rows(words, torch.cat), Rows(labels, torch.cat), plain=plain)
+
+
 def test_the_pair_takes_them_too(devices):
     pair = Pair(build(Reader), LOSS, devices(2))
     labels = Rows(list(LABELS), torch.stack)

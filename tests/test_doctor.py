@@ -291,6 +291,24 @@ def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch)
         torch.testing.assert_close(loss, nn.CrossEntropyLoss()(module(inputs), labels).detach())
 
 
+def test_after_the_doctor_an_engine_checks_its_copies_again(monkeypatch):
+    """The doctor forgot which copies need the host, and no engine of the process looked again."""
+    module, inputs, labels = problem()
+    whole = Transfers.copy_into
+
+    def copy_into(self, target, source, phase):
+        whole(self, target, source, phase)
+        target.view(torch.uint8)[-1] ^= 1
+
+    monkeypatch.setattr(copies, "SIZES", (1000,))
+    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
+        engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
+        assert all(route.arrives for route in copies.examine(VIRTUAL))
+        monkeypatch.setattr(Transfers, "copy_into", copy_into)
+        with pytest.raises(RuntimeError, match="from cpu:0 to cpu:1 arrived corrupted"):
+            engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
+
+
 def test_what_the_engine_sends_to_look_is_not_counted():
     module, inputs, labels = problem()
     with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.many_cards.count import Bare, gpt2
 from benchmarks.models import ResNet101Tree
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import transfers
+from scatterpar.threads import clock
 
 MODELS = {
     "resnet101": (lambda: ResNet101Tree(4), torch.float32),
@@ -136,7 +136,7 @@ def main(name: str, devices: int) -> None:
     phases = SimpleNamespace(perf_counter=lambda: control.host_seconds()[0])
     with (
         mock.patch.object(torch.autograd, "backward", WATCH.backward),
-        mock.patch.object(transfers, "time", phases),  # the engine's own phases, in the host's time
+        mock.patch.object(clock, "time", phases),  # the engine's phases are in the host's time
     ):
         _import_what_steps_need()
         print(json.dumps(measure(name, devices)))

@@ -10,7 +10,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from scatterpar.devices.fingerprints import pattern
+from scatterpar.devices.fingerprints import check_links, pattern
 from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.devices.transfers import HOST_STAGED, Prefetcher, Transfers
 
@@ -65,7 +65,9 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
 
 def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
     """Test every route between these memories, one after the other, then all pairs at once."""
-    HOST_STAGED.clear()  # tests the direct routes; the next engine checks them again
+    # The direct routes are tested. The next step of an engine checks its own again.
+    HOST_STAGED.clear()
+    check_links.cache_clear()
     for pair in routes(devices):
         source, target = pair
         altered, speed, failed = {}, 0.0, None

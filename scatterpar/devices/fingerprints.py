@@ -171,8 +171,8 @@ def _find_staged_route(source: torch.device, target: torch.device) -> None:
             f"Run: python -m scatterpar doctor"
         )
     warn(
-        f"{what}: copies between them go through the host's memory from now on, which is slower, "
-        f"and exact. To find the reason, run: python -m scatterpar doctor"
+        f"{what}: copies from {source} to {target} go through host memory from now on. They are "
+        f"slower, and exact. To find the reason, run: python -m scatterpar doctor"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +60,10 @@ def term_counts(
     if not averages_classes(request.criterion):
         return rows_of_each
     labels = [targets for _, targets in request.batches] or [request.targets]
-    if not all(isinstance(targets, Tensor) for targets in labels):  # in markers
-        labels = [targets for _, targets in pieces]
-        spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
+    if not all(isinstance(targets, Tensor) for targets in labels):
+        # A marker's rows may have any number of labels: count in what the criterion is given.
+        terms = [terms_of_rows(request.criterion, t, request.dim) for _, t in pieces]
+        return [to_numbers(each.double().sum()) for each in to_host(terms)]
     terms = to_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
     if all(each.dtype == torch.bool and bool(each.all()) for each in terms):
         return rows_of_each
@@ -122,7 +123,7 @@ def averages_classes(criterion: Any) -> bool:
 
 
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
-    """The number of terms of torch's mean cross entropy in each row.
+    """The number of terms of torch's mean cross entropy in each entry along ``dim``.
 
     Computed on the device of the targets, and not in float64, which some accelerators lack.
     """
@@ -133,7 +134,7 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
         )
     if targets.is_floating_point():  # class probabilities: every position is a term
         rows, classes = targets.size(dim), targets.size(min(1, targets.ndim - 1))
-        return torch.full((rows,), targets.numel() / rows / classes, device="cpu")
+        return torch.full((rows,), targets.numel() / max(1, rows * classes), device="cpu")
     terms: Tensor = targets != option_of(criterion, "ignore_index", -100)
     class_weight = option_of(criterion, "weight", None)
     if class_weight is not None:

@@ -30,7 +30,7 @@ from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.step import nested
 from scatterpar.step.auto_accum import is_out_of_memory
 from scatterpar.step.loss_weights import term_counts
-from scatterpar.step.markers import select_rows, unwrap_markers
+from scatterpar.step.markers import all_tensors, select_rows, unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import ReplicaTask, as_call, loss_of
@@ -447,7 +447,7 @@ class SameNumbers(TorchDispatchMode):
 
 
 def _elements(value: Any) -> int:
-    return sum(map(torch.numel, nested.tensors(value)))
+    return sum(map(torch.numel, all_tensors(value)))
 
 
 def _select(value: Any, rows: Sequence[int], dim: int) -> Any:

@@ -99,13 +99,18 @@ def slow(setting: Setting) -> Finding:
     """
     net, devices = network("GPT", setting), setting.devices
     expected = train(net, devices, 3)
-    for place in (Tensor.pin_memory, Tensor.contiguous, partial(Tensor.to, device=devices[0])):
+    places: dict[str, Callable[[Tensor], Tensor]] = {
+        "a pinned batch": Tensor.pin_memory,
+        "a batch that is not pinned": Tensor.contiguous,
+        "a batch on the first GPU": partial(Tensor.to, device=devices[0]),
+    }
+    for name, place in places.items():
         for captured in (False, True):
             with slow_copies() as count:
                 found = train(net, devices, 3, place=place, graphs=captured)
             finding = beside(expected, found)
             if not finding.passed:
-                how = f"a batch {'with' if captured else 'without'} graphs, by {place}"
+                how = f"{name}, {'with' if captured else 'without'} graphs"
                 return Finding(False, f"{how}: {finding.words}")
     return Finding(True, f"the same bits in six runs, the last with {count[0]} slow copies")
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import Rows, ScatterOnceParallel
 
 ROWS = 24
 INPUTS, VALUES, LABELS = randn(ROWS, FEATURES), randn(ROWS, CLASSES), randint(CLASSES, ROWS)
@@ -76,6 +76,18 @@ def test_views_that_were_equal_at_first_are_told_later():
         model.encode.weight.copy_(weight)
         with pytest.raises(ValueError, match="not in the order of the rows"):
             engine(INPUTS)
+
+
+def test_views_of_batches_of_one_row_are_joined_or_refused():
+    """The error was torch's: torch.cat() expected a non-empty list of Tensors."""
+    rows, loss = Rows.from_batches([*INPUTS[:2].split(1)]), lambda output, _: output.std(0).sum()
+    with ScatterOnceParallel(build(lambda: Views(stacked)), 1, ["cpu"] * 2) as engine:
+        assert_step(engine, rows, None, loss, plain=(INPUTS[:2], None), whole_batch=True)
+    with (
+        ScatterOnceParallel(build(Views), 1, ["cpu"] * 2) as engine,
+        pytest.raises(ValueError, match="not in the order of the rows"),
+    ):
+        engine.forward_backward(rows, None, loss, whole_batch=True)
 
 
 class Masks(nn.Module):
@@ -225,6 +237,31 @@ def test_a_table_that_grows_once_is_no_state_that_moves(devices, replicas, accum
         for _ in range(2):
             engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
             engine.forward_backward(INPUTS, VALUES, F.mse_loss, whole_batch=True)
+
+
+class Fills(nn.Module):
+    """Fills a buffer in the first sub-step, in place, so that graphs can do it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("table", torch.zeros(FEATURES))
+
+    def forward(self, rows):
+        if not self.table.any():
+            self.table.fill_(2.0)
+        return self.body(rows * self.table)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_buffer_that_is_filled_once_is_no_state_that_moves(graphs):
+    """With graphs it was told to move at each of the sub-steps."""
+    with (
+        ScatterOnceParallel(build(Fills), 3, ["cpu"] * 2, graphs=graphs) as engine,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
 
 
 def test_state_that_differs_between_replicas_is_told(devices):

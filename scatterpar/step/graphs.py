@@ -156,6 +156,8 @@ class GraphedSubsteps(EagerSubsteps):
         key = _shape_of(source) if weight else None
         graph = replica_graphs.graphs.get(key)
         if graph is not None:  # rows are copied while the graph reads the previous ones
+            if task.loader.is_local:
+                task.loader.on_load(number)  # views of the rows are enough: nothing is loaded
             rows_now = source if task.loader.is_local else task.rows_of(number)
             copy_each([*nested.tensors(graph.rows)], [*nested.tensors(rows_now)])
         elif key is not None and replica_graphs.may_capture():

@@ -74,7 +74,8 @@ class ShareLoader:
     Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
     boundary. With ``copies``, ``load`` copies the rows once more on the device, because they may
     share memory: rows that were on the device before, in markers, or packed with others for the
-    transfer. Without ``ahead`` all rows are on the device. ``on_load`` is called by each ``load``.
+    transfer. Without ``ahead`` all rows are on the device. ``on_load`` is called by each ``load``,
+    and by graphs that read the rows without it.
     """
 
     def __init__(

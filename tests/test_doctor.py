@@ -18,7 +18,7 @@ import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main
 from scatterpar.checkup import copies, training
-from scatterpar.checkup.copies import Route
+from scatterpar.checkup.copies import RouteResult
 from scatterpar.checkup.training import ENGINE, ONE, PER_CALL, Speed, Step
 from scatterpar.checkup.verdicts import on_copies, on_speed, on_step
 from scatterpar.devices.transfers import Transfers
@@ -101,7 +101,7 @@ def test_every_ordered_pair_is_examined_once(monkeypatch, devices, ways):
 
 def test_cards_have_pinned_ways_too():
     found = copies.routes(CARDS)
-    host, pinned = copies.HOST, copies.PINNED
+    host, pinned = copies.PAGEABLE, copies.PINNED
     one, other = CARDS
     expected = [(one, other), (other, one)]
     expected += [(kind, card) for kind in (host, pinned) for card in CARDS]
@@ -198,7 +198,7 @@ def test_the_function_stays_a_function_whatever_is_imported():
 
 
 def route(source, target, altered=0):
-    return Route(source, target, {1000: 0, 2**20: altered}, 10.0)
+    return RouteResult(source, target, {1000: 0, 2**20: altered}, 10.0)
 
 
 def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from scatterpar.devices.fingerprints import check_links, pattern
 from scatterpar.devices.runtime import has_streams, physical
-from scatterpar.devices.transfers import HOST_STAGED, Prefetcher, Transfers
+from scatterpar.devices.transfers import VIA_HOST, Prefetcher, Transfers
 
-HOST, PINNED = "host", "pinned host"
+PAGEABLE, PINNED = "host", "pinned host"
 EACH, OTHERS = "each device", "all others"  # all pairs at once, in both directions
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
 LARGE = (2**26, 2**28)  # bytes, between two accelerators: the engine's largest copies, and more
@@ -22,11 +22,11 @@ _PERIOD = 1_000_003  # bytes after which a pattern repeats
 _TRIES = 3
 _INITIAL = 0x5A  # every byte of a target before the copy
 
-Place = torch.device | str  # a device, HOST or PINNED
+Place = torch.device | str  # a device, PAGEABLE or PINNED
 
 
 @dataclass(frozen=True)
-class Route:
+class RouteResult:
     """Copies from one memory to another.
 
     ``altered`` has the number of bytes that arrived altered, by the size of the copy. The speed is
@@ -58,15 +58,15 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
     memories = _memories(devices)
     pairs: list[tuple[Place, Place]] = []
     for device in memories:
-        for host in (HOST,) if device.type == "cpu" else (HOST, PINNED):
+        for host in (PAGEABLE,) if device.type == "cpu" else (PAGEABLE, PINNED):
             pairs += [(host, device), (device, host)]
     return [*pairs, *permutations(memories, 2)]
 
 
-def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
+def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
     """Test every route between these memories, one after the other, then all pairs at once."""
     # The direct routes are tested. The next step of an engine checks its own again.
-    HOST_STAGED.clear()
+    VIA_HOST.clear()
     check_links.cache_clear()
     for pair in routes(devices):
         source, target = pair
@@ -78,7 +78,7 @@ def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
                 speed = size / seconds / 1e9
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"
-        yield Route(str(source), str(target), altered, speed, failed)
+        yield RouteResult(str(source), str(target), altered, speed, failed)
     if len(senders := [device for device in _memories(devices) if has_streams(device)]) > 1:
         yield _all_at_once(senders)
 
@@ -100,7 +100,7 @@ def _try(size: int, source: Place, target: Place) -> tuple[int, float]:
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
-    """``tensor``, copied from ``source`` to ``target`` as the engine does, and the seconds."""
+    """``tensor``, copied from ``source`` to ``target`` by ``copy_into``, and the seconds."""
     original = _at(source, tensor)
     arrived = _at(target, torch.full_like(original, _INITIAL))
     synchronize([source, target])
@@ -110,7 +110,7 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     return arrived, max(time.perf_counter() - start, 1e-9)
 
 
-def _all_at_once(devices: Sequence[torch.device]) -> Route:
+def _all_at_once(devices: Sequence[torch.device]) -> RouteResult:
     """Test copies between all pairs of devices at once, on the streams that copy rows."""
     altered, speed, failed = {}, 0.0, None
     pairs = list(permutations(devices, 2))
@@ -127,7 +127,7 @@ def _all_at_once(devices: Sequence[torch.device]) -> Route:
             speed = size * len(pairs) / fastest / 1e9
     except Exception as error:
         failed = f"{type(error).__name__}: {error}"
-    return Route(EACH, OTHERS, altered, speed, failed)
+    return RouteResult(EACH, OTHERS, altered, speed, failed)
 
 
 def _carry_all(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from scatterpar.checkup.copies import Route, examine
+from scatterpar.checkup.copies import RouteResult, examine
 from scatterpar.checkup.training import Speed, Step, measure, take_step
 from scatterpar.checkup.verdicts import Verdict, on_copies, on_speed, on_step
 from scatterpar.devices.runtime import DeviceLike, parse_devices, resolve
@@ -33,7 +33,7 @@ class Report:
 
     devices: list[str]
     machine: dict[str, str]
-    copies: list[Route] = field(default_factory=list)
+    copies: list[RouteResult] = field(default_factory=list)
     step: Step | None = None
     speed: Speed | None = None
     verdicts: list[Verdict] = field(default_factory=list)

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from scatterpar.checkup.copies import Route
+from scatterpar.checkup.copies import RouteResult
 from scatterpar.checkup.training import ACCUM, ONE, PER_CALL, Speed, Step
 
 _SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
@@ -37,7 +37,7 @@ class Verdict:
         return f"{self.kind}{'' if self.kind in ('fine', 'note') else ' because'}: {self.text}"
 
 
-def on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
+def on_copies(routes: Sequence[RouteResult]) -> Iterator[Verdict]:
     """Conclude whether every byte arrived."""
     broken = [route for route in routes if not route.arrives]
     through_host = any("host" in route.source + route.target for route in broken)

@@ -231,9 +231,9 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def copy_lists(lists: Sequence[Pairs]) -> None:
-    """Copy the sources to their targets, list by list; see ``grouped``."""
+    """Copy the sources to their targets in the same memory, in lists as ``grouped`` makes them."""
     for targets, sources in lists:
-        if _is_lazy(targets[0]):  # torch's operator for lists refuses these
+        if _is_conj_or_neg(targets[0]):  # torch's operator for lists refuses these
             for target, source in zip(targets, sources, strict=True):
                 write(target, source)
         else:
@@ -254,12 +254,12 @@ def grouped(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pairs]
     groups: dict[Any, Pairs] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
         equal = target.stride() == source.stride() and target.shape == source.shape
-        group = groups[target.dtype, source.dtype, equal, _is_lazy(target)]
+        group = groups[target.dtype, source.dtype, equal, _is_conj_or_neg(target)]
         group[0].append(target)
         group[1].append(source)
     return list(groups.values())
 
 
-def _is_lazy(tensor: Tensor) -> bool:
+def _is_conj_or_neg(tensor: Tensor) -> bool:
     """Whether its memory holds the conjugates, or the negatives, of its elements."""
     return tensor.is_conj() or tensor.is_neg()

@@ -21,7 +21,7 @@ from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import by_dtype, flat_view, messages
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import (
-    HOST_STAGED,
+    VIA_HOST,
     Transfers,
     as_bytes,
     pieces_of,
@@ -31,7 +31,7 @@ from scatterpar.devices.transfers import (
 from scatterpar.report import warn
 
 Fingerprint = tuple[int, ...]
-Route = tuple[torch.device, torch.device]
+Route = tuple[torch.device, torch.device]  # two devices between which tensors are copied
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 
@@ -131,7 +131,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 @functools.cache
 def check_links(
     device_ids: tuple[torch.device, ...],
-    *senders: Callable[[Sequence[torch.device]], Iterable[Route]],
+    *routes_of: Callable[[Sequence[torch.device]], Iterable[Route]],
 ) -> None:
     """Check once whether copies between these devices arrive intact.
 
@@ -140,32 +140,32 @@ def check_links(
     (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
 
-    Each of ``senders`` yields pairs of devices between which it copies. Known bytes are sent in
-    both directions of each pair, without being counted. If they change, copies from that device to
-    the other one go through host memory from now on, and a warning says so.
+    Each of ``routes_of`` yields routes. Known bytes are sent in both directions of each, without
+    being counted. If they change, copies from that device to the other one go through host memory
+    from now on, and a warning says so.
 
     Raises:
         RuntimeError: bytes change on the way through host memory, too.
     """
-    routes = dict.fromkeys(route for sender in senders for route in sender(device_ids))
+    all_routes = dict.fromkeys(route for routes in routes_of for route in routes(device_ids))
     with torch.inference_mode(False), torch.no_grad():
-        for one, other in routes:
+        for one, other in all_routes:
             if one != other:
-                _find_staged_route(one, other)
-                _find_staged_route(other, one)
+                _check_route(one, other)
+                _check_route(other, one)
 
 
-def _find_staged_route(source: torch.device, target: torch.device) -> None:
+def _check_route(source: torch.device, target: torch.device) -> None:
     pair = physical(source), physical(target)
     in_the_host = {device.type for device in pair} == {"cpu"}
     size = _BYTES_IN_THE_HOST if in_the_host else _BYTES
-    HOST_STAGED.discard(pair)
+    VIA_HOST.discard(pair)
     if _arrives(source, target, size):
         return
     what = f"a copy of {size} bytes from {source} to {target} arrived corrupted"
-    HOST_STAGED.add(pair)
+    VIA_HOST.add(pair)
     if not _arrives(source, target, size):
-        HOST_STAGED.discard(pair)
+        VIA_HOST.discard(pair)
         raise RuntimeError(
             f"{what}, also through the host's memory; do not trust any result of this machine. "
             f"Run: python -m scatterpar doctor"
@@ -184,7 +184,7 @@ def pattern(size: int) -> Tensor:
 
 
 def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
-    """Whether ``copy_into`` delivers every byte.
+    """Whether ``copy_into`` delivers every byte; ``copy`` is assumed to do the same.
 
     The target starts with inverted bytes, so a copy that does nothing is noticed.
     """

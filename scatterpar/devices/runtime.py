@@ -1,8 +1,8 @@
 """The runtime of devices: names, streams, events, memory; copies are in ``transfers``.
 
 A *memory* is named by a ``torch.device``. ``cpu`` is host memory. ``cpu:0``, ``cpu:1``, … are
-virtual devices: separate memories in host RAM. Copies between several GPUs are then really made,
-and counted, on a machine without GPUs. Equal devices share one memory.
+virtual devices: separate memories in host RAM. So a machine without GPUs makes and counts the
+copies that several GPUs would need. Equal devices share one memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Copies between memories: those of a step are counted by ``Transfers``.
 
-All others are ``to_device``, ``write``, ``to_host`` and ``to_numbers``. Other packages do not call
-the methods of tensors that copy between memories.
+All others are ``to_device``, ``write``, ``to_host`` and ``to_numbers``. The other packages of the
+engine name no method that copies between memories.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from scatterpar.devices.runtime import (
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
-# Pairs (source, target) whose copies are staged through host memory: see ``check_links``.
-HOST_STAGED: set[tuple[torch.device, torch.device]] = set()
+# Pairs (source, target) whose copies go through host memory: see ``check_links``.
+VIA_HOST: set[tuple[torch.device, torch.device]] = set()
 
-_MAX_STAGED = 2  # copy groups in the host's pinned memory at the same time
+_MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
@@ -63,22 +63,29 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def to_device(
     tensor: Tensor, device: torch.device, *, copy: bool = False, non_blocking: bool = False
 ) -> Tensor:
-    """``tensor`` in the memory of ``device``: itself if it is stored there, unless ``copy``."""
-    if HOST_STAGED:
-        tensor = _sendable(tensor, device)
+    """``tensor`` in the memory of ``device``: itself if torch sees it there, unless ``copy``.
+
+    Virtual devices are one device to torch. A copy has the same layout and memory format, and
+    autograd records it.
+    """
+    if VIA_HOST:
+        tensor = _via_host(tensor, device)
     return tensor.to(physical(device), copy=copy, non_blocking=non_blocking)
 
 
 def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy ``source`` to ``target``, a tensor of the same size in any memory."""
-    if HOST_STAGED:
-        source = _sendable(source, target.device)
+    """Copy ``source`` to ``target``, a tensor of the same size in any memory.
+
+    The values are converted to the dtype of ``target``, and its version counter rises.
+    """
+    if VIA_HOST:
+        source = _via_host(source, target.device)
     target.copy_(source, non_blocking=non_blocking)
 
 
-def _sendable(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, or a copy on the host if direct copies to ``device`` arrive corrupted."""
-    return tensor.cpu() if (tensor.device, device) in HOST_STAGED else tensor
+def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor``, or its copy on the host if direct copies to ``device`` arrive corrupted."""
+    return tensor.cpu() if (tensor.device, device) in VIA_HOST else tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -104,15 +111,15 @@ def to_numbers(tensor: Tensor) -> Any:
 class Transfers:
     """Copies between memories, counted by phase.
 
-    All counted copies of a step go through ``copy``, ``copy_into`` or, ahead of time, ``issue``.
-
-    Leaving the context waits for copies from pinned memory, which are asynchronous.
+    All counted copies go through ``copy`` or ``copy_into``. A ``Prefetcher`` counts in ``copy`` and
+    copies in ``issue``. Leaving the context waits for copies from pinned memory, which are
+    asynchronous.
     """
 
     def __init__(self) -> None:
         self.bytes = dict.fromkeys(PHASES, 0)
         self.messages = dict.fromkeys(PHASES, 0)
-        self._under_way: dict[torch.device, torch.Event] = {}
+        self._pending: dict[torch.device, torch.Event] = {}
         self._followed: list[Transfers] = []
 
     def __enter__(self) -> Self:
@@ -127,8 +134,8 @@ class Transfers:
 
     def synchronize(self) -> None:
         """Wait until no pending copy reads its source."""
-        while self._under_way:
-            _, event = self._under_way.popitem()
+        while self._pending:
+            _, event = self._pending.popitem()
             event.synchronize()
         while self._followed:
             other = self._followed.pop()
@@ -144,10 +151,10 @@ class Transfers:
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, with the same memory format."""
         self.count(tensor, phase)
-        is_async = has_streams(device)
-        copied = to_device(tensor, device, copy=True, non_blocking=is_async)
-        if is_async and tensor.device.type == "cpu" and tensor.is_pinned():  # it is read later
-            self._under_way[device] = record_event(device)
+        non_blocking = has_streams(device)
+        copied = to_device(tensor, device, copy=True, non_blocking=non_blocking)
+        if non_blocking and tensor.device.type == "cpu" and tensor.is_pinned():  # it is read later
+            self._pending[device] = record_event(device)
         return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
@@ -171,14 +178,13 @@ class Prefetcher(Transfers):
 
     The copies between two calls of ``issue`` form a group. If the device has streams, groups run on
     one side stream of the device and one of each source, because torch puts a copy between devices
-    on the current streams of both. Neither device's computation waits for them. The targets are
-    allocated on the computing stream. A group waits for work launched there before ``issue``, which
-    may still read the memory's former content. Work that is launched later waits for a group in
-    ``wait_on_stream``. Pageable host memory is staged in pinned memory, at most two groups at a
-    time.
+    on the current streams of both. Computation continues during the copies: it waits for a group
+    only in ``wait_on_stream``. The targets are allocated on the computing stream. A group waits for
+    work launched there before ``issue``, which may still read the memory's former content. Pageable
+    host memory is staged in pinned memory, at most two groups at a time.
 
-    The sending streams wait for the work that each of ``sources``, the devices of the tensors, had
-    queued when this object was made.
+    ``sources`` are the devices of the tensors. The sending streams first wait for work that was
+    queued there when this object was made.
     """
 
     def __init__(self, device: torch.device, sources: Iterable[torch.device] = ()) -> None:
@@ -187,9 +193,9 @@ class Prefetcher(Transfers):
         # The targets of each group: if they were freed earlier, copies would write freed memory.
         self._targets: dict[int, list[Tensor]] = {}
         self._copied: dict[int, torch.Event] = {}
-        self._staged: deque[torch.Event] = deque(maxlen=_MAX_STAGED)
+        self._pinned: deque[torch.Event] = deque(maxlen=_MAX_PINNED)
         # An abandoned worker may call ``issue`` while another thread synchronizes.
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._stream = stream_for("arriving", device)
         self._senders: list[torch.Stream] = []
         for source in sources if self._stream is not None else ():
@@ -209,7 +215,7 @@ class Prefetcher(Transfers):
         if self._stream is not None:
             device = self._stream.device
             # The device first: else torch, leaving the stream, enters the caller's own device.
-            with self._asking, use_device(device, ()), self._stream:
+            with self._lock, use_device(device, ()), self._stream:
                 copied = record_event(device)
                 targets, self._targets = self._targets, {}
             copied.synchronize()
@@ -229,27 +235,27 @@ class Prefetcher(Transfers):
         if self._stream is None or not self._requested:
             return
         requested, self._requested = self._requested, []
-        with self._asking, contextlib.ExitStack() as current:
+        with self._lock, contextlib.ExitStack() as current:
             self._targets[number] = [target for _, target in requested]
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
             for stream in (*self._senders, self._stream):
                 current.enter_context(stream)
-            is_staged = False
+            is_pinned_copy = False
             for tensor, target in requested:
-                source = self._lasting(tensor, target)
+                source = self._in_pinned_memory(tensor, target)
                 write(target, source, non_blocking=True)
-                is_staged |= source is not tensor
+                is_pinned_copy |= source is not tensor
             self._copied[number] = self._stream.record_event()
-            if is_staged:
-                self._staged.append(record_event(self._stream.device))
+            if is_pinned_copy:
+                self._pinned.append(record_event(self._stream.device))
 
-    def _lasting(self, tensor: Tensor, target: Tensor) -> Tensor:
+    def _in_pinned_memory(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy in pinned memory, which torch reuses only after it was read."""
         is_pinned = tensor.is_pinned() and tensor.stride() == target.stride()
         if tensor.device.type != "cpu" or is_pinned:
             return tensor
-        if len(self._staged) == _MAX_STAGED:
-            self._staged[0].synchronize()
+        if len(self._pinned) == _MAX_PINNED:
+            self._pinned[0].synchronize()
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def wait_on_stream(self, number: int) -> None:

@@ -22,8 +22,8 @@ _SUMMED = (
     *(torch.complex64, torch.complex128),
 )  # dtypes that collectives can add; other buffers are sent as bytes
 
-# A part of a bucket: dtype, shape, index that this rank fills (``...`` or a row), and value;
-# ``None`` adds zeros.
+# A part of a flat tensor: dtype, shape, the index that this rank writes (``...`` for all of it, or
+# its row), and the value. ``None`` leaves zeros.
 _Piece = tuple[torch.dtype, torch.Size, Any, Tensor | None]
 
 
@@ -58,8 +58,8 @@ class Buckets:
             (sum_dtype(t, accumulate_dtype), t.shape, ..., g) for t, g in gradients
         ]
         if gradients:
-            used = torch.tensor([gradient is not None for _, gradient in gradients])
-            pieces.append((pieces[0][0], used.shape, ..., used))
+            has_gradient = torch.tensor([gradient is not None for _, gradient in gradients])
+            pieces.append((pieces[0][0], has_gradient.shape, ..., has_gradient))
         for value in (_summable(value) for *_, value in self._first):
             pieces.append((value.dtype, value.shape, ..., None if rank else value))
         for value in map(_summable, self._rows):
@@ -94,8 +94,10 @@ class Buckets:
         """
         views = iter(self._views)
         totals = [next(views) for _ in self._leaves]
-        used = to_numbers(next(views)) if totals else []
-        gradients = [total if flag else None for total, flag in zip(totals, used, strict=True)]
+        has_gradient = to_numbers(next(views)) if totals else []
+        gradients = [
+            total if flag else None for total, flag in zip(totals, has_gradient, strict=True)
+        ]
         buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
         for (at, name, _), values in zip(self._combined, rows, strict=False):

@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 
-LAYOUT_BITS = 18  # together with a number of 35 bits exact in float64
+LAYOUT_BITS = 18  # a status is ``number << 18 | layout``; float64 is exact up to 53 bits
 _SUMS = 4  # numbers that are added over all ranks
-_FAILED = -1  # a failed rank's word
+_FAILED = -1  # the status of a failed rank
 
 
 class Collectives:
@@ -93,26 +93,27 @@ class Collectives:
         ``layout``, a number of ``LAYOUT_BITS`` bits, differs between ranks. ``disagreement`` says
         on what they then disagree.
         """
-        sums, words = self._exchange(summands, number << LAYOUT_BITS | layout)
-        if _FAILED in words:
+        sums, statuses = self._exchange(summands, number << LAYOUT_BITS | layout)
+        if _FAILED in statuses:
+            failed = ", ".join(map(str, _failed(statuses)))
             raise RuntimeError(
-                f"rank {', '.join(map(str, _failed(words)))} of {self.size} failed in this step, "
+                f"rank {failed} of {self.size} failed in this step, "
                 f"so that nothing was changed on any rank; see what it raised there"
             )
-        if len({word % 2**LAYOUT_BITS for word in words}) > 1:
+        if len({status % 2**LAYOUT_BITS for status in statuses}) > 1:
             raise RuntimeError(
                 f"the ranks disagree on {disagreement}; make the same changes and the same calls "
                 f"on every rank"
             )
-        return sums, [word >> LAYOUT_BITS for word in words]
+        return sums, [status >> LAYOUT_BITS for status in statuses]
 
     def report_failure(self) -> list[int]:
         """Take part in the status exchange and report failure.
 
         Returns the other ranks that failed.
         """
-        _, words = self._exchange([0.0] * _SUMS, _FAILED)
-        return [rank for rank in _failed(words) if rank != self.rank]
+        _, statuses = self._exchange([0.0] * _SUMS, _FAILED)
+        return [rank for rank in _failed(statuses) if rank != self.rank]
 
     def all_reduce(self, tensor: Tensor, what: str) -> None:
         """Add ``tensor`` over all ranks, in place; ``what`` describes it in errors."""
@@ -135,11 +136,11 @@ class Collectives:
         sizes = to_numbers(torch.cat(self.all_gather(size, [1] * self.size, what)))
         return [bytes(to_numbers(part)).decode() for part in self.all_gather(data, sizes, what)]
 
-    def _exchange(self, summands: Sequence[float], word: int) -> tuple[list[float], list[int]]:
-        """Returns the sums of ``summands`` over all ranks, and each rank's ``word``."""
-        words = [0] * self.size
-        words[self.rank] = word
-        all_of_it = torch.tensor([*summands, *words], dtype=torch.float64, device=self._control)
+    def _exchange(self, summands: Sequence[float], status: int) -> tuple[list[float], list[int]]:
+        """Returns the sums of ``summands`` over all ranks, and each rank's ``status``."""
+        statuses = [0] * self.size
+        statuses[self.rank] = status
+        all_of_it = torch.tensor([*summands, *statuses], dtype=torch.float64, device=self._control)
         self.all_reduce(all_of_it, "the flags and counts of all ranks")
         values: list[float] = to_numbers(all_of_it)
         return values[: len(summands)], [int(value) for value in values[len(summands) :]]
@@ -168,8 +169,8 @@ class Collectives:
             ) from error
 
 
-def _failed(words: Sequence[int]) -> list[int]:
-    return [rank for rank, word in enumerate(words) if word == _FAILED]
+def _failed(statuses: Sequence[int]) -> list[int]:
+    return [rank for rank, status in enumerate(statuses) if status == _FAILED]
 
 
 def _kind_of(tensor: Tensor) -> str:

@@ -1,8 +1,8 @@
 """Data parallelism between processes: one gradient collective per step and dtype.
 
 All ranks take part in the collectives of every step, also if they failed. A small collective
-exchanges who failed and how much each rank's loss counts. If nobody failed, one collective per
-dtype adds gradients and buffers. Nothing is pickled.
+exchanges which ranks failed and how many rows each has, and adds their losses and numbers of terms.
+If no rank failed, one collective per dtype adds gradients and buffers. Nothing is pickled.
 
 The small collective uses host memory if the group has a backend for it, such as
 ``"cpu:gloo,cuda:nccl"``. Then a rank that waits for a lost rank gets an error within the group's
@@ -64,7 +64,7 @@ class Ranks:
         self._module = module
         self._policy = policy
         self._accumulate_dtype = accumulate_dtype
-        self._all_know = False
+        self._error_is_common = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
         control = torch.device("cpu") if on_host else physical(device)
         self._collectives = Collectives(group, control)
@@ -91,9 +91,9 @@ class Ranks:
             with outcome.attempt as attempt, attempt.clock.phase("reduce"):
                 buckets, layout = self._prepare(outcome)  # before any collective
         except BaseException as error:
-            all_know, self._all_know = self._all_know, False
+            is_common, self._error_is_common = self._error_is_common, False
             with contextlib.suppress(Exception):
-                if not all_know and (others := self._collectives.report_failure()):
+                if not is_common and (others := self._collectives.report_failure()):
                     add_note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
         with outcome.attempt as attempt, attempt.clock.phase("reduce"):
@@ -148,23 +148,23 @@ class Ranks:
         """The outputs and targets of all ranks, for a criterion with ``whole_batch=True``.
 
         Returns the pieces of the outputs in rank order (this rank's own as they are), the numbers
-        of their rows, and the targets of all (rank 0's for ``Replicated``); then rank 0's ``seed``
-        for the random numbers of the criterion. Raises the same ``RuntimeError`` on every rank if
-        one failed, or has outputs or targets of another kind.
+        of their rows, and the targets of all (values without rows are rank 0's); then rank 0's
+        ``seed`` for the random numbers of the criterion. Raises the same ``RuntimeError`` on every
+        rank if one failed, or has outputs or targets of another kind.
         """
         output = join_rows([detached_output(piece, True) for piece in pieces], dim, rows, rows)
         own_data = output, unwrap_markers(targets)
         tensors = [*nested.tensors(own_data)]
         numbers = [seed, sum(rows), *(n for tensor in tensors for n in tensor.shape)]
         payload, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own_data, dim)}")
-        self._all_know = True  # what is raised from here on, every rank raises
+        self._error_is_common = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.exchange_status(
             [0.0] * 4, layout, payload.numel(), _OTHER_OUTPUTS
         )
         payloads = self._collectives.all_gather(
             payload, sizes, "the outputs and targets of all ranks"
         )
-        self._all_know = False
+        self._error_is_common = False
         unpacked = [unpack(each, own_data, len(numbers)) for each in payloads]
         outputs = [[output] for (output, _), _ in unpacked]
         counts = [[count] for _, (_, count) in unpacked]

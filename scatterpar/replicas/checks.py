@@ -72,7 +72,7 @@ def pieces_to_copy(tensor: Tensor) -> tuple[Tensor, ...]:
     return pieces_of(tensor)
 
 
-def assembled(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+def sparse_like(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     """A sparse tensor of ``like``'s shape and layout that uses the memory of ``pieces``."""
     if like.layout == torch.sparse_coo:
         indices, values = pieces

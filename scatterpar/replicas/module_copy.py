@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.transfers import is_sparse
-from scatterpar.replicas.checks import assembled, new_like, pieces_to_copy, slots
+from scatterpar.replicas.checks import new_like, pieces_to_copy, slots, sparse_like
 from scatterpar.replicas.compiled import CompileFn, Compiler, unwrapped
 from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
@@ -253,7 +253,7 @@ class ModuleCopy:
         self.sparse: list[Tensor] = []
         self._rebinds: list[Callable[[], object]] = []  # of slots
         for original, pieces in survey.sparse.values():
-            copied = assembled(original, [self._made.get(id(piece), piece) for piece in pieces])
+            copied = sparse_like(original, [self._made.get(id(piece), piece) for piece in pieces])
             self._made[id(original)] = copied
             self.sparse.append(copied)
         for module in survey.modules.values():

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 RACE = "accesses that nothing orders"
 ENGINE = (".", "devices", "replicas", "step", "threads", "verify", "pair", "distributed")
 # Not `Transfers.synchronize`, which waits by events of its own.
-WAITS = re.compile(r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_staged\[0\])\.synchronize\(")
+WAITS = re.compile(r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_pinned\[0\])\.synchronize\(")
 MEASURES = "scatterpar/trace.py"
 PATH, GRAPHS = "tests/nullcuda/test_the_path.py::", "tests/test_graphs.py::"
 STREAMS = "tests/nullcuda/test_streams.py::"
@@ -69,15 +69,15 @@ MUTATIONS = [
     ),
     Mutation(
         "any number of micro-batches is staged",
-        "self._staged[0].synchronize()",
+        "self._pinned[0].synchronize()",
         "pass",
         PATH + "test_the_host_waits_before_it_stages_more",
         "staged",
     ),
     Mutation(
         "inference does not wait until pinned memory was read",
-        "_, event = self._under_way.popitem()\n            event.synchronize()",
-        "self._under_way.popitem()",
+        "_, event = self._pending.popitem()\n            event.synchronize()",
+        "self._pending.popitem()",
         PATH + "test_pinned_memory_may_be_written_after_inference",
     ),
     Mutation(
@@ -134,14 +134,14 @@ MUTATIONS = [
     ),
     Mutation(
         "settling waits for the stream that computes, not for the copies",
-        "with self._asking, use_device(device, ()), self._stream:",
-        "with self._asking, use_device(device, ()):",
+        "with self._lock, use_device(device, ()), self._stream:",
+        "with self._lock, use_device(device, ()):",
         PATH + "test_pinned_memory_may_be_written_after_a_step_that_failed",
     ),
     Mutation(
         "copies are told to be done before they are asked for",
-        "            is_staged = False\n",
-        "            is_staged = False\n            early = self._stream.record_event()\n",
+        "            is_pinned_copy = False\n",
+        "            is_pinned_copy = False\n            early = self._stream.record_event()\n",
         PATH + "test_pinned_memory_may_be_written_after_a_step",
         also=(
             ("self._copied[number] = self._stream.record_event()", "self._copied[number] = early"),
@@ -169,7 +169,7 @@ MUTATIONS = [
     ),
     Mutation(
         "staged rows are not counted",
-        "self._staged.append(record_event(self._stream.device))",
+        "self._pinned.append(record_event(self._stream.device))",
         "pass",
         PATH + "test_the_host_waits_before_it_stages_more",
         "staged",

@@ -179,7 +179,10 @@ def new_shapes(setting: Setting) -> Finding:
 
 
 def two_processes(setting: Setting) -> Finding:
-    """The gradient of two processes with half of the devices each, beside that of one with all."""
+    """Compare the gradient of two processes, each with half of the devices, to that of one process.
+
+    Rounding may differ.
+    """
     deterministic()
     half = len(setting.devices) // 2
     one = _gradients(0, 1, setting)

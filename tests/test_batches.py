@@ -88,7 +88,10 @@ class Jagged(Marker):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}, {"costs": LENGTHS}])
 def test_another_marker_is_one_class(devices, replicas, options):
-    """Seven files once asked of which class a marker is."""
+    """A new subclass of ``Marker`` works without other changes.
+
+    In one batch, with ``whole_batch``, with costs, and in several batches.
+    """
     model, plain = build(Reader), (pad(SENTENCES), LABELS)
     cut = {"micro_batch_cost": 12.0} if "costs" in options else {"accum": 2}
     with ScatterOnceParallel(model, device_ids=devices(replicas), **cut) as engine:

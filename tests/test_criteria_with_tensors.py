@@ -80,7 +80,7 @@ def test_a_bound_tensor_that_is_trained_gets_its_gradient(devices):
 
 
 def test_what_a_criterion_closes_over_gets_the_same_bits_every_time():
-    """Replicas added to one ``.grad`` in the order in which they came."""
+    """Gradients are added in the order of the replicas, not in the order of arrival."""
     table = build(lambda: nn.Embedding(CLASSES, 64, sparse=True)).float()
     weight = torch.linspace(0.1, 3, 64 * CLASSES).view(64, CLASSES).requires_grad_()
     model, inputs, jitter = mlp().float(), randn(64, FEATURES).float(), random.Random(0)

@@ -365,7 +365,7 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
                 optimizer.step()
 
 
-def test_a_broken_link_of_the_tree_is_found(late):
+def test_a_broken_link_of_the_broadcast_is_found(late):
     """Parameters go from the third device to the fourth."""
     model, inputs, targets = problem()
     other = copy.deepcopy(model)

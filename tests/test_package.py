@@ -53,6 +53,13 @@ def test_the_citation_has_the_version():
     assert f"\nversion: {scatterpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_the_api_pages_have_every_public_name():
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    documented = {*re.findall(r"auto(?:class|function):: scatterpar\.(\w+)$", pages, re.MULTILINE)}
+    assert "automodule:: scatterpar.recipe\n   :members:" in pages
+    assert documented | {*scatterpar.recipe.__all__} == {*scatterpar.__all__}
+
+
 def test_the_licence_of_the_images_is_packed():
     files = SETUP["metadata"]["license_files"].split()
     assert [Path(file).name for file in files] == ["LICENSE", "SOURCE.md"]

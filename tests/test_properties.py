@@ -213,7 +213,7 @@ def test_any_tensors_travel_once_in_messages_that_are_not_too_large(sizes, most,
 
 
 @given(count=st.integers(1, 70))
-def test_any_tree_adds_each_replica_once(count):
+def test_each_replica_is_added_once(count):
     left = set(range(count))
     for target, source in sum_pairs(count):
         assert target != source

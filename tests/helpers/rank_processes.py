@@ -98,15 +98,20 @@ def failure(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, s
     return None
 
 
+_COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
+    *("monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+    *("isend", "irecv", "recv", "send", "batch_isend_irecv"),
+)
+
+
 class Counted:
     """Counts the collectives of the body: for each, its name, dtype and bytes."""
 
     def __enter__(self) -> list[tuple[str, torch.dtype, int]]:
         self.calls: list[tuple[str, torch.dtype, int]] = []
-        self._originals = {
-            name: getattr(dist, name)
-            for name in ("all_reduce", "all_gather", "broadcast", "reduce", "barrier")
-        }
+        self._originals = {name: getattr(dist, name) for name in _COLLECTIVES}
         for name, original in self._originals.items():
             setattr(dist, name, functools.partial(self._call, name, original))
         return self.calls
@@ -116,6 +121,6 @@ class Counted:
             setattr(dist, name, original)
 
     def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensor = args[-1] if args else torch.empty(0)
+        tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), torch.empty(0))
         self.calls.append((name, tensor.dtype, tensor.numel() * tensor.element_size()))
         return original(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""An accelerator that is not there, so that a machine without one runs what accelerators run.
+"""A simulated accelerator, for machines without one.
 
-Devices in the host's memory that torch takes for real ones: streams and current devices are
-each thread's, backward passes run in a thread per device, generators are each device's own
-and the CPU's are refused. It is as harsh as CUDA where code could lean on luck:
+Its devices are in host memory, and torch treats them as real: each thread has its own streams and
+current device, backward passes run in a thread per device, each device has its own generator, and
+the CPU's generators are refused. It exposes these errors, as CUDA does:
 
 - Work waits in the queue of its stream, and by default runs as late as possible: when the host
   synchronises, reads a value or waits for a copy, or when another stream waits for an event.

@@ -61,7 +61,7 @@ class _Checks(Protocol):
         attempt: Attempt,
         request: Request,
         tasks: Sequence[ReplicaTask],
-        parts: Sequence[ReplicaSet],
+        replica_sets: Sequence[ReplicaSet],
         peers: Peers | None,
     ) -> None: ...
 
@@ -75,7 +75,7 @@ class _Checks(Protocol):
     ) -> Any: ...
 
     def watch_state(
-        self, request: Request, tasks: Sequence[ReplicaTask], parts: Sequence[ReplicaSet]
+        self, request: Request, tasks: Sequence[ReplicaTask], replica_sets: Sequence[ReplicaSet]
     ) -> Callable[[], None]: ...
 
 

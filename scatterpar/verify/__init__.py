@@ -6,10 +6,11 @@ Before the sub-steps the check runs on some rows, and everything that it changes
     outputs  = module(all rows), without a graph
     expected = d criterion(outputs, targets) / d outputs                                of all rows
     combined = sum of weight * d criterion(outputs, targets) / d outputs               of each part
-    if they differ by more than rounding, and those of other rows do, too:
+    if they differ by more than rounding, and a second choice of rows does not agree:
         raise ValueError(what the criterion seems to do, what to pass)
 
-Of a criterion that leads to the module, a replica's loss of a few rows must be that of the user's
-own module in plain torch. ``engine.check`` compares the gradients of a whole batch when the user
-asks. Only the engine imports this package. Nothing that is computed here becomes part of a step.
+If the criterion refers to the module, the replica's loss of a few rows must equal that of the
+user's own module in plain torch. ``engine.check`` compares the gradients of a whole batch when the
+user asks. The engine imports this package; of the integrations, only ``trainer_base.py`` does.
+Nothing that is computed here becomes part of a step.
 """

@@ -36,7 +36,8 @@ class GradientCheck:
     Attributes:
         rows: the size of the batch.
         worst: the largest relative difference of a parameter: the largest difference of an entry
-            over the largest entry. Infinite if only one of the two has a gradient, or for NaN.
+            over the largest entry. Infinite for NaN, or if only one of the two has a gradient and
+            it is not zero.
         parameter: the name of this parameter.
         limit: the largest difference that rounding explains, given the coarsest dtype in the step.
         meaning: possible reasons of a difference.
@@ -68,9 +69,9 @@ def compare(
     request: Request,
     device: torch.device,
     workers: Workers,
-    attempt: Callable[[], Outcome],
+    compute_step: Callable[[], Outcome],
 ) -> GradientCheck:
-    """Compare ``attempt``, a step without its commit, with a plain one, and change nothing.
+    """Compare ``compute_step``, a step without its commit, with a plain one, and change nothing.
 
     ``autograd.grad`` is used, since ``backward()`` would write ``.grad`` and run hooks on
     parameters, which may step an optimizer.
@@ -80,7 +81,7 @@ def compare(
             f"check takes one batch, which a plain backward sees whole, got {len(request.sizes)} "
             f"in one; pass one of them"
         )
-    outcome = attempt()
+    outcome = compute_step()
     drawn = outcome.attempt.generators.drawn
     outcome.attempt.undo()
     tensors = [tensor for tensor, _ in outcome.gradients]
@@ -97,16 +98,15 @@ def compare(
     found = [gradient for _, gradient in outcome.gradients]
     worst, position = relative_difference(found, expected)
     place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
-    dtypes = {dtype, *(torch.get_autocast_dtype(kind) for kind in autocast_types())}
-    dtypes |= {tensor.dtype for tensor in tensors}
-    limit = max((_LIMITS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    dtypes = {dtype, *map(torch.get_autocast_dtype, autocast_types()), *(t.dtype for t in tensors)}
+    limit = max(_LIMITS.get(each, 0.0) for each in dtypes)
     return GradientCheck(
         request.rows, worst, place, limit, _meaning(module, request, drawn or state.drawn)
     )
 
 
-def has_statistics(layer: nn.Module) -> bool:
-    """Whether batch normalisation, in its present mode, ties rows to each other."""
+def uses_batch_statistics(layer: nn.Module) -> bool:
+    """Whether the layer is a batch normalisation that uses the statistics of its input."""
     return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
         layer.training or layer.running_mean is None
     )
@@ -117,9 +117,9 @@ def relative_difference(
 ) -> tuple[float, int]:
     """The largest relative difference between gradients of the same tensors, and its position.
 
-    For each tensor: the largest absolute difference over the largest absolute expected entry,
-    or, for gradients that are nothing but rounding, over ``least`` of the largest entry of
-    all. A gradient that only one has, and is not zero, or that is NaN, is an infinite difference.
+    For each tensor: the largest absolute difference over the largest absolute expected entry. If
+    that entry is below ``least`` times the largest entry of all tensors, over that floor instead.
+    Infinite for NaN, or if only one gradient exists and is not zero.
     """
     floor = least * max(map(_magnitude, expected), default=0.0)
     worst, position = 0.0, 0
@@ -171,7 +171,7 @@ def _meaning(module: nn.Module, request: Request, drawn: bool) -> str:
             "The module drew random numbers (dropout?), and other ones each time: call "
             "engine.eval() first."
         )
-    if any(map(has_statistics, module.modules())):
+    if any(map(uses_batch_statistics, module.modules())):
         return (
             "Batch normalisation in training mode ties the rows of a micro-batch to each other, so "
             "that no micro-batches have the whole batch's gradient: call engine.eval() first."
@@ -182,8 +182,8 @@ def _meaning(module: nn.Module, request: Request, drawn: bool) -> str:
             "a micro-batch to each other."
         )
     return (
-        "The loss is no mean over rows: say what it is of with count= (labels that are ignored? "
-        'scatterpar.count_labels()) or reduction="sum"; if it compares rows with each other, steps '
-        "need whole_batch=True. Or a row's result depends on its padding or on other rows: mask "
-        "the padding."
+        "The loss is no mean over rows: pass count=, the number of terms that it averages over "
+        '(labels that are ignored? scatterpar.count_labels()), or reduction="sum"; if it compares '
+        "rows with each other, steps need whole_batch=True. Or a row's result depends on its "
+        "padding or on other rows: mask the padding."
     )

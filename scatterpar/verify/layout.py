@@ -1,4 +1,4 @@
-"""Measure how many entries of an output belong to a row, with three rows and parts of them."""
+"""Measure how many entries of an output belong to a row, from a few rows and two parts of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def measure_layout(outputs: Sequence[Any], sizes: Sequence[int], dim: int) -> tu
     """Measure how many entries along ``dim`` each row has in each tensor of an output.
 
     Args:
-        outputs: the outputs for a few rows, for the first of these rows, and for the other ones.
+        outputs: the outputs for a few rows, for all of these except the last, and for the last.
         sizes: the numbers of rows of the three.
         dim: the dimension that holds the rows.
 
     Returns:
         A pair. The numbers of entries per row are nested like an output; 0 means that a tensor has
-        no rows. The bool says whether the values would have shown a wrong order of entries.
+        no rows. The bool is false if the parts joined in the wrong order would have the same
+        values.
 
     Raises:
         ValueError: the outputs of the parts, joined, are not the output for all these rows.

@@ -1,4 +1,4 @@
-"""Find state that forward passes change: every sub-step changes it, instead of once per step."""
+"""Find state that every sub-step changes, although one pass over the batch changes it once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scatterpar.replicas.buffers import RUNNING
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step.substeps import ReplicaTask
 
-_SHOWN = 5  # names in a warning
+_SHOWN = 5  # at most so many names in a warning
 
 
 class StateWatch:
@@ -23,8 +23,8 @@ class StateWatch:
     What only the first sub-step changes, such as a table that it fills, is not found.
     """
 
-    def __init__(self, parts: Sequence[ReplicaSet], tasks: Sequence[ReplicaTask]) -> None:
-        self._parts = [part for part in parts if part.replicas]
+    def __init__(self, replica_sets: Sequence[ReplicaSet], tasks: Sequence[ReplicaTask]) -> None:
+        self._replica_sets = [each for each in replica_sets if each.replicas]
         self._is_single = len(tasks[0].share.micro_batches) == 1
         self._before = self._start = self._state(0)
         tasks[0].loader.on_load = self._note_second
@@ -33,27 +33,30 @@ class StateWatch:
         if number == 1 and self._before is self._start:
             self._before = self._state(0)
 
-    def moved(self) -> list[str]:
+    def changed(self) -> list[str]:
         """The names of buffers, and of attributes with a number or tensor, that have changed."""
         now = self._state(0)
-        names = [name for name in self._start if name in now and self._has_moved(name, now[name])]
+        names = [name for name in self._start if name in now and self._has_changed(name, now[name])]
         if names and self._is_single:
             other = self._state(1)
             names = [name for name in names if name in other and _differ(now[name], other[name])]
         return names
 
-    def _has_moved(self, name: str, now: tuple[Any, int]) -> bool:
+    def _has_changed(self, name: str, now: tuple[Any, int]) -> bool:
         (before, earlier), (value, later) = self._before.get(name, (None, 0)), now
         if isinstance(value, Tensor):
             return isinstance(before, Tensor) and (value is not before or later != earlier)
         return type(before) in (int, float) and value != before
 
     def _state(self, number: int) -> dict[str, tuple[Any, int]]:
-        """The buffers of replica ``number``, and its attributes, each with a tensor's version."""
+        """By name: each buffer and attribute of replica ``number``, with its tensor version.
+
+        The version of a number is 0. Running statistics are left out.
+        """
         found = {}
-        for part in self._parts:
-            replica = part.replicas[number]
-            roots = [root for root in part.roots if isinstance(root, nn.Module)]
+        for replica_set in self._replica_sets:
+            replica = replica_set.replicas[number]
+            roots = [root for root in replica_set.roots if isinstance(root, nn.Module)]
             for prefix, module in (each for root in roots for each in root.named_modules()):
                 own = vars(replica.copy_of(module))
                 named = [("buffer", n, v) for n, v in own["_buffers"].items() if n not in RUNNING]
@@ -73,9 +76,10 @@ def _differ(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
     return bool(one[0] != other[0])
 
 
-def warning_about(moved: Sequence[str], sub_steps: int) -> str:
-    """The text of the warning that names the state in ``moved``."""
-    names = ", ".join(moved[:_SHOWN]) + f" and {len(moved) - _SHOWN} more" * (len(moved) > _SHOWN)
+def warning_about(changed: Sequence[str], sub_steps: int) -> str:
+    """The text of the warning that names the state in ``changed``."""
+    more = len(changed) - _SHOWN
+    names = ", ".join(changed[:_SHOWN]) + f" and {more} more" * (more > 0)
     return (
         f"forward passes move {names}: at each of the {sub_steps} sub-steps, and on each replica "
         f"apart, where one pass over the whole batch moves state once. What a later sub-step reads "

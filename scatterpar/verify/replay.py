@@ -41,8 +41,9 @@ def replay(
 ) -> tuple[Tensor | None, Any]:
     """Compute the sub-step at ``place``: the numbers of a replica and a sub-step.
 
-    ``generators`` are those of the step, or new ones. Returns the loss and the output, and restores
-    the state of modules, tensors and generators.
+    ``generators`` are those of the last step, or new ones if it does not apply. Earlier sub-steps
+    run first if this one depends on them. Returns the loss and the output, and restores the state
+    of modules, tensors and generators.
     """
     share = _share_at(plan, *place)
     replica, last = place
@@ -105,7 +106,10 @@ def _sub_step(task: ReplicaTask, request: Request, number: int) -> tuple[Tensor 
 
 @contextlib.contextmanager
 def _state_restored(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """Restore random state, modules and tensors after the body; in it, leaves have no hooks."""
+    """Restore random state, modules and tensors after the body.
+
+    In it, leaves have no ``.grad`` and no hooks.
+    """
     with preserve_user_state(roots, [device], parameters=True, modules_only=True) as state:
         leaves = [tensor for tensor in state.tensors if tensor.requires_grad and tensor.is_leaf]
         gradients = [leaf.grad for leaf in leaves]
@@ -138,7 +142,7 @@ def _share_at(plan: Plan, replica: int, sub_step: int) -> Share:
 
 @contextlib.contextmanager
 def _unobserved() -> Iterator[None]:
-    """In the body ``breakpoint()`` does nothing, and no debugger stops."""
+    """In the body ``breakpoint()`` does nothing, and debuggers by ``sys.settrace`` do not stop."""
     hook, trace = sys.breakpointhook, sys.gettrace()
     sys.breakpointhook = lambda *_, **__: None
     sys.settrace(None)

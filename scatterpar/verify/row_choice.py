@@ -18,12 +18,12 @@ from scatterpar.step.markers import Marker, all_tensors
 from scatterpar.step.request import Request
 
 _LARGEST = 2**22  # tensors of more elements are not searched
-_WORDS = 1000  # more labels are words, whose highest number tells nothing
+_WORDS = 1000  # labels above this are token ids, of which only the power of two counts
 
 Parts = Sequence[Sequence[int]]
 
 
-def is_label(tensor: Tensor) -> bool:
+def may_be_labels(tensor: Tensor) -> bool:
     """Whether the tensor may hold labels."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
@@ -31,7 +31,8 @@ def is_label(tensor: Tensor) -> bool:
 def informative_tensors(request: Request) -> list[Tensor]:
     """Tensors that may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
 
-    Floating-point inputs are included if there are no targets.
+    Of ``Rows``: the number of elements in each row. Without targets also floating-point inputs of
+    at most two dimensions.
     """
 
     def one(leaf: Any) -> Any:
@@ -44,9 +45,9 @@ def informative_tensors(request: Request) -> list[Tensor]:
         [*nested.tensors(nested.map_leaves(one, value))]
         for value in (request.targets, request.inputs)
     )
-    few = [t for t in inputs if t.ndim <= (3 if is_label(t) else 2)]
+    few = [t for t in inputs if t.ndim <= (3 if may_be_labels(t) else 2)]
     found = targets + [t for t in few if not (targets and t.is_floating_point())]
-    found.sort(key=is_label, reverse=True)
+    found.sort(key=may_be_labels, reverse=True)
     return [t for t in found if not t.is_complex() and 0 < t.numel() <= _LARGEST]
 
 
@@ -55,26 +56,27 @@ def _is_dense(leaf: Any) -> bool:
 
 
 def value_ranges(tensors: Iterable[Tensor]) -> list[float]:
-    """The lowest and highest numbers of each tensor, and whether rows of labels end in padding.
+    """How far the numbers of each tensor go. A tensor is beyond a range if any number is larger.
 
-    Padding is a repeated value. Numbers of large ranges, and all that are not integers, count by
-    their sign and power of two.
+    For each tensor: minus the lowest number, the highest, and whether any row of labels begins, or
+    ends, with two equal values (padding). Numbers of large ranges, and all that are not integers,
+    count by their sign and power of two.
     """
     asked: list[Tensor] = []
     labels: list[bool] = []
     for tensor in tensors:
         low, high = tensor.aminmax()
         ends = [torch.zeros((), device=tensor.device)] * 2
-        if is_label(tensor) and tensor.ndim == 2 and tensor.size(1) > 1:
+        if may_be_labels(tensor) and tensor.ndim == 2 and tensor.size(1) > 1:
             ends = [(tensor[:, k] == tensor[:, k + 1]).any() for k in (0, -2)]
         asked += [low, high, *ends]
-        labels.append(is_label(tensor))
+        labels.append(may_be_labels(tensor))
     numbers = [float(value) for value in to_host(asked)]
     reach: list[float] = []
-    for k, whole in enumerate(labels):
-        lowest, highest, *repeats = numbers[4 * k : 4 * k + 4]
-        small = whole and highest <= _WORDS
-        reach += [-lowest, highest] if small else [_roughly(-lowest), _roughly(highest)]
+    by_kind = (numbers[k::4] for k in range(4))
+    for whole, lowest, highest, *repeats in zip(labels, *by_kind, strict=True):
+        is_exact = whole and highest <= _WORDS
+        reach += (-lowest, highest) if is_exact else map(_roughly, (-lowest, highest))
         reach += repeats
     return reach
 
@@ -94,16 +96,17 @@ def choose_rows(
     ignored_labels: Iterable[int] = (),
     variant: int = 0,
 ) -> Iterator[Parts]:
-    """Yields two choices of rows, each in parts, which differ as much as possible.
+    """Yield two choices of rows, each divided into parts that differ as much as possible.
 
     The second choice has other rows if others are as informative. Each ``variant`` starts from
     another feature of rows. ``ignored_labels`` are labels that the loss may ignore.
     """
-    if num_rows == 1:  # a mean over the row twice equals that over it once; a sum does not
+    if num_rows == 1:  # the row twice: its mean stays the same, its sum does not
         yield from [[[0], [0]]] * 2
         return
     each = [[n for n in _features(t, ignored_labels) if n.max() > n.min()] for t in tensors]
-    numbers = [n for those in zip_longest(*each) for n in those if n is not None]  # in turn
+    # The first feature of every tensor, then the second, …
+    numbers = [n for those in zip_longest(*each) for n in those if n is not None]
     first = variant % max(1, len(numbers))
     numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[first:] + numbers[:first]]
     wanted = min(max_rows, num_rows)
@@ -112,7 +115,10 @@ def choose_rows(
 
 
 def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Parts:
-    """The rows with the lowest and highest value of each feature, then those between."""
+    """The rows with the lowest and highest value of each feature, then those between.
+
+    In three parts, of about 4/9, 1/3 and 2/9.
+    """
     generator = torch.Generator().manual_seed(seed)
     score = torch.rand(rows, generator=generator, dtype=torch.float64) * 1e-9
     for position, n in enumerate(numbers[:8]):
@@ -135,13 +141,13 @@ def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
     def share(mask: Tensor) -> Tensor:
         return to_device(mask, HOST).double().mean(1)
 
-    if is_label(tensor):
+    if may_be_labels(tensor):
         yield share((own < 0) | (own == 255))
         yield from (share(own == value) for value in ignored)
     elif tensor.is_floating_point():
         yield share(own.isnan())
     yield to_device(own, HOST).double().nan_to_num().mean(1)
-    if is_label(tensor):  # as padding is, on the right and on the left
+    if may_be_labels(tensor):  # the share of padding on the right, and on the left
         yield share(own == own[:, -1:])
         yield share(own == own[:, :1])
     elif tensor.is_floating_point():

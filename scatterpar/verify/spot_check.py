@@ -3,12 +3,14 @@
 One replica computes, in the dtypes of the step, and everything is restored::
 
     outputs  = module(all rows), without a graph
-    expected = d criterion(outputs, targets) / d outputs                              of all rows
+    expected = d criterion(outputs, targets) / d outputs                       of all chosen rows
     combined = sum of weight * d criterion(outputs, targets) / d outputs             of each part
 
-Gradients are compared, because wrong weights may not show in a loss: at initialisation the loss of
-all rows is the same. If the module computes the loss, or outputs do not have one entry per row, the
-gradients are those of the smallest parameters.
+Gradients are compared, because wrong weights may not show in a loss: at initialisation every row
+has the same loss. The gradients are those of the smallest parameters if the module computes the
+loss, if forward passes change what the criterion reads, or if the check by outputs raises an error.
+An error that outputs show must be confirmed by parameters, if they can decide. Of a sum, the losses
+are compared, too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, pairwise, product
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,24 +37,25 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import ReplicaTask, as_call, loss_of
 from scatterpar.torch_private import uncompiled
-from scatterpar.verify.gradient_check import has_statistics, relative_difference
-from scatterpar.verify.row_choice import Parts, is_label
+from scatterpar.verify.gradient_check import relative_difference, uses_batch_statistics
+from scatterpar.verify.row_choice import Parts, may_be_labels
 from scatterpar.verify.user_state import preserve_user_state
 
-# Right gradients agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
-# rows) and to 1e-2 in half precision. Wrong ones that matter are off by more.
+# Correct gradients agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
+# rows) and to 1e-2 in half precision. Wrong weights change them by more, if they matter.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-_NOTHING_BUT = 0.1  # a gradient that rounding changes by more tells nothing
+_NOTHING_BUT = 0.1  # if rounding changes a gradient by more, it is nothing but rounding
 _SAME_LOSS = 1e-4  # relative difference between two computations of the same loss
-_SMALL = 2**20  # elements of parameters; backward passes are cheap
-_MANY, _CHEAP = 2**20, 2**16  # elements of inputs and outputs; these, if more than 1/8 of the rows
-_FEWEST = 2  # rows, however large they are
-_DRAWN = 0.618  # what random operators give: a probability, or noise
-_SMALLEST_LOSS = 1e-2  # smaller losses are sums that cancel, with a large part of rounding
+_SMALL = 2**20  # elements of parameters that are compared; larger modules: checked on fewer rows
+# Elements of inputs and outputs: never more than _MANY; more than _CHEAP up to 1/8 of the rows.
+_MANY, _CHEAP = 2**20, 2**16
+_FEWEST = 2  # rows of a check, even if they are large
+_DRAWN = 0.618  # instead of random floating-point numbers
+_SMALLEST_LOSS = 1e-2  # smaller losses may be sums that cancel: their tolerance is absolute
 
 Gradients = list[Tensor]
-Loss = Callable[[Sequence[int]], Tensor]  # of some rows
-Choose = Callable[[int], Iterator[Parts]]  # of at most so many rows
+Loss = Callable[[Sequence[int]], Tensor]  # from rows to their loss
+Choose = Callable[[int], Iterator[Parts]]  # from a maximal number of rows to two choices
 
 
 class Inconclusive(Exception):
@@ -79,28 +82,35 @@ class Finding(NamedTuple):
 
 
 class SpotCheck:
-    """A check on some rows of a request, computed by the replica of a task, in ``isolated``."""
+    """Checks some rows of a request with the replica of ``task``.
+
+    ``find``, ``forward`` and ``losses_if_different`` are called inside ``isolated``.
+    """
 
     def __init__(
         self,
         request: Request,
         task: ReplicaTask,
-        labels: Sequence[Tensor] = (),
+        tensors: Sequence[Tensor] = (),
         ignored_labels: Iterable[int] = (),
     ) -> None:
         self._request, self._task = request, task
-        self._labels, self._ignored = labels, ignored_labels
-        self._module = cast(nn.Module, task.module)
+        self._tensors, self._ignored = tensors, ignored_labels
+        self._module: Any = task.module
         self.device = task.share.device
-        self.shares_state = False  # whether a forward pass changes what the criterion leads to
+        # Whether forward passes change objects that the criterion reads, and replicas share.
+        self.shares_state = False
         self.output_ratio: float | None = None  # elements of outputs per element of inputs
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """In the body user code may run; afterwards everything that it changed is restored."""
-        modules = [*self._module.modules()]
-        hooks = [*chain(*(m._forward_pre_hooks.values() for m in modules))]
-        hooks += chain(*(m._forward_hooks.values() for m in modules))
+        """In the body user code may run.
+
+        Afterwards the replicas, the generators, and what the criterion, ``count=`` and the module's
+        hooks refer to are restored.
+        """
+        each = ((m._forward_pre_hooks, m._forward_hooks) for m in self._module.modules())
+        hooks = [hook for own in chain(*each) for hook in own.values()]
         roots = [self._task.criterion, self._request.count]
         self._criterion_state = preserve_user_state(roots, [self.device])
         here = torch.inference_mode(False), torch.enable_grad()
@@ -119,10 +129,10 @@ class SpotCheck:
         self._criterion_state.restore()
 
     def find(self, choose: Choose, max_rows: int) -> Finding | None:
-        """What is off for two choices of at most so many rows; ``None`` if one agrees.
+        """The error found for two choices of at most ``max_rows`` rows; ``None`` if one agrees.
 
         Raises:
-            Inconclusive: the rows say neither.
+            Inconclusive: no choice of rows decides, or memory ran out.
         """
         for most in (max_rows, _FEWEST):
             try:
@@ -137,15 +147,13 @@ class SpotCheck:
         wrong, doubt = None, Inconclusive("there are no rows")
         for parts in choose(max(_FEWEST, min(max_rows, self._cheap_rows()))):
             try:
-                finding = self._check(parts)
+                if (finding := self._check(parts)) is None:
+                    return None
+                wrong = wrong or finding
             except Inconclusive as error:
                 if error.lasting:
                     raise
                 doubt = error
-            else:
-                if finding is None:
-                    return None
-                wrong = wrong or finding
         if wrong is None:
             raise doubt
         return wrong
@@ -165,7 +173,7 @@ class SpotCheck:
         return most
 
     def forward(self, rows: Sequence[int]) -> Any:
-        """The module's output for some rows, without a graph; for ``shares_state``."""
+        """The module's output for some rows, without a graph. Updates ``shares_state``."""
         with torch.no_grad():
             output = self._output(rows)
         is_shared = root_to_replicate(self._request.criterion) is None  # replicas have no copies
@@ -185,12 +193,13 @@ class SpotCheck:
                 self._restore()
         return outputs
 
-    def differs_from_plain(
+    def losses_if_different(
         self, model: nn.Module, rows: Sequence[int]
     ) -> tuple[float, float] | None:
         """The loss of some rows by the user's own module and criterion, and by the replica.
 
-        ``None`` if only rounding differs, or if one of them gives another loss each time.
+        ``None`` if only rounding differs, if one of them gives another loss each time, or if user
+        code raises an error for these rows.
         """
 
         def loss(module: nn.Module, criterion: Any) -> float:
@@ -225,7 +234,7 @@ class SpotCheck:
                 finding = self._check_by_outputs(parts, output)
             except Inconclusive:
                 raise
-            except Exception:  # they do not tell, or the user's code asks for more
+            except Exception:  # outputs without rows, or user code that needs more than outputs
                 return self._check_by_parameters(parts)
             # An input that the module returns, such as a mask with the logits, has a gradient that
             # no parameter gets. So parameters decide, if they can.
@@ -239,17 +248,18 @@ class SpotCheck:
         rows, dim = [*chain(*parts)], self._request.dim
         place = {row: k for k, row in enumerate(rows)}
         leaves: list[Tensor] = []
-        widen = _widen if self._request.count is None else Tensor.detach  # a count rounds, too
+        # Counts of half-precision targets are rounded; then the loss must be, too.
+        widen = _widen if self._request.count is None else Tensor.detach
 
         def leaf(value: Any) -> Any:
             if isinstance(value, Tensor):
                 if value.size(dim) != len(rows):
-                    raise ValueError("outputs without rows")  # these may be losses
+                    raise ValueError("outputs without rows")  # for example losses
                 if value.is_floating_point() or value.is_complex():
                     leaves.append(widen(value.detach()).requires_grad_())
                     return leaves[-1]
-            elif hasattr(value, "__dict__") or callable(value):
-                raise TypeError("outputs of the user's own class")  # which may hold anything
+            elif hasattr(value, "__dict__") or callable(value):  # may hold tensors unseen here
+                raise TypeError("outputs of the user's own class")
             return value
 
         output = nested.map_leaves(leaf, output)
@@ -267,9 +277,10 @@ class SpotCheck:
         finding, gradients = compare(parts)
         if finding or len(rows) <= 9:
             return finding
-        pairs = zip(gradients, leaves, strict=False)
-        sizes = torch.stack([g.movedim(dim, 0).flatten(1).abs().amax(1) for g, _ in pairs]).sum(0)
-        order = [rows[k] for k in sizes.argsort().tolist()]
+        # Many rows may hide a wrong weight: compare the rows with the largest gradients with those
+        # with the smallest.
+        each = [g.movedim(dim, 0).flatten(1).abs().amax(1) for g in gradients[: len(leaves)]]
+        order = [rows[k] for k in torch.stack(each).sum(0).argsort().tolist()]
         with contextlib.suppress(Inconclusive):
             finding, _ = compare([order[-2:], order[:1]])
             return finding and compare([order[-4:-2], order[1:2]])[0]
@@ -288,7 +299,8 @@ class SpotCheck:
     ) -> tuple[Finding | None, Gradients]:
         """Compare gradients of all rows with those of the parts, times the engine's weights.
 
-        Returns what is off, and the gradients of all rows.
+        Returns the finding, or ``None``, and the gradients of all rows. Of a sum, losses are
+        compared, too.
         """
         weights, rows = self._engine_weights(parts), [*chain(*parts)]
         counted = [part for part, weight in zip(parts, weights, strict=True) if weight]
@@ -313,8 +325,8 @@ class SpotCheck:
             raise Inconclusive("what is drawn depends on the rows", lasting=True)
         if not all(each.isfinite().all() for each in joined):
             raise Inconclusive("a gradient is NaN or infinite")
-        trained = sum(any(each.any() for each in own) for own in apart)  # parts with a gradient
-        if not trained and not any(each.any() for each in joined):
+        num_nonzero = sum(any(each.any() for each in own) for own in apart)  # parts with a gradient
+        if not num_nonzero and not any(each.any() for each in joined):
             raise Inconclusive("all gradients are zero")
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
         differ = partial(relative_difference, least=1e-2)
@@ -327,7 +339,8 @@ class SpotCheck:
                 raise Inconclusive("it gives another result each time", lasting=True)
             _nudge(leaves, dtypes)
             rounding = differ(evaluate(rows)[1], joined)[0]
-            if error <= 4 * rounding and rounding > _NOTHING_BUT:  # a student at its start
+            # For example a student that starts as a copy of its teacher.
+            if error <= 4 * rounding and rounding > _NOTHING_BUT:
                 raise Inconclusive("its gradient is nothing but rounding")
             tolerance = max(tolerance, 4 * rounding)
         if error > tolerance:
@@ -337,20 +350,23 @@ class SpotCheck:
                 def fits(factors: Sequence[float]) -> bool:
                     return differ(_combined(factors, apart), joined)[0] <= 10 * tolerance
 
-                advice = self._advice(parts, fits, trained > 1)
+                advice = self._advice(parts, fits, num_nonzero > 1)
             factor = _norm(combined) / max(_norm(joined), 1e-300)
             return Finding(error, factor, parts, advice), joined
         if self._request.is_mean:
             return None, joined
-        if trained < len(counted):
-            raise Inconclusive("a mean of one thing alone is its sum")
+        if num_nonzero < len(counted):
+            raise Inconclusive("some parts have no gradient, so a mean cannot be told from a sum")
         error = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
         finding = Finding(error, 1.0, parts, _PENALTY, of_losses=True)
         return finding if error > tolerance else None, joined
 
     def _advice(self, parts: Parts, fits: Callable[[Sequence[float]], bool], several: bool) -> str:
-        """How the loss of all rows depends on the parts' losses; ``several`` are not zero."""
-        labelled = filter(is_label, self._labels)
+        """How the loss of all rows seems to combine, and what to pass.
+
+        ``several``: more than one part has a gradient.
+        """
+        labelled = filter(may_be_labels, self._tensors)
         for labels, value, shifted in product(labelled, self._ignored, (0, 1)):
             if shifted and labels.ndim < 2:
                 continue
@@ -367,7 +383,11 @@ class SpotCheck:
         return _OTHER
 
     def _engine_weights(self, parts: Parts) -> list[float]:
-        """The factors by which the engine would multiply the losses of the parts."""
+        """The factors by which the engine would multiply the losses of the parts.
+
+        Raises:
+            Inconclusive: the parts have no terms.
+        """
         request, batch = self._request, (self._request.inputs, self._request.targets)
         if not request.is_mean:
             return [1.0] * len(parts)
@@ -382,8 +402,8 @@ class SpotCheck:
 
     def _output(self, rows: Sequence[int], output_of: Callable[[Any], Any] | None = None) -> Any:
         """The module's output for some rows, with running statistics in batch normalisation."""
-        for layer in chain(*(one.roots[0].modules() for one in self._task.replicas[:1])):
-            if has_statistics(layer):
+        for layer in self._module.modules():
+            if uses_batch_statistics(layer):
                 if layer.running_mean is None and output_of is None:
                     raise Inconclusive("batch normalisation ties rows together", lasting=True)
                 layer.training = False
@@ -391,7 +411,8 @@ class SpotCheck:
 
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch, copied to the replica's device."""
-        move = partial(LeafMover(Transfers()).move, self.device)  # not counted
+        # These copies are not counted in the step's transfers.
+        move = partial(LeafMover(Transfers()).move, self.device)
         few = nested.map_leaves(move, _select(value, rows, self._request.dim))
         return unwrap_markers(few, copy=True)
 
@@ -422,14 +443,15 @@ _OTHER = (
 
 
 class SameNumbers(TorchDispatchMode):
-    """Random numbers that do not depend on rows: each operator draws one number for all elements.
+    """Random operators that do not depend on rows.
 
-    Dropout keeps all elements, and floating-point numbers are a constant.
+    Dropout keeps all elements, floating-point numbers are 0.618, and others repeat the first number
+    drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = 0  # the number of operators that drew
+        self.calls = 0  # calls of random operators, without dropout
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -451,7 +473,10 @@ def _elements(value: Any) -> int:
 
 
 def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """These rows. They are narrowed one by one: an index tensor would have to be on the device."""
+    """``value`` with these rows.
+
+    Tensors are narrowed row by row, because an index tensor would have to be on their device.
+    """
 
     def select(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim:
@@ -489,7 +514,7 @@ def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients
 def _nudge(leaves: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> None:
     """Change the leaves by the size of rounding in the least precise of ``dtypes``.
 
-    They are private to this replica until they are restored.
+    A leaf gets new memory, so that other replicas do not see the change.
     """
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     for leaf in leaves:
@@ -507,7 +532,7 @@ def _norm(gradients: Gradients) -> float:
 
 
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The smallest leaves, at least one: every layer has some."""
+    """The smallest tensors, up to ``_SMALL`` elements in all; at least one."""
     ordered = sorted(tensors, key=Tensor.numel)
     sizes = accumulate(map(Tensor.numel, ordered))
     return [t for t, n in zip(ordered, sizes, strict=True) if n <= _SMALL] or ordered[:1]

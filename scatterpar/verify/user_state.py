@@ -23,7 +23,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step.criterion_closure import closure_and_globals
 
 _MOST = 1000  # entries of a container; longer ones are data
-# No code of the user's.
+# Modules that are not the user's code.
 _FOREIGN = {"torch", "numpy", "scatterpar", *sys.stdlib_module_names} - {"__main__"}
 _LOCKS = {"_thread", "threading", "queue"}
 
@@ -31,13 +31,15 @@ Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and s
 
 
 class preserve_user_state:
-    """Restore what the user's code has changed, after the body and whenever ``restore`` is called.
+    """Save state on construction; restore it after the body and whenever ``restore`` is called.
 
-    That is what ``roots`` lead to: modules and functions, what these close over or name of their
-    file, objects, their classes' attributes, containers, arrays; and all random generators. What
-    functions and objects lead to is left alone if ``modules_only``.
-    ``drawn`` says whether a generator has moved so far. ``tensors`` are those that are restored;
-    parameters are among them if ``parameters``.
+    The state is what ``roots`` refer to, and all random generators: modules and functions, what
+    these close over, globals that they name, objects, their classes' attributes, containers,
+    arrays. With ``modules_only``, functions and objects are not followed. Left alone: containers of
+    more than 1000 entries, objects that hold a lock, objects of libraries.
+
+    ``drawn`` says whether a generator had moved at a ``restore``. ``tensors`` are those that are
+    restored; parameters are among them if ``parameters``.
     """
 
     def __init__(
@@ -83,10 +85,10 @@ class preserve_user_state:
         for put, get, value in self._variables:
             if get() is not value:
                 put(value)
-        moved = [(put, state) for put, get, state in self._states if not _same(get(), state)]
-        for put, state in moved:
-            put(state)
-        self.drawn = self.drawn or bool(moved)
+        for put, get, state in self._states:
+            if not _same(get(), state):
+                put(state)
+                self.drawn = True
 
 
 class _Reach(ModuleContents):
@@ -131,8 +133,9 @@ class _Reach(ModuleContents):
             own = getattr(value, "__dict__", {})
             if isinstance(value, types.FunctionType):
                 self._visit_function(value)
+            # An object that holds a lock is shared with other threads: left alone.
             elif _LOCKS.isdisjoint({type(each).__module__ for each in own.values()}):
-                self._visit(own)  # else other threads use it too
+                self._visit(own)
                 self._visit_class(value)
 
     def _visit_class(self, value: Any) -> None:
@@ -150,7 +153,8 @@ class _Reach(ModuleContents):
     def _visit_function(self, function: types.FunctionType) -> None:
         own, of_file = closure_and_globals(function)
         space = function.__globals__
-        if _is_foreign(space.get("__name__")):  # a wrapper that goes by its function's name
+        # functools.wraps gives a library's wrapper the user's __module__.
+        if _is_foreign(space.get("__name__")):
             of_file = {}
         for cell in function.__closure__ or ():
             if contents(cell) is not cell:
@@ -163,9 +167,10 @@ class _Reach(ModuleContents):
 
 
 def _is_foreign(module: Any) -> bool:
-    if not isinstance(module, str) or module.startswith("scatterpar.integrations"):
-        return not isinstance(module, str)  # closures there hold the user's modules
-    return module.split(".")[0] in _FOREIGN
+    if not isinstance(module, str):
+        return True
+    is_integration = module.startswith("scatterpar.integrations")  # closures hold user modules
+    return module.split(".")[0] in _FOREIGN and not is_integration
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -179,8 +184,7 @@ def _generators(devices: Sequence[torch.device]) -> Iterator[Variable]:
     yield torch.default_generator.get_state, torch.default_generator.set_state
     for device in {device for device in devices if device.type != "cpu"}:
         module = torch.get_device_module(device)
-        get, put = module.get_rng_state, module.set_rng_state
-        yield partial(get, device), partial(put, device=device)
+        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
     yield random.getstate, random.setstate
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:

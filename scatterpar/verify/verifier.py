@@ -1,9 +1,15 @@
-"""When the engine checks whether a step computes what its user means, and what it says.
+"""Decide when to check a step, run the check, and write its errors and warnings.
 
-A check runs in the first step of each kind of criterion and batch, and in the next seven if checks
-take next to no time. It also runs if labels leave the range that was checked, if a number of the
-criterion changes, and if checks have taken less than 1 % of the time. The only error of a check is
-its ``ValueError``. An inconclusive check warns once.
+A kind of criterion and batch is checked in its first step, then up to seven more times while these
+checks have taken less than half a second together. It is also checked at any cost
+
+- until a check agrees (eight checks at most),
+- after a refusal, until a check agrees,
+- if labels leave the range that was checked,
+- if a number of the criterion changes that had stayed the same,
+
+and whenever all checks have taken less than 1 % of the time. The only error of a check is its
+``ValueError``. If checks stay inconclusive, one warning says so.
 """
 
 from __future__ import annotations
@@ -45,11 +51,11 @@ from scatterpar.verify.spot_check import Finding, Inconclusive, SpotCheck
 _FIRST = 8  # the first steps are checked
 _SHARE = 0.01  # maximal part of the time for later checks
 _FREE_SECONDS = 0.5  # for the checks of a kind in its second to eighth step
-_FEW, _MANY = 9, 2  # rows of later checks; micro-batches of rows in the first check
+_FEW, _MANY = 9, 2  # rows of a check, at least; micro-batches of rows in the first check
 _KINDS = 1000  # maximal number of remembered kinds
 _OFF = "Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "Return it from forward, and take it from the output that the criterion is given"
-_PATIENCE_SECONDS = 20.0  # the other replicas wait so long for a check before they join it
+_PATIENCE_SECONDS = 20.0  # a check that takes longer runs on the other replicas, too
 
 _Result = TypeVar("_Result")
 
@@ -59,21 +65,21 @@ class _Kind:
     """The results of checks for one kind of criterion and batch."""
 
     checks: int = 0
-    seconds: float = 0.0  # that all but the first took
-    inconclusive: int = 0  # checks in a row
-    verified_ranges: list[float] | None = None  # how far the labels went
-    numbers: Hashable = None  # that the criterion brought along in the last step
-    are_steady: bool = False  # these did not change in it
-    is_refused: bool = False  # and has not agreed since
-    is_serial: bool = False  # forward passes change what the criterion leads to
-    measured: tuple[bool, float | None] = (False, None)  # what later checks need not measure again
+    seconds: float = 0.0  # of all checks except the first
+    inconclusive: int = 0  # inconclusive checks in a row
+    verified_ranges: list[float] | None = None  # of labels, masks, lengths: see value_ranges
+    numbers: Hashable = None  # to which the criterion referred in the last step
+    are_steady: bool = False  # the numbers did not change in the last step
+    is_refused: bool = False  # refused, and has not agreed since
+    is_serial: bool = False  # replicas run one at a time
+    measured: tuple[bool, float | None] = (False, None)  # shares_state, output_ratio: last check's
 
     def needs_check(self, ranges: list[float], numbers: Hashable) -> bool:
-        """Whether to check this step, whatever it costs."""
+        """Whether this step must be checked at any cost. Remembers its ``numbers``."""
         changed, was_steady = numbers != self.numbers, self.are_steady
         self.numbers, self.are_steady = numbers, not changed
         known = self.verified_ranges
-        if self.is_refused or not self.checks or known is None:
+        if self.is_refused or known is None:
             return self.is_refused or self.checks < _FIRST
         beyond = len(ranges) != len(known) or not all(map(float.__le__, ranges, known))
         return beyond or (changed and was_steady)
@@ -81,36 +87,38 @@ class _Kind:
     def agree(self, ranges: list[float]) -> None:
         """Record that losses agree for labels within ``ranges``."""
         self.is_refused, self.inconclusive = False, 0
-        known = self.verified_ranges
-        same = known is not None and len(known) == len(ranges)
-        self.verified_ranges = [*map(max, known or (), ranges)] if same else ranges
+        known = self.verified_ranges or []
+        self.verified_ranges = [*map(max, known, ranges)] if len(known) == len(ranges) else ranges
 
 
 class Verifier:
-    """Remembers which kinds of criterion and batch agreed, and checks others."""
+    """Checks steps, and remembers the results for each kind of criterion and batch."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
         self._layouts: dict[Hashable, Any] = {}
         self._state_steps = 0
-        self._warned: set[str] = set()  # how warnings begin, and names of state that moves
-        self._start, self._seconds = 0.0, 0.0  # of the first check; that all of them took
+        self._warned: set[str] = set()  # beginnings of warnings given, and names of changed state
+        self._start, self._seconds = 0.0, 0.0  # when the first check began; time of all checks
 
     def watch_state(
-        self, request: Request, tasks: Sequence[ReplicaTask], parts: Sequence[ReplicaSet]
+        self, request: Request, tasks: Sequence[ReplicaTask], replica_sets: Sequence[ReplicaSet]
     ) -> Callable[[], None]:
-        """Returns a function that warns of state changed since this call, each name once."""
+        """Returns a function that warns of state changed since this call, each name once.
+
+        It does so only in the first eight steps, if they have several sub-steps.
+        """
         sub_steps = sum(len(task.share.micro_batches) for task in tasks)
         self._state_steps += 1
         if not request.verify or sub_steps == 1 or self._state_steps > _FIRST:
             return lambda: None
-        watch = StateWatch(parts[:1] if request.whole_batch else parts, tasks)
+        watch = StateWatch(replica_sets[:1] if request.whole_batch else replica_sets, tasks)
 
         def tell() -> None:
-            moved = [name for name in watch.moved() if name not in self._warned]
-            if moved:
-                warn(warning_about(moved, sub_steps))
-                self._warned.update(moved)
+            changed = [name for name in watch.changed() if name not in self._warned]
+            if changed:
+                warn(warning_about(changed, sub_steps))
+                self._warned.update(changed)
 
         return tell
 
@@ -122,7 +130,9 @@ class Verifier:
         output_of: Callable[[Any], Any],
         piece: Any,
     ) -> Any:
-        """The number of entries per row in each output, measured once for each kind of output.
+        """The number of entries per row in each output; ``None`` if checks are off.
+
+        It is kept for each kind of output once values have shown the order of entries.
 
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call.
@@ -154,14 +164,15 @@ class Verifier:
         attempt: Attempt,
         request: Request,
         tasks: Sequence[ReplicaTask],
-        parts: Sequence[ReplicaSet],
+        replica_sets: Sequence[ReplicaSet],
         peers: object,
     ) -> None:
         """Before the sub-steps: check some rows, if a check is due.
 
         Raises:
-            ValueError: losses do not combine as the engine's do, or the user's own module and
-                criterion give another loss than a replica.
+            ValueError: losses do not combine as the engine assumes; or the user's own module and
+                criterion give another loss than a replica; or, with ``whole_batch``, the criterion
+                reads state that each forward pass overwrites.
         """
         if not request.verify or has_known_term_count(request):
             return
@@ -176,19 +187,19 @@ class Verifier:
         is_cheap |= kind.checks < _FIRST and kind.seconds < _FREE_SECONDS
         if kind.needs_check(ranges, numbers) or is_cheap:
             try:
-                self._check(attempt, few, tasks, parts, kind, tensors, combines)
+                self._check(attempt, few, tasks, replica_sets, kind, tensors, combines)
                 kind.agree(ranges)
             except Inconclusive as error:
                 kind.inconclusive += 1
                 if kind.inconclusive >= (2 if error.lasting else _FIRST):
                     kind.checks = _FIRST  # from now on only if a check is cheap
-                    self._warn_once(_unchecked(request, error))
+                    self._warn_once(_unchecked_text(request, error))
             except ValueError:
                 kind.is_refused = True
                 raise
             finally:
-                for part in parts:
-                    part.clear_gradients()
+                for replica_set in replica_sets:
+                    replica_set.clear_gradients()
                 if tasks[0].stash is not None:
                     tasks[0].stash.drop_gradients()
                 elapsed = time.perf_counter() - now
@@ -203,28 +214,30 @@ class Verifier:
         attempt: Attempt,
         request: Request,
         tasks: Sequence[ReplicaTask],
-        parts: Sequence[ReplicaSet],
+        replica_sets: Sequence[ReplicaSet],
         kind: _Kind,
         tensors: Sequence[Tensor],
         combines: bool,
     ) -> None:
-        model, criterion = parts[0].roots[0], request.criterion
-        reaches = _leads_to(criterion, model)
+        model, criterion = replica_sets[0].roots[0], request.criterion
+        refers = _refers_to(criterion, model)
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         ignored = ignored_values(model.forward if criterion is None else criterion)
         ignored = [*dict.fromkeys([-100, 255, -1, *ignored, *ignored_values(request.count)])]
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         most = max(_FEW, _MANY * micro if not kind.checks else micro // 4)
-        choose = partial(choose_rows, tensors, request.rows, ignored_labels=ignored)
-        choose = partial(choose, variant=max(0, kind.checks - 1))
+        variant = max(0, kind.checks - 1)
+        choose = partial(
+            choose_rows, tensors, request.rows, ignored_labels=ignored, variant=variant
+        )
         few = sorted({0, request.rows // 2, request.rows - 1})[:micro]
 
         def run(check: SpotCheck) -> str:
             with check.isolated():
-                if reaches and (losses := check.differs_from_plain(model, few)):
-                    return _differs(request, *losses)
+                if refers and (losses := check.losses_if_different(model, few)):
+                    return _replica_differs_text(request, *losses)
                 if combines:
-                    return _refusal(request, check.find(lambda n: choose(max_rows=n), most))
+                    return _refusal_text(request, check.find(choose, most))
                 if hooked and criterion is not None:
                     check.forward([0])
                 return ""
@@ -236,7 +249,7 @@ class Verifier:
             refusal = _run_spot_check(attempt.workers, checks, run)
         except Inconclusive:
             raise
-        except Exception as error:  # whatever the user's code makes of rows that it never met
+        except Exception as error:  # user code may fail for rows chosen like this
             raise Inconclusive(f"{type(error).__name__}: {error}", lasting=True) from None
         finally:
             kind.measured = checks[0].shares_state, checks[0].output_ratio
@@ -246,7 +259,11 @@ class Verifier:
             raise ValueError(refusal)
 
     def _tell_shared(self, request: Request, plan: Plan, kind: _Kind) -> None:
-        """Tell that forward passes change state that the criterion refers to."""
+        """Handle a criterion that reads state that forward passes change.
+
+        With several sub-steps of ``whole_batch`` it is refused. Otherwise replicas run one at a
+        time, and a warning says so.
+        """
         reads = f"{_name_of(request)} reads what forward passes leave behind (a hook?)"
         if request.whole_batch and sum(len(share.micro_batches) for share in plan.shares) > 1:
             raise ValueError(
@@ -279,11 +296,10 @@ class Verifier:
 def difference(
     engine: Any, inputs: Any, *, reduction: str | None = None, count: Count | None = None
 ) -> float | None:
-    """Measure, on a few rows, how far the losses of an engine's module are from combining so.
+    """Measure on a few rows the error of ``reduction`` and ``count`` for an engine's module.
 
-    The first replica computes them, in the caller's thread, and its state is restored. Returns the
-    largest relative difference of a gradient, zero if that is only rounding, ``None`` if the check
-    was inconclusive.
+    The module computes the loss. The first replica runs it, and its state is restored. Returns the
+    largest relative error, zero if there is only rounding, ``None`` if that could not be measured.
 
     Raises:
         ValueError: as ``forward_backward``.
@@ -304,7 +320,7 @@ def difference(
             with parameter_writes_refused([copies]):
                 finding = _run_spot_check(engine._workers, checks, find)
                 return finding.relative_error if finding else 0.0
-        except Exception:  # raised by user code for these rows
+        except Exception:  # inconclusive, or raised by user code
             return None
         finally:
             copies.clear_gradients()
@@ -336,20 +352,19 @@ def _run_spot_check(
         return cast(_Result, found[0])
 
 
-def _leads_to(criterion: Any, model: nn.Module) -> bool:
-    """Whether the criterion refers to the model, a part of it or a parameter, by any name."""
-    brought = closure_tensors_and_modules(criterion)
-    brought = [value for value in brought if not isinstance(value, Wrapper)]
+def _refers_to(criterion: Any, model: nn.Module) -> bool:
+    """Whether the criterion refers to the model, one of its parts or a parameter."""
+    brought = [v for v in closure_tensors_and_modules(criterion) if not isinstance(v, Wrapper)]
     own = {id(each) for each in (*model.modules(), *model.parameters())} if brought else set()
     each = (v.modules() if isinstance(v, nn.Module) else [v] for v in brought)
     return not own.isdisjoint(map(id, chain(*each)))
 
 
-# --- what it says ---
+# --- texts ---
 
 
-def _differs(request: Request, expected: float, found: float) -> str:
-    """That the criterion does not find on the user's module what replicas have."""
+def _replica_differs_text(request: Request, expected: float, found: float) -> str:
+    """The error text if a replica's loss is not that of the user's own module."""
     return (
         f"{_name_of(request)} leads to the module that is trained, and the loss of a few rows is "
         f"{expected:.4g} with your own module in plain torch, but {found:.4g} on a replica: it "
@@ -360,8 +375,8 @@ def _differs(request: Request, expected: float, found: float) -> str:
     )
 
 
-def _refusal(request: Request, finding: Finding | None) -> str:
-    """The error text: the difference, its size, and what to pass."""
+def _refusal_text(request: Request, finding: Finding | None) -> str:
+    """The error text: the difference, its size, what to pass. Empty if there is no finding."""
     if finding is None:
         return ""
     sizes = " + ".join(str(len(part)) for part in finding.parts)
@@ -379,7 +394,7 @@ def _refusal(request: Request, finding: Finding | None) -> str:
     )
 
 
-def _unchecked(request: Request, error: Exception) -> str:
+def _unchecked_text(request: Request, error: Exception) -> str:
     """The warning for an inconclusive check, with the assumption and what to pass."""
     terms = "rows" if request.count is None else "what count= gives"
     return (

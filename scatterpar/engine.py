@@ -9,8 +9,8 @@ The path of one step. Comments in ``_step``, ``_fit`` and ``_compute`` have the 
             +-- share 2 ----- replica 2 -- sub-step 0 ... 15 --+
             +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
 
-If the step fails before 6, all user state that was written is restored. If memory runs out in 2 to
-5, ``accum="auto"`` starts again at 1. Ranks exchange their sums between 5 and 6. In 6,
+If the step fails, also in 6, all user state that was written is restored. If memory runs out in 2
+to 5, ``accum="auto"`` starts again at 1. Ranks exchange their sums between 5 and 6. In 6,
 ``forward_backward`` adds to ``.grad``; with ``loss`` the backward pass of the loss does that.
 """
 
@@ -72,8 +72,7 @@ _MOST_REPLICAS = 2**16  # per rank: rank r counts its replicas from r * this, fo
 class ScatterOnceParallel(Wrapper):
     """Train on very large batches with all the devices of one machine, in one process.
 
-    Computes, for a batch of rows ``0 … n``, what this program computes, on one device with
-    enough memory::
+    Computes what this program computes for the whole batch on one device with enough memory::
 
         loss = criterion(module(inputs), targets)
         loss.backward()
@@ -122,20 +121,21 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself is not changed. Replicas also run compiled if the module was made by
             ``torch.compile``, or compiled by ``.compile()`` as a whole or in parts.
-        verify: before the sub-steps, check on as many of the batch's rows as are cheap that losses
-            combine as ``reduction`` and ``count`` say, and that the user's own module and criterion
-            give the loss that a replica gives. If not, a ``ValueError`` before anything changes. An
-            inconclusive check warns once, and so does state that sub-steps change. Checks run in
-            the first eight steps of a kind of criterion and batch (in the first one if checks are
-            slow), when labels go beyond the range that was verified, and whenever checks have taken
-            less than 1 % of the time.
+        verify: before the sub-steps, check on some rows, as many as are cheap, that losses combine
+            as ``reduction`` and ``count`` say, and that the user's own module and criterion give
+            the loss that a replica gives. If not, a ``ValueError`` before anything changes. An
+            inconclusive check warns once, and so does state that sub-steps change. Torch's own
+            cross entropy is not checked if ``count`` is not passed and the reduction is its own.
+            Checks run in the first eight steps of a kind of criterion and batch (in the first one
+            if checks are slow), when labels go beyond the range that was verified, and whenever
+            checks have taken less than 1 % of the time.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
             of micro-batch, and replay it for every micro-batch: for sub-steps that a device
             finishes before the host has launched them. Python runs only while a sub-step is
             captured, so numbers that change must be tensors. The sub-step is captured again if the
-            module or the criterion changes, but not if a global variable or another object does. A
-            sub-step that cannot be captured runs without graphs, and a warning says so once. On the
-            CPU nothing is captured.
+            module or the criterion changes, but not if a global variable or another object does.
+            If a sub-step cannot be captured, its replica runs without graphs from then on, and one
+            warning says so. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.
@@ -379,12 +379,16 @@ class ScatterOnceParallel(Wrapper):
                 others = self._verifier, self._ranks, self._graphs
                 results = compute(attempt, replica_set, loaders, weights, *others)
             with phase("reduce"):  # 5
-                sets, noisy = replica_set.replica_sets, self.measure_noise
-                return reduce(attempt, sets, results, weights, noisy)
+                sets = replica_set.replica_sets
+                return reduce(attempt, sets, results, weights, self.measure_noise)
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan) -> Iterator[Attempt]:
-        """One try at a step: if the body raises, random state is restored."""
+        """One try at a step. Checks the links between devices first.
+
+        If the body raises, random state and everything that was passed to
+        ``Attempt.save_for_undo`` are restored.
+        """
         check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
             offset, clock = self._replica_offset, self._trace.clock(plan) if self._trace else None
@@ -426,8 +430,8 @@ class ScatterOnceParallel(Wrapper):
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the master, in row
-            order. 0-dim tensors are averaged over the rows. If the inputs have ``Rows``, lists with
-            one entry per row are joined to such lists.
+            order. 0-dim tensors are averaged over the rows. If the inputs have ``Rows`` or another
+            marker with rows, lists with one entry per row are concatenated.
 
         Raises:
             ValueError: outputs that cannot be joined, several batches, ``costs`` without
@@ -584,6 +588,7 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
             plan = self.plan(request.sizes, request.costs)
+            # The last step's plan and random numbers, if the batch is alike and nothing has drawn.
             sizes, latest, generators = self._latest or ((), plan, None)
             if (sizes, latest.costs) == (request.sizes, plan.costs):
                 plan = latest
@@ -612,15 +617,15 @@ class ScatterOnceParallel(Wrapper):
     def replicas_for_update(self) -> Iterator[ReplicaSet]:
         """Yields the replicas, updated to match the module, for code that writes their parameters.
 
-        ``broadcast_updates`` copies the new values to the master. If the body fails, the next
-        refresh sends the master's values again.
+        ``broadcast_updates`` copies the new values to all other memories, also to the master's. If
+        the body fails, the next refresh sends the master's values again.
         """
         with self._workers.exclusive():
             self._replica_set.refresh(self.module, None, Transfers())
             try:
                 yield self._replica_set
             except BaseException:
-                self._replica_set.shared.invalidate()
+                self._replica_set.guard.invalidate()
                 raise
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
 from scatterpar.step import nested
-from scatterpar.step.loss_weights import averages_classes, terms_of_rows
+from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
 
 __all__ = ["ScatterOnce"]
 
@@ -179,7 +179,7 @@ class _Criterion(nn.Module):
         self.func = loss_func.func if isinstance(loss_func, BaseLoss) else None
         of_torch = loss_func if self.func is None else self.func
         self.reduction = getattr(of_torch, "reduction", "mean")
-        counts = averages_classes(of_torch)
+        counts = is_cross_entropy(of_torch)
         self.count = partial(_num_terms, criterion=of_torch) if counts else None
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:

@@ -109,7 +109,10 @@ def each_call(outputs: Any) -> list[Any]:
 
 
 def num_rows(batch: Any) -> int:
-    """The number of rows: that of the outermost tensor or marker, or else of the longest list."""
+    """The number of rows: that of the outermost tensor or marker with rows.
+
+    Without one, the length of the longest list at the outermost level that has lists.
+    """
     level, longest = [batch], 0
     while level:
         for value in level:

@@ -1,5 +1,6 @@
-"""Copies between device memories that autograd records: of parameters, rows and losses.
+"""Copies that autograd records: of parameters, rows and losses.
 
+``gather`` uses ``to_device``, which autograd records as well.
 Gradients are copied back: to the master's parameters, and to the caller's inputs that require grad.
 """
 
@@ -43,18 +44,18 @@ _SECONDS = 1.0  # between checks, by a waiting replica, whether another one has 
 class PassingReplica:
     """A copy of a module for one forward pass, which stays alive in the graph of its outputs."""
 
-    def __init__(self, survey: ModuleContents, copies: Sequence[Tensor]) -> None:
-        self._survey = survey
-        self._copies = dict(zip(survey.tensors, copies, strict=True))
+    def __init__(self, module_contents: ModuleContents, copies: Sequence[Tensor]) -> None:
+        self._module_contents = module_contents
+        self._copies = dict(zip(module_contents.tensors, copies, strict=True))
         self._versions = {id(copy): version(copy) for copy in copies}
-        self.of = ModuleCopy(survey, self._copies).copy_of
+        self.of = ModuleCopy(module_contents, self._copies).copy_of
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: places in the module, and values.
 
         The other buffers are not written, because a graph of the user may still need their values.
         """
-        modules = list(self._survey.modules.values())
+        modules = list(self._module_contents.modules.values())
         registered = [buffers_of(module) for module in modules]
         copies = [buffers_of(self.of(module)) for module in modules]
         for m, place, name, value in values_after(registered, copies, self.of):
@@ -83,8 +84,8 @@ def replicate(
     parameters. In ``checked_modes`` it compares versions and storages only.
     """
     check_placement((module,), device_ids)
-    survey = ModuleContents((module,), physical(device_ids[0]))
-    originals = list(survey.tensors.values())
+    module_contents = ModuleContents((module,), physical(device_ids[0]))
+    originals = list(module_contents.tensors.values())
     with torch.inference_mode(False), torch.no_grad():
         # The first replica shares the version counters of the user's parameters, so that torch
         # detects an optimizer step before the backward pass. The others have their own counters,
@@ -114,8 +115,8 @@ def replicate(
 
     shared = ParameterGuard((module,), broadcast, list(zip(device_ids, copies, strict=True)))
     shared.checked_modes = checked_modes
-    guard = shared.read_only(tuple(part.training for part in survey.modules.values()))
-    return [PassingReplica(survey, copy) for copy in copies], guard
+    guard = shared.read_only(tuple(part.training for part in module_contents.modules.values()))
+    return [PassingReplica(module_contents, copy) for copy in copies], guard
 
 
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: AutogradTransfers) -> list[Any]:

@@ -125,7 +125,7 @@ class DataParallelModel(Wrapper):
 
             Exceptions of the module are raised unchanged, with a note that names the replica.
         """
-        rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
+        rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, refuse_grad=False)
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
         devices = [share.device for share in plan.shares]
@@ -250,7 +250,7 @@ class DataParallelCriterion(Wrapper):
         each = [_sizes(output, self.dim) for output in outputs]
         devices = locations if self.device_ids is None else self.device_ids
         known = sum(sizes[0] for sizes in each) if all(each) else None  # for one label for all, say
-        rows = count_rows({"targets": targets}, self.dim, data=False, known=known)
+        rows = count_rows({"targets": targets}, self.dim, refuse_grad=False, known=known)
         plan = make_plan(rows, devices) if devices else None
         if plan is None or len(plan.shares) != len(outputs):
             raise ValueError(

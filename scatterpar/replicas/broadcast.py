@@ -40,9 +40,9 @@ def broadcast_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
     """Yield (source, target) for copies of parameters, whichever memory has the new values."""
     memories = list(dict.fromkeys(device_ids))
     for number in range(len(memories)):
-        tree = [*memories[number:], *memories[:number]]
-        for sender, receiver in chain(*tree_rounds(len(tree))):
-            yield tree[sender], tree[receiver]
+        from_owner = [*memories[number:], *memories[:number]]
+        for sender, receiver in chain(*tree_rounds(len(from_owner))):
+            yield from_owner[sender], from_owner[receiver]
 
 
 class Broadcast:
@@ -53,8 +53,9 @@ class Broadcast:
     version. So the fingerprints of the other parameters are compared with those of the values on
     another device. So are the fingerprints of buffers, whose versions every commit changes.
 
-    The owner of a tensor sends it, chunk by chunk, in the reverse of ``tree_rounds``: to one
-    device, then both send to others. The owner is the master, except in ``receive_updates``.
+    The owner of a tensor sends it chunk by chunk. Every device that has a chunk sends it on, in the
+    rounds of ``tree_rounds``, the last one first. The owner is the master, except in
+    ``receive_updates``.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
@@ -79,7 +80,7 @@ class Broadcast:
         return same and self._have_kinds() and self.fits()
 
     def fits(self) -> bool:
-        """Whether the tensors have the same shapes as before, also if they were moved."""
+        """Whether the tensors still have their kinds and shapes. Looks up new storages."""
         if all(map(Tensor.is_set_to, self._tensors, self.places)):
             return True
         self._find_places()
@@ -107,7 +108,7 @@ class Broadcast:
             unknown = [i for i in doubtful if i not in self._fingerprints]
             here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
             there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
-            # The host waits for one device.
+            # The fingerprints are combined on the master, so the host waits for one copy.
             values = to_host([here.values, to_device(there.values, master)])
             fingerprints = here.read(values[0])
             sent = self._fingerprints | there.read(values[1])
@@ -156,13 +157,17 @@ class Broadcast:
         """Send chunk by chunk, each over the whole tree; small tensors of a dtype together."""
         for number, owner in enumerate(self.memories):
             flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
-            tree = [*self.memories[number:], *self.memories[:number]]
+            from_owner = [*self.memories[number:], *self.memories[:number]]
             for message, flat in iter_messages(flats):
-                self._spread(message, flat, tree, transfers)
+                self._spread(message, flat, from_owner, transfers)
                 del flat
 
     def _spread(
-        self, message: Message, flat: Tensor, tree: Sequence[torch.device], transfers: Transfers
+        self,
+        message: Message,
+        flat: Tensor,
+        from_owner: Sequence[torch.device],
+        transfers: Transfers,
     ) -> None:
         """Copy a message from the first device to all.
 
@@ -170,14 +175,15 @@ class Broadcast:
         """
         copies = {0: flat}
         keys = {piece.key for piece in message.pieces}
-        for pairs in reversed(tree_rounds(len(tree))):
+        for pairs in reversed(tree_rounds(len(from_owner))):
             for sender, receiver in pairs:
-                parts = message.of({i: self._flat(i, tree[receiver]) for i in keys})
+                parts = message.of({i: self._flat(i, from_owner[receiver]) for i in keys})
                 if len(parts) == 1:
                     (copies[receiver],) = parts
                     transfers.copy_into(copies[receiver], copies[sender], "replicate")
                 else:
-                    copies[receiver] = transfers.copy(copies[sender], tree[receiver], "replicate")
+                    target = from_owner[receiver]
+                    copies[receiver] = transfers.copy(copies[sender], target, "replicate")
                     copy_lists([(parts, copies[receiver].split(message.sizes))])
 
 

@@ -32,7 +32,7 @@ class ModuleBuffers(NamedTuple):
     """The buffers of a module, and the names of its non-persistent buffers."""
 
     buffers: Buffers
-    left_out: set[str]
+    non_persistent: set[str]
 
 
 def buffers_of(module: nn.Module) -> ModuleBuffers:
@@ -50,7 +50,8 @@ def values_after(
     """
     yielded: set[int] = set()  # one tensor may be a buffer under several names
     for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):
-        names = (module.buffers.keys() ^ copy.buffers.keys()) | (module.left_out ^ copy.left_out)
+        names = module.buffers.keys() ^ copy.buffers.keys()
+        names |= module.non_persistent ^ copy.non_persistent
         if names:
             raise ValueError(
                 f"the forward pass registers or deletes buffers ({', '.join(sorted(names))}), on "
@@ -84,7 +85,8 @@ class BufferWriter:
             if value is None or target is None or not _fits(target, value):
                 self.anew.append((place, name, value if value is None else value.detach()))
                 continue
-            if into.get(id(target), (target, value))[1] is not value:  # one tensor became two
+            # One tensor under two names, which got two values.
+            if into.get(id(target), (target, value))[1] is not value:
                 self.anew.append((place, name, value.detach()))
             elif _can_be_written(target):
                 into[id(target)] = target, value
@@ -218,7 +220,10 @@ class _Call:
 
 
 def pooled(moments: Sequence[Moments | None]) -> Moments | None:
-    """The moments of all values together, added in the given order; ``None`` if there are none."""
+    """The moments of all values together; ``None`` if there are none.
+
+    The same moments in the same order give the same bits.
+    """
     recorded = [moment for moment in moments if moment is not None]
     if not recorded:
         return None

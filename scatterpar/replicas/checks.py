@@ -95,7 +95,7 @@ def check_placement(
 
     Raises:
         RuntimeError: a lazy module that has not been initialised.
-        TypeError: a TorchScript module, or tensors that consist of other tensors.
+        TypeError: a TorchScript module, a quantised tensor, or one made of other tensors.
         ValueError: a parameter or buffer on another device.
     """
     expected = runtime.physical(device_ids[0])
@@ -137,7 +137,10 @@ def _no_script(where: str) -> TypeError:
 
 
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
-    """Refuse quantised tensors whose values copies would not contain."""
+    """Refuse tensors whose values a copy of their memory lacks.
+
+    These are quantised tensors, and tensors that are made of other tensors.
+    """
     kind = type(tensor)
     if tensor.is_quantized:
         raise TypeError(

@@ -39,7 +39,8 @@ class Compiler:
     ) -> Callable[..., Any] | None:
         """The compiled call of a replica; ``None`` if it runs uncompiled.
 
-        ``compile_fn`` compiles as the user compiled this module. ``is_root``: it is the model.
+        ``compile_fn`` compiles as the user compiled this module. ``is_root``: it is the model or
+        the criterion itself.
         """
         compiled = module._compiled_call_impl
         if compiled is not None:
@@ -57,8 +58,7 @@ class Compiler:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-        # A separate code object: the graphs of another engine do not fit, and would count to the
-        # limit.
+        # A code object per engine: graphs of another engine would count towards torch's limit.
         call.__code__ = self._code.setdefault(kind, call.__code__.replace())
         return call
 

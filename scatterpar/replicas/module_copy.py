@@ -56,7 +56,7 @@ class ModuleContents:
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.slotted: list[nn.Module] = []
         self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
-        # Cells of copied functions, with their contents. The copies do not notice other contents.
+        # The cells of copied functions. Copies have these contents; other contents need new copies.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self.warned: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
@@ -236,31 +236,39 @@ def _is_same(container: Any, saved: Any) -> bool:
 class ModuleCopy:
     """A copy of ``ModuleContents``, with other tensors.
 
-    Modules, containers, bound methods, partials, weak references and functions that close over any
-    of these are copied and refer to each other inside the copy. Everything else is shared with the
-    original. ``tensors`` maps the ``id`` of each original tensor to the copy's tensor.
+    Modules and containers are copied. So are tuples, bound methods, partials, weak references and
+    functions that refer to any of these. The copies refer to each other. Everything else is shared
+    with the original. ``tensors`` maps the ``id`` of each original tensor to the copy's tensor.
     """
 
     def __init__(
-        self, survey: ModuleContents, tensors: dict[int, Tensor], compiler: Compiler | None = None
+        self,
+        module_contents: ModuleContents,
+        tensors: dict[int, Tensor],
+        compiler: Compiler | None = None,
     ) -> None:
-        self._survey = survey
+        self._module_contents = module_contents
         self._compiler = compiler or Compiler()
         self._made: dict[int, Any] = dict(tensors)
-        self._inside = {*tensors, *survey.sparse, *survey.compiled, *map(id, survey.containers)}
-        self._inside.update(survey.modules)
+        self._inside = {
+            *tensors,
+            *module_contents.sparse,
+            *module_contents.compiled,
+            *map(id, module_contents.containers),
+        }
+        self._inside.update(module_contents.modules)
         self._keep_alive: list[Any] = []  # keeps objects alive, so that no id in _made is reused
         self.sparse: list[Tensor] = []
         self._rebinds: list[Callable[[], object]] = []  # of slots
-        for original, pieces in survey.sparse.values():
+        for original, pieces in module_contents.sparse.values():
             copied = sparse_like(original, [self._made.get(id(piece), piece) for piece in pieces])
             self._made[id(original)] = copied
             self.sparse.append(copied)
-        for module in survey.modules.values():
+        for module in module_contents.modules.values():
             self.copy_of(module)
         self.rebind()
-        self.containers = [self.copy_of(container) for container in survey.containers]
-        for original, attributes in survey.attributes:
+        self.containers = [self.copy_of(container) for container in module_contents.containers]
+        for original, attributes in module_contents.attributes:
             copied = vars(self.copy_of(original))
             for name, value in attributes.items():
                 copied[name] = (
@@ -274,10 +282,10 @@ class ModuleCopy:
             return value
         if id(value) in self._made:
             return self._made[id(value)]
-        if is_compiled_module(value) and id(value) in self._survey.compiled:
-            return self.copy_of(self._survey.compiled[id(value)][0])
+        if is_compiled_module(value) and id(value) in self._module_contents.compiled:
+            return self.copy_of(self._module_contents.compiled[id(value)][0])
         if isinstance(value, nn.Module):
-            return self._module(value) if id(value) in self._survey.modules else value
+            return self._module(value) if id(value) in self._module_contents.modules else value
         if type(value) in _CONTAINERS:
             return self._container(value)
         if isinstance(value, tuple):
@@ -318,15 +326,18 @@ class ModuleCopy:
         for slot, value in slots(module):
             self._keep_alive.append(value)
             self._rebinds.append(functools.partial(slot.__set__, replica, self.copy_of(value)))
-        _, compile_fn = self._survey.compiled.get(id(module), (None, None))
-        is_root = any(module is root for root in self._survey.roots)
+        _, compile_fn = self._module_contents.compiled.get(id(module), (None, None))
+        is_root = any(module is root for root in self._module_contents.roots)
         state["_compiled_call_impl"] = self._compiler.compiled_call(
             module, replica, is_root, compile_fn
         )
         return replica
 
     def _function(self, function: types.FunctionType) -> Any:
-        """A copy of a function that refers to replicated objects; it refers to their copies."""
+        """A copy of a function that refers to replicated objects, with references to their copies.
+
+        The function itself if it refers to none.
+        """
         of_file = function.__globals__
         for name in function.__code__.co_names:
             if name in of_file and self._refers(of_file[name]):
@@ -349,7 +360,7 @@ class ModuleCopy:
         for cell, new_cell in zip(cells, new, strict=True):
             if new_cell is not cell:
                 new_cell.cell_contents = self.copy_of(cell.cell_contents)
-                self._survey.cells[id(cell)] = cell, cell.cell_contents
+                self._module_contents.cells[id(cell)] = cell, cell.cell_contents
         return copied
 
     def _refers(self, value: Any, seen: set[int] | None = None) -> bool:
@@ -372,8 +383,8 @@ class ModuleCopy:
             f"writes or reads there is not the replica's; define it inside a function, so that "
             f"it closes over {name!r}, or bind {name!r} with functools.partial"
         )
-        if text not in self._survey.warned:
-            self._survey.warned.add(text)
+        if text not in self._module_contents.warned:
+            self._module_contents.warned.add(text)
             warn(text)
 
     def _container(self, value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Forward passes read the parameters that replicas share; one that writes them is refused by name.
+"""Refuse forward passes that write parameters that replicas share; the error names the parameter.
 
-Otherwise replicas in one memory would read half-written values, and the result of one device with
-the whole batch would be undefined.
+If a forward pass writes parameters, the result for the whole batch is not defined, and replicas in
+one memory may read half-written values.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class ParameterGuard:
             yield
         except BaseException as error:
             refusal = self._refusal(before, saved)
-            if type(error) is RuntimeError and refusal is not None:  # torch's, by the writing
+            # Torch raises a RuntimeError because of the write.
+            if type(error) is RuntimeError and refusal is not None:
                 raise refusal from error
             if refusal is not None:
                 with contextlib.suppress(Exception):

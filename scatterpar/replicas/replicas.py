@@ -132,17 +132,21 @@ class ReplicaSet:
             return self.contains(owner)
         held = ModuleContents((owner,))
         tensors = set(map(id, self.tensors))
-        return tensors >= held.tensors.keys() and self._survey.modules.keys() >= held.modules.keys()
+        return (
+            tensors >= held.tensors.keys()
+            and self._module_contents.modules.keys() >= held.modules.keys()
+        )
 
     def parameter_copies(self) -> ParameterCopies:
-        """The parameters that may be written, each with its copy on every device.
+        """The parameters that code outside may write, each with its copy on every device.
 
-        After writing call ``broadcast_updates``, or ``shared.invalidate`` if the write failed.
+        They are dense, and share their memory with no other. After writing call
+        ``broadcast_updates``, or ``guard.invalidate`` if the write failed.
         """
         starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
         return {
-            tensor: {device: copies[i] for device, copies in self.shared.memories.items()}
-            for i, tensor in enumerate(self.shared.originals)
+            tensor: {device: copies[i] for device, copies in self.guard.memories.items()}
+            for i, tensor in enumerate(self.guard.originals)
             if has_flat_view(tensor) and starts[tensor.data_ptr()] == 1
         }
 
@@ -155,12 +159,12 @@ class ReplicaSet:
 
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of the replicated modules."""
-        return id(module) in self._survey.modules
+        return id(module) in self._module_contents.modules
 
     @property
     def shared_objects(self) -> list[Any]:
         """The objects that modules hold and that replicas share, since they are not copied."""
-        return list(self._survey.objects.values())
+        return list(self._module_contents.objects.values())
 
     @property
     def flags(self) -> tuple[Any, ...]:
@@ -211,12 +215,12 @@ class ReplicaSet:
                 state.apply_changes(changed)
             self.warmed_up_kinds.clear()
             self.changes += 1
-        if self._trained_as is None or self._training() != self._trained_as:
-            self._train()
+        if self._known_grad_settings is None or self._grad_settings() != self._known_grad_settings:
+            self._set_requires_grad()
         return True
 
-    def _train(self) -> None:
-        """Let the tensors that require gradients be trained, in the dtypes of their sums."""
+    def _set_requires_grad(self) -> None:
+        """Set which tensors require grad, and the dtypes in which their gradients are added."""
         dtypes = [
             sum_dtype(t, self._accumulate_dtype)
             if t.requires_grad and not t.is_inference()
@@ -229,8 +233,8 @@ class ReplicaSet:
         self.warmed_up_kinds.clear()
         self.changes += 1
         for replica in self.replicas:
-            replica.train_like(dtypes)
-        self._trained_as = self._training()
+            replica.set_requires_grad(dtypes)
+        self._known_grad_settings = self._grad_settings()
 
     def _build(self) -> None:
         self._state = None
@@ -238,7 +242,7 @@ class ReplicaSet:
         module_contents = ModuleContents(self.roots, runtime.physical(self.device_ids[0]))
         modules = list(module_contents.modules.values())
         self.tensors = list(module_contents.tensors.values())
-        self._survey = module_contents
+        self._module_contents = module_contents
         self.registered = [buffers_of(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self.buffer_policy.pools_batch_norms else {}
         if not self._broadcast.is_of(self.tensors, self.device_ids):
@@ -248,8 +252,8 @@ class ReplicaSet:
             Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
         ]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
-        self.shared = ParameterGuard(self.roots, self._broadcast, copies)
-        self._train()
+        self.guard = ParameterGuard(self.roots, self._broadcast, copies)
+        self._set_requires_grad()
         sparse = [tensor for replica in self.replicas for tensor in replica.sparse]
         containers = [
             *module_contents.containers,
@@ -260,13 +264,13 @@ class ReplicaSet:
     def buffers_after(self) -> list[tuple[int, Buffers, str, Tensor | None]]:
         """The master's buffers after a step, with the values of replica 0; see ``values_after``.
 
-        Without running statistics that are updated once per step.
+        It leaves out running statistics that are updated once per step.
         """
         first = self.replicas[0]
         after = values_after(self.registered, first.registered, first.copy_of)
         return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
 
-    def _training(self) -> list[Any] | None:
+    def _grad_settings(self) -> list[Any] | None:
         """What determines which gradients there are, and their dtypes; ``None`` if unknown."""
         try:
             return [
@@ -288,7 +292,7 @@ def parameter_writes_refused(
     with contextlib.ExitStack() as stack:
         for each in replica_sets:
             mode = each.flags, again
-            stack.enter_context(each.shared.read_only(mode, each._refuse_created))
+            stack.enter_context(each.guard.read_only(mode, each._refuse_created))
         yield
 
 
@@ -319,12 +323,12 @@ class Replica(ModuleCopy):
         self,
         device: torch.device,
         sources: Sequence[Tensor],
-        survey: ModuleContents,
+        module_contents: ModuleContents,
         compiler: Compiler,
         batch_norms: Mapping[int, nn.Module],
     ) -> None:
         self.device = device
-        originals = list(survey.tensors.values())
+        originals = list(module_contents.tensors.values())
         private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
         private_tensors = empty_like_on([originals[i] for i in private], device, is_plain)
         # The storage of each tensor: that of the source, or private memory of this replica.
@@ -338,20 +342,25 @@ class Replica(ModuleCopy):
         ]
         self._states = [self.tensors[i] for i in private]
         self._copied = grouped(self._states, [sources[i] for i in private])
-        super().__init__(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
-        self.roots = tuple(map(self.copy_of, survey.roots))
-        self.registered = [buffers_of(self.copy_of(module)) for module in survey.modules.values()]
+        super().__init__(
+            module_contents, dict(zip(module_contents.tensors, self.tensors, strict=True)), compiler
+        )
+        self.roots = tuple(map(self.copy_of, module_contents.roots))
+        self.registered = [
+            buffers_of(self.copy_of(module)) for module in module_contents.modules.values()
+        ]
         self.seen = listening({m: self.copy_of(module) for m, module in batch_norms.items()})
         self.state = Snapshot(self.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
 
     def refresh(self) -> None:
-        """Undo what a forward pass rebound, and copy the sources' buffers; without grad mode.
+        """Undo what a forward pass rebound, and copy the sources' buffers.
 
-        A forward pass or the user may exchange the storage of a tensor (``p.data =``, ``p.set_``,
-        ``flatten_parameters``). Each tensor gets its canonical storage back. Afterwards a leaf
-        requires grad as the master's tensor does, whatever a forward pass has set.
+        Call it under ``torch.no_grad()``. A forward pass or the user may exchange the storage of a
+        tensor (``p.data =``, ``p.set_``, ``flatten_parameters``). Each tensor gets its canonical
+        storage back. Afterwards a leaf requires grad as the master's tensor does, whatever a
+        forward pass has set.
         """
         if not self.state.unchanged():
             self.state.restore()
@@ -361,7 +370,7 @@ class Replica(ModuleCopy):
                 if not tensor.is_set_to(storage):
                     tensor.data = storage
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
-            self.train_like(self._sum_dtypes)
+            self.set_requires_grad(self._sum_dtypes)
         copy_lists(self._copied)
         self.seen.update({m: [] for m in self.seen})
 
@@ -372,7 +381,7 @@ class Replica(ModuleCopy):
         The state is the registered buffers, the values of private tensors, and the statistics that
         batch normalisations have recorded.
         """
-        registered = [(one, dict(one.buffers), set(one.left_out)) for one in self.registered]
+        registered = [(one, dict(one.buffers), set(one.non_persistent)) for one in self.registered]
         seen = dict(self.seen)
         with torch.inference_mode(False), torch.no_grad():
             values = [state.clone() for state in self._states]
@@ -383,11 +392,11 @@ class Replica(ModuleCopy):
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
                 copy_each(self._states, values)
-            for one, buffers, left_out in registered:
+            for one, buffers, non_persistent in registered:
                 one.buffers.clear()
                 one.buffers.update(buffers)
-                one.left_out.clear()
-                one.left_out.update(left_out)
+                one.non_persistent.clear()
+                one.non_persistent.update(non_persistent)
             self.seen.update(seen)
 
     def is_as_refreshed(self) -> bool:
@@ -397,7 +406,7 @@ class Replica(ModuleCopy):
     def _is_canonical(self) -> bool:
         return all(map(Tensor.is_set_to, self.tensors, self._canonical))
 
-    def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
+    def set_requires_grad(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Set which tensors are trained, and the dtypes in which their gradients are added."""
         self._sum_dtypes = dtypes
         self._is_trained = [dtype is not None for dtype in dtypes]

@@ -86,7 +86,7 @@ class Attempt:
     def undo(self, error: BaseException | None = None) -> None:
         """Restore everything that was saved, and wait for pending copies.
 
-        If something cannot be restored, ``error`` gets a note and the rest is restored.
+        With ``error``, a failure becomes a note on it and the rest is restored.
         """
         restores: list[Callable[[], object]]
         restores = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
@@ -107,8 +107,8 @@ class Attempt:
     def isolated(self, task: _ReplicasTask) -> Iterator[None]:
         """In the body, the task's replicas start in the state of the last refresh.
 
-        Afterwards their present state, and that of their generators, is restored. Gradients are
-        left to the body.
+        Afterwards the replicas and their generators have the state from before the body. Gradients
+        are left to the body.
         """
         number = task.share.replica
         position = self.generators.get_state(number)

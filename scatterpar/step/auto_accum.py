@@ -1,4 +1,4 @@
-"""accum="auto": the fewest sub-steps that fit into memory, remembered from step to step."""
+"""accum="auto": the fewest sub-steps that fit into memory, from the number of the last step on."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class AutoAccum:
         compute: Callable[[Request, Plan], Outcome],
         release: Callable[[], None],
     ) -> Outcome:
-        """The outcome with the fewest sub-steps that fit.
+        """The outcome with ``accum`` sub-steps, or with the fewest more that fit into memory.
 
         First run the whole step with the number that fitted last. If memory runs out, double the
         number until a trial of two sub-steps fits, then bisect.
         """
         max_accum = -(-max(request.sizes) // replicas)  # with so many, a sub-step has one row
         start, retries = self.accum, 0
-        failed = start - 1  # the largest number that is known not to fit
-        fits = start  # the smallest number that a trial fitted with; 0 if none did
+        failed = start - 1  # no number up to this is tried
+        fits = start  # tried first, then the smallest that a trial fitted with; 0: none
         while True:
             is_whole = fits == failed + 1
             number = (failed + fits + 1) // 2 if fits else min(2 * failed, max_accum)
@@ -81,7 +81,9 @@ class AutoAccum:
                 if not is_out_of_memory(error):
                     if is_whole:
                         raise
-                    fits = number  # sub-steps are too small, as for batch normalisation
+                    # Not memory: the whole step will raise it, for example for one row in batch
+                    # normalisation.
+                    fits = number
                 else:
                     retries += 1
                     notes = "\n".join(getattr(error, "__notes__", ()))

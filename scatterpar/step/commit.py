@@ -24,10 +24,11 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
     With ``deferred``, the new gradients stay in a node of autograd behind the loss until its
-    backward pass runs. Otherwise they are assigned if no parameter has a gradient or a hook and all
-    of them fit. If not, a backward pass through such a node accumulates them at once. So hooks run
-    as under a plain ``backward()``: once, with the whole gradient. If a hook raises, the attempt
-    restores everything. The last writes allocate no memory and run no user code.
+    backward pass runs. Otherwise they are assigned if no parameter has a gradient or a hook, and
+    every gradient has the dtype and strides of its leaf. If not, a backward pass through such a
+    node accumulates them at once. So hooks run as under a plain ``backward()``: once, with the
+    whole gradient. If a hook raises, the attempt restores everything. The last writes allocate no
+    memory and run no user code.
 
     Returns the loss on the master, with a graph only if ``deferred``.
     """
@@ -36,10 +37,10 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     moments = [value for layer in outcome.layers for value in running(layer)]
     write_buffers = BufferWriter([*outcome.buffers, *moments])
     if deferred:
-        loss = _attach(outcome.returned, pairs, outcome.request.scale)
+        loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()
     else:
-        loss = outcome.returned()
+        loss = outcome.loss_tensor()
         _add(pairs, outcome.attempt)
     write_buffers()
     return loss
@@ -90,11 +91,11 @@ def _attach(
     leaves = [leaf for leaf, _ in pairs]
     gradients = [g if _is_of_its_own(g) else g.clone() for _, g in pairs]
     pairs.clear()
-    root: Tensor = _Hand.apply(make_root, gradients, scale, *leaves)  # type: ignore[no-untyped-call]
+    root: Tensor = _ReturnGradients.apply(make_root, gradients, scale, *leaves)  # type: ignore[no-untyped-call]
     return root
 
 
-class _Hand(torch.autograd.Function):
+class _ReturnGradients(torch.autograd.Function):
     """A node whose backward pass returns gradients that were computed before.
 
     For a leaf without a gradient, AccumulateGrad takes over the new gradient's memory only if
@@ -119,8 +120,9 @@ class _Hand(torch.autograd.Function):
             raise RuntimeError(_NO_GRAPH)
         if not ctx.gradients:
             raise RuntimeError(_TWICE)
-        # Autograd counts the references to a gradient. In a free-threaded interpreter its thread
-        # cannot drop those of the caller's thread. A new tensor with the same memory has none.
+        # Autograd takes over only the memory of a gradient without other references. In a
+        # free-threaded interpreter its thread cannot drop a reference of the caller's thread. A new
+        # tensor with the same memory has none.
         gradients = [g.detach() if g.layout == torch.strided else g for g in ctx.gradients]
         ctx.gradients.clear()
         if ctx.scale is not None and (by := to_numbers(factor) / ctx.scale) != 1:
@@ -135,7 +137,7 @@ _NO_GRAPH = (
 )
 _TWICE = (
     "a second backward pass through an engine's loss: the first one handed the gradients over, and "
-    "none are kept, with retain_graph=True neither; call engine.loss again, or add up all that "
+    "none are kept, even with retain_graph=True; call engine.loss again, or add up all that "
     "depends on this loss before one backward pass"
 )
 

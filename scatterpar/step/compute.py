@@ -9,6 +9,8 @@ finds everything compiled.
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -32,7 +34,7 @@ from scatterpar.step.criterion_closure import (
 )
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.loss_weights import LossWeights
-from scatterpar.step.markers import has_row_markers
+from scatterpar.step.markers import has_markers_with_rows
 from scatterpar.step.nested import join_rows, needs_layout
 from scatterpar.step.outcome import Computed
 from scatterpar.step.reduce import gather_to_master, reduce_buffers, reduce_moments
@@ -93,8 +95,8 @@ def compute(
 ) -> Computed:
     """Run every replica's sub-steps, each in its worker; the replicas then have the gradients.
 
-    State that user code may write meanwhile belongs to the step: ``.grad`` of the user's own
-    parameters until the end of this call, and statistics that a criterion updates until the commit.
+    User code may write state meanwhile. ``.grad`` of the user's own parameters is restored at the
+    end of this call. Statistics that a criterion updates are restored if the step fails.
     """
     request, replica_sets = attempt.request, replica_set.replica_sets
     held, generators = closure_contents(request.criterion)
@@ -124,7 +126,9 @@ def compute(
                 if graphs is not None and request.max_substeps is None and request.backward:
                     work.keywords["substeps"] = partial(graphs.of, attempt, replica_sets)
                 results = attempt.run(work, tasks)
-                loss, dtype = sum(result.loss for result in results), results[0].dtype
+                # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
+                loss = functools.reduce(operator.add, [result.loss for result in results])
+                dtype = results[0].dtype
                 pieces = returned = [result.outputs for result in results]
                 output_of = partial(_returned_output, keep=request.return_outputs)
             warn_of_moved_state()
@@ -135,8 +139,8 @@ def compute(
                 loss, dtype = train_whole(attempt, tasks, passes, replica_set, peers, layout)
         attempt.transfers.synchronize()
         outputs = _returned_outputs(attempt, tasks, returned, layout)
-        moved = {id(t) for t, value in before if not same_bits(t, value)}
-        return Computed(loss, dtype, outputs, stash.gradients(), moved)
+        written_buffers = {id(t) for t, value in before if not same_bits(t, value)}
+        return Computed(loss, dtype, outputs, stash.gradients(), written_buffers)
 
 
 def _layout(
@@ -198,7 +202,7 @@ def infer(attempt: Attempt, replica_set: ReplicaSet, module: nn.Module, checks: 
         request.dim,
         weights=plan.substep_rows,
         rows=plan.substep_rows,
-        lists=has_row_markers(request.batch),
+        lists=has_markers_with_rows(request.batch),
         layout=layout,
         order=plan.order,
     )
@@ -256,7 +260,7 @@ def warm_up(
     for task in tasks:
         new.append({})
         for number in range(len(task.share.micro_batches)):
-            key = _compile_key(task.loader.collated_rows(number))
+            key = _compile_key(task.loader.rows_at_source(number))
             kind = task.share.replica, compute_rows, model.flags, modes, key
             if kind not in model.warmed_up_kinds:
                 new[-1].setdefault(kind, number)
@@ -267,7 +271,7 @@ def warm_up(
 
     def one_at_a_time(task: ReplicaTask, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
-        for earlier in done[:replica]:  # but an earlier one may wait for this replica
+        for earlier in done[:replica]:  # in order, unless an earlier one waits for this replica
             while not earlier.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
                 pass
         try:

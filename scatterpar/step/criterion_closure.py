@@ -176,7 +176,10 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
 
 
 def ignored_values(function: Any) -> list[int]:
-    """The first integers that ``function`` refers to: it may ignore labels with these values."""
+    """-100 and the first integers that ``function`` refers to.
+
+    It may ignore labels with these values.
+    """
     found: list[Any] = [-100]
     for value in (function, *_captured(function).values()):
         modules = value.modules() if isinstance(value, nn.Module) else [value]

@@ -7,9 +7,9 @@
 
 Python runs only while a sub-step is captured, so a launch costs the same whatever the size of the
 model. A graph belongs to one replica and one shape of micro-batch. It is valid as long as module,
-criterion and autocast do not change and parameters keep their memory. A sub-step that cannot be
-captured runs without graphs, and a warning says so once. On the CPU nothing is captured: the same
-code is called again, on the same tensors.
+criterion and autocast do not change and parameters keep their memory. If a sub-step cannot be
+captured, its replica runs without graphs from then on, and one warning says so. On the CPU nothing
+is captured: the same code is called again, on the same tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import is_out_of_memory
-from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import EagerSubsteps, ReplicaTask, detached_output, forward
 from scatterpar.threads.caller_context import autocast_types
@@ -147,15 +146,16 @@ class GraphedSubsteps(EagerSubsteps):
     ) -> None:
         super().__init__(task, request)
         self._captured_graphs, self._attempt = replica_graphs, attempt
-        self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
+        # The static gradients that this step adds to, by leaf.
+        self._in_place: dict[int, Tensor] = {}
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and the part of its output to return; adds gradients."""
         task, replica_graphs = self._task, self._captured_graphs
-        source = task.loader.collated_rows(number)
+        source = task.loader.rows_at_source(number)
         key = _shape_of(source) if weight else None
         graph = replica_graphs.graphs.get(key)
-        if graph is not None:  # rows are copied while the graph reads the previous ones
+        if graph is not None:  # the next rows arrive while the graph reads these
             if task.loader.is_local:
                 task.loader.on_load(number)  # views of the rows are enough: nothing is loaded
             rows_now = source if task.loader.is_local else task.rows_of(number)
@@ -163,7 +163,7 @@ class GraphedSubsteps(EagerSubsteps):
         elif key is not None and replica_graphs.may_capture():
             rows = task.rows_of(number)
             try:
-                graph = self._captured(unwrap_markers(rows, copy=True), number)
+                graph = self._capture(nested.map_tensors(Tensor.clone, rows), number)
                 replica_graphs.graphs[key] = graph
             except _Refused as error:
                 replica_graphs.refuse(str(error))
@@ -175,7 +175,7 @@ class GraphedSubsteps(EagerSubsteps):
             graph.replay(task, bool(self._keep), number)
         output = None
         if self._keep:
-            output = detached_output(unwrap_markers(graph.output, copy=True), self._keep)
+            output = detached_output(nested.map_tensors(Tensor.clone, graph.output), self._keep)
         return graph.loss.clone(), output
 
     def finish(self) -> None:
@@ -197,7 +197,7 @@ class GraphedSubsteps(EagerSubsteps):
                 write(gradient, earlier)
             leaves[i].grad = self._in_place[i] = gradient
 
-    def _captured(self, rows: Any, number: int) -> _Graph:
+    def _capture(self, rows: Any, number: int) -> _Graph:
         """Capture a graph for micro-batches like ``rows``, which it keeps; restore all state.
 
         Raises:
@@ -209,10 +209,10 @@ class GraphedSubsteps(EagerSubsteps):
             span = self._task.span("capture", number)
             with span, recorder.session(), self._attempt.isolated(task):
                 with recorder.warming_up():
-                    graph = self._warmed_up(task, rows)
+                    graph = self._warm_up(task, rows)
                 for i, gradient in graph.gradients.items():
                     task.leaves[i].grad = gradient
-                graph.replay = self._recorded(task, graph)
+                graph.replay = self._record(task, graph)
         except Exception as error:
             if is_out_of_memory(error):
                 self._captured_graphs.forget()  # frees the memory of the graphs
@@ -222,7 +222,7 @@ class GraphedSubsteps(EagerSubsteps):
                 leaf.grad = earlier
         return graph
 
-    def _recorded(self, task: ReplicaTask, graph: _Graph) -> Callable[..., None]:
+    def _record(self, task: ReplicaTask, graph: _Graph) -> Callable[..., None]:
         try:
             return self._captured_graphs.recorder.record(graph.compute, task, bool(self._keep))
         except Exception as error:
@@ -235,7 +235,7 @@ class GraphedSubsteps(EagerSubsteps):
                 f"({type(error).__name__}: {lines[0]})"
             ) from error
 
-    def _warmed_up(self, task: ReplicaTask, rows: Any) -> _Graph:
+    def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
         """Run sub-steps that allocate the static tensors and choose kernels; return the tensors.
 
         Raises:
@@ -251,7 +251,7 @@ class GraphedSubsteps(EagerSubsteps):
         substeps = EagerSubsteps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
         for _ in range(_WARM_UPS):
-            loss, _ = substeps.run(0, 1.0, unwrap_markers(rows, copy=True))
+            loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))
             state = self._attempt.generators.get_state(number).get(torch.device("cpu"))
             host_states.append((random.getstate(), None if state is None else to_numbers(state)))
         if stash.has_external_gradients(number):

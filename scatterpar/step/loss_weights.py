@@ -57,7 +57,7 @@ def term_counts(
     if request.count is not None:
         return _read([request.count(*piece) for piece in pieces])
     rows_of_each = [float(stop - start) for start, stop in spans]
-    if not averages_classes(request.criterion):
+    if not is_cross_entropy(request.criterion):
         return rows_of_each
     labels = [targets for _, targets in request.batches] or [request.targets]
     if not all(isinstance(targets, Tensor) for targets in labels):
@@ -99,10 +99,10 @@ def _as_number(count: Any) -> float:
 def has_known_term_count(request: Request) -> bool:
     """Whether the weights are right without a check: the criterion is torch's own cross entropy.
 
-    It must have its own reduction, no ``count=``, and no hooks or overridden methods.
+    It is called with its own reduction, without ``count=``, hooks and overridden methods.
     """
     criterion = request.criterion
-    if request.count is not None or not averages_classes(criterion):
+    if request.count is not None or not is_cross_entropy(criterion):
         return False
     if request.reduction != (option_of(criterion, "reduction", None) or "mean"):
         return False
@@ -114,8 +114,11 @@ def has_known_term_count(request: Request) -> bool:
     return plain and not hooked and type(loss).__call__ is nn.Module.__call__
 
 
-def averages_classes(criterion: Any) -> bool:
-    """Whether ``criterion`` is a loss of torch that can ignore targets or weight classes."""
+def is_cross_entropy(criterion: Any) -> bool:
+    """Whether ``criterion`` is torch's cross entropy or negative log likelihood.
+
+    It may be a module, a function or a partial.
+    """
     function = criterion.func if isinstance(criterion, partial) else criterion
     loss, _ = unwrapped(module_of(function))
     of_torch = (F.cross_entropy, F.nll_loss)
@@ -125,7 +128,8 @@ def averages_classes(criterion: Any) -> bool:
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     """The number of terms of torch's mean cross entropy in each entry along ``dim``.
 
-    Computed on the device of the targets, and not in float64, which some accelerators lack.
+    Computed where the targets are; for class probabilities on the host. The dtype is float64 only
+    if that of the class weights is, because some accelerators lack it.
     """
     if not isinstance(targets, Tensor):
         raise TypeError(

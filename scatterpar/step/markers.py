@@ -1,4 +1,4 @@
-"""The rows of a batch, their number, and markers for values whose rows tensors cannot show."""
+"""Count, slice and select the rows of a batch; mark values whose rows are not slices of tensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from scatterpar.step import nested
 class Marker:
     """A wrapper around one value of a batch. The base class is for a value without rows.
 
-    All other code calls these methods, so another kind of marker is another subclass. It is not a
-    dataclass, because ``nested`` would descend into its fields.
+    A new kind of marker is a subclass: other code only calls these methods. It is not a dataclass,
+    because ``nested`` would descend into its fields.
     """
 
     contents: Any  # the marked value, nested at will, without other markers in it
-    collate: Callable[[Any], Any] | None = None  # the module or criterion gets its result
+    collate: Callable[[Any], Any] | None = None  # its result is what module or criterion get
 
     def map(self, function: Callable[[Any], Any]) -> Self:
-        """The same marker with the result of ``function`` for its contents, such as a copy."""
+        """A copy of the marker whose contents are ``function(contents)``; the rest is shared."""
         marker = copying.copy(self)
         marker.contents = function(self.contents)
         return marker
@@ -38,7 +38,10 @@ class Marker:
         return None
 
     def select(self, rows: Sequence[int]) -> Self:
-        """The marker with these rows only, in this order."""
+        """A marker with these rows, in this order.
+
+        For a ``range``, tensors should be views: shares and micro-batches are selected so.
+        """
         return self
 
     def join(self, others: Sequence[Self]) -> Self:
@@ -104,9 +107,10 @@ class Rows(Marker):
     Args:
         entries: a list, tuple or other sequence; tensors in an entry may be of any shape.
         collate: ``collate(entries)`` returns the input of the module or criterion for the entries
-            of a micro-batch, so each micro-batch is padded separately. It runs on the replica's
-            device and in its thread; if labels are counted, also in the caller's thread. Without
-            it, the module or criterion gets the list of entries.
+            of a micro-batch, so each micro-batch is padded separately. It runs in the replica's
+            thread, on the replica's device. It also runs when terms are counted, losses are
+            checked, or sub-steps are compiled or captured. So it must be cheap and have no side
+            effects. Without it, the module or criterion gets the list of entries.
 
     Raises:
         TypeError: ``entries`` is no sequence, or ``collate`` cannot be called.
@@ -232,8 +236,11 @@ def has_markers(value: Any) -> bool:
     return any(isinstance(leaf, Marker) for leaf in nested.leaves(value))
 
 
-def has_row_markers(value: Any) -> bool:
-    """Whether rows of ``value`` are entries of a list."""
+def has_markers_with_rows(value: Any) -> bool:
+    """Whether ``value`` has a marker with rows.
+
+    Lists with one entry per row in the output are then joined.
+    """
     leaves = nested.leaves(value)
     return any(isinstance(leaf, Marker) and leaf.num_rows is not None for leaf in leaves)
 
@@ -249,9 +256,10 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 def slice_rows(
     value: Any, start: int, stop: int, dim: int, function: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Rows ``start:stop`` of every leaf of ``value``, each passed to ``function``.
+    """``value`` with rows ``start:stop`` of every tensor and marker.
 
-    Tensors become views. 0-dim tensors are copied, so that no two callers share one. Markers stay.
+    ``function``, if given, is applied to each resulting leaf. Tensors become views. 0-dim tensors
+    are copied, so that no two callers share one. A marker becomes a marker with these rows.
     """
 
     def sliced(leaf: Any) -> Any:
@@ -265,7 +273,10 @@ def slice_rows(
 
 
 def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """``value`` with copies of these rows of every tensor, in this order. Markers stay."""
+    """``value`` with copies of these rows of every tensor, in this order.
+
+    A marker becomes a marker with these rows.
+    """
 
     def select(leaf: Any) -> Any:
         if isinstance(leaf, Marker):
@@ -289,25 +300,26 @@ def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
     return leaf.unwrap(copy=copy) if isinstance(leaf, Marker) else leaf
 
 
-_MARK = (
+_HOW_TO_MARK = (
     "mark what has no rows as Replicated(value), and a list with one entry per row as Rows(entries)"
 )
 
 
 def count_rows(
-    batch: Mapping[str, Any], dim: int, *, data: bool = True, known: int | None = None
+    batch: Mapping[str, Any], dim: int, *, refuse_grad: bool = True, known: int | None = None
 ) -> int:
-    """The size along ``dim`` on which all tensors of the batch agree. 0-dim tensors are ignored.
+    """The number of rows of the batch.
 
-    ``Rows`` count their entries, and ``Replicated`` values have no rows. If nothing has rows, the
-    result is ``known``. The keys of ``batch`` are names for errors. With ``data``, no tensor may
+    This is the size of its tensors along ``dim`` and the ``num_rows`` of its markers, which must
+    agree. 0-dim tensors and values without rows are ignored. If nothing has rows, the result is
+    ``known``. The keys of ``batch`` are names for errors. With ``refuse_grad``, no tensor may
     require grad.
     """
     names_by_size: dict[int, str] = {}
     for name, part in batch.items():
         for leaf in nested.leaves(part):
-            if data:
-                _require_data(name, leaf)
+            if refuse_grad:
+                _refuse_grad(name, leaf)
             size = _size(name, leaf, dim)
             if size is not None and size not in names_by_size:
                 names_by_size[size] = f"{name} with {size} ({_shown(leaf)})"
@@ -320,11 +332,13 @@ def count_rows(
             + "; a list with one entry per row is passed as Rows(entries)"
         )
     for name, part in batch.items():
-        _refuse_split_in_silence(name, part, dim, names_by_size)
+        _refuse_ambiguous(name, part, dim, names_by_size)
     if len(names_by_size) > 1:
         shown = [*names_by_size.values()]
         sizes = ", ".join(shown[:3]) + f" and {len(shown) - 3} more" * (len(shown) > 3)
-        raise ValueError(f"the batch disagrees in its rows along dim={dim}: {sizes}; {_MARK}")
+        raise ValueError(
+            f"the batch disagrees in its rows along dim={dim}: {sizes}; {_HOW_TO_MARK}"
+        )
     (rows,) = names_by_size
     if rows == 0:
         raise ValueError(f"the batch is empty: {names_by_size[rows]} along dim={dim}")
@@ -381,7 +395,7 @@ def _shown(leaf: Any) -> str:
     return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def _require_data(name: str, leaf: Any) -> None:
+def _refuse_grad(name: str, leaf: Any) -> None:
     for tensor in [leaf] if isinstance(leaf, Tensor) else all_tensors(leaf):
         if tensor.requires_grad:
             raise ValueError(
@@ -390,7 +404,7 @@ def _require_data(name: str, leaf: Any) -> None:
             )
 
 
-def _refuse_split_in_silence(name: str, value: Any, dim: int, sizes: Container[int]) -> None:
+def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) -> None:
     """Refuse values that would silently be split along something other than rows, or not at all.
 
     A packed sequence would be split inside its tensors, a list of ``[3, H, W]`` images along the
@@ -419,7 +433,7 @@ def _refuse_split_in_silence(name: str, value: Any, dim: int, sizes: Container[i
     items = value.values() if isinstance(value, Mapping) else value
     if not isinstance(value, Tensor) and isinstance(value, (list, tuple, Mapping)):
         for item in items:
-            _refuse_split_in_silence(name, item, dim, sizes)
+            _refuse_ambiguous(name, item, dim, sizes)
 
 
 def _is_image(entry: Any) -> bool:

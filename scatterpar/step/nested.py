@@ -1,7 +1,8 @@
 """Nested values: tensors inside tuples, lists, mappings, dataclasses and caches, at any depth.
 
-Functions to traverse, merge and join them. Methods of a user's tensor subclass are never called
-inside a generator: a ``StopIteration`` that they raise would become another error.
+Functions to traverse, merge and join them. Methods of a user's tensor subclass are not called
+inside a generator, except to compare bits: a ``StopIteration`` that they raise would become another
+error.
 """
 
 from __future__ import annotations
@@ -151,17 +152,18 @@ def join_rows(
     layout: Any = None,
     order: Sequence[int] = (),
 ) -> Any:
-    """One value from the pieces of consecutive rows, which have the same nested types.
+    """Join pieces, each of consecutive rows, into one value. All have the same nested types.
 
     Tensors are concatenated along ``dim``. 0-dim tensors are averaged with ``weights``, one per
     piece; pieces with weight zero are ignored. Any other leaf is returned once if all pieces have
     the same, and otherwise becomes a list with one entry per piece. With ``lists``, lists that have
-    one entry per row are concatenated. With ``strict``, anything but rows is refused.
+    one entry per row are concatenated. With ``strict``, tensors with several entries per row are
+    refused.
 
-    ``rows`` has the number of rows of each piece. A tensor then has that size along ``dim``, or a
-    multiple of it. A tensor with another size and the same bits in all pieces, such as a codebook,
-    is returned once. ``layout``, nested like a piece, has the measured numbers of entries per row,
-    0 for a codebook.
+    ``rows`` has the number of rows of each piece. A tensor then has that size along ``dim`` or,
+    along dim 0, a multiple of it. A tensor with another size and the same bits in all pieces, such
+    as a codebook, is returned once. ``layout``, nested like a piece, has the measured numbers of
+    entries per row, 0 for a codebook.
 
     If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by piece, and
     the result has the rows in ascending order. A single piece is already in that order.
@@ -181,14 +183,16 @@ def join_rows(
         if not (lists and rows and _are_entries(values, rows)):
             return False
         pairs = [(t, n) for value, n in zip(values, rows, strict=True) for t in tensors(value)]
-        return not pairs or any(t.shape[dim:][:1] != (n,) for t, n in pairs)
+        sizes = [(t.shape[dim:][:1], (n,)) for t, n in pairs]
+        return not pairs or any(size != expected for size, expected in sizes)
 
     def one(leaves: list[Any]) -> Any:
         leaves, measured = leaves[: len(pieces)], leaves[len(pieces) :]
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(
-                "outputs that are PackedSequences cannot be joined, since entries of all rows lie "
-                "among each other; return what pad_packed_sequence(output, batch_first=True) gives"
+                "outputs that are PackedSequences cannot be joined, because a PackedSequence "
+                "interleaves the entries of its rows; return what "
+                "pad_packed_sequence(output, batch_first=True) gives"
             )
         if are_entries(leaves):
             return _entries(leaves, order)
@@ -196,7 +200,7 @@ def join_rows(
             return leaves[0] if _all_same(leaves) else leaves
         if not leaves[0].ndim:
             return _average(leaves, weights)
-        has_rows = rows is None or _have(rows, leaves, dim, strict, *measured)
+        has_rows = rows is None or _have_rows(rows, leaves, dim, strict, *measured)
         if not has_rows:
             return leaves[0]
         joined = torch.cat(leaves, dim)
@@ -207,7 +211,7 @@ def join_rows(
 
 
 def needs_layout(pieces: Sequence[Any], dim: int, rows: Sequence[int]) -> bool:
-    """Whether sizes do not show if a tensor has several entries per row, or no rows."""
+    """Whether sizes leave open how many entries a row has."""
     sizes = [t.size(dim) for t in tensors(pieces[0]) if -t.ndim <= dim < t.ndim]
     return len(pieces) > 1 and any(n > rows[0] and n % rows[0] == 0 for n in sizes)
 
@@ -230,7 +234,7 @@ def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
     return all(isinstance(v, list) and len(v) == n for v, n in zip(values, rows, strict=True))
 
 
-def _have(
+def _have_rows(
     rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool, measured: Any = None
 ) -> bool:
     """Whether the tensors have rows. ``False`` for one value that all pieces share.
@@ -246,7 +250,7 @@ def _have(
     flattened = flattened and measured != 0
     others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
     if not (entries == {1} or (flattened and entries != {0})) or len(others) > 1:
-        shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        shapes = " and ".join([str(tuple(leaf.shape)) for leaf in leaves])
         raise ValueError(
             f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
             f"rows, cannot be joined along dim={dim}; {_KEEP if strict else _ALONE}"

@@ -29,14 +29,15 @@ class Computed(NamedTuple):
     dtype: torch.dtype  # of the losses
     outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
     external_gradients: list[Gradient]  # of the user's own leaves, which no replica has copied
-    moved: set[int]  # ids of the user's buffers that the criterion has written
+    written_buffers: set[int]  # ids of the user's buffers that the criterion has written
 
 
 @dataclass(frozen=True)
 class Spread:
     """How much the replicas' gradients differ."""
 
-    squares: float = 0.0  # the sum of terms times the squared norm of their mean; NaN: unknown
+    # The sum over replicas: number of terms x squared norm of their mean gradient; NaN: unknown.
+    squares: float = 0.0
     replicas: float = 0  # the number of replicas that had terms
     terms: float = 0  # the number of all terms; of rows, if the loss is a sum
     rows: float = 0  # the number of rows in the batch
@@ -79,14 +80,18 @@ class Outcome:
         noise = variance * spread.rows / spread.terms
         return GradientNoise(square - variance / spread.terms, noise)
 
-    def returned(self) -> Tensor:
-        """The loss as a tensor on the master: filled, because the host would wait for a copy."""
+    def loss_tensor(self) -> Tensor:
+        """The loss as a tensor on the master.
+
+        Warns, or with ``check_finite`` raises, if no label counts.
+        """
         if not self.terms and has_known_term_count(self.request):
             text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
             if self.request.check_finite:
                 raise FloatingPointError(f"{text}; nothing was changed")
             warn(f"{text}; here the loss is 0, and nothing is added to gradients")
         device = physical(self.attempt.plan.shares[0].device)
+        # Not copied from the host, which would wait.
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:

@@ -6,9 +6,9 @@
     0 <-+   2 <-+   4        second round: 0 += 2
     0 <-----+       4        third round:  0 += 4
 
-Only the number of replicas that have rows determines the pairs, and so each bit of the sum. If both
-replicas of a pair share a memory, nothing is copied. Otherwise the gradients of the second replica
-are copied to the device of the first; with ``in_place``, dense ones of equal layout in chunks.
+The pairs depend only on the number of replicas that have rows. If both replicas of a pair share a
+memory, nothing is copied. Otherwise the gradients of the second replica are copied to the device of
+the first. If they are added in place, dense ones of equal layout are copied in chunks.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ def reduce(
     replica_sets: Sequence[ReplicaSet],
     computed: Computed,
     weights: LossWeights,
-    measures_noise: bool,
+    measure_noise: bool,
 ) -> Outcome:
     """Returns the results of the step, in the master's memory."""
     request, transfers, external = attempt.request, attempt.transfers, computed.external_gradients
     shares, spread = attempt.plan.shares, Spread()
-    if measures_noise and not request.whole_batch:
+    if measure_noise and not request.whole_batch:
         spread = measure(attempt, replica_sets, weights, external)
     buffers = reduce_buffers(replica_sets, shares, transfers)
-    buffers = [one for one in buffers if id(one[0].get(one[1])) not in computed.moved]
+    # Buffers that the criterion has written keep its values.
+    written = computed.written_buffers
+    buffers = [one for one in buffers if id(one[0].get(one[1])) not in written]
     gradients: list[Gradient] = []
     if request.backward:
         gradients = reduce_gradients(replica_sets, len(shares), transfers, external)
@@ -77,12 +79,12 @@ def reduce_gradients(
     transfers: Transfers,
     external: Sequence[Gradient],
 ) -> list[Gradient]:
-    """Every trained leaf of the user's, with the sum of its gradients in the master's memory.
+    """The user's trained leaves, each with the sum of its gradients, in the master's memory.
 
-    ``None`` if no replica used the leaf; if only some did, zero counts for the others. The first
-    ``active`` replicas had rows. ``external`` has gradients that reached the user's own leaves
-    directly. Raises ``ValueError`` if a gradient arrived at a tensor that the module holds and made
-    of parameters.
+    The gradient is ``None`` if no replica used the leaf. A replica that did not use it adds
+    nothing. The first ``active`` replicas had rows. ``external`` has gradients that reached the
+    user's own leaves directly. Raises ``ValueError`` if a gradient arrived at a tensor that the
+    module holds and that was computed from parameters.
     """
     gradients: list[Gradient] = []
     for each in replica_sets:
@@ -157,9 +159,9 @@ def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
 
 
 def gradient_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
-    """Yield (target, source) for the copies of gradients between the devices of replicas."""
+    """Yield (source, target) for copies of gradients."""
     for target, source in sum_pairs(len(device_ids)):
-        yield device_ids[target], device_ids[source]
+        yield device_ids[source], device_ids[target]
 
 
 def sum_in_order(
@@ -169,10 +171,10 @@ def sum_in_order(
     *,
     in_place: bool,
 ) -> dict[int, Tensor]:
-    """For each index of a parameter: the sum of its gradients over replicas, on ``devices[0]``.
+    """For each index of a tensor: the sum of its gradients, on ``devices[0]``.
 
-    With ``in_place``, the given tensors are overwritten with partial sums. Otherwise they are not
-    written, and autograd records the sum.
+    With ``in_place``, dense gradients are overwritten with partial sums. Otherwise no given tensor
+    is written, and autograd records the sum.
     """
     sums = [dict(each) for each in gradients]
     for target, source in sum_pairs(len(sums)):
@@ -193,15 +195,16 @@ def _add_received(
     device: torch.device,
     transfers: Transfers,
 ) -> None:
-    """Add the gradients of another device in place.
+    """Add gradients from another device.
 
-    Dense gradients of equal layout need memory for one chunk; the others are copied first.
+    If dtype, shape and strides are equal, ``device`` needs memory for one chunk. Other gradients
+    are copied whole first.
     """
     flats = {i: flat_view(t) for i, t in gradients.items() if i in total}
     alike = {
         i: flat
         for i, flat in flats.items()
-        if flat is not None and _layout(total[i]) == _layout(gradients[i])
+        if flat is not None and _memory_format_key(total[i]) == _memory_format_key(gradients[i])
     }
     sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
     for message, parts in iter_received(alike, device, transfers, "reduce"):
@@ -211,7 +214,7 @@ def _add_received(
     _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_format_key(tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for two tensors whose elements have the same order in memory."""
     if tensor.layout != torch.strided:
         return (tensor.layout,)
@@ -268,18 +271,18 @@ def gather_to_master(
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:
-    """Add ``gradients`` to ``total``; a position that ``total`` lacks takes the gradient itself."""
-    both = []
+    """Add ``gradients`` to ``total``. An index that ``total`` lacks gets the gradient itself."""
+    shared = []
     for i, gradient in gradients.items():
         if i not in total:
             total[i] = gradient
         elif total[i].layout == gradient.layout == torch.strided:
-            both.append(i)
+            shared.append(i)
         else:
             total[i] = plus(total[i], gradient)
-    if both and in_place:
-        for pairs in grouped([total[i] for i in both], [gradients[i] for i in both]):
+    if shared and in_place:
+        for pairs in grouped([total[i] for i in shared], [gradients[i] for i in shared]):
             torch._foreach_add_(*pairs)
-    elif both:
-        sums = torch._foreach_add([total[i] for i in both], [gradients[i] for i in both])
-        total.update(zip(both, sums, strict=True))
+    elif shared:
+        sums = torch._foreach_add([total[i] for i in shared], [gradients[i] for i in shared])
+        total.update(zip(shared, sums, strict=True))

@@ -69,7 +69,7 @@ class Request:
 
     @property
     def batch(self) -> list[tuple[int, Any]]:
-        """The data to scatter: for each batch its first row, and its inputs and targets.
+        """The data to scatter: for each batch the number of its first row, its inputs and targets.
 
         With ``whole_batch`` the targets are ``None``: only the master needs them.
         """
@@ -111,7 +111,10 @@ class Request:
         return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
 
     def as_trial(self) -> Self:
-        """The request as a trial of two sub-steps per replica, with the memory of a whole step."""
+        """The request as a trial of two sub-steps per replica.
+
+        It has the peak memory of a whole step, except for returned outputs.
+        """
         return replace(self, return_outputs=False, verify=False, retain_rows=False, max_substeps=2)
 
     def checked(self, device: torch.device) -> Self:

@@ -29,21 +29,21 @@ from scatterpar.step.markers import (
     unwrap_markers,
 )
 
-Batch = Sequence[tuple[int, Any]]  # per batch: its first row, and its (inputs, targets)
+BatchList = Sequence[tuple[int, Any]]  # per batch: its first row, and its (inputs, targets)
 
 _COPIED = partial(unwrap_marker, copy=True)
 _SMALL = 2**16  # bytes; for larger tensors a separate copy costs less than packing
 
 
-def micro_batches(batch: Batch, plan: Plan, dim: int) -> Iterator[Any]:
+def micro_batches(batch: BatchList, plan: Plan, dim: int) -> Iterator[Any]:
     """Every micro-batch, share by share in order; tensors are views if possible."""
     for share in plan.shares:
         loader = ShareLoader(batch, share, dim)
         for number in range(len(share.micro_batches)):
-            yield loader.collated_rows(number)
+            yield loader.rows_at_source(number)
 
 
-def scatter(batch: Batch, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:
+def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:
     """A loader per share, which has not copied any row yet.
 
     Values without rows are copied already.
@@ -63,7 +63,10 @@ def scatter(batch: Batch, plan: Plan, dim: int, transfers: Transfers) -> list[Sh
 
 
 def row_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
-    """Yield (source, target) for copies of rows that are on the master; outputs return to it."""
+    """Yield (source, target) for copies of rows that are on the master.
+
+    Outputs return the other way.
+    """
     for device in device_ids:
         yield device_ids[0], device
 
@@ -72,15 +75,15 @@ class ShareLoader:
     """The rows of one share, copied to its device when they are requested.
 
     Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
-    boundary. With ``copies``, ``load`` copies the rows once more on the device, because they may
-    share memory: rows that were on the device before, in markers, or packed with others for the
+    boundary. With ``copies``, ``load`` copies the rows once more on the device. This is needed if
+    rows may share memory: they were on the device before, are in markers, or were packed into one
     transfer. Without ``ahead`` all rows are on the device. ``on_load`` is called by each ``load``,
     and by graphs that read the rows without it.
     """
 
     def __init__(
         self,
-        batch: Batch,
+        batch: BatchList,
         share: Share,
         dim: int,
         ahead: Prefetcher | None = None,
@@ -96,12 +99,15 @@ class ShareLoader:
         """Whether the caller's rows are already in the share's memory."""
         return self._ahead is None
 
-    def collated_rows(self, number: int) -> Any:
-        """The rows of one micro-batch, without markers; views if possible."""
-        return self._walk(number, partial(unwrap_marker, copy=False))
+    def rows_at_source(self, number: int) -> Any:
+        """The rows of one micro-batch as module and criterion get them, but not copied.
 
-    def _walk(self, number: int, function: Callable[[Any], Any]) -> Any:
-        """The rows of one micro-batch, with ``function`` applied to each leaf."""
+        Runs ``collate``. Tensors are views if possible.
+        """
+        return self._sliced(number, partial(unwrap_marker, copy=False))
+
+    def _sliced(self, number: int, function: Callable[[Any], Any]) -> Any:
+        """Slice the rows of one micro-batch, and apply ``function`` to each leaf."""
         start, stop = self._share.micro_batches[number]
         which = -1
         while self._batch[which][0] > start:
@@ -117,11 +123,11 @@ class ShareLoader:
         """
         self.on_load(number)
         if self._ahead is None:
-            return self._walk(number, _COPIED)
+            return self._sliced(number, _COPIED)
         for coming in (number, number + 1):
             if coming not in self._arrived and coming < len(self._share.micro_batches):
                 move = partial(move_rows, self._ahead, self._share.device)
-                self._arrived[coming] = self._walk(coming, move)
+                self._arrived[coming] = self._sliced(coming, move)
                 self._ahead.issue(coming)
             if coming == number:
                 self._ahead.wait_on_stream(number)

@@ -1,4 +1,4 @@
-"""The user's ``.grad`` and hooks during a step, and the locks of its criteria and launches."""
+"""The user's ``.grad`` and hooks in a step; the locks for criteria and for launching kernels."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Stash:
     def stash_reachable(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash the leaves that a backward pass from ``loss`` reaches without passing ``nodes``.
 
-        Their gradients are stored per replica until ``gradients``: otherwise the order of arrival
-        would determine the rounding of the sum.
+        Leaves of replicas are left alone. Gradients of the others are stored per replica until
+        ``gradients``: otherwise the order of arrival would determine the rounding of the sum.
         """
         replica_leaves = self._of_replicas
         edges = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in replica_leaves]
@@ -122,7 +122,8 @@ class Stash:
     def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
         """The gradients that reached the user's own leaves directly, not through a replica's copy.
 
-        They are summed in replica order.
+        What is already in ``.grad`` comes first, then the replicas' gradients in the order of their
+        numbers.
         """
         for key, sums in self._sums.items():
             leaf, _ = self._saved[key]

@@ -176,7 +176,7 @@ def make_tasks(
     stash: Stash | None = None,
     clock: Clock = SILENT,
 ) -> list[ReplicaTask]:
-    """The task of each replica. If there are fewer rows than replicas, the last ones have none."""
+    """The task of each replica. With fewer rows than replicas, the last replicas have none."""
     tasks = []
     for i, share in enumerate(plan.shares):
         sets = [each for each in replica_set.replica_sets if i < len(each.replicas)]
@@ -254,7 +254,7 @@ def train_share(
             if not number:
                 draws = generators.has_drawn(share.replica)
     finally:
-        if not draws:  # no sub-step drew, so one mark is valid for all
+        if not draws:  # sub-step 0 drew nothing: if none did, one mark is valid for all
             generators.mark(share.replica, number + 1)
     with note_replica(share):
         computed.finish()

@@ -34,7 +34,7 @@ from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import MORE_SUBSTEPS_CANNOT_HELP, is_out_of_memory
-from scatterpar.step.markers import Marker, has_row_markers, unwrap_markers
+from scatterpar.step.markers import Marker, has_markers_with_rows, unwrap_markers
 from scatterpar.step.nested import join_rows
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import (
@@ -141,7 +141,7 @@ class WholeBatch:
         self._rows = [stop - start for (start, stop), _ in pieces]
         self._order = request.order
         self._targets = self._joined_targets()
-        self._lists = has_row_markers(request.batch)
+        self._lists = has_markers_with_rows(request.batch)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
         """An output in the master's memory, as a leaf that accumulates a gradient."""
@@ -168,14 +168,13 @@ class WholeBatch:
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Add the other processes' rows. Returns the seed that all processes use."""
         listed = self._lists and any(isinstance(piece, list) for piece in self._pieces)
-        if listed or has_row_markers(self._targets):
-            what, verb = "the targets have Rows", "pass"
+        if listed or has_markers_with_rows(self._targets):
+            problem, verb = "the targets have a marker with rows", "pass"
             if listed:
-                what, verb = "the outputs are lists", "return"
+                problem, verb = "the outputs are lists with one entry per row", "return"
             raise ValueError(
-                f"whole_batch=True with a process_group joins the tensors of ranks along "
-                f"dim={self._request.dim}, and {what} with one entry per row; {verb} tensors, "
-                f"padded to one length on all ranks"
+                f"whole_batch=True with a process_group cannot join these values across ranks: "
+                f"{problem}; {verb} tensors of one length on all ranks"
             )
         if self._order:  # other ranks have other orders
             self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
@@ -270,7 +269,7 @@ def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forwar
 def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], None]) -> FirstPass:
     """The module's outputs for a share, without graphs except that of the last micro-batch.
 
-    It runs in grad mode, because modules may compute other outputs without it.
+    With ``backward`` it runs in grad mode, because modules may compute other outputs without it.
     """
     share, request = task.share, attempt.request
     retain_rows = request.retain_rows and len(share.micro_batches) > 1

@@ -213,13 +213,13 @@ class Tight(TorchDispatchMode):
 def test_memory_that_ends_while_a_step_is_committed(devices, monkeypatch, count, gradients):
     """Wherever it ends, and be it before anything is written: random state goes back too."""
     model = budget(10**9)
-    real, tight = engine_module.Outcome.returned, []
+    real, tight = engine_module.Outcome.loss_tensor, []
 
     def from_here_on(outcome):
         tight[0].__enter__()
         return real(outcome)
 
-    monkeypatch.setattr(engine_module.Outcome, "returned", from_here_on)
+    monkeypatch.setattr(engine_module.Outcome, "loss_tensor", from_here_on)
     with ScatterOnceParallel(model, 1, devices(count)) as engine:
         for room in range(100):
             given = 2 if gradients == "some" else 0

@@ -106,7 +106,7 @@ def test_private_parts_of_torch_are_named_in_one_file():
 COPIES = {"to", "copy_", "_foreach_copy_", "cpu", "item", "tolist"}
 MAY_COPY = {
     "scatterpar.step.costs",  # reads numbers of NumPy arrays, too
-    "scatterpar.verify.spot_check",
+    "scatterpar.verify.spot_check",  # reads the order of sizes as numbers
 }
 
 

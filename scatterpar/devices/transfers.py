@@ -1,7 +1,7 @@
 """Copies between memories: those of a step are counted by ``Transfers``.
 
 All others are ``to_device``, ``write``, ``to_host`` and ``to_numbers``. The other packages of the
-engine name no method that copies between memories.
+engine name no method that copies between memories, except to read costs and sizes as numbers.
 """
 
 from __future__ import annotations

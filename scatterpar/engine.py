@@ -502,7 +502,7 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record the steps in the body: what each replica did when, and what bounds the steps.
+        """Record the steps in the body: what each replica did when, and what limits their speed.
 
         Failed steps are recorded too. Inference is not.
 

@@ -213,6 +213,7 @@ def test_the_way_of_every_copy_is_looked_at(monkeypatch):
     looked_at.clear()
     check_links(devices, gradient_routes, row_routes)
     routes = {*gradient_routes(devices), *row_routes(devices)}
+    assert list(gradient_routes(devices[:2])) == [(devices[1], devices[0])]  # source, target
     between = {(one.index, other.index) for one, other in routes if one != other}
     assert looked_at == between | {(other, one) for one, other in between}
 

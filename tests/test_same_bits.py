@@ -142,3 +142,13 @@ def test_another_number_of_replicas_draws_other_numbers():
     expected = in_one_memory("dropout", 1, False)
     found = trained("dropout", 1, False, [["cpu"] * 4])
     assert not torch.equal(found["last.weight"], expected["last.weight"])
+
+
+def test_losses_are_added_in_the_order_of_replicas():
+    """Not by ``sum``, which from Python 3.12 on gives 1.0 here."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    with ScatterOnceParallel(model, 1, ["cpu"] * 3, verify=False) as engine:
+        rows = torch.tensor([[1e16], [1.0], [-1e16]], dtype=torch.float64)
+        loss = engine.forward_backward(rows, None, lambda output, _: output.sum(), reduction="sum")
+    assert loss.item() == 0.0

@@ -113,10 +113,10 @@ def replicate(
         for copy in copies:
             _take_class(original, copy[i])
 
-    shared = ParameterGuard((module,), broadcast, list(zip(device_ids, copies, strict=True)))
-    shared.checked_modes = checked_modes
-    guard = shared.read_only(tuple(part.training for part in module_contents.modules.values()))
-    return [PassingReplica(module_contents, copy) for copy in copies], guard
+    guard = ParameterGuard((module,), broadcast, list(zip(device_ids, copies, strict=True)))
+    guard.checked_modes = checked_modes
+    read_only = guard.read_only(tuple(part.training for part in module_contents.modules.values()))
+    return [PassingReplica(module_contents, copy) for copy in copies], read_only
 
 
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: AutogradTransfers) -> list[Any]:

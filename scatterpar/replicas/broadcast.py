@@ -20,7 +20,7 @@ from scatterpar.devices.coalescing import (
     tree_rounds,
 )
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Route
-from scatterpar.devices.transfers import Transfers, to_device, to_host, write
+from scatterpar.devices.transfers import Transfers, to_device, write
 
 
 def version(tensor: Tensor) -> int:
@@ -71,6 +71,8 @@ class Broadcast:
         self._kinds = list(map(_kind, tensors))
         self._sent: list[int] | None = None  # the versions; ``None`` until all have arrived
         self._fingerprints: dict[int, Fingerprint] = {}  # of sent values, as far as known
+        self._versions: list[int] = []
+        self._compared: list[Fingerprints] = []
         self._find_places()
 
     def is_of(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> bool:
@@ -97,26 +99,39 @@ class Broadcast:
         """Send all tensors the next time, also unchanged ones."""
         self._sent = None
 
-    def send(self, transfers: Transfers) -> None:
-        """Send the tensors that have changed. The host waits if versions do not show which."""
+    def compare(self) -> list[Tensor]:
+        """Compute the fingerprints of tensors that may have changed.
+
+        Returns the tensors that the host must read, for ``send``: it waits once for all modules.
+        """
+        self._compared = []
+        if not self._arrivals:
+            return []
+        self._versions = versions(self._tensors)  # read before the values
+        doubtful = [] if self._sent is None else self._with_doubts(self._sent)
+        if not doubtful:  # an optimizer has updated all, and there are no buffers
+            return []
+        master, other = self.memories[:2]
+        unknown = [i for i in doubtful if i not in self._fingerprints]
+        here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
+        there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
+        self._compared = [here, there]
+        # The fingerprints are combined on the master, so the host waits for one copy.
+        return [here.values, to_device(there.values, master)]
+
+    def send(self, transfers: Transfers, values: Sequence[Tensor] = ()) -> None:
+        """Send the changed tensors; ``values`` are the tensors of ``compare``, on the host."""
         if not self._arrivals:
             return
-        now = versions(self._tensors)  # read before the values
-        changed, fingerprints = set(range(len(self._tensors))), {}
-        if self._sent is not None and (doubtful := self._with_doubts(self._sent, now)):
-            master, other = self.memories[:2]
-            unknown = [i for i in doubtful if i not in self._fingerprints]
-            here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
-            there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
-            # The fingerprints are combined on the master, so the host waits for one copy.
-            values = to_host([here.values, to_device(there.values, master)])
-            fingerprints = here.read(values[0])
-            sent = self._fingerprints | there.read(values[1])
-            changed -= {i for i, found in fingerprints.items() if found == sent[i]}
+        pairs = zip(self._compared, values, strict=True)
+        here, there = [compared.read(value) for compared, value in pairs] or ({}, {})
+        known = self._fingerprints | there
+        unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
+        changed = set(range(len(self._tensors))) - unchanged
         if changed:
             self._sent = None
             self._send(dict.fromkeys(changed, self.memories[0]), transfers)
-        self._sent, self._fingerprints = now, fingerprints
+        self._sent, self._fingerprints = self._versions, here
 
     def receive_updates(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, including the master's."""
@@ -129,10 +144,10 @@ class Broadcast:
         for i in owners:
             self._fingerprints.pop(i, None)
 
-    def _with_doubts(self, sent: Sequence[int], versions_now: Sequence[int]) -> list[int]:
+    def _with_doubts(self, sent: Sequence[int]) -> list[int]:
         """Positions of the tensors whose versions do not show whether they have changed."""
         parameters = set(self.parameters)
-        pairs = enumerate(zip(sent, versions_now, strict=True))
+        pairs = enumerate(zip(sent, self._versions, strict=True))
         return [i for i, (old, now) in pairs if old == now or i not in parameters]
 
     def _find_places(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +21,7 @@ from scatterpar.devices.coalescing import (
     grouped,
     has_flat_view,
 )
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
@@ -108,15 +109,16 @@ class ReplicaSet:
         """
         root = root_to_replicate(criterion)
         with torch.inference_mode(False), torch.no_grad():
-            self._follow((module,), self.device_ids)
+            to_read = [self._follow((module,), self.device_ids)]
             self._replicates_criterion = root is not None and not self._has_all_of(root)
             if self._replicates_criterion:
                 devices = self.device_ids[:1] if criterion_once else self.device_ids
-                self._of_criterion._follow((root,), devices)
+                to_read.append(self._of_criterion._follow((root,), devices))
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
-            for each in self.replica_sets:
-                each._broadcast.send(transfers)
+            values = iter(to_host([*chain(*to_read)]))
+            for each, tensors in zip(self.replica_sets, to_read, strict=True):
+                each._broadcast.send(transfers, list(islice(values, len(tensors))))
                 for replica in each.replicas:
                     replica.refresh()
 
@@ -192,12 +194,16 @@ class ReplicaSet:
             for i in self.trained_indices:
                 replica.tensors[i].grad = None
 
-    def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> None:
-        """Update or rebuild the replicas to match the user's modules, except values of tensors."""
+    def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> list[Tensor]:
+        """Update or rebuild the replicas to match the user's modules, except values of tensors.
+
+        Returns what ``Broadcast.compare`` returns.
+        """
         are_others = (self.roots, self.device_ids) != (roots, device_ids)
         self.roots, self.device_ids = roots, device_ids
         if are_others or not self._is_followed():
             self._build()
+        return self._broadcast.compare()
 
     def _is_followed(self) -> bool:
         """Whether the replicas match the modules, after copying changed plain values to them.

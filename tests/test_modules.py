@@ -26,9 +26,9 @@ BY_DEFAULT = "two memories"  # one is that of two replicas
 ON_RANKS = [
     *("tied", "spectral norm", "own parameters", "frozen and thawed", "changes between steps"),
     *("complex", "conjugates", "negatives", "several dtypes", "half beside double"),
-    *("channels last", "unused by some", "gradients in one memory", "a trained criterion"),
+    *("layouts, torch.float64", "unused by some", "gradients in one memory", "a trained criterion"),
     *("a trained buffer", "constant buffers", "overlapping buffer, row"),
-    *("bfloat16 beside double", "float16"),
+    *("bfloat16 beside double", "torch.float16"),
 ]
 COMPILED = ["tied"]  # by default: others take seconds
 

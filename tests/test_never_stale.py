@@ -61,18 +61,6 @@ def set_it(model, value):
     model.scale = value
 
 
-def set_it_by_name(model, value):
-    setattr(model, "sca" + "le", value)
-
-
-def set_it_in_the_dictionary(model, value):
-    vars(model)["scale"] = value
-
-
-def set_it_past_the_module(model, value):
-    object.__setattr__(model, "scale", value)
-
-
 def delete_it(model, _):
     if "scale" in vars(model):
         del model.scale
@@ -80,42 +68,27 @@ def delete_it(model, _):
         model.scale = 3.0
 
 
-def take_it_from_the_dictionary(model, value):
-    if vars(model).pop("scale", None) is None:
-        vars(model).update(scale=value)
+def of_classes(value):
+    return torch.full((CLASSES,), value, dtype=torch.float64)
 
 
-def set_a_parameter(model, value):
-    model.bias = nn.Parameter(torch.full((CLASSES,), value, dtype=torch.float64))
+WRITES = {
+    "set it": set_it,
+    "by name": lambda model, value: setattr(model, "sca" + "le", value),
+    "in the dictionary": lambda model, value: vars(model).update(scale=value),
+    "past the module": lambda model, value: object.__setattr__(model, "scale", value),
+    "delete it": delete_it,
+    "take it from the dictionary": lambda model, value: (
+        vars(model).pop("scale", None) or vars(model).update(scale=value)
+    ),
+    "a parameter": lambda model, value: setattr(model, "bias", nn.Parameter(of_classes(value))),
+    "a buffer": lambda model, value: setattr(model, "offset", of_classes(value)),
+    "a hook": lambda model, value: model.register_forward_hook(lambda m, args, y: y * value),
+    "its mode": lambda model, _: model.train(not model.training),
+}
 
 
-def set_a_buffer(model, value):
-    model.offset = torch.full((CLASSES,), value, dtype=torch.float64)
-
-
-def add_a_hook(model, value):
-    model.register_forward_hook(lambda module, args, output: output * value)
-
-
-def switch_mode(model, _):
-    model.train(not model.training)
-
-
-WRITES = [
-    set_it,
-    set_it_by_name,
-    set_it_in_the_dictionary,
-    set_it_past_the_module,
-    delete_it,
-    take_it_from_the_dictionary,
-    set_a_parameter,
-    set_a_buffer,
-    add_a_hook,
-    switch_mode,
-]
-
-
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_every_write_is_followed_however_often(write):
     """Python 3.13 keeps attributes beside the dictionary, and no watcher of it heard of a write.
 
@@ -381,13 +354,6 @@ class Scaled(Classifier):
         return outputs
 
 
-def scale(name, value):
-    def change(module):
-        module.get_submodule(name.rpartition(".")[0]).__getattr__(name.split(".")[-1]).scale = value
-
-    return change
-
-
 class Doubled(nn.Parameter):
     pass
 
@@ -451,7 +417,6 @@ def attribute(name, value):
 
 
 SCALES = (1, 0.5, True, None, 0.25, torch.tensor(3.0), 2.0, False)
-WEIGHTS = [randn(7, FEATURES, seed=seed) for seed in range(3)]
 FOLLOWED = {
     "numbers and flags": Case(
         lambda: Scales(FEATURES, CLASSES), changes=[attribute("scale", s) for s in SCALES]
@@ -465,14 +430,19 @@ FOLLOWED = {
     "storage set": Case(lambda: Flattens(set_storage)),
     "storage rebound": Case(lambda: Flattens(rebind_data_of)),
     "a buffer that grows": Case(Grows, accum=1),
-    "a rebound parameter": Case(
-        mlp, changes=[lambda m, w=w: setattr(m[0].weight, "data", w.clone()) for w in WEIGHTS]
-    ),
     **{
         f"an attribute of {name}": Case(
-            Scaled, changes=[scale(name, value) for value in (2.0, 5.0, torch.tensor(3.0), 1.0)]
+            Scaled,
+            changes=[
+                lambda model, find=find, value=value: setattr(find(model), "scale", value)
+                for value in (2.0, 5.0, torch.tensor(3.0), 1.0)
+            ],
         )
-        for name in ("linear.bias", "factor", "table")
+        for name, find in {
+            "linear.bias": lambda model: model.linear.bias,
+            "factor": lambda model: model.factor,
+            "table": lambda model: model.table,
+        }.items()
     },
     "the class of a parameter": Case(
         lambda: Looks(FEATURES, CLASSES),

@@ -53,12 +53,13 @@ def training(runner, model, device_ids, accum=2, criterion=None):
             pair = Pair(model, criterion, device_ids)
             run = by_pair
         else:
+            how = {"whole_batch": runner == "whole batch"}
             engine = stack.enter_context(ScatterOnceParallel(model, accum, device_ids))
-            run = lambda *batch: engine.forward_backward(*batch, criterion)  # noqa: E731
+            run = lambda *batch: engine.forward_backward(*batch, criterion, **how)  # noqa: E731
         yield step
 
 
-@by_both
+@pytest.mark.parametrize("runner", ["engine", "pair", "whole batch"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_are_those_of_the_masks_that_were_drawn(devices, variant, runner):
     """Replay the very masks on one device: a recomputation with others would show here."""

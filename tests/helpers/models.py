@@ -30,6 +30,10 @@ class Classifier(nn.Module):
         return self.linear(inputs)
 
 
+def linear(seed: int = 0) -> nn.Linear:
+    return build(lambda: nn.Linear(FEATURES, CLASSES), seed)
+
+
 class Returns(Classifier):
     """What ``wrap`` makes of the logits and the inputs."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier
 from helpers.module_cases import CASES, Constants
-from helpers.oracle import assert_close, assert_step, build, randint, randn
+from helpers.oracle import assert_close, assert_step, build, gradients, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -32,6 +32,12 @@ def after_share(model, rows, accum):
     return dict(twin.named_buffers())
 
 
+def assert_buffers(model, expected):
+    """Bit for bit."""
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+
+
 @pytest.mark.parametrize("accum", [1, 2])
 def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
     """On a real GPU or a virtual one: the same kernels on the same rows, so the same bits."""
@@ -45,9 +51,8 @@ def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
         batch, device_ids = BATCH, devices(3)
     with ScatterOnceParallel(model, accum, device_ids) as engine:
         engine.forward_backward(*batch, nn.CrossEntropyLoss())
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, expected[name]), name
-        assert buffer is held[name], f"{name} was rebound"
+    assert_buffers(model, expected)
+    assert all(buffer is held[name] for name, buffer in model.named_buffers()), "rebound"
 
 
 def test_mean_weighs_replicas_by_their_rows(devices):
@@ -110,34 +115,18 @@ def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
         assert torch.equal(model.last, kept)
 
 
-def test_inference_does_not_write_buffers(devices):
-    model = normalised().eval()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with ScatterOnceParallel(model, 1, devices(3)) as engine:
-        engine(BATCH[0])
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, before[name]), name
-
-
-def test_forward_in_training_mode_updates_statistics_as_a_module_does(devices):
+@pytest.mark.parametrize("training", ["nothing", "one layer", "everything"])
+def test_inference_moves_statistics_as_a_module_does(devices, training):
     """Under no_grad a training-mode forward is allowed (to re-estimate statistics): it counts."""
-    model = normalised()
+    model = normalised().train(training == "everything")
+    model[1].train(training != "nothing")
     expected = after_share(model, SHARES[0], 1)
-    with ScatterOnceParallel(model, 1, devices(3)) as engine, torch.no_grad():
+    with (
+        ScatterOnceParallel(model, 1, devices(3)) as engine,
+        torch.set_grad_enabled(training != "everything"),
+    ):
         engine(BATCH[0])
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, expected[name]), name
-
-
-def test_a_layer_left_in_training_inside_a_model_in_eval_counts_too(devices):
-    model = normalised().eval()
-    layer = next(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    layer.train()
-    expected = after_share(model, SHARES[0], 1)
-    with ScatterOnceParallel(model, 1, devices(3)) as engine:
-        engine(BATCH[0])
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, expected[name]), name
+    assert_buffers(model, expected)
 
 
 def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
@@ -180,23 +169,27 @@ def expanded():
     return model
 
 
+def made_in_inference_mode():
+    model = build(Expanded)
+    with torch.inference_mode():
+        model.table = torch.ones(CLASSES, dtype=torch.float64)
+    return model
+
+
 @pytest.mark.parametrize("buffers", ["master", "mean"])
-def test_expanded_buffers_stay_expanded(devices, buffers):
-    model = expanded()
-    held = model.table
+@pytest.mark.parametrize("make", [expanded, made_in_inference_mode])
+def test_a_buffer_that_torch_refuses_to_write(devices, make, buffers):
+    """A step that does not change it leaves it as it is; a forward pass may rebind it."""
+    model = make()
+    held, strides = model.table, model.table.stride()
     with ScatterOnceParallel(model, 1, devices(2), buffers=buffers) as engine:
         for _ in range(2):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert model.table is held
-    assert held.stride() == (0,)
-
-
-def test_an_expanded_buffer_that_a_forward_pass_rebinds(devices):
-    model = expanded()
-    model.grows = True
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert model.table is held
+        assert held.stride() == strides
+        model.grows = True
+        for _ in range(2):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
     assert torch.equal(model.table, torch.full((CLASSES,), 3.0, dtype=torch.float64))
 
 
@@ -204,8 +197,7 @@ def test_a_step_that_fails_with_an_expanded_buffer_takes_everything_back(devices
     model = expanded()
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        gradients = [p.grad.clone() for p in model.parameters()]
+        before, given = copy.deepcopy(model.state_dict()), gradients(model)
 
         def refuse(_):
             raise KeyError("mine")
@@ -214,24 +206,8 @@ def test_a_step_that_fails_with_an_expanded_buffer_takes_everything_back(devices
         with pytest.raises(KeyError, match="mine"):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
         handle.remove()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-
-
-def test_a_buffer_made_in_inference_mode(devices):
-    """Torch refuses to write it; a step that does not change it leaves it as it is."""
-    model = build(Expanded)
-    with torch.inference_mode():
-        model.table = torch.ones(CLASSES, dtype=torch.float64)
-    held = model.table
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        assert model.table is held
-        model.grows = True
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert torch.equal(model.table, torch.full((CLASSES,), 2.0, dtype=torch.float64))
+    for found, expected in ((model.state_dict(), before), (gradients(model), given)):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def registered(model):

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from helpers.freed import in_time
+from helpers.freed import count_tensors, in_time
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randint, randn
 from torch import nn
@@ -90,17 +90,13 @@ def test_a_call_leaves_what_it_returns_and_no_more(devices, name, accum):
             CALLS[name](engine)
             engine.zero_grad()
         gc.collect()
-        before = tensors()
+        before = count_tensors()
         returned = CALLS[name](engine)
         engine.zero_grad()
         most = before + 1 + (len(returned[1]) if name == "outputs" else 0)
-        assert in_time(lambda: tensors() <= most)
+        assert in_time(lambda: count_tensors() <= most)
         del returned  # idle workers made them, and have nothing else to wake them
-        assert in_time(lambda: tensors() <= before)
-
-
-def tensors():
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+        assert in_time(lambda: count_tensors() <= before)
 
 
 def test_what_an_error_held_is_gone_when_the_next_step_begins(devices, when_scattered):

@@ -12,7 +12,7 @@ from helpers.oracle import assert_close, assert_gradients, build, gradients
 from pair.common import Pair
 from torch import nn
 
-from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 
 pytestmark = pytest.mark.draws
 LABELS = BATCH[1]
@@ -188,12 +188,6 @@ def test_every_way_to_draw(devices, draw):
     assert equal(runs[0], runs[1])
     assert equal(runs[0], runs[3])
     assert not equal(runs[0], runs[2])
-
-
-def test_each_call_of_the_pair_draws_other_numbers(devices):
-    model = DataParallelModel(dropout_model(), devices(3))
-    first, second = (torch.cat(model(BATCH[0])) for _ in range(2))
-    assert not torch.equal(first, second)
 
 
 def test_a_generator_of_the_user_s_own_is_respected(devices):

@@ -16,27 +16,31 @@ DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
 SUBSTEPS = 64
 
 
-def one_number(rows, accum, device_ids, dtype=torch.bfloat16, **options):
-    """The gradient of a sum of ones: the number of rows, if nothing is lost."""
-    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+def one_weight():
+    return nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+
+
+def add_ones(model, rows, accum=1, device_ids=None, dtype=torch.bfloat16, **options):
+    """Add the gradient of a sum of ones: the number of rows, if nothing is lost."""
     with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
-        engine.forward_backward(
-            torch.ones(rows, 1, dtype=dtype), criterion=lambda out, _: out.sum(), reduction="sum"
-        )
-    return model.weight.grad
+        ones = torch.ones(rows, 1, dtype=dtype)
+        engine.forward_backward(ones, criterion=lambda out, _: out.sum(), reduction="sum")
 
 
 def test_512_ones_add_up_to_256_in_bfloat16():
     """Why the option is there: 256 + 1 is 256 in bfloat16."""
-    assert one_number(512, 512, ["cpu"]).item() == 256
+    model = one_weight()
+    add_ones(model, 512, 512, ["cpu"])
+    assert model.weight.grad.item() == 256
 
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
-def test_512_ones_add_up_to_512(device_ids):
-    accum = 512 // len(device_ids)
-    gradient = one_number(512, accum, device_ids, accumulate_dtype=torch.float32)
-    assert gradient.dtype == torch.bfloat16
-    assert gradient.item() == 512
+def test_512_ones_add_up_to_512_and_are_added_to_what_is_there(device_ids):
+    model = one_weight()
+    for expected in (512, 1024):
+        add_ones(model, 512, 512 // len(device_ids), device_ids, accumulate_dtype=torch.float32)
+        assert model.weight.grad.dtype == torch.bfloat16
+        assert model.weight.grad.item() == expected
 
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
@@ -66,42 +70,21 @@ def test_what_is_wider_already_keeps_its_dtype(device_ids):
     assert model.weight.grad.dtype == torch.float64
 
 
-def test_it_adds_to_a_gradient_that_is_there():
-    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    with ScatterOnceParallel(model, 4, ["cpu"] * 2, accumulate_dtype=torch.float32) as engine:
-        for _ in range(2):
-            engine.forward_backward(
-                torch.ones(64, 1, dtype=torch.bfloat16),
-                criterion=nn.L1Loss(),
-                targets=-torch.ones(64, 1, dtype=torch.bfloat16) * 8,
-            )
-    assert model.weight.grad.item() == 2
-
-
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
 def test_sparse_gradients_add_up_in_it_too(device_ids):
     model = nn.EmbeddingBag(4, 1, mode="sum", sparse=True, dtype=torch.bfloat16)
-    with ScatterOnceParallel(
-        model, 512 // len(device_ids), device_ids, accumulate_dtype=torch.float32
-    ) as engine:
-        engine.forward_backward(
-            torch.ones(512, 1, dtype=torch.long), criterion=lambda o, _: o.sum(), reduction="sum"
-        )
+    options = {"dtype": torch.long, "accumulate_dtype": torch.float32}
+    add_ones(model, 512, 512 // len(device_ids), device_ids, **options)
     assert model.weight.grad.is_sparse
     assert model.weight.grad.to_dense()[1].item() == 512
 
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
 def test_a_users_own_grad_dtype_is_followed(device_ids):
-    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    model = one_weight()
     model.weight.grad_dtype = torch.float32
-    with ScatterOnceParallel(model, 512 // len(device_ids), device_ids) as engine:
-        for _ in range(2):  # the second one adds to what is there
-            engine.forward_backward(
-                torch.ones(514, 1, dtype=torch.bfloat16),
-                criterion=lambda out, _: out.sum(),
-                reduction="sum",
-            )
+    for _ in range(2):  # the second one adds to what is there
+        add_ones(model, 514, 512 // len(device_ids), device_ids)
     assert model.weight.grad.dtype == torch.float32
     assert model.weight.grad.item() == 1028
 
@@ -118,38 +101,27 @@ def test_bytes_of_wide_gradients_are_counted():
     assert sent == {None: 200, torch.float32: 400}
 
 
-def _wide_ranks(group, wide):
-    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    with (
-        ScatterOnceParallel(model, 200, process_group=group, accumulate_dtype=wide) as engine,
-        Counted() as collectives,
-    ):
-        engine.forward_backward(
-            torch.ones(200 + 200 * group.rank(), 1, dtype=torch.bfloat16),
-            criterion=lambda out, _: out.sum(),
-            reduction="sum",
-        )
+def _wide_ranks(group):
+    model, rows = one_weight(), 200 + 200 * group.rank()
+    with Counted() as collectives:
+        add_ones(model, rows, 200, process_group=group, accumulate_dtype=torch.float32)
     return model.weight.grad, [dtype for _, dtype, _ in collectives]
 
 
 def test_ranks_add_up_in_it():
     """200 + 400 ones on two ranks: bfloat16 would give 512 at most."""
-    for gradient, dtypes in run_on_ranks(2, _wide_ranks, torch.float32):
+    for gradient, dtypes in run_on_ranks(2, _wide_ranks):
         assert gradient.dtype == torch.bfloat16
         assert gradient.item() == 600
-        assert dtypes[1:] == [torch.float32]
+        sums = [dtype for dtype in dtypes if dtype.is_floating_point]
+        assert sums == [torch.float64, torch.float32], "counts, gradients"
 
 
 def _unused_on_one_rank(group):
     """Rank 1 has no gradient for the second layer, and still sends one of the wide dtype."""
     model = nn.ModuleList(nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in range(2))
     model.forward = lambda rows: sum(layer(rows) for layer in model[: 2 - group.rank()])
-    with ScatterOnceParallel(model, process_group=group, accumulate_dtype=torch.float32) as engine:
-        engine.forward_backward(
-            torch.ones(4, 1, dtype=torch.bfloat16),
-            criterion=lambda out, _: out.sum(),
-            reduction="sum",
-        )
+    add_ones(model, 4, process_group=group, accumulate_dtype=torch.float32)
     return [p.grad.item() for p in model.parameters()]
 
 

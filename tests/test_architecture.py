@@ -63,12 +63,6 @@ def test_there_is_no_circle():
     assert not remaining
 
 
-def test_the_engine_is_not_known_below_it():
-    for module, others in graph().items():
-        if level_of(module) < ABOVE:
-            assert "scatterpar.engine" not in others, module
-
-
 def test_the_engine_and_what_integrations_share_import_nothing_optional():
     code = """
 import sys, torch

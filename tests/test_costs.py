@@ -228,11 +228,6 @@ def test_a_criterion_of_the_whole_batch_sees_the_batch_in_order(devices, replica
             assert engine.check(inputs, labels, loss, **costs).passed
 
 
-def test_check_takes_costs(devices):
-    with engine_of(build(Reader), devices) as engine:
-        assert engine.check(Rows(TEXTS, pad), LABELS, LOSS, costs=LENGTHS).passed
-
-
 def step_of_a_rank(group, devices, whole):
     cut = slice(None, 7) if group.rank() == 0 else slice(7, None)
     inputs, labels, costs = Rows(TEXTS[cut], pad), LABELS[cut], LENGTHS[cut]

@@ -39,15 +39,9 @@ from scatterpar.integrations.fastai import ScatterOnce  # noqa: E402
 pytestmark = pytest.mark.draws
 
 SAME = 1e-9
-LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 ROWS, CLASSES = 41, 3  # with batches of 12 the last one has 5 rows
 
 NEW = partial(ScatterOnce, ["cpu:0", "cpu:1"], accum=2)
-
-
-@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
-def device_ids(request):
-    return request.param
 
 
 class Smooth(AvgSmoothLoss):
@@ -110,20 +104,12 @@ WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
     ],
     ids=["adam", "function", "weights", "clip", "accumulation", "several-labels"],
 )
-def test_a_run_is_that_of_one_device(make, device_ids, tmp_path):
-    ours = fitted(make(tmp_path, ScatterOnce(device_ids, accum=2)))
+def test_a_run_is_that_of_one_device(make, devices, tmp_path):
+    ours = fitted(make(tmp_path, ScatterOnce(devices(2), accum=2)))
     assert_same(ours, fitted(make(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"weight": WEIGHTS},
-        {"ignore_index": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"weight": WEIGHTS}, {"ignore_index": 1}], ids=str)
 def test_fastais_losses_are_in_single_precision(options, tmp_path):
     ours, stock = (
         fitted(learner(tmp_path, *c, loss_func=CrossEntropyLossFlat(**options), opt_func=SGD))
@@ -133,12 +119,12 @@ def test_fastais_losses_are_in_single_precision(options, tmp_path):
 
 
 @pytest.mark.parametrize("mix", [MixUp, CutMix])
-def test_mixed_images_have_a_loss_of_the_whole_batch(mix, device_ids, tmp_path):
+def test_mixed_images_have_a_loss_of_the_whole_batch(mix, devices, tmp_path):
     def made(*callbacks):
         options = {"dtype": torch.float32, "opt_func": SGD, "loss_func": CrossEntropyLossFlat()}
         return fitted(learner(tmp_path, mix(0.4), *callbacks, **options))
 
-    assert_same(made(ScatterOnce(device_ids, accum=2)), made(), 1e-5)
+    assert_same(made(ScatterOnce(devices(2), accum=2)), made(), 1e-5)
 
 
 def test_labels_that_are_ignored(tmp_path):
@@ -203,17 +189,17 @@ class Bfloat16(MixedPrecision):
         self.autocast = torch.autocast("cpu", torch.bfloat16)
 
 
-def test_mixed_precision(device_ids, tmp_path):
+def test_mixed_precision(devices, tmp_path):
     def made(*callbacks):
         return fitted(learner(tmp_path, Bfloat16("bf16"), *callbacks, dtype=torch.float32))
 
-    ours, stock = made(ScatterOnce(device_ids, accum=2)), made()
+    ours, stock = made(ScatterOnce(devices(2), accum=2)), made()
     for one, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
 
 
-def test_predictions_and_validation(device_ids, tmp_path):
-    ours, stock = learner(tmp_path, ScatterOnce(device_ids, 2)), learner(tmp_path)
+def test_predictions_and_validation(devices, tmp_path):
+    ours, stock = learner(tmp_path, ScatterOnce(devices(2), 2)), learner(tmp_path)
     for learn in (ours, stock):
         learn.no_bar().__enter__()
     for one, other in zip(
@@ -223,7 +209,7 @@ def test_predictions_and_validation(device_ids, tmp_path):
     assert [*ours.validate()] == pytest.approx([*stock.validate()])
 
 
-def test_one_prediction_and_results_that_are_shown(device_ids):
+def test_one_prediction_and_results_that_are_shown(devices):
     pyplot = pytest.importorskip("matplotlib.pyplot")
 
     def shown(*callbacks):
@@ -244,7 +230,7 @@ def test_one_prediction_and_results_that_are_shown(device_ids):
         pyplot.close("all")
         return predicted, titles
 
-    (ours, titles), (stock, expected) = shown(ScatterOnce(device_ids, 2)), shown()
+    (ours, titles), (stock, expected) = shown(ScatterOnce(devices(2), 2)), shown()
     assert (ours[0], titles) == (stock[0], expected)
     torch.testing.assert_close(ours[2], stock[2])
 

@@ -38,15 +38,9 @@ pytestmark = [
 ]
 
 SAME = 1e-9
-LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 ROWS, FEATURES, CLASSES = 41, 6, 3  # with batches of 12 the last one has 5 rows
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-
-@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
-def device_ids(request):
-    return request.param
 
 
 class Recorder(Logger):
@@ -182,8 +176,8 @@ def assert_logged(ours, stock, tolerance=1e-6):
     ],
     ids=str,
 )
-def test_a_run_is_that_of_one_device(options, device_ids):
-    ours, own = fitted(ScatterOnceStrategy(device_ids, accum=2), **options)
+def test_a_run_is_that_of_one_device(options, devices):
+    ours, own = fitted(ScatterOnceStrategy(devices(2), accum=2), **options)
     stock, one = fitted(**options)
     assert own.world_size == 1
     assert_same(ours, stock)
@@ -195,9 +189,9 @@ def test_a_run_is_that_of_one_device(options, device_ids):
             torch.testing.assert_close(value, other[name], msg=name)
 
 
-def test_accum_auto_is_a_run_of_one_device(device_ids):
+def test_accum_auto_is_a_run_of_one_device(devices):
     """Memory suffices here: one sub-step per replica."""
-    assert_same(fitted(ScatterOnceStrategy(device_ids, accum="auto"))[0], fitted()[0])
+    assert_same(fitted(ScatterOnceStrategy(devices(2), accum="auto"))[0], fitted()[0])
 
 
 def test_the_trainers_devices_are_replicas():
@@ -211,14 +205,14 @@ def test_the_trainers_devices_are_replicas():
     assert own.world_size == 1
 
 
-def test_validation_test_and_prediction_run_on_all_replicas(device_ids):
+def test_validation_test_and_prediction_run_on_all_replicas(devices):
     def run(strategy=None):
         module, own = made(), trainer(strategy)
         results = own.validate(module, loader(), verbose=False)
         results += own.test(module, loader(), verbose=False)
         return results, own.predict(module, loader())
 
-    (ours, predicted), (stock, expected) = run(ScatterOnceStrategy(device_ids, 2)), run()
+    (ours, predicted), (stock, expected) = run(ScatterOnceStrategy(devices(2), 2)), run()
     assert [*map(sorted, ours)] == [*map(sorted, stock)]
     for one, other in zip(ours, stock, strict=True):
         assert one == pytest.approx(other, rel=1e-6)
@@ -241,7 +235,7 @@ def test_a_run_goes_on_with_the_other(ours_first, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision(precision, device_ids):
+def test_mixed_precision(precision, devices):
     scales = []
 
     class Single(Classifier):
@@ -263,7 +257,7 @@ def test_mixed_precision(precision, device_ids):
         scales.append(scaler and scaler.get_scale())
         return module
 
-    ours, stock = run(ScatterOnceStrategy(device_ids, 2)), run(None)
+    ours, stock = run(ScatterOnceStrategy(devices(2), 2)), run(None)
     assert_same(ours, stock, 3e-2)
     assert scales[0] == scales[1]  # the first steps overflow in float16, in both
 
@@ -343,7 +337,7 @@ def labelled(batch):
     return batch["y"].ne(-100).sum()
 
 
-def test_count_says_what_a_mean_is_of(device_ids):
+def test_count_says_what_a_mean_is_of(devices):
     x, y = randn(20, 4, FEATURES), randint(CLASSES, 20, 4)
     y[randn(20, 4) > 0.5] = -100
     y[:3] = -100
@@ -354,7 +348,7 @@ def test_count_says_what_a_mean_is_of(device_ids):
         own.fit(module, DataLoader(rows, 6))
         return module, own
 
-    ours, own = run(ScatterOnceStrategy(device_ids, 2, count=labelled))
+    ours, own = run(ScatterOnceStrategy(devices(2), 2, count=labelled))
     stock, one = run(None)
     assert_same(ours, stock)
     assert_logged(own, one)

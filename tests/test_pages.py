@@ -29,18 +29,15 @@ from scatterpar.step.reduce import sum_pairs
 # --- does-it-solve-mine ---
 
 ANSWERS = blocks(read("docs/does-it-solve-mine.md"), "python")
+START = blocks(read("docs/start.md"), "python")
 
 
-def answered(number, **names):
-    names = namespace() | {"ScatterOnceParallel": ScatterOnceParallel} | names
-    run(ANSWERS[number], names)
-    return names
-
-
-@pytest.mark.parametrize("number", [0, 1, 5])
+@pytest.mark.draws
+@pytest.mark.parametrize("number", [0, 1, 5, "start"])
 def test_loops_with_one_process(number, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    names, plain = answered(number), namespace()
+    names, plain = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, namespace()
+    run(START[0] if number == "start" else ANSWERS[number], names)
     plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
     assert_gradients(names["model"], gradients(plain["model"]))
     if number == 0:
@@ -181,7 +178,6 @@ def test_the_recipes_for_other_loops(title, package, relative):
 
 # --- snippets, tables and messages of the other pages ---
 
-START = blocks(read("docs/start.md"), "python")
 PAIR = blocks(read("docs/pair.md"), "python")
 SNIPPETS = {
     f"{page}-{number}": code
@@ -209,14 +205,6 @@ def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
 
 def test_the_first_page_shows_the_first_snippet():
     assert blocks(read("docs/index.md"), "python") == [START[0]]
-
-
-@pytest.mark.draws
-def test_the_first_snippet_gives_the_gradient_of_the_whole_batch():
-    names, plain = namespace(), namespace()
-    run(START[0], names)
-    plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
-    assert_gradients(names["model"], gradients(plain["model"]))
 
 
 def test_the_pair_gives_the_gradient_of_the_whole_batch():

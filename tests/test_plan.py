@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from helpers.models import mlp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,24 +49,6 @@ def test_every_plan(rows, replicas, accum, micro_batch_size):
         else:
             assert len(share.micro_batches) == min(accum, share.rows)
     assert position == rows
-
-
-@pytest.mark.parametrize(("rows", "expected"), [(9, [3, 2, 2, 2]), (3, [1, 1, 1])])
-def test_rows_on_4_replicas(rows, expected):
-    assert sizes(engine_on(4).plan(rows)) == expected
-
-
-def test_9_rows_in_micro_batches_of_4_are_3_3_3():
-    (share,) = engine_on(1, micro_batch_size=4).plan(9).shares
-    assert share.micro_batches == ((0, 3), (3, 6), (6, 9))
-
-
-def test_positions_are_the_batch_s(devices):
-    engine = ScatterOnceParallel(mlp(), 2, devices(2))
-    plan = engine.plan(10)
-    assert [(share.start, share.stop) for share in plan.shares] == [(0, 5), (5, 10)]
-    assert plan.shares[1].micro_batches == ((5, 8), (8, 10))
-    assert [share.device for share in plan.shares] == [torch.device(d) for d in devices(2)]
 
 
 def test_a_plan_is_pure_arithmetic():

@@ -157,10 +157,6 @@ def scaled(group):
     scaler.update()
 
 
-def test_a_scaler_scales_the_gradients_of_all():
-    run_on_ranks(2, scaled)
-
-
 def several_engines(group):
     models = [build(mlp, seed) for seed in (1, 2)]
     batch = randn(13, FEATURES), randint(CLASSES, 13)
@@ -174,10 +170,6 @@ def several_engines(group):
             assert_gradients(engine.module, gradient)
     for engine in engines:
         engine.close()
-
-
-def test_several_engines_share_a_group():
-    run_on_ranks(2, several_engines)
 
 
 class Masks(nn.Module):
@@ -245,5 +237,6 @@ def lists_and_windows(group):
     assert_close(actual, output.words.weight.grad, "weight")
 
 
-def test_lists_and_windows_over_ranks():
-    run_on_ranks(2, lists_and_windows)
+@pytest.mark.parametrize("case", [scaled, several_engines, lists_and_windows])
+def test_two_ranks_are_one_device_with(case):
+    run_on_ranks(2, case)

@@ -232,10 +232,7 @@ REFUSED = [
         ),
         "ReduceLROnPlateau, which needs a metric",
     ),
-    (
-        lambda: gradual_warmup(make_optimizer(), 5, 0.1).step(3),
-        "takes no epoch, but 3 was given",
-    ),
+    (lambda: gradual_warmup(make_optimizer(), 5, 0.1).step(3), "takes no epoch, but 3 was given"),
     (
         lambda: make_warmup(make_optimizer(), "nothing").load_state_dict(
             make_warmup(make_optimizer(), "StepLR").state_dict()

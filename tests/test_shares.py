@@ -20,6 +20,7 @@ from scatterpar.plan import ShareBalancer, make_plan
 pytestmark = pytest.mark.draws
 
 CPU = torch.device("cpu")
+TWO = FAST, SLOW = torch.device("cpu", 0), torch.device("cpu", 1)
 SLOWER = 4
 
 
@@ -84,42 +85,29 @@ def parts(shares):
 
 
 def test_a_device_slowed_four_times_settles_within_two_steps():
-    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
-    history = simulate(devices, {devices[0]: 400.0, devices[1]: 100.0}, 3)
+    history = simulate(TWO, {FAST: 400.0, SLOW: 100.0}, 3)
     assert history[0] == (1.0, 1.0)  # the first step is skipped: it pays for much that is new
     assert parts(history[1]) == pytest.approx([0.8, 0.2])
     assert history[2] == history[1]
 
 
 def test_equal_entries_have_equal_shares():
-    fast, slow = torch.device("cpu", 0), torch.device("cpu", 1)
-    history = simulate([fast, slow, fast], {fast: 300.0, slow: 100.0}, 2)
+    history = simulate([FAST, SLOW, FAST], {FAST: 300.0, SLOW: 100.0}, 2)
     one, other, third = parts(history[1])
     assert one == third == pytest.approx(3 / 7, rel=0.02)  # two at once on the fast device
     assert other == pytest.approx(1 / 7, rel=0.02)
 
 
 def test_a_gain_of_a_few_per_cent_moves_nothing():
-    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
-    assert set(simulate(devices, {devices[0]: 103.0, devices[1]: 100.0}, 6)) == {(1.0, 1.0)}
+    assert set(simulate(TWO, {FAST: 103.0, SLOW: 100.0}, 6)) == {(1.0, 1.0)}
 
 
 def test_one_slow_step_moves_nothing_for_long():
-    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
-    learner = ShareBalancer("auto", devices)
-    even = make_plan(400, devices, 4)
+    learner = ShareBalancer("auto", TWO)
+    even = make_plan(400, TWO, 4)
     for pace in (100.0, 100.0, 100.0, 10.0, 100.0):
-        learner.observe(even, spans(even, {devices[0]: 100.0, devices[1]: pace}))
+        learner.observe(even, spans(even, {FAST: 100.0, SLOW: pace}))
     assert learner.shares == (1.0, 1.0)
-
-
-def test_what_was_learned_reproduces_the_plan():
-    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
-    learned = simulate(devices, {devices[0]: 337.0, devices[1]: 101.0}, 4)[-1]
-    again = ShareBalancer(list(learned), devices)
-    assert make_plan(777, devices, 3, shares=again.shares) == make_plan(
-        777, devices, 3, shares=learned
-    )
 
 
 class Clock(threading.local):

@@ -288,8 +288,3 @@ def test_a_run_goes_on_with_the_optimizers_state_shared_out_or_not(tmp_path, mon
     assert_same_run(whole, parts, 8)
     sent = [record["bytes"]["replicate"] for record in steps(parts)]
     assert sent[-1] == 0 < sent[0]  # the new values were there already
-
-
-def test_there_must_be_something_to_resume(tmp_path, capsys):
-    assert main([*ARGUMENTS, "--out", str(tmp_path), "--resume"]) == 2
-    assert re.search(r"error: --resume: there is no .*checkpoint.pt", capsys.readouterr().err)

@@ -101,8 +101,7 @@ def test_options_come_from_a_file_and_those_of_the_line_after_it(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [([], "a command is missing"), (["tain"], "there is no command 'tain'")],
+    ("arguments", "words"), [([], "a command is missing"), (["tain"], "there is no command 'tain'")]
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, words):
     assert command(arguments) == 2

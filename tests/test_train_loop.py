@@ -10,7 +10,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main as command
-from scatterpar.train.data import TEST, Split, UsageError, make_dataset
+from scatterpar.train.data import TEST, Split, make_dataset
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.models import OnPixels
 from scatterpar.train.records import Metrics, draw_curves
@@ -46,13 +46,6 @@ def test_an_epoch_uses_every_row_once_and_epochs_differ():
     assert first.tolist() == Batches(rows=10, batch=4, seed=3).order(0).tolist()
     assert first.tolist() != Batches(rows=10, batch=4, seed=4).order(0).tolist()
     assert batches.steps_per_epoch == 3
-
-
-def test_the_order_goes_on_from_the_samples_consumed():
-    whole = [rows.tolist() for rows in Batches(rows=10, batch=4, seed=3).rest_of_epoch()]
-    resumed = Batches(rows=10, batch=4, seed=3)
-    resumed.consumed = 4
-    assert [rows.tolist() for rows in resumed.rest_of_epoch()] == whole[1:]
 
 
 def test_training_is_that_of_a_plain_loop():
@@ -112,12 +105,6 @@ def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
 def test_curves_are_drawn_of_a_run_that_reached_nothing(tmp_path):
     draw_curves([], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"--out: .*metrics.jsonl cannot be written: "):
-        Metrics(tmp_path / "file" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("package", ["tqdm", "tyro"])

@@ -105,8 +105,7 @@ def test_a_model_and_an_optimizer_of_timms(tmp_path):
     sgd = make_optimizer(model, parse(["--layer-decay", "0.5"]))
     assert sgd.param_groups[0]["nesterov"]
     with pytest.raises(
-        UsageError,
-        match=r"^--optimizer nonsense: .*not found .*a class of torch.optim, or",
+        UsageError, match=r"^--optimizer nonsense: .*not found .*a class of torch.optim, or"
     ):
         make_optimizer(model, parse(["--optimizer", "nonsense"]))
 

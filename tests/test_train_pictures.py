@@ -204,10 +204,7 @@ def test_a_broken_picture_names_itself(tmp_path, workers):
     data, file = broken_folder(tmp_path)
     rows = torch.arange(36)
     words = rf"{file} cannot be read as an image: .*truncated.* \(--skip-broken 1 or .*--check-data"
-    with (
-        Feed(data, [Request(TRAIN, rows)], workers) as feed,
-        pytest.raises(FeedError, match=words),
-    ):
+    with Feed(data, [Request(TRAIN, rows)], workers) as feed, pytest.raises(FeedError, match=words):
         feed.take()
     with Feed(data, [Request(TRAIN, rows)] * 2, workers, skip_broken=1, warn=[].append) as feed:
         for _ in range(2):

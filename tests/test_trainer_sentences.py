@@ -274,10 +274,7 @@ def test_no_replica_touches_another_s_memory(saved, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("sampler", "loss", "rows"),
-    [
-        ("no_duplicates", MNRL, PAIRS),
-        ("group_by_label", losses.BatchAllTripletLoss, CLASSES),
-    ],
+    [("no_duplicates", MNRL, PAIRS), ("group_by_label", losses.BatchAllTripletLoss, CLASSES)],
 )
 def test_samplers_look_at_all_rows_of_a_step(saved, tmp_path, sampler, loss, rows):
     assert_same(*both(saved, tmp_path, loss, rows, options={"batch_sampler": sampler}))

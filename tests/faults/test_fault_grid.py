@@ -26,11 +26,7 @@ MOMENTS = [
     *(f"replica {replica}, sub-step {number}" for replica in (0, 2) for number in (0, 1, 2)),
     "all replicas at once",
 ]
-LAYOUTS_TRIED = [
-    "shared",
-    "virtual",
-    pytest.param("accelerator", marks=pytest.mark.slow),
-]
+LAYOUTS_TRIED = ["shared", "virtual", pytest.param("accelerator", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.slow)])

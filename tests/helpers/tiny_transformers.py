@@ -12,48 +12,37 @@ from helpers.oracle import randint, randn
 
 ROWS = 6
 
-SIZES = {
-    **dict.fromkeys(["vocab_size"], 50),
-    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "dim", "embedding_size", "emb_dim"], 16),
-    **dict.fromkeys(
-        [
-            *["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"],
-            *["encoder_layers", "decoder_layers", "num_attention_heads", "n_head", "n_heads"],
-            *["num_heads", "encoder_attention_heads", "decoder_attention_heads"],
-            *["num_key_value_heads"],
-        ],
-        2,
-    ),
-    **dict.fromkeys(["head_dim", "d_kv"], 8),
-    **dict.fromkeys(["rotary_dim"], 4),
-    **dict.fromkeys(
-        ["intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim", "d_ff"], 20
-    ),
-    **dict.fromkeys(["max_position_embeddings", "n_positions"], 64),
-    **dict.fromkeys(["pad_token_id", "decoder_start_token_id"], 0),
-    **dict.fromkeys(["bos_token_id"], 1),
-    **dict.fromkeys(["eos_token_id"], 2),
-    **dict.fromkeys(["use_cache"], False),
+_NAMES = [
+    (50, "vocab_size"),
+    (16, "hidden_size n_embd d_model dim embedding_size emb_dim"),
+    (2, "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers"),
+    (2, "decoder_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads"),
+    (2, "decoder_attention_heads num_key_value_heads"),
+    (8, "head_dim d_kv"),
+    (4, "rotary_dim"),
+    (20, "intermediate_size encoder_ffn_dim decoder_ffn_dim hidden_dim d_ff"),
+    (64, "max_position_embeddings n_positions"),
+    (0, "pad_token_id decoder_start_token_id"),
+    (1, "bos_token_id"),
+    (2, "eos_token_id"),
     # images
-    **dict.fromkeys(["image_size"], 16),
-    **dict.fromkeys(["patch_size"], 4),
+    (16, "image_size"),
+    (4, "patch_size"),
     # mixtures of experts
-    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
-    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"], 2),
-    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 12),
-    **dict.fromkeys(["shared_intermediate_size"], 12),
-    **dict.fromkeys(["first_k_dense_replace", "n_group", "topk_group"], 1),
-    **dict.fromkeys(["kv_lora_rank", "q_lora_rank", "v_head_dim"], 8),
-    **dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim"], 4),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
+    (12, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
+    (1, "first_k_dense_replace n_group topk_group"),
+    (8, "kv_lora_rank q_lora_rank v_head_dim"),
+    (4, "qk_rope_head_dim qk_nope_head_dim"),
     # state spaces
-    **dict.fromkeys(["expand", "mamba_expand", "n_groups", "mamba_n_groups"], 1),
-    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads"], 2),
-    **dict.fromkeys(["linear_num_key_heads", "linear_num_value_heads"], 2),
-    **dict.fromkeys(["mamba_d_head", "mamba_head_dim", "mamba_headdim", "d_inner"], 8),
-    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 8),
-    **dict.fromkeys(["state_size", "ssm_state_size", "mamba_d_state"], 4),
-    **dict.fromkeys(["chunk_size", "mamba_chunk_size"], 4),
-}
+    (1, "expand mamba_expand n_groups mamba_n_groups"),
+    (2, "mamba_n_heads mamba_num_heads linear_num_key_heads linear_num_value_heads"),
+    (8, "mamba_d_head mamba_head_dim mamba_headdim d_inner linear_key_head_dim"),
+    (8, "linear_value_head_dim"),
+    (4, "state_size ssm_state_size mamba_d_state chunk_size mamba_chunk_size"),
+]
+SIZES = {name: size for size, names in _NAMES for name in names.split()} | {"use_cache": False}
 OFF = ("drop", "jitter")
 
 

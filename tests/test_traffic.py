@@ -31,13 +31,17 @@ def with_batch_norm():
     )
 
 
+CRITERION = nn.CrossEntropyLoss()
+NINE = randn(9, FEATURES), randint(CLASSES, 9)
+
+
 def step(model, device_ids, rows=64, accum=3, **options):
     batch = randn(rows, FEATURES), randint(CLASSES, rows)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
         for _ in range(2):  # the first step builds the replicas; both cost the same
             optimizer.zero_grad()
-            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            engine.forward_backward(*batch, CRITERION)
             yield engine.last_step, size(batch)
             optimizer.step()
 
@@ -113,7 +117,7 @@ def test_what_has_not_changed_does_not_travel_again():
     with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
 
         def sent():
-            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            engine.forward_backward(*batch, CRITERION)
             return engine.last_step.bytes["replicate"]
 
         assert sent() == 3 * (size(model.parameters()) + buffers)
@@ -133,19 +137,6 @@ def no_version(model):
     model[0].weight.data.mul_(2)
 
 
-def numpy_view(model):
-    model[0].weight.detach().numpy()[0, 0] += 1.0
-
-
-def inference_mode(model):
-    with torch.inference_mode():
-        model[0].weight.mul_(2)
-
-
-def another_storage(model):
-    model[0].weight.data = model[0].weight * 2
-
-
 def swapped_away_and_back(model):
     """As an exponential moving average is swapped in for an evaluation."""
     kept = model[0].weight.data
@@ -160,40 +151,40 @@ def another_thread(model):
     thread.join()
 
 
-def minus_zero(model):
-    model[0].weight.data[0, 0] = 0.0
-    model[0].weight.data[0, 0] = -0.0
+def write(*numbers):
+    """Of one element of a weight, one after the other."""
+
+    def edit(model):
+        for number in numbers:
+            model[0].weight.data[0, 0] = number
+
+    return edit
 
 
-def not_a_number(model):
-    model[0].weight.data[0, 0] = float("nan")
+EDITS = {
+    "no version": no_version,
+    "numpy": lambda model: model[0].weight.detach().numpy().__setitem__((0, 0), 1.0),
+    "inference mode": torch.inference_mode()(lambda model: model[0].weight.mul_(2)),
+    "another storage": lambda model: setattr(model[0].weight, "data", model[0].weight * 2),
+    "swapped away and back": swapped_away_and_back,
+    "another thread": another_thread,
+    "minus zero": write(0.0, -0.0),
+    "not a number": write(float("nan")),
+}
 
 
-EDITS = [
-    no_version,
-    numpy_view,
-    inference_mode,
-    another_storage,
-    swapped_away_and_back,
-    another_thread,
-    minus_zero,
-    not_a_number,
-]
-
-
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("training", [True, False])
 def test_edits_that_leave_no_version_travel(edit, training):
     """A frozen parameter's version says nothing about them: its bits do."""
     model = mlp().requires_grad_(False)
     model[2].requires_grad_(True)
     model.train(training)
-    batch = randn(9, FEATURES), randint(CLASSES, 9)
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
         for _ in range(2):
-            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            engine.forward_backward(*NINE, CRITERION)
         edit(model)
-        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        engine.forward_backward(*NINE, CRITERION)
         assert engine.last_step.bytes["replicate"] == 3 * size([model[0].weight])
         for replica in engine.replicas:
             ours, theirs = (m[0].weight.detach().view(torch.int64) for m in (model, replica))
@@ -208,13 +199,12 @@ def test_dtypes_travel_bit_by_bit():
     for number, dtype in enumerate(dtypes):
         model.register_buffer(f"extra{number}", torch.zeros(3, 2).to(dtype))
     model[0].weight = nn.Parameter(model[0].weight.detach().T.contiguous().T)
-    batch = randn(9, FEATURES), randint(CLASSES, 9)
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
-        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        engine.forward_backward(*NINE, CRITERION)
         for number in range(len(dtypes)):
             buffer = getattr(model, f"extra{number}")
             buffer.data[1, 1] = 1
-            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            engine.forward_backward(*NINE, CRITERION)
             assert engine.last_step.bytes["replicate"] == 3 * size([buffer])
             for replica in engine.replicas:
                 there = getattr(replica, f"extra{number}")
@@ -224,9 +214,8 @@ def test_dtypes_travel_bit_by_bit():
 def test_a_failed_refresh_is_made_good(monkeypatch):
     """What did not arrive everywhere counts as not sent."""
     model = mlp()
-    batch = randn(9, FEATURES), randint(CLASSES, 9)
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
-        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        engine.forward_backward(*NINE, CRITERION)
         with torch.no_grad():
             model[0].weight.mul_(2)
         honest, calls = Transfers.copy_into, []
@@ -239,9 +228,9 @@ def test_a_failed_refresh_is_made_good(monkeypatch):
 
         monkeypatch.setattr(Transfers, "copy_into", copy_into)
         with pytest.raises(MemoryError):
-            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            engine.forward_backward(*NINE, CRITERION)
         monkeypatch.undo()
-        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        engine.forward_backward(*NINE, CRITERION)
         for replica in engine.replicas:
             assert torch.equal(replica[0].weight, model[0].weight)
 
@@ -271,7 +260,7 @@ def test_entries_cross_without_padding_and_together(monkeypatch):
     lengths, model = [3, 5, 1, 4, 2, 5, 3], build(Bag)
     sentences = Rows([randint(9, length) for length in lengths], padded)
     with guarded(monkeypatch, model), ScatterOnceParallel(model, 2, VIRTUAL[:2]) as engine:
-        engine.forward_backward(sentences, randint(CLASSES, 7), nn.CrossEntropyLoss())
+        engine.forward_backward(sentences, randint(CLASSES, 7), CRITERION)
         assert engine.last_step.bytes["scatter"] == (sum(lengths) + 7) * 8
         assert engine.last_step.messages["scatter"] == 8  # sentences and labels, four micro-batches
 
@@ -284,7 +273,7 @@ def test_large_entries_travel_by_themselves():
 
     with ScatterOnceParallel(build(lambda: nn.Linear(3, CLASSES)), 1, VIRTUAL[:2]) as engine:
         plain = collate(images), labels
-        assert_step(engine, Rows(images, collate), labels, nn.CrossEntropyLoss(), plain=plain)
+        assert_step(engine, Rows(images, collate), labels, CRITERION, plain=plain)
         assert engine.last_step.messages["scatter"] == 6
 
 
@@ -293,18 +282,18 @@ def test_a_window_of_batches_is_scattered_once(monkeypatch):
     batches, labels = [randint(9, *size) for size in sizes], [randint(CLASSES, n) for n, _ in sizes]
     window = Rows.from_batches(batches), Rows.from_batches(labels)
     with guarded(monkeypatch, model), ScatterOnceParallel(model, 1, VIRTUAL[:3]) as engine:
-        engine.forward_backward(*window, nn.CrossEntropyLoss())
+        engine.forward_backward(*window, CRITERION)
         assert engine.last_step.bytes["scatter"] == size([*batches, *labels])
         assert engine.last_step.bytes["replicate"] == 2 * size(model.parameters())
 
 
+class Times(nn.Linear):
+    def forward(self, rows, table):
+        return super().forward((table @ rows.T).T)
+
+
 def test_what_is_replicated_goes_once_to_every_memory(monkeypatch):
     """Two replicas in one memory share what came; on the master's own memory nothing moves."""
-
-    class Times(nn.Linear):
-        def forward(self, rows, table):
-            return super().forward(rows @ table)
-
     model, rows, table = build(lambda: Times(FEATURES, 3)), randn(7, FEATURES), randn(5, FEATURES)
     devices = ["cpu:0", "cpu:0", "cpu:1"]
     with guarded(monkeypatch, model), ScatterOnceParallel(model, 2, devices) as engine:
@@ -317,11 +306,6 @@ def test_what_is_replicated_goes_once_to_every_memory(monkeypatch):
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_each_byte_of_a_sparse_tensor_counts(layout):
     """As many as its indices and values have; those of compressed ones were counted as dense."""
-
-    class Times(nn.Linear):
-        def forward(self, rows, table):
-            return super().forward((table @ rows.T).T)
-
     model, rows = build(lambda: Times(FEATURES, 3)), randn(7, FEATURES)
     table = torch.eye(FEATURES, dtype=torch.float64).to_sparse(layout=layout)
     pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))  # compressed: one more end of rows
@@ -334,7 +318,7 @@ def test_moments_of_the_whole_batch_cross_once():
     model = build(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(100, CLASSES)))
     batch = randn(23, 4, 5, 5), randint(CLASSES, 23)
     with ScatterOnceParallel(model, 2, VIRTUAL[:3], buffers="batch") as engine:
-        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        engine.forward_backward(*batch, CRITERION)
         assert engine.last_step.bytes["reduce"] == 2 * (size(model.parameters()) + 2 * 4 * 8)
         assert engine.last_step.messages["reduce"] == 2 * 2
 
@@ -365,12 +349,10 @@ def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
 
 
 def test_the_report():
-    model = mlp()
-    with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
+    """Of the last step that did not fail."""
+    with ScatterOnceParallel(mlp(), 2, VIRTUAL) as engine:
         assert engine.last_step is None
-        loss = engine.forward_backward(
-            randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss()
-        )
+        loss = engine.forward_backward(*NINE, CRITERION)
         report = engine.last_step
         assert isinstance(report, StepReport)
         assert report.plan == engine.plan(9)
@@ -383,13 +365,6 @@ def test_the_report():
         assert head.split() == ["phase", "ms", "bytes", "copies"]
         assert [line.split()[0] for line in phases] == [*report.bytes]
         assert f"{report.bytes['reduce']:,}" in phases[-1].split()
-
-
-def test_a_failed_step_is_not_reported():
-    model = mlp()
-    with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
-        engine.forward_backward(randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss())
-        report = engine.last_step
         with pytest.raises(RuntimeError):
-            engine.forward_backward(randn(9, 3), randint(CLASSES, 9), nn.CrossEntropyLoss())
+            engine.forward_backward(randn(9, 3), NINE[1], CRITERION)
         assert engine.last_step is report

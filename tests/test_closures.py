@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import threading
@@ -11,7 +10,7 @@ import time
 import pytest
 import torch
 from helpers.agree import Case, agree
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, linear, mlp
 from helpers.module_cases import Multiplies
 from helpers.oracle import (
     assert_close,
@@ -36,10 +35,6 @@ INPUTS, TARGETS = randn(ROWS, FEATURES), randn(ROWS, CLASSES, seed=3)
 LABELS = classes(ROWS)
 
 pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
-
-
-def linear():
-    return build(lambda: nn.Linear(FEATURES, CLASSES))
 
 
 def all_of(*named):
@@ -88,20 +83,6 @@ def test_each_replica_reads_what_its_own_call_left_behind(devices, kind):
         for seed in range(3):
             assert_step(engine, randn(ROWS, FEATURES, seed=seed), TARGETS, perceptual(kind))
     assert_pair(mlp(), INPUTS, TARGETS, perceptual(kind), devices(3))
-
-
-def test_a_criterion_that_waits_for_the_other_replicas_has_them_beside_it(devices, monkeypatch):
-    monkeypatch.setattr("scatterpar.threads.locks._PATIENCE_SECONDS", 0.1)
-    barrier = threading.Barrier(3)
-
-    def meet(output, targets):
-        barrier.wait(60)
-        return F.mse_loss(output, targets)
-
-    with ScatterOnceParallel(mlp(), 1, devices(3), verify=False) as engine:
-        expected_loss, expected = whole_batch(mlp(), INPUTS, TARGETS, F.mse_loss)
-        assert_close(engine.forward_backward(INPUTS, TARGETS, meet), expected_loss, "loss")
-        assert_gradients(engine.module, expected)
 
 
 # --- parameters that only the criterion reaches ---
@@ -230,34 +211,20 @@ class OutOfMemory(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:accum=.auto")
-def test_a_second_try_starts_anew(devices, net, seen):
-    """What the first one had added to its gradient once stayed there."""
-    model, plain = build(lambda: OutOfMemory(FEATURES, CLASSES)), linear()
-    net_twin, plain = plain_twins(net, plain)
-    with ScatterOnceParallel(model, "auto", devices(3)) as engine:
-        engine.forward_backward(INPUTS, TARGETS, Task(net).loss)
-    assert_like((net, model), (net_twin, plain))
-    assert len(seen) == 1
-
-
-@pytest.mark.filterwarnings("ignore:accum")
-def test_tries_that_ran_out_of_memory_move_no_statistics(devices):
+def test_a_second_try_starts_anew(devices):
+    """Gradients that the first try had added, and statistics that it had moved, once stayed."""
     found = []
     for accum in ("auto", 2):
-        model, teacher = mlp(), build(lambda: nn.Sequential(nn.BatchNorm1d(CLASSES)))
-
-        def loss(output, targets, net=(teacher,)):
-            features = net[0](output)
-            if len(output) > 3:
-                raise torch.OutOfMemoryError("not enough")
-            return F.mse_loss(features, targets)
-
-        with ScatterOnceParallel(model, accum, devices(2), verify=False) as engine:
-            engine.forward_backward(INPUTS, TARGETS, loss)
-        found.append(all_of(model, teacher))
-        assert teacher[0].num_batches_tracked == 4
-    for name, gradient in found[1].items():
-        assert_close(found[0][name], gradient, name)
+        model, seen = build(lambda: OutOfMemory(FEATURES, CLASSES)), []
+        net = build(lambda: nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.BatchNorm1d(CLASSES)))
+        net[0].weight.register_hook(seen.append)
+        with ScatterOnceParallel(model, accum, devices(3), verify=False) as engine:
+            engine.forward_backward(INPUTS, TARGETS, Task(net).loss)
+        found.append(all_of(model, net))
+        assert len(seen) == 1
+        assert net[1].num_batches_tracked == 6
+    for name, value in found[1].items():
+        assert_close(found[0][name], value, name)
 
 
 @pytest.mark.parametrize("of", ["teacher", "master"])
@@ -285,24 +252,16 @@ def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
         assert torch.equal(value, before[name]), name
 
 
-class Holder:
-    """An object of the user's, which replicas share."""
-
-    def __init__(self, net):
-        self.nets = [net]
-
-
-class Held(nn.Module):
+class Held(Classifier):
     """Uses a network that only an object refers to, which no optimizer of the model finds."""
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Linear(FEATURES, CLASSES)
         net = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
-        self.holder = Holder(net.double())
+        self.holder = Task([net.double()])  # an object of the user's, which replicas share
 
     def forward(self, inputs):
-        return self.body(inputs) + self.holder.nets[0](inputs)
+        return self.linear(inputs) + self.holder.net[0](inputs)
 
 
 def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
@@ -311,7 +270,7 @@ def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
     ``engine.loss`` added its gradient at once, whatever became of the loss.
     """
     model = build(Held)
-    twin, net = copy.deepcopy(model), model.holder.nets[0]
+    twin, net = copy.deepcopy(model), model.holder.net[0]
     before, calls = copy.deepcopy(net.state_dict()), []
 
     def fails(output, targets):
@@ -326,18 +285,18 @@ def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
         assert all(parameter.grad is None for parameter in net.parameters())
         for name, value in net.state_dict().items():
             assert torch.equal(value, before[name]), name
-        (model.eval(), net.eval(), twin.eval(), twin.holder.nets[0].eval())
+        (model.eval(), net.eval(), twin.eval(), twin.holder.net[0].eval())
         assert engine.check(INPUTS, TARGETS, nn.MSELoss()).passed
         engine.loss(INPUTS, TARGETS, nn.MSELoss())
         assert all(parameter.grad is None for parameter in net.parameters())
         engine.loss(INPUTS, TARGETS, nn.MSELoss()).mul(3).backward()
     F.mse_loss(twin(INPUTS), TARGETS).mul(3).backward()
-    assert_like((model, net), (twin, twin.holder.nets[0]))
+    assert_like((model, net), (twin, twin.holder.net[0]))
 
 
 def a_step_of_one_rank(group):
     model = build(Held).eval()
-    net = model.holder.nets[0].eval()
+    net = model.holder.net[0].eval()
     rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
     with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group) as engine:
         engine.forward_backward(INPUTS[rows], TARGETS[rows], nn.MSELoss())
@@ -347,7 +306,7 @@ def a_step_of_one_rank(group):
 def test_ranks_exchange_the_gradients_of_a_network_in_an_object():
     """Each rank had those of its own rows."""
     model = build(Held).eval()
-    net = model.holder.nets[0].eval()
+    net = model.holder.net[0].eval()
     F.mse_loss(model(INPUTS), TARGETS).backward()
     for grads in run_on_ranks(2, a_step_of_one_rank):
         for name, gradient in all_of(model, net).items():
@@ -357,10 +316,6 @@ def test_ranks_exchange_the_gradients_of_a_network_in_an_object():
 # --- ranks that share a criterion ---
 
 
-def contrastive(outputs, targets, scale):
-    return F.cross_entropy(scale * outputs @ outputs.T, targets.argmax(1))
-
-
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -368,12 +323,12 @@ class Scale(nn.Module):
 
 
 def contrast(net):
-    return lambda outputs, targets: contrastive(outputs, targets, net.value)
+    return lambda o, t: F.cross_entropy(net.value * o @ o.T, t.argmax(1))
 
 
 def contrast_in_slots(net):
     slots = Slots(net.value)
-    return lambda outputs, targets: contrastive(outputs, targets, slots.net)
+    return lambda o, t: F.cross_entropy(slots.net * o @ o.T, t.argmax(1))
 
 
 def checkpointed(net):
@@ -493,34 +448,6 @@ def test_what_they_name_of_their_file_is_told(monkeypatch, devices):
         pytest.warns(UserWarning, match="names 'NAMED' of its file"),
     ):
         engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
-
-
-def crop(model):
-    """A criterion that reads what a hook has put aside."""
-    features = {}
-    model.register_forward_hook(lambda module, args, output: features.update(x=output.detach()))
-
-    def criterion(output, targets):
-        losses = F.cross_entropy(output, targets, reduction="none")
-        return (losses * features["x"].square().mean(1)).mean()
-
-    return criterion
-
-
-def test_a_dict_that_a_hook_fills_for_the_criterion_is_told(devices):
-    """One replica's criterion silently read another one's features."""
-    model = linear()
-    with (
-        ScatterOnceParallel(model, 2, devices(3)) as engine,
-        pytest.warns(UserWarning, match="crop.*criterion reads what forward passes leave behind"),
-        contextlib.suppress(ValueError, RuntimeError),  # what it makes of them is a race
-    ):
-        engine.forward_backward(INPUTS, LABELS, crop(model))
-
-
-def test_one_replica_reads_what_its_own_hook_has_put_aside(recwarn):
-    agree(Case(linear, batch=(INPUTS, LABELS), criterion=crop), "engine", ["cpu"])
-    assert not recwarn.list
 
 
 # --- two engines, one module ---

@@ -14,8 +14,17 @@ import numpy as np
 import pytest
 import torch
 from faults.state import capture, differences
-from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_step, build, randint, randn, seeded
+from helpers.models import CLASSES, FEATURES, Classifier, linear, mlp
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+    seeded,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -30,15 +39,15 @@ IGNORED = torch.full((ROWS,), -100)
 # --- outputs that are joined ---
 
 
-class Views(nn.Module):
+class Views(Classifier):
     """Two views of each row, as SimCLR's usual form gives them: all first ones, then all second."""
 
     def __init__(self, join=torch.cat):
         super().__init__()
-        self.encode, self.join = nn.Linear(FEATURES, 4), join
+        self.join = join
 
     def forward(self, rows):
-        return self.join([self.encode(rows), self.encode(-0.5 * rows)])
+        return self.join([self.linear(rows), self.linear(-0.5 * rows)])
 
 
 def stacked(views):
@@ -69,11 +78,11 @@ def test_two_views_after_each_other_are_no_entries_of_rows(devices, accum):
 
 def test_views_that_were_equal_at_first_are_told_later():
     model = build(Views)
-    weight = model.encode.weight.detach().clone()
-    nn.init.zeros_(model.encode.weight), nn.init.zeros_(model.encode.bias)
+    weight = model.linear.weight.detach().clone()
+    nn.init.zeros_(model.linear.weight), nn.init.zeros_(model.linear.bias)
     with ScatterOnceParallel(model, 3, ["cpu"]) as engine, torch.no_grad():
         engine(INPUTS)
-        model.encode.weight.copy_(weight)
+        model.linear.weight.copy_(weight)
         with pytest.raises(ValueError, match="not in the order of the rows"):
             engine(INPUTS)
 
@@ -90,32 +99,32 @@ def test_views_of_batches_of_one_row_are_joined_or_refused():
         engine.forward_backward(rows, None, loss, whole_batch=True)
 
 
-class Masks(nn.Module):
-    """Five masks for each picture, flat; where nothing was learned yet they are all background."""
+class Masks(Classifier):
+    """Four masks for each picture, flat; where nothing was learned yet they are all background."""
 
     def __init__(self):
         super().__init__()
-        self.head = nn.Linear(FEATURES, 5)
-        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)
+        nn.init.zeros_(self.linear.weight), nn.init.zeros_(self.linear.bias)
 
     def forward(self, rows):
-        return self.head(rows).flatten()
+        return self.linear(rows).flatten()
 
 
 @pytest.mark.parametrize("accum", [1, 3])
 def test_equal_entries_of_rows_are_no_codebook(devices, accum):
-    """Of 120 entries came 20."""
+    """Of 96 entries came 16."""
     with ScatterOnceParallel(build(Masks), accum, devices(2)).eval() as engine, torch.no_grad():
-        assert engine(INPUTS).shape == (ROWS * 5,)
-        engine.module.head.weight.fill_(1.0)
+        assert engine(INPUTS).shape == (ROWS * CLASSES,)
+        engine.module.linear.weight.fill_(1.0)
         assert_close(engine(INPUTS), engine.module(INPUTS), "output")
 
 
 def test_equal_entries_are_not_returned_as_one():
-    with ScatterOnceParallel(build(Masks), 3, ["cpu"] * 2) as engine:
-        loss = lambda o, _: o.square().mean()  # noqa: E731
-        with pytest.raises(ValueError, match="cannot be joined"):
-            engine.forward_backward(INPUTS, None, loss, return_outputs=True)
+    with (
+        ScatterOnceParallel(build(Masks), 3, ["cpu"] * 2) as engine,
+        pytest.raises(ValueError, match="cannot be joined"),
+    ):
+        engine.forward_backward(INPUTS, None, lambda o, _: o.square().mean(), return_outputs=True)
 
 
 # --- torch's own cross entropy ---
@@ -152,13 +161,10 @@ def test_labels_that_are_all_ignored_are_told():
 # --- state ---
 
 
-class Normed(nn.Module):
+class Normed(Classifier):
     def __init__(self):
         super().__init__()
-        self.body, self.norm = nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)
-
-    def forward(self, rows):
-        return self.body(rows)
+        self.norm = nn.BatchNorm1d(CLASSES)
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
@@ -178,18 +184,16 @@ def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buff
         assert torch.equal(dict(model.named_buffers())[name], expected), name
 
 
-class Queue(nn.Module):
+class Queue(Normed):
     """Keeps the last features, a counter, and its last output."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.calls = nn.Linear(FEATURES, CLASSES), 0
         self.register_buffer("queue", torch.zeros(4, CLASSES))
-        self.last = torch.zeros(())
-        self.norm = nn.BatchNorm1d(CLASSES)
+        self.calls, self.last = 0, torch.zeros(())
 
     def forward(self, rows):
-        output = self.norm(self.body(rows))
+        output = self.norm(self.linear(rows))
         with torch.no_grad():
             self.queue.mul_(0.9)[:] += output.mean(0)
         self.calls += 1
@@ -197,6 +201,7 @@ class Queue(nn.Module):
         return output
 
 
+@pytest.mark.filterwarnings("error")
 def test_state_that_sub_steps_move_is_told_once_by_name(devices):
     """A queue of MoCo's was off by 0.45 to 1.96, and nobody was told."""
     words = "(?s)buffer 'queue', the attribute 'calls', the attribute 'last': at each of the 6"
@@ -204,63 +209,54 @@ def test_state_that_sub_steps_move_is_told_once_by_name(devices):
         with pytest.warns(UserWarning, match=words) as caught:
             engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
         assert len(caught) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
-    with ScatterOnceParallel(build(Queue), 1, devices(1)) as engine, warnings.catch_warnings():
-        warnings.simplefilter("error")
+        engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+    with ScatterOnceParallel(build(Queue), 1, devices(1)) as engine:
         engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
 
 
-class Rotates(nn.Module):
+class Rotates(Classifier):
     """Grows a table of positions in its first pass, and reads it from then on."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.length = nn.Linear(FEATURES, CLASSES), 0
         self.register_buffer("table", torch.zeros(0), persistent=False)
-        self.angles = torch.zeros(0)
+        self.length, self.angles = 0, torch.zeros(0)
 
     def forward(self, rows):
         if self.length < FEATURES:
             self.length, self.angles = FEATURES, torch.arange(FEATURES) / FEATURES
             self.table = self.angles.cos()
-        return self.body(rows * self.table)
+        return self.linear(rows * self.table)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("replicas", "accum"), [(2, 3), (1, 3), (2, 1)])
 def test_a_table_that_grows_once_is_no_state_that_moves(devices, replicas, accum):
     """It was told to move at each of the sub-steps."""
-    engine = ScatterOnceParallel(build(Rotates), accum, devices(replicas))
-    with engine, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with ScatterOnceParallel(build(Rotates), accum, devices(replicas)) as engine:
         for _ in range(2):
             engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
             engine.forward_backward(INPUTS, VALUES, F.mse_loss, whole_batch=True)
 
 
-class Fills(nn.Module):
+class Fills(Classifier):
     """Fills a buffer in the first sub-step, in place, so that graphs can do it too."""
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Linear(FEATURES, CLASSES)
         self.register_buffer("table", torch.zeros(FEATURES))
 
     def forward(self, rows):
         if not self.table.any():
             self.table.fill_(2.0)
-        return self.body(rows * self.table)
+        return self.linear(rows * self.table)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_buffer_that_is_filled_once_is_no_state_that_moves(graphs):
     """With graphs it was told to move at each of the sub-steps."""
-    with (
-        ScatterOnceParallel(build(Fills), 3, ["cpu"] * 2, graphs=graphs) as engine,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("error")
+    with ScatterOnceParallel(build(Fills), 3, ["cpu"] * 2, graphs=graphs) as engine:
         engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
 
 
@@ -274,12 +270,10 @@ def test_state_that_differs_between_replicas_is_told(devices):
         engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
 
 
+@pytest.mark.filterwarnings("error", "ignore:.*weight_norm")
 def test_weights_that_each_pass_computes_are_no_state(devices):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = build(lambda: torch.nn.utils.weight_norm(nn.Linear(FEATURES, CLASSES)))
-    with ScatterOnceParallel(layer, 3, devices(2)) as engine, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    layer = torch.nn.utils.weight_norm(linear())
+    with ScatterOnceParallel(layer, 3, devices(2)) as engine:
         engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
 
 
@@ -414,13 +408,13 @@ ALLOWED = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_criterion_may_hold_the_model(devices, name, whole_batch):
     """Dropout draws the same numbers for both, and batch normalisation sees the same rows."""
     model = build(Normal)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine, warnings.catch_warnings(), seeded(0):
-        warnings.simplefilter("error")
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, seeded(0):
         for _ in range(2):
             engine.forward_backward(INPUTS, LABELS, ALLOWED[name](model), whole_batch=whole_batch)
 
@@ -461,25 +455,30 @@ def filled(how):
     return model, lambda o, t: F.cross_entropy(o, t) + read().square().mean()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("how", ["an attribute", "a variable", "an entry"])
-def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(how):
+def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices, how):
     """It was another replica's in 1 to 5 of 20 steps, without a word. In turn, it is exact."""
     model, criterion = filled(how)
-    with ScatterOnceParallel(model, 3, ["cpu"] * 3) as engine:
-        with pytest.warns(UserWarning, match="forward passes leave behind"):
+    with ScatterOnceParallel(model, 3, devices(3)) as engine:
+        with pytest.warns(UserWarning, match="filled.*reads what forward passes leave behind"):
             engine.forward_backward(INPUTS, LABELS, criterion)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(4):
-                model.zero_grad()
-                engine.forward_backward(INPUTS, LABELS, criterion)
-        expected = [p.grad.clone() for p in model.parameters()]
+        for _ in range(4):
+            model.zero_grad()
+            engine.forward_backward(INPUTS, LABELS, criterion)
+        found = gradients(model)
         model.zero_grad()
         criterion(model(INPUTS), LABELS).backward()
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            assert_close(gradient, parameter.grad, "gradient")
+        assert_gradients(model, found)
         with pytest.raises(ValueError, match="what the last micro-batch left"):
             engine.forward_backward(INPUTS, LABELS, criterion, whole_batch=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_replica_reads_what_its_own_hook_fills():
+    model, criterion = filled("an entry")
+    with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
+        assert_step(engine, INPUTS, LABELS, criterion)
 
 
 # --- more than a handful of rows ---
@@ -517,9 +516,6 @@ def test_losses_that_a_handful_of_rows_does_not_show(devices, criterion):
 class Slots:
     __slots__ = ("calls",)
 
-    def __init__(self):
-        self.calls = 0
-
 
 METER = {"seen": 0}
 
@@ -527,11 +523,10 @@ METER = {"seen": 0}
 class Counts:
     """Counts its calls in all ways that there are."""
 
-    seen, array, queue, slots, history = 0, np.zeros(3), Queue_(), Slots(), []
-    last = None
+    seen, array, queue, slots, history, last = 0, np.zeros(3), Queue_(), Slots(), [], None
 
     def __init__(self, reduction="mean"):
-        self.reduced, self.calls, self.steps = reduction, 0, torch.zeros(())
+        self.reduced, self.calls, self.steps, self.slots.calls = reduction, 0, torch.zeros(()), 0
 
     def __call__(self, output, targets):
         type(self).seen += 1
@@ -546,15 +541,8 @@ class Counts:
         return self.last
 
     def numbers(self):
-        sizes = self.queue.qsize(), len(self.history), METER["seen"]
-        return [
-            self.seen,
-            self.calls,
-            int(self.steps),
-            self.slots.calls,
-            int(self.array[0]),
-            *sizes,
-        ]
+        own = self.seen, self.calls, int(self.steps), self.slots.calls, int(self.array[0])
+        return [*own, self.queue.qsize(), len(self.history), METER["seen"]]
 
 
 def test_a_check_leaves_no_trace():
@@ -578,15 +566,13 @@ def test_a_check_leaves_no_trace():
 
 
 def test_a_failed_step_restores_a_generator_that_the_criterion_closes_over(devices):
-    generator, fails = torch.Generator().manual_seed(3), [True]
+    generator = torch.Generator().manual_seed(3)
 
     def criterion(output, targets):
-        loss = F.cross_entropy(output, targets) * (
-            1 + 0 * torch.rand((), generator=generator).item()
-        )
-        if fails and len(output) == 4:
+        factor = 1 + 0 * torch.rand((), generator=generator).item()
+        if len(output) == 4:
             raise RuntimeError("as planned")
-        return loss
+        return F.cross_entropy(output, targets) * factor
 
     with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
         before = generator.get_state()
@@ -598,13 +584,9 @@ def test_a_failed_step_restores_a_generator_that_the_criterion_closes_over(devic
 # --- false alarms ---
 
 
-class Recomputes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(FEATURES, CLASSES)
-
+class Recomputes(Classifier):
     def forward(self, rows):
-        return checkpoint(self.body, rows, use_reentrant=True)
+        return checkpoint(self.linear, rows, use_reentrant=True)
 
 
 def own_mean(output, targets):

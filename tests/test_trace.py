@@ -175,8 +175,8 @@ def test_gradients_are_the_same_bits_with_it():
                 traced(engine, inputs, targets, nn.CrossEntropyLoss())
             else:
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    for one, other in zip(plain.parameters(), seen.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    gradients = [[parameter.grad for parameter in model.parameters()] for model in (plain, seen)]
+    assert all(map(torch.equal, *gradients))
 
 
 # --- what bounds a step -------------------------------------------------------------------------
@@ -184,9 +184,7 @@ def test_gradients_are_the_same_bits_with_it():
 STEPS = 4
 
 
-def told(
-    spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *options, accum=2, first=1
-):
+def told(spans_of_replica, *, devices=("cpu", "cpu"), wait=0.0, computing=1.0, options=(), first=1):
     """The sentence on steps of a second (the first: of ``first``).
 
     Their replicas have events (name, share, sub-step, start, seconds, elements, lag of the device).
@@ -201,7 +199,7 @@ def told(
     for number in range(STEPS):
         step = RecordedStep(number)
         steps.append(step)
-        step.plan = make_plan(64, devices, accum)
+        step.plan = make_plan(64, devices, 2)
         seconds_of_step = 1 if number else first
         add(Event(step, BETWEEN), 0.0, wait)
         add(step, 0.0, seconds_of_step)
@@ -216,116 +214,91 @@ def told(
     return Bounds(events, steps, devices, frozenset(options)).sentence()
 
 
-def busy(seconds, name="forward", **more):
-    return lambda share, _: [(name, share, 0, 0.0, seconds(share), *more.values())]
+def busy(seconds, name="forward", *more):
+    return lambda share, _: [(name, share, 0, 0.0, seconds, *more)]
 
 
-def test_one_slow_replica():
-    says = told(busy(lambda share: 0.9 if share.replica else 0.3))
-    assert says == (
-        "Replica 1, cpu, takes 3.0 times as long as the others, who wait for it 30 % of the time. "
-        'Pass shares="auto".'
-    )
+def slow_second(share, _):
+    return [("forward", share, 0, 0.0, 0.9 if share.replica else 0.3)]
 
 
-def test_one_slow_replica_that_is_known():
-    says = told(busy(lambda share: 0.9 if share.replica else 0.3), ["cpu"] * 2, 0.0, 1.0, "shares")
-    assert says.endswith('shares="auto" is set, and learns that from step to step.')
+def slow_in_turn(share, number):
+    return [("forward", share, 0, 0.0, 0.9 if share.replica == number % 2 else 0.3)]
 
 
-def test_long_rows_on_one_replica():
-    def spans(share, _):
-        longer = 3 if share.replica else 1
-        return [
-            ("arrival", share, 0, 0.0, 0.001, 64 * longer),
-            ("forward", share, 0, 0.1, 0.3 * longer, 0),
-        ]
-
-    says = told(spans)
-    assert "Replica 1, cpu, takes 3.0 times as long" in says
-    assert says.endswith(
-        "Its rows are longer: put rows of like length together, or pass micro_batch_cost=, and "
-        "costs= to the step."
-    )
+def long_rows(share, _):
+    longer = 3 if share.replica else 1
+    arrival = "arrival", share, 0, 0.0, 0.001, 64 * longer
+    return [arrival, ("forward", share, 0, 0.1, 0.3 * longer, 0)]
 
 
-def test_another_slow_replica_in_every_step():
-    says = told(
-        lambda share, number: [
-            ("forward", share, 0, 0.0, 0.9 if share.replica == number % 2 else 0.3)
-        ]
-    )
-    assert "In other steps it is another one" in says
-    assert "micro_batch_cost=" in says
+def tiny(share, _):
+    return [("forward", share, n, n / 100, 0.0005) for n in range(32)]
 
 
-def test_the_caller():
-    says = told(busy(lambda share: 0.9), wait=1.5)
-    assert says.startswith("The engine waited 60 % of the time for its caller")
-    assert "num_workers=" in says
+def once_a_step(share, _):
+    return [("replicate", None, None, 0.0, 0.5)] if share.replica == 0 else []
 
 
-def test_launching():
-    """A device that is done when the host is was waiting for it; one that is behind was not."""
-    launch = {"elements": 64, "lag": 0.001}
-    cards = ["cpu:0", "cpu:1"]  # of which the test says when they were done
-    says = told(busy(lambda _: 0.4, **launch), cards)
-    assert says.startswith("Launching bounds the steps, 100 % of the time")
-    assert says.endswith("Pass graphs=True, or a smaller accum=, for fewer and larger sub-steps.")
-    says = told(busy(lambda _: 0.4, **launch), cards, 0.0, 1.0, "graphs")
-    assert says.endswith("Pass a smaller accum=, for fewer and larger sub-steps.")
-    launch["lag"] = 0.4
-    assert told(busy(lambda _: 0.4, **launch), cards).startswith("Computing bounds the steps")
+def checked(share, _):
+    own = [("forward", share, 0, 0.5, 0.9 if share.replica else 0.3)]
+    return own if share.replica else [*own, ("verify", None, None, 0.0, 0.5)]
 
 
-def test_many_tiny_sub_steps():
-    def spans(share, _):
-        return [("forward", share, n, n / 100, 0.0005) for n in range(32)]
+CARDS = {"devices": ["cpu:0", "cpu:1"]}  # of which the test says when they were done
+DONE, BEHIND = busy(0.4, "forward", 64, 0.001), busy(0.4, "forward", 64, 0.4)
+SLOW = "^Replica 1, cpu, takes 3.0 times as long as the others"
+FEWER = "for fewer and larger sub-steps.$"
+WAIT = ", who wait for it 30 % of the time. "
+SENTENCES = [
+    (SLOW + WAIT + 'Pass shares="auto".$', slow_second, {}),
+    (
+        f'{SLOW}{WAIT}shares="auto" is set, and learns that from step to step.$',
+        slow_second,
+        {"options": ["shares"]},
+    ),
+    (
+        SLOW + ".* Its rows are longer: put rows of like length together, or pass "
+        "micro_batch_cost=, and costs= to the step.$",
+        long_rows,
+        {},
+    ),
+    ("In other steps it is another one.*micro_batch_cost=", slow_in_turn, {}),
+    ("^The engine waited 60 % of the time for its caller.*num_workers=", busy(0.9), {"wait": 1.5}),
+    # A device that is done when the host is was waiting for it; one that is behind was not.
+    (
+        f"^Launching .*, 100 % of the time.* Pass graphs=True, or a smaller accum=, {FEWER}",
+        DONE,
+        CARDS,
+    ),
+    (f"Pass a smaller accum=, {FEWER}", DONE, CARDS | {"options": ["graphs"]}),
+    ("^Computing bounds the steps", BEHIND, CARDS),
+    (
+        f"^Sub-steps are many and tiny: 64 a step, of 0.5 ms each. Pass a smaller accum=, {FEWER}",
+        tiny,
+        {},
+    ),
+    ("^Rows take 50 % of the time to arrive", busy(0.5, "arrival"), {}),
+    ("^Replicas wait 50 % of the time for their turn in the criterion", busy(0.5, "waiting"), {}),
+    (
+        "^What is done once a step takes 60 % of the time, replicate most",
+        once_a_step,
+        {"computing": 0.4},
+    ),
+    # The rest of the time is what the sentence is about.
+    (
+        SLOW + ".*60 % of the time.* Checks, which first steps have, took 2,000 ms more.$",
+        checked,
+        {},
+    ),
+    ("^Starting took 9,000 ms of the first step: trace later steps.$", busy(0.9), {"first": 10}),
+    ("^Computing bounds the steps: it takes 100 % of the time.$", busy(0.9), {}),
+]
 
-    says = told(spans)
-    assert says == (
-        "Sub-steps are many and tiny: 64 a step, of 0.5 ms each. Pass a smaller accum=, for fewer "
-        "and larger sub-steps."
-    )
 
-
-def test_rows_that_arrive_late():
-    assert told(busy(lambda _: 0.5, "arrival")).startswith("Rows take 50 % of the time to arrive")
-
-
-def test_turns_in_the_criterion():
-    says = told(busy(lambda _: 0.5, "waiting"))
-    assert says.startswith("Replicas wait 50 % of the time for their turn in the criterion")
-
-
-def test_what_is_done_once_a_step():
-    def spans(share, _):
-        return [("replicate", None, None, 0.0, 0.5)] if share.replica == 0 else []
-
-    says = told(spans, computing=0.4)
-    assert says.startswith("What is done once a step takes 60 % of the time, replicate most")
-
-
-def test_what_is_checked_in_first_steps_is_told_apart():
-    """The rest of the time is what the sentence is about."""
-
-    def spans(share, _):
-        own = [("forward", share, 0, 0.5, 0.9 if share.replica else 0.3)]
-        return own if share.replica else [*own, ("verify", None, None, 0.0, 0.5)]
-
-    says = told(spans)
-    assert says.startswith("Replica 1, cpu, takes 3.0 times as long as the others")
-    assert "60 % of the time" in says
-    assert says.endswith(" Checks, which first steps have, took 2,000 ms more.")
-
-
-def test_a_first_step_that_is_mostly_starting():
-    says = told(lambda share, number: [("forward", share, 0, 0.0, 0.9)], first=10)
-    assert says == "Starting took 9,000 ms of the first step: trace later steps."
-
-
-def test_nothing_but_computing():
-    assert told(busy(lambda _: 0.9)) == "Computing bounds the steps: it takes 100 % of the time."
+@pytest.mark.parametrize(("words", "spans", "options"), SENTENCES)
+def test_what_bounds_a_step_is_said(words, spans, options):
+    assert re.search(words, said := told(spans, **options)), said
 
 
 def test_a_loader_that_is_waited_for():

@@ -5,9 +5,12 @@ Cards whose copies bring other bytes are in ``test_harsh_accelerator.py``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import json
 import pkgutil
+from unittest import mock
 
 import pytest
 import torch
@@ -77,36 +80,25 @@ def test_a_broken_way_is_found_and_no_other_is_blamed(brief, broken_way, capsys)
     assert "cpu:0 to cpu:1" in page
     wrong = [line for line in page.splitlines() if line.startswith("WRONG because")]
     assert len(wrong) == 1
-    assert "copies from cpu:0 to cpu:1 bring other bytes than were sent: " in wrong[0]
-    assert "16 of 1000 were altered" in wrong[0]
-    assert "NCCL_P2P_DISABLE=1" in wrong[0]
-    assert "IOMMU" in wrong[0]
-    assert "ACS" in wrong[0]
+    said = "copies from cpu:0 to cpu:1 bring other bytes than were sent: "
+    for words in (said, "16 of 1000 were altered", "NCCL_P2P_DISABLE=1", "IOMMU", "ACS"):
+        assert words in wrong[0]
 
 
 @pytest.mark.parametrize(
     ("devices", "ways"),
-    [
-        (["cpu"], 0),
-        (["cpu:0"], 2),
-        (["cpu:0", "cpu:1", "cpu:0"], 6),
-        (["cpu:0", "cpu:1", "cpu:2"], 12),
-    ],
+    [("cpu", 0), ("cpu:0", 2), ("cpu:0 cpu:1 cpu:0", 6), ("cpu:0 cpu:1 cpu:2", 12)],
 )
 def test_every_ordered_pair_is_examined_once(monkeypatch, devices, ways):
     monkeypatch.setattr(copies, "SIZES", (1000,))
-    found = list(copies.examine([torch.device(device) for device in devices]))
+    found = list(copies.examine([*map(torch.device, devices.split())]))
     assert len({(route.source, route.target) for route in found}) == len(found) == ways
 
 
 def test_cards_have_pinned_ways_too():
-    found = copies.routes(CARDS)
-    host, pinned = copies.PAGEABLE, copies.PINNED
-    one, other = CARDS
-    expected = [(one, other), (other, one)]
-    expected += [(kind, card) for kind in (host, pinned) for card in CARDS]
-    expected += [(card, kind) for kind in (host, pinned) for card in CARDS]
-    assert set(found) == set(expected)
+    ways = [*itertools.product((copies.PAGEABLE, copies.PINNED), CARDS)]
+    expected = {*itertools.permutations(CARDS), *ways, *(way[::-1] for way in ways)}
+    assert set(copies.routes(CARDS)) == expected
 
 
 def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
@@ -265,27 +257,32 @@ def problem():
         return nn.Linear(4, 2), torch.randn(10, 4), torch.randint(2, (10,))
 
 
-def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch):
-    module, inputs, labels = problem()
+@contextlib.contextmanager
+def one_bit_off():
+    """The last byte of each copy into a tensor arrives changed."""
     whole = Transfers.copy_into
 
     def copy_into(self, target, source, phase):
         whole(self, target, source, phase)
-        target.view(torch.uint8)[-1] ^= 1  # a single bit
+        target.view(torch.uint8)[-1] ^= 1
 
+    with mock.patch.object(Transfers, "copy_into", copy_into):
+        yield
+
+
+def test_the_engine_refuses_devices_whose_memory_brings_other_bytes():
+    module, inputs, labels = problem()
     with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
-        with monkeypatch.context() as patched:
-            patched.setattr(Transfers, "copy_into", copy_into)
-            for call in (
-                lambda: engine.forward_backward(inputs, labels, nn.CrossEntropyLoss()),
-                lambda: engine.eval()(inputs),
-            ):
-                with pytest.raises(RuntimeError) as refused:
-                    call()
-                words = str(refused.value)
-                assert "from cpu:0 to cpu:1 arrived corrupted" in words
-                assert "through the host's memory" in words
-                assert "python -m scatterpar doctor" in words
+        for call in (
+            lambda: engine.forward_backward(inputs, labels, nn.CrossEntropyLoss()),
+            lambda: engine.eval()(inputs),
+        ):
+            with one_bit_off(), pytest.raises(RuntimeError) as refused:
+                call()
+            words = str(refused.value)
+            assert "from cpu:0 to cpu:1 arrived corrupted" in words
+            assert "through the host's memory" in words
+            assert "python -m scatterpar doctor" in words
         assert module.weight.grad is None
         loss = engine.train().forward_backward(inputs, labels, nn.CrossEntropyLoss())
         torch.testing.assert_close(loss, nn.CrossEntropyLoss()(module(inputs), labels).detach())
@@ -294,18 +291,11 @@ def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch)
 def test_after_the_doctor_an_engine_checks_its_copies_again(monkeypatch):
     """The doctor forgot which copies need the host, and no engine of the process looked again."""
     module, inputs, labels = problem()
-    whole = Transfers.copy_into
-
-    def copy_into(self, target, source, phase):
-        whole(self, target, source, phase)
-        target.view(torch.uint8)[-1] ^= 1
-
     monkeypatch.setattr(copies, "SIZES", (1000,))
     with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
         engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
         assert all(route.arrives for route in copies.examine(VIRTUAL))
-        monkeypatch.setattr(Transfers, "copy_into", copy_into)
-        with pytest.raises(RuntimeError, match="from cpu:0 to cpu:1 arrived corrupted"):
+        with one_bit_off(), pytest.raises(RuntimeError, match="cpu:0 to cpu:1 arrived corrupted"):
             engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
 
 

@@ -69,8 +69,6 @@ def _no_garbage_collection(monkeypatch):
 
 
 class Heard(transformers.TrainerCallback):
-    """The order of events."""
-
     def __init__(self):
         self.events = []
 
@@ -202,13 +200,9 @@ def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
         return CASES[case][2](rows)
 
     cut = partial(ScatterOnceTrainer, micro_batch_cost=20)
-    mine, theirs = beside(
-        tmp_path,
-        (CASES[case][0], unequal, collate),
-        classes=(cut, transformers.Trainer),
-        prepare=lambda trainer: padded.append([]),
-        include_num_input_tokens_seen="non_padding",
-    )
+    how = {"classes": (cut, transformers.Trainer), "prepare": lambda trainer: padded.append([])}
+    how["include_num_input_tokens_seen"] = "non_padding"
+    mine, theirs = beside(tmp_path, (CASES[case][0], unequal, collate), **how)
     assert_same(mine, theirs)
     assert_same_evaluation(mine, theirs)
     assert mine.state.total_flos < theirs.state.total_flos, "less padding"
@@ -235,17 +229,9 @@ def test_epochs_callbacks_and_metrics(tmp_path):
         trainer.add_callback(heard[-1])
 
     case = language_model, lambda count: sentences({ROWS: 12, 7: 8}.get(count, count)), padded
-    trainers = beside(
-        tmp_path,
-        case,
-        whole=(6, 2),
-        num_train_epochs=2,
-        max_steps=-1,
-        eval_strategy="epoch",
-        each=({"per_device_eval_batch_size": 4}, {}),
-        extra={"compute_metrics": accuracy},
-        prepare=prepare,
-    )
+    how = {"whole": (6, 2), "num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"}
+    how |= {"each": ({"per_device_eval_batch_size": 4}, {}), "prepare": prepare}
+    trainers = beside(tmp_path, case, extra={"compute_metrics": accuracy}, **how)
     assert_same(*trainers)
     steps = [[event for event in one.events if event[0] != "substep"] for one in heard]
     assert steps[0] == steps[1]
@@ -339,18 +325,12 @@ def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
         {"activation_checkpointing": True},
         {"neftune_noise_alpha": None, "dataloader_drop_last": True},
         {"optim": "sgd", "lr_scheduler_type": "cosine"},
+        {"torch_empty_cache_steps": 1},  # it ended the first step on the CPU
     ],
     ids=str,
 )
 def test_options(tmp_path, options):
     assert_same(*beside(tmp_path, LANGUAGE, **options))
-
-
-def test_emptying_the_cache_needs_no_accelerator(tmp_path):
-    """``torch_empty_cache_steps`` once ended the first step on the CPU."""
-    trainer = ours(tmp_path, "regression", ["cpu"], torch_empty_cache_steps=1, max_steps=2)
-    quietly(trainer.train)
-    assert trainer.state.global_step == 2
 
 
 def test_bf16_autocast(tmp_path):
@@ -389,15 +369,8 @@ def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
         trainer.train()
         found.append(dict(calls))
 
-    trainers = beside(
-        tmp_path,
-        LANGUAGE,
-        model=model,
-        whole=(6, 2),
-        max_steps=steps,
-        each=({"torch_compile_backend": "eager"}, {}),
-        train=train,
-    )
+    how = {"model": model, "whole": (6, 2), "max_steps": steps, "train": train}
+    trainers = beside(tmp_path, LANGUAGE, each=({"torch_compile_backend": "eager"}, {}), **how)
     assert len(found[0]) == 2, "the threads of the replicas"
     assert all(number >= 2 * steps for number in found[0].values()), "each micro-batch"
     assert not found[1]
@@ -684,15 +657,10 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
         if isinstance(trainer, ScatterOnceTrainer):
             trainer.data_collator = flat
 
+    case = None, lambda count: sentences(24), padded_without_first
+    how = {"classes": (Looks, transformers.Trainer), "prepare": prepare, "max_steps": 2}
     with pytest.warns(UserWarning, match="do not show how the losses"):
-        trainers = beside(
-            tmp_path,
-            (None, lambda count: sentences(24), padded_without_first),
-            model=model,
-            max_steps=2,
-            classes=(Looks, transformers.Trainer),
-            prepare=prepare,
-        )
+        trainers = beside(tmp_path, case, model=model, **how)
     assert_same(*trainers)
     assert plans == [[2, 2], [2, 2]]
 
@@ -731,13 +699,9 @@ def test_iterable_datasets_and_workers(tmp_path, source):
 
 
 def test_model_init(tmp_path):
-    trainer = ScatterOnceTrainer(
-        model_init=lambda: language_model(),
-        args=arguments(tmp_path, remove_unused_columns=False, **sizes(6)),
-        data_collator=padded,
-        train_dataset=sentences(ROWS),
-        device_ids=VIRTUAL,
-    )
+    args = arguments(tmp_path, remove_unused_columns=False, **sizes(6))
+    given = {"args": args, "data_collator": padded, "train_dataset": sentences(ROWS)}
+    trainer = ScatterOnceTrainer(model_init=lambda: language_model(), device_ids=VIRTUAL, **given)
     quietly(trainer.train)
     quietly(trainer.train)  # anew, with another model
     plain = stock(tmp_path, LANGUAGE, **sizes(12))
@@ -846,42 +810,30 @@ def test_lora(tmp_path):
     assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
 
 
-def spread():
-    model = language_model()
-    model.hf_device_map = {"a": 0, "b": 1}
-    return model
-
-
-def detector():
-    model = language_model()
-    model.loss_type = "ForObjectDetection"
-    return model
-
-
 LOMO = transformers.training_args.OptimizerNames.LOMO
 ON_META = "must begin with the Trainer's own device, meta.*got cpu first"
 DETECTS = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a whole"
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "model"),
+    ("words", "name", "value"),
     [
-        ("DeepSpeed.*use the stock Trainer", {"deepspeed": "zero2.json"}, language_model),
-        ("FSDP", {"fsdp": "full_shard"}, language_model),
-        ("lomo", {"optim": LOMO}, language_model),
-        ("device_map", {}, spread),
-        ("torchrun", {"world_size": 2}, language_model),
-        (ON_META, {"device": torch.device("meta")}, language_model),
-        (DETECTS, {}, detector),
+        ("DeepSpeed.*use the stock Trainer", "deepspeed", "zero2.json"),
+        ("FSDP", "fsdp", "full_shard"),
+        ("lomo", "optim", LOMO),
+        ("device_map", "hf_device_map", {"a": 0, "b": 1}),
+        ("torchrun", "world_size", 2),
+        (ON_META, "device", torch.device("meta")),
+        (DETECTS, "loss_type", "ForObjectDetection"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch, words, changes, model):
-    args = arguments(tmp_path)
-    for name, value in changes.items():
-        own = name in vars(args)
-        setattr(args, name, value) if own else monkeypatch.setattr(type(args), name, value)
+def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch, words, name, value):
+    args, model = arguments(tmp_path), language_model()
+    holder = model if name in ("hf_device_map", "loss_type") else args
+    computed = name in ("world_size", "device")
+    monkeypatch.setattr(type(args) if computed else holder, name, value, raising=False)
     with pytest.raises(ValueError, match=words):
-        ScatterOnceTrainer(model(), args, device_ids=["cpu"] * 2)
+        ScatterOnceTrainer(model, args, device_ids=["cpu"] * 2)
 
 
 def clip(kind):

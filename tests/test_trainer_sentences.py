@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
 from helpers.trainers import (
     LAYOUTS,
+    QUIET,
     SAME,
     VOCABULARY,
     assert_same_bits,
@@ -114,18 +116,14 @@ def guided(model):
 
 
 MNRL = losses.MultipleNegativesRankingLoss
+CACHED = losses.CachedMultipleNegativesRankingLoss
 LOSSES = {
     "MultipleNegativesRanking": (MNRL, TRIPLES),
     "MNRL symmetric": (losses.MultipleNegativesSymmetricRankingLoss, PAIRS),
-    "CachedMNRL": (
-        lambda m: losses.CachedMultipleNegativesRankingLoss(m, mini_batch_size=5),
-        PAIRS,
-    ),
+    "CachedMNRL": (lambda m: CACHED(m, mini_batch_size=5), PAIRS),
     "Matryoshka": (lambda m: losses.MatryoshkaLoss(m, MNRL(m), [8, 4]), PAIRS),
     "Matryoshka cached": (
-        lambda m: losses.MatryoshkaLoss(
-            m, losses.CachedMultipleNegativesRankingLoss(m, mini_batch_size=4), [8, 4]
-        ),
+        lambda m: losses.MatryoshkaLoss(m, CACHED(m, mini_batch_size=4), [8, 4]),
         PAIRS,
     ),
     "GIST": (lambda m: losses.GISTEmbedLoss(m, guided(m)), PAIRS),
@@ -152,20 +150,9 @@ def seeded_of(make):
 
 def trained(cls, saved, folder, loss, rows, *, size, k=1, model=encoder, options=None, **extra):
     model = model(saved)
-    args = cls.training_args_class(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1,
-        learning_rate=0.1,
-        optim="sgd",  # Adam makes large steps of what is only rounding
-        save_strategy="no",
-        max_steps=3,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=k,
-        **(options or {}),
-    )
+    how = {"learning_rate": 0.1, "optim": "sgd"}  # Adam makes large steps of what is only rounding
+    how |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": k}
+    args = cls.training_args_class(output_dir=str(folder), **QUIET, **how, **(options or {}))
     made = loss(model) if callable(loss) else {name: one(model) for name, one in loss.items()}
     with seeded():
         random.seed(0)
@@ -200,15 +187,10 @@ LISTS = lambda: datasets.Dataset.from_dict(  # noqa: E731
 PAIR_LOSSES = {
     "BCE": (pair_losses.BinaryCrossEntropyLoss, BINARY),
     "MSE": (pair_losses.MSELoss, SCORED),
-    "MarginMSE": (
-        pair_losses.MarginMSELoss,
-        lambda: data("query", "positive", "negative", label=lambda i: i / 10),
-    ),
+    "MarginMSE": (pair_losses.MarginMSELoss, lambda: data(*"qpn", label=lambda i: i / 10)),
     "MNRL": (lambda m: pair_losses.MultipleNegativesRankingLoss(m, num_negatives=2), TRIPLES),
     "CachedMNRL": (
-        lambda m: pair_losses.CachedMultipleNegativesRankingLoss(
-            m, num_negatives=2, mini_batch_size=5
-        ),
+        partial(pair_losses.CachedMultipleNegativesRankingLoss, num_negatives=2, mini_batch_size=5),
         PAIRS,
     ),
     "Lambda": (pair_losses.LambdaLoss, LISTS),
@@ -267,7 +249,7 @@ def test_cross_encoders(saved, tmp_path, name):
 
 def test_no_replica_touches_another_s_memory(saved, tmp_path, monkeypatch):
     model = encoder(saved)
-    loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5)
+    loss = CACHED(model, mini_batch_size=5)
     with guarded(monkeypatch, model):
         ours(saved, tmp_path, lambda _: loss, PAIRS, model=lambda _: model)
 
@@ -383,10 +365,8 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
 
 def test_the_example(saved, tmp_path):
     script = example("embeddings")
-    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    quiet |= {"output_dir": str(tmp_path), "logging_steps": 1, "max_steps": 3}
-    how = {"batch": 12, "rows": 3, "device_ids": LAYOUTS["virtual"]}
-    trainer = script.trainer_for(encoder(saved), PAIRS(), **how, **quiet)
+    how = {"batch": 12, "rows": 3, "device_ids": LAYOUTS["virtual"], "output_dir": str(tmp_path)}
+    trainer = script.trainer_for(encoder(saved), PAIRS(), **how, **QUIET)
     quietly(trainer.train)
     seen = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert len(seen) == 3

@@ -14,6 +14,7 @@ from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
 from helpers.trainers import (
     LAYOUTS,
+    QUIET,
     VOCABULARY,
     assert_same_bits,
     assert_same_parameters,
@@ -32,18 +33,8 @@ peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.draws
 ROWS = 14  # in steps of 8: the last one is ragged
-COMMON = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "warmup_steps": 1,
-    "save_strategy": "no",
-    "max_steps": 3,
-    "bf16": False,
-    "activation_checkpointing": False,
-}
+COMMON = QUIET | {"learning_rate": 1e-2, "warmup_steps": 1, "bf16": False}
+COMMON |= {"activation_checkpointing": False}
 
 
 @pytest.fixture(autouse=True)
@@ -62,27 +53,19 @@ def text(row):
 
 def preferences(**more):
     rows = sentences(2 * ROWS)
-    return datasets.Dataset.from_list(
-        [
-            {
-                "prompt": "3 4",
-                "chosen": " " + text(a),
-                "rejected": " " + text(b),
-                **{name: make(i) for name, make in more.items()},
-            }
-            for i, (a, b) in enumerate(zip(rows[:ROWS], rows[ROWS:], strict=True))
-        ]
-    )
+    made = [
+        {"prompt": "3 4", "chosen": f" {text(a)}", "rejected": f" {text(b)}"}
+        | {name: make(i) for name, make in more.items()}
+        for i, (a, b) in enumerate(zip(rows[:ROWS], rows[ROWS:], strict=True))
+    ]
+    return datasets.Dataset.from_list(made)
 
 
 def adapted(model):
+    how = {"init_lora_weights": False, "fan_in_fan_out": True}
     with seeded():
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True
-            ),
-        ).double()
+        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], **how)
+        return peft.get_peft_model(model, lora).double()
 
 
 def scorer():
@@ -163,13 +146,8 @@ def build(name, folder, devices, **changes):
     if name in ("DPO", "DPO ipo", "KTO"):
         extra["ref_model"] = other_language_model()
     with seeded():
-        return (mixed(cls) if devices else cls)(
-            model=model(),
-            args=args,
-            train_dataset=data_of(name),
-            processing_class=tokens(),
-            **extra,
-        )
+        given = {"args": args, "train_dataset": data_of(name), "processing_class": tokens()}
+        return (mixed(cls) if devices else cls)(model=model(), **given, **extra)
 
 
 def trained(name, folder, devices, **changes):
@@ -251,15 +229,8 @@ def test_an_evaluation_in_the_middle_of_training_leaves_counts_as_they_were(tmp_
 def test_the_example(tmp_path):
     script = example("dpo_lora")
     options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
-    trainer = script.trainer_for(
-        language_model(),
-        tokens(),
-        preferences(),
-        device_ids=LAYOUTS["virtual"],
-        rank=2,
-        targets=["c_attn"],
-        **options,
-    )
+    options |= {"device_ids": LAYOUTS["virtual"], "rank": 2, "targets": ["c_attn"]}
+    trainer = script.trainer_for(language_model(), tokens(), preferences(), **options)
     with seeded():
         quietly(trainer.train)
     assert trainer.state.log_history[0]["rewards/margins"] == 0
@@ -276,16 +247,8 @@ def test_the_example(tmp_path):
             for kind in ("aot", "aot_unpaired", "bco_pair")
         ),
         ("GRPO", {"loss_type": "bnpo"}, "GRPOTrainer here: loss_type='bnpo'.*the stock class"),
-        (
-            "GRPO",
-            {"entropy_coef": 0.1},
-            "GRPOTrainer here: an entropy bonus is a term over a batch",
-        ),
-        (
-            "GRPO",
-            {"top_entropy_quantile": 0.5},
-            "GRPOTrainer here: top_entropy_quantile is a term over a batch",
-        ),
+        ("GRPO", {"entropy_coef": 0.1}, "GRPOTrainer here: an entropy bonus is a term over a"),
+        ("GRPO", {"top_entropy_quantile": 0.5}, "GRPOTrainer here: top_entropy_quantile is a term"),
     ],
 )
 def test_losses_over_a_batch_are_refused_by_name(tmp_path, name, changes, words):
@@ -294,14 +257,10 @@ def test_losses_over_a_batch_are_refused_by_name(tmp_path, name, changes, words)
 
 
 def refused(words, cls, config, folder, model, rows):
+    args = config(output_dir=str(folder), **COMMON)
+    how = {"args": args, "train_dataset": rows, "processing_class": tokens()}
     with pytest.raises(ValueError, match=f"{cls.__name__} here: {words}"):
-        mixed(cls)(
-            model=model,
-            args=config(output_dir=str(folder), **COMMON),
-            train_dataset=rows,
-            processing_class=tokens(),
-            device_ids=["cpu"] * 2,
-        )
+        mixed(cls)(model=model, device_ids=["cpu"] * 2, **how)
 
 
 def test_an_auxiliary_loss_of_experts_is_refused_by_name(tmp_path):

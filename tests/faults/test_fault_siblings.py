@@ -66,35 +66,33 @@ class Together(nn.Linear):
         raise self.errors[replica]
 
 
+def error_of_all(devices, errors):
+    """What arrives when three replicas raise these at once."""
+    model = build(lambda: Together(2, 1))
+    model.barrier, model.errors = threading.Barrier(3), tuple(errors)
+    inputs = torch.arange(12.0, dtype=torch.float64).repeat(2, 1).T.contiguous()
+    with (
+        ScatterOnceParallel(model, 2, devices(3), verify=False) as engine,
+        pytest.raises(type(errors[0])) as caught,
+    ):
+        engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
+    assert caught.value is errors[0]
+    return caught.value
+
+
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
 def test_the_lowest_replica_speaks_and_the_others_are_noted(devices, kind):
-    model = build(lambda: Together(2, 1))
-    model.barrier = threading.Barrier(3)
-    model.errors = errors = tuple(kind(f"from {i}") for i in range(3))
-    inputs = torch.arange(12.0, dtype=torch.float64).repeat(2, 1).T.contiguous()
-    with ScatterOnceParallel(model, 2, devices(3), verify=False) as engine:
-        with pytest.raises(kind) as caught:
-            engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
-        assert caught.value is errors[0]
-        assert caught.value.__notes__ == [
-            f"in replica 0 on {devices(3)[0]}, sub-step 0 of 2, counted from 0",
-            "alone, in this thread:\n"
-            "engine.replay(inputs, criterion=criterion, replica=0, sub_step=0)",
-            f"replica 1 failed too: {errors[1]!r}",
-            f"replica 2 failed too: {errors[2]!r}",
-        ]
+    errors = [kind(f"from {i}") for i in range(3)]
+    assert error_of_all(devices, errors).__notes__ == [
+        f"in replica 0 on {devices(3)[0]}, sub-step 0 of 2, counted from 0",
+        "alone, in this thread:\nengine.replay(inputs, criterion=criterion, replica=0, sub_step=0)",
+        f"replica 1 failed too: {errors[1]!r}",
+        f"replica 2 failed too: {errors[2]!r}",
+    ]
 
 
 def test_one_exception_object_raised_by_all(devices):
-    model = build(lambda: Together(2, 1))
-    model.barrier = threading.Barrier(3)
-    error = ValueError("shared")
-    model.errors = (error,) * 3
-    inputs = torch.arange(12.0, dtype=torch.float64).repeat(2, 1).T.contiguous()
-    with ScatterOnceParallel(model, 2, devices(3), verify=False) as engine:
-        with pytest.raises(ValueError, match="shared") as caught:
-            engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
-        assert caught.value is error
+    error_of_all(devices, [ValueError("shared")] * 3)
 
 
 def test_an_eternal_exception_does_not_grow(devices):

@@ -137,23 +137,13 @@ def assert_same_bits(model: nn.Module, other: nn.Module) -> None:
         assert torch.equal(parameter, its), "the same bits"
 
 
+QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
+QUIET |= {"save_strategy": "no", "max_steps": 3}
+
+
 def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
-    return transformers.TrainingArguments(
-        **{
-            "output_dir": str(folder),
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "learning_rate": 1e-2,
-            "weight_decay": 0.1,
-            "warmup_steps": 2,
-            "optim": "adamw_torch",
-            "save_strategy": "no",
-            "max_steps": 3,
-            **options,
-        }
-    )
+    own = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "optim": "adamw_torch"}
+    return transformers.TrainingArguments(output_dir=str(folder), **QUIET | own | options)
 
 
 def example(name: str) -> Any:

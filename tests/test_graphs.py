@@ -45,30 +45,16 @@ def home():
     return torch.device(torch.accelerator.current_accelerator().type if here else "cpu")
 
 
-class Block(nn.Module):
-    """Causal attention, as a small GPT has it."""
-
-    def __init__(self, width=8, heads=2):
-        super().__init__()
-        self.heads, self.norm = heads, nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x):
-        parts = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0)
-        q, k, v = parts.transpose(-3, -2)
-        seen = torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool).tril()
-        weights = (q @ k.transpose(-2, -1)).masked_fill(~seen, float("-inf")).softmax(-1)
-        return x + self.out((weights @ v).transpose(-3, -2).flatten(-2))
-
-
 class GPT(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.blocks = nn.Embedding(11, 8), nn.Sequential(Block(), Block())
-        self.head = nn.Linear(8, CLASSES)
+        block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True)
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, CLASSES)
+        self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
 
     def forward(self, words):
-        return self.head(self.blocks(self.words(words)).mean(1))
+        seen = nn.Transformer.generate_square_subsequent_mask(words.shape[1], words.device)
+        return self.head(self.blocks(self.words(words), seen, is_causal=True).mean(1))
 
 
 def mlp(*layers):
@@ -202,27 +188,20 @@ class Partly(nn.Module):
         return (self.long if x.shape[1] > 4 else self.short)(x).mean(1)
 
 
-def test_what_is_not_used_in_a_step_has_no_gradient(places):
+@pytest.mark.parametrize(
+    "lengths", [(3, 6, 3, 6), (*range(1, 12), 1, 11)], ids=["two", "beyond a handful"]
+)
+def test_what_is_not_used_in_a_step_has_no_gradient(places, lengths):
+    """Shapes beyond a handful run without graphs."""
     model = build(Partly).to(home())
     targets, criterion = randint(CLASSES, ROWS).to(home()), nn.CrossEntropyLoss()
     with ScatterOnceParallel(model, 2, places, graphs=True, verify=False) as engine:
-        for length in (3, 6, 3, 6):
+        for length in lengths:
             inputs = randn(ROWS, length, FEATURES, seed=length).to(home())
             model.zero_grad()
             engine.forward_backward(inputs, targets, criterion)
             assert model.never.weight.grad is None
             assert (model.short.weight.grad is None) == (length > 4)
-            assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
-
-
-def test_shapes_beyond_a_handful_run_without(places):
-    model = build(Partly).to(home())
-    targets, criterion = randint(CLASSES, ROWS).to(home()), nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, 2, places, graphs=True, verify=False) as engine:
-        for length in (*range(1, 12), 1, 11):
-            inputs = randn(ROWS, length, FEATURES, seed=length).to(home())
-            model.zero_grad()
-            engine.forward_backward(inputs, targets, criterion)
             assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
 
 
@@ -509,19 +488,15 @@ def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
 
 
 def test_autocast_is_captured_too(two_places):
-    """Another dtype, or none, is another graph."""
+    """With it and without are two graphs."""
     model, inputs, targets = problem("mlp")
     model, inputs = model.float(), inputs.float()
-    criterion = nn.CrossEntropyLoss()
     found = []
     for engine in engines(model, two_places, 3):
         with engine:
-            for dtype in (torch.bfloat16, torch.bfloat16, None, torch.bfloat16):
-                kind = torch.autocast(
-                    home().type, dtype or torch.bfloat16, enabled=dtype is not None
-                )
-                with kind:
-                    found.append(engine.forward_backward(inputs, targets, criterion))
+            for is_on in (True, True, False, True):
+                with torch.autocast(home().type, torch.bfloat16, enabled=is_on):
+                    found.append(engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()))
     half = len(found) // 2
     assert torch.equal(torch.stack(found[:half]), torch.stack(found[half:]))
     assert found[0] == found[1] == found[3] != found[2]

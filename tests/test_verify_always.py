@@ -9,7 +9,6 @@ import itertools
 import pickle
 import random
 import threading
-import warnings
 import weakref
 from typing import ClassVar
 
@@ -84,33 +83,34 @@ def test_looks_that_tell_nothing_become_rare_and_it_is_said_once():
     assert len(caught) == 1
 
 
-@pytest.mark.usefixtures("idle")
-def test_what_agrees_is_looked_at_in_the_first_steps():
-    assert steps_with_a_look(in_a_def) == [*range(1, 9)]
-
-
 def test_what_agrees_is_looked_at_again_where_that_takes_little_of_the_time(monkeypatch):
     monkeypatch.setattr(verifier, "_SHARE", 1.0)
     assert steps_with_a_look(in_a_def) == [*range(1, 41)]
 
 
+def refused_steps(criteria, targets):
+    """The numbers of the steps that are refused, with one criterion each."""
+    refused = []
+    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
+        for number, criterion in enumerate(criteria, 1):
+            try:
+                step(engine, criterion, targets)
+            except ValueError:
+                refused.append(number)
+    return refused
+
+
 @pytest.mark.usefixtures("idle")
 def test_a_number_that_changes_is_looked_at():
     """The same closure with another number was of the same kind: unseen through step 63."""
-    refused = []
 
     def kept(least):
         return lambda o, t: (
             F.cross_entropy(o, t, reduction="none").topk(max(1, least * len(o) // 24))[0].mean()
         )
 
-    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
-        for number in range(1, 40):
-            try:
-                step(engine, kept(24 if number < 34 else 8), classes(ROWS))
-            except ValueError:
-                refused.append(number)
-    assert refused == [*range(34, 40)]
+    criteria = [kept(24 if number < 34 else 8) for number in range(1, 40)]
+    assert refused_steps(criteria, classes(ROWS)) == [*range(34, 40)]
 
 
 @pytest.mark.parametrize("steps", [9, 40])
@@ -128,13 +128,7 @@ def test_what_no_label_shows_is_looked_at_again_in_later_steps(steps, monkeypatc
             late = self.steps > steps
             return squares(output, targets) if late else F.mse_loss(output, targets)
 
-    refused, criterion = [], Late()
-    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
-        for number in range(1, 48):
-            try:
-                step(engine, criterion, VALUES)
-            except ValueError:
-                refused.append(number)
+    refused = refused_steps([Late()] * 47, VALUES)
     assert refused
     assert refused == [*range(refused[0], 48)]
 
@@ -216,6 +210,7 @@ UNTOLD = {
 
 
 @pytest.mark.draws
+@pytest.mark.filterwarnings("error", "ignore:forward passes move")
 @pytest.mark.parametrize("case", [*LOOKED_AT, *UNTOLD])
 def test_a_look_leaves_no_trace(devices, case):
     """The same bits as without looking, everywhere; nothing fails."""
@@ -227,14 +222,11 @@ def test_a_look_leaves_no_trace(devices, case):
         random.seed(1)
         np.random.seed(1)
         with ScatterOnceParallel(mlp(), 3, devices(replicas), verify=verify) as engine:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                warnings.filterwarnings("ignore", "forward passes move")
-                one = functools.partial(step, engine, criterion, classes(ROWS))
-                if case in LOOKED_AT:
-                    assert_agreed(engine, one, looks=verify)
-                else:
-                    one(), one()
+            one = functools.partial(step, engine, criterion, classes(ROWS))
+            if case in LOOKED_AT:
+                assert_agreed(engine, one, looks=verify)
+            else:
+                one(), one()
             transfers = engine.last_step.bytes, engine.last_step.messages
             gradients = [p.grad.nan_to_num() for p in engine.module.parameters()]
             buffers = list(criterion.buffers()) if isinstance(criterion, nn.Module) else []
@@ -256,7 +248,7 @@ def test_an_interrupt_of_a_look_leaves_no_trace(devices, error):
 
         def forward(self, output, targets):
             self.calls += 1
-            if self.calls and len(output) < 10:
+            if len(output) < 10:
                 raise error
             return F.mse_loss(output, targets)
 
@@ -308,6 +300,7 @@ def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
     assert taken[8] == 0
 
 
+@pytest.mark.filterwarnings("error", "ignore:Guard. active")
 def test_the_look_stays_on_one_device(monkeypatch):
     """Rows of two virtual devices meet on one of them, with that replica's criterion."""
 
@@ -374,24 +367,18 @@ def test_under_autocast():
             step(engine, in_a_def, padded(ROWS), INPUTS.float())
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_inside_a_module_is_no_reason(devices, dtype):
-    class Inside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, CLASSES))
-
+    class Inside(nn.Sequential):
         def forward(self, inputs, targets):
             with torch.autocast("cpu", torch.bfloat16):
-                return F.cross_entropy(self.net(inputs), targets)
+                return F.cross_entropy(super().forward(inputs), targets)
 
-    model = build(Inside).to(dtype)
-    with warnings.catch_warnings(), ScatterOnceParallel(model, 3, devices(2)) as engine:
-        warnings.simplefilter("error")
-        batches = [
-            (randn(ROWS, 64, seed=seed).to(dtype), randint(CLASSES, ROWS, seed=seed))
-            for seed in range(9)
-        ]
+    model = build(lambda: Inside(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, CLASSES))).to(dtype)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        inputs, targets = randn(9, ROWS, 64).to(dtype), randint(CLASSES, 9, ROWS)
+        batches = [*zip(inputs, targets, strict=True)]
         assert_agreed(engine, lambda: engine.forward_backward(batches[0]))
         for batch in batches[1:]:
             engine.forward_backward(batch)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from helpers import leak_checks
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -117,8 +117,14 @@ def failing(devices, model, row=11, **options):
 
 
 def call_in(error):
-    return next(
-        line for note in error.__notes__ for line in note.splitlines() if line.startswith("engine.")
+    lines = "\n".join(error.__notes__).splitlines()
+    return next(line for line in lines if line.startswith("engine."))
+
+
+def replayed(call, engine, inputs, criterion=LOSS, **names):
+    """What the call of a note gives where the user's variables have these names."""
+    return eval(
+        call, dict(engine=engine, inputs=inputs, targets=LABELS, criterion=criterion, **names)
     )
 
 
@@ -134,7 +140,7 @@ def test_the_note_has_the_call(devices):
     threads = []
     model.last.register_forward_hook(lambda *_: threads.append(threading.current_thread()))
     with pytest.raises(ArithmeticError, match="a bad row") as caught:
-        eval(call, {"engine": engine, "inputs": inputs, "targets": LABELS, "criterion": LOSS})
+        replayed(call, engine, inputs)
     assert any(entry.frame.f_locals.get("self") is model for entry in caught.traceback)
     assert set(threads) <= {threading.current_thread()}
     assert_untouched(model, before, random)
@@ -162,9 +168,8 @@ def test_the_call_has_the_options_of_the_step(devices, options, said):
             engine.forward_backward(inputs, LABELS, LOSS, **options)
         call = call_in(caught.value)
         assert f", {said})" in call
-        names = {"engine": engine, "inputs": inputs, "targets": LABELS, "criterion": LOSS}
         with pytest.raises(ArithmeticError):
-            eval(call, names | options)
+            replayed(call, engine, inputs, **options)
 
 
 def test_the_call_names_the_criterion_where_there_are_no_targets(devices):
@@ -177,16 +182,15 @@ def test_the_call_names_the_criterion_where_there_are_no_targets(devices):
         call = "engine.replay(inputs, criterion=criterion, replica=0, sub_step=0)"
         assert call_in(caught.value) == call
         with pytest.raises(ArithmeticError):
-            eval(call, {"engine": engine, "inputs": ROWS, "criterion": fails})
+            replayed(call, engine, ROWS, fails)
 
 
 @pytest.mark.draws
 @pytest.mark.parametrize(
-    ("kinds", "passes"), [((True, False), 1), ((False, False), 1), ((True, True), 3)]
+    ("drops", "normed", "passes"), [(True, False, 1), (False, False, 1), (True, True, 3)]
 )
-def test_earlier_sub_steps_run_where_they_are_needed(devices, kinds, passes):
+def test_earlier_sub_steps_run_where_they_are_needed(devices, drops, normed, passes):
     """Not for what the failing one drew; for what earlier ones have left in buffers."""
-    drops, normed = kinds
     model = build(lambda: Model(drops=drops, normed=normed))
     seen = []
     model.drop.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
@@ -261,52 +265,36 @@ def test_the_row_that_made_a_loss_nan(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2), check_finite=True, verify=False) as engine:
         with pytest.raises(FloatingPointError) as caught:
             engine.forward_backward(inputs, LABELS, LOSS)
-        names = {"engine": engine, "inputs": inputs, "targets": LABELS, "criterion": LOSS}
-        loss, output = eval(call_in(caught.value), names)
+        loss, output = replayed(call_in(caught.value), engine, inputs)
         assert loss.isnan()
         rows = engine.plan(13).rows_of(1, 0)
         assert [row for row, bad in zip(rows, output.isnan().any(1), strict=True) if bad] == [8]
 
 
 def test_what_a_criterion_and_a_checkpoint_do_is_put_back(devices):
-    """Leaves that a criterion closes over, and those under reentrant checkpoints."""
+    """Leaves that a criterion closes over, those under reentrant checkpoints, writes of weights."""
     head = build(lambda: nn.Linear(CLASSES, CLASSES))
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = mlp()
-            self.seen = 0
+    class Checkpointed(Classifier):
+        seen = 0
 
         def forward(self, inputs):
             self.seen += 1
-            return checkpoint(self.inner, inputs.requires_grad_(), use_reentrant=True)
+            with torch.no_grad():
+                self.linear.weight.mul_(2)
+            return checkpoint(self.linear, inputs.requires_grad_(), use_reentrant=True)
 
-    model = Checkpointed()
-    model.inner[0].weight.grad = before = randn(7, FEATURES)
-    kept = before.clone()
-    model.inner[0].weight.register_hook(lambda _: pytest.fail("hooks are the step's"))
+    model = build(Checkpointed)
+    model.linear.weight.grad = torch.ones_like(model.linear.weight)
+    model.linear.weight.register_hook(lambda _: pytest.fail("hooks are the step's"))
+    before, random = state_of(model), leak_checks.random_states()
     with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine:
         loss, _ = engine.replay(ROWS, LABELS, lambda o, t: LOSS(head(o), t), replica=0, sub_step=1)
         assert loss.isfinite()
-        assert model.inner[0].weight.grad is before
-        assert torch.equal(before, kept)
-        assert all(p.grad is None for p in (*head.parameters(), *model.inner[2].parameters()))
-        assert model.seen == 0
-
-
-def test_parameters_that_a_forward_pass_writes_come_back(devices):
-    class Writes(nn.Linear):
-        def forward(self, inputs):
-            with torch.no_grad():
-                self.weight.mul_(2)
-            return super().forward(inputs)
-
-    model = build(lambda: Writes(FEATURES, CLASSES))
-    before = model.weight.detach().clone()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.replay(ROWS, LABELS, LOSS, replica=0, sub_step=1)
-    assert torch.equal(model.weight, before)
+    assert_untouched(model, before, random)
+    assert torch.equal(model.linear.weight.grad, torch.ones_like(model.linear.weight))
+    assert all(p.grad is None for p in head.parameters())
+    assert model.seen == 0
 
 
 def test_what_is_not_there_is_refused(devices):

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.oracle import assert_close, build, seeded
+from helpers.pages import ROOT, example
 
 from scatterpar import ScatterOnceParallel
 
-FOLDER = Path(__file__).parent.parent / "examples"
 DIGITS = 1e-12
 
 pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def assert_same_curves(model, curve_of, engine_of):
@@ -52,12 +43,12 @@ def assert_same_curves(model, curve_of, engine_of):
 def images():
     """Two small batches of the images that the script reads, in float64."""
     with seeded():
-        batches, _ = script("mnist").loaders(5, torch.float64)
+        batches, _ = example("mnist").loaders(5, torch.float64)
         return list(islice(batches, 2))
 
 
 def test_mnist(devices, images):
-    mnist = script("mnist")
+    mnist = example("mnist")
 
     def curve(model, engine):
         optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
@@ -72,7 +63,7 @@ def test_mnist(devices, images):
 
 def test_word_language_model(devices):
     """The last stretch is shorter, and the rows are not divided evenly."""
-    words = script("word_language_model")
+    words = example("word_language_model")
     _, text, _ = words.corpus(rows=7)
     text = text[:33] % 50
 
@@ -85,7 +76,7 @@ def test_word_language_model(devices):
 
 
 def test_char_gpt(devices):
-    gpt = script("char_gpt")
+    gpt = example("char_gpt")
     characters, text = gpt.lines(longest=30)
     long = [line for line in text if len(line) == 31]
     text = [line[: 2 + 4 * i % 29] for i, line in enumerate(long)]
@@ -110,7 +101,7 @@ SHORT = {
 @pytest.mark.draws
 @pytest.mark.parametrize("name", SHORT)
 def test_the_scripts_run_and_print_the_same(name, capsys, images):
-    module, printed = script(name), []
+    module, printed = example(name), []
     if name == "mnist":
         module.loaders = lambda rows, dtype: (images, images)
     for more in (["--stock"], ["--devices", "cpu,cpu", "--accum", "2"]):
@@ -122,4 +113,4 @@ def test_the_scripts_run_and_print_the_same(name, capsys, images):
 
 def test_every_script_is_tested():
     elsewhere = {"dpo_lora", "embeddings"}  # by the tests of those trainers
-    assert {path.stem for path in FOLDER.glob("*.py")} == SHORT.keys() | elsewhere
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == SHORT.keys() | elsewhere

@@ -63,15 +63,10 @@ def learner(folder, *callbacks, loss_func=None, targets=None, dtype=torch.float6
     loaders = [DataLoader(rows, bs=12, drop_last=False), DataLoader(rows, bs=9)]
     with seeded(3):
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-    learn = Learner(
-        DataLoaders(*loaders, device="cpu"),
-        model.to(dtype),
-        loss_func or nn.CrossEntropyLoss(),
-        cbs=list(callbacks),
-        metrics=accuracy if targets.ndim == 1 else None,
-        path=folder,
-        **options,
-    )
+    options = {"cbs": list(callbacks), "path": folder, **options}
+    options |= {"metrics": accuracy if targets.ndim == 1 else None}
+    loss = loss_func or nn.CrossEntropyLoss()
+    learn = Learner(DataLoaders(*loaders, device="cpu"), model.to(dtype), loss, **options)
     learn.recorder.smooth_loss = Smooth()
     return learn
 

@@ -127,16 +127,9 @@ def made(kind=Classifier, **options):
 
 def trainer(strategy=None, **options):
     """A Trainer with ``strategy``, or the stock one on one device."""
-    plain = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": Recorder(),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "log_every_n_steps": 1,
-    }
+    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "log_every_n_steps": 1}
+    plain |= {"logger": Recorder(), "enable_checkpointing": False}
+    plain |= {"enable_progress_bar": False, "enable_model_summary": False}
     own = {} if strategy is None else {"strategy": strategy}
     return pl.Trainer(**plain | own | options)
 

@@ -392,19 +392,11 @@ def world(page, **names):
     """What the pages take for granted."""
     model = names.pop("model", None) or build(classifier)
     rows = len(names["images"]) if "images" in names else 25
-    common = {
-        "nn": nn,
-        "cross_entropy": cross_entropy,
-        "mse_loss": mse_loss,
-        "dtype": torch.float64,
-        "criterion": nn.CrossEntropyLoss(),
-        "Rows": Rows,
-        "Replicated": Replicated,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        "images": IMAGES,
-        "labels": LABELS[:rows],
-    }
+    common = {"nn": nn, "cross_entropy": cross_entropy, "mse_loss": mse_loss}
+    common |= {"dtype": torch.float64, "criterion": nn.CrossEntropyLoss(), "model": model}
+    common["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    common |= {"Rows": Rows, "Replicated": Replicated}
+    common |= {"images": IMAGES, "labels": LABELS[:rows]}
     return World(PAGES[page], **common | names)
 
 

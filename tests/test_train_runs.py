@@ -6,17 +6,15 @@ import csv
 import errno
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from faults.processes import SILENCE, run
+from faults.processes import run
 from helpers.pictures import needs_timm, needs_torchvision, truncate, write_folder
-from helpers.torchrun import assert_same_run, environment, records, steps, wait_until
+from helpers.torchrun import assert_same_run, records, steps
 from torch import nn
 
 from scatterpar.__main__ import main as command
@@ -154,30 +152,6 @@ def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
     (summary,) = records(out, "summary")
     assert sorted(summary["left_out"].values()) == [3, 3]
     assert "broken files left out" in (out / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_killed_workers_end_a_run_in_words_and_lose_nothing(folder, tmp_path):
-    """The processes that read are killed; the run goes on from its last step afterwards."""
-    out = tmp_path / "out"
-    tool = [sys.executable, "-m", "scatterpar", "train", "--data", str(folder), *QUICK]
-    tool += ["--epochs", "2000", "--workers", "2", "--out", str(out)]
-    with subprocess.Popen(tool, stderr=subprocess.PIPE, text=True, env=environment()) as process:
-        wait_until(lambda: len(steps(out)) >= 5 or process.poll() is not None, tmp_path)
-        assert process.poll() is None
-        workers = psutil.Process(process.pid).children(recursive=True)
-        for worker in workers:
-            if "forkserver" in " ".join(worker.cmdline()) and worker.ppid() != process.pid:
-                worker.kill()
-        _, errors = process.communicate(timeout=SILENCE)
-    assert process.returncode == 2
-    assert "Traceback" not in errors
-    words = (
-        r"error: a worker process that reads images has ended by itself.*after step (\d+) is kept"
-    )
-    number = int(re.search(words, errors)[1])
-    assert len(steps(out)) == number
-    assert torch.load(out / "checkpoint.pt")["progress"]["step"] == number
 
 
 def full(*_):

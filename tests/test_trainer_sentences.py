@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
+from helpers.pages import example
 from helpers.trainers import (
     LAYOUTS,
     QUIET,
@@ -21,7 +22,6 @@ from helpers.trainers import (
     VOCABULARY,
     assert_same_bits,
     assert_same_parameters,
-    example,
     quietly,
     sequence_classifier,
     tokenizer,

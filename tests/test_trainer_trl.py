@@ -12,13 +12,13 @@ import torch
 import transformers
 from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
+from helpers.pages import example
 from helpers.trainers import (
     LAYOUTS,
     QUIET,
     VOCABULARY,
     assert_same_bits,
     assert_same_parameters,
-    example,
     language_model,
     quietly,
     sentences,

@@ -16,18 +16,7 @@ VOCABULARY, LENGTH = 50, 7
 
 
 def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    model = build(lambda: transformers.GPT2LMHeadModel(config)).train()
+    model = build(lambda: transformers.GPT2LMHeadModel(tiny_config("GPT2"))).train()
     model.loss_function = causal_loss
     return model
 

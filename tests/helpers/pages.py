@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ CLASSES = 3
 
 def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+def example(name: str) -> Any:
+    """The script of that name in examples/, as a module."""
+    where = ROOT / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, where)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -42,21 +52,11 @@ def namespace() -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
     if torch.accelerator.is_available():
         model, images, labels = (x.to("cuda:0") for x in (model, images, labels))
-    return {
-        "torch": torch,
-        "nn": nn,
-        "scatterpar": scatterpar,
-        "model": model,
-        "net": copy.deepcopy(model),
-        "images": images,
-        "labels": labels,
-        "loader": [(images, labels)],
-        "dataset": TensorDataset(images, labels),
-        "device_ids": [images.device] * 2,
-        "DataLoader": DataLoader,
-        "criterion": nn.CrossEntropyLoss(),
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
-    }
+    rows = {"images": images, "labels": labels, "device_ids": [images.device] * 2}
+    rows |= {"loader": [(images, labels)], "dataset": TensorDataset(images, labels)}
+    names = {"torch": torch, "nn": nn, "scatterpar": scatterpar, "DataLoader": DataLoader}
+    names |= {"model": model, "net": copy.deepcopy(model), "criterion": nn.CrossEntropyLoss()}
+    return names | rows | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
 
 
 class World(dict[str, Any]):

@@ -116,26 +116,20 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def differences(one: Path, other: Path, ignored: Sequence[str] = ("/job",)) -> list[str]:
     """The places where the final checkpoints of two runs differ by a bit."""
-    first, second = (
-        flat(torch.load(out / "checkpoint.pt", weights_only=True)) for out in (one, other)
-    )
+    first, second = (flat(torch.load(out / "checkpoint.pt")) for out in (one, other))
     assert first.keys() == second.keys()
+    same = {True: torch.equal, False: lambda one, other: one == other}
     return [
         name
         for name, value in first.items()
-        if name not in ignored
-        and not (
-            torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name]
-        )
+        if name not in ignored and not same[isinstance(value, Tensor)](value, second[name])
     ]
 
 
 def assert_same_run(whole: Path, parts: Path, number: int) -> None:
     """So many steps, each recorded once, with the same bits as in a run that nobody stopped."""
     fields = "step", "epoch", "images", "learning_rate", "loss"
-    made = [
-        [[record[field] for field in fields] for record in steps(out)] for out in (whole, parts)
-    ]
+    made = [[[r[field] for field in fields] for r in steps(out)] for out in (whole, parts)]
     assert made[0] == made[1]
     assert len(made[0]) == number
     assert differences(whole, parts) == []

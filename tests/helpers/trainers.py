@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -25,37 +24,24 @@ SAME = 1e-9
 LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 
 
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "hidden_size": 8}
+SMALL |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+
+
 def language_model(dropout: float = 0.0) -> nn.Module:
     """A causal language model, in float64."""
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        n_positions=16,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    drops = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], dropout)
+    words = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
     with seeded():
+        config = transformers.GPT2Config(**sizes, **drops, **words)
         return transformers.GPT2LMHeadModel(config).double()
 
 
 def sequence_classifier(**options: Any) -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **{"num_labels": 3, **options},
-    )
+    words = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
     with seeded():
+        config = transformers.BertConfig(**SMALL | words | options)
         return transformers.BertForSequenceClassification(config).double()
 
 
@@ -66,18 +52,8 @@ def token_classifier() -> nn.Module:
 
 
 def image_classifier() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        image_size=8,
-        patch_size=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
     with seeded():
+        config = transformers.ViTConfig(image_size=8, patch_size=4, **SMALL)
         return transformers.ViTForImageClassification(config).double()
 
 
@@ -144,15 +120,6 @@ QUIET |= {"save_strategy": "no", "max_steps": 3}
 def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     own = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "optim": "adamw_torch"}
     return transformers.TrainingArguments(output_dir=str(folder), **QUIET | own | options)
-
-
-def example(name: str) -> Any:
-    """The script of that name in examples/, as a module."""
-    where = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, where)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def quietly(call: Any, *args: Any, **kwargs: Any) -> Any:

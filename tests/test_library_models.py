@@ -21,13 +21,10 @@ RATE = 0.05
 def criterion(output, _):
     """A mean over rows: every element of every tensor counts, and each in its own way."""
     values = output.to_tuple() if hasattr(output, "to_tuple") else output
-    return sum(
-        (
-            (t + 0.1) ** 2 * torch.linspace(0.5, 1.5, t[0].numel(), dtype=t.dtype).view_as(t[0])
-        ).mean()
-        for t in nested.leaves(values)
-        if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
-    )
+    found = [t for t in nested.leaves(values) if isinstance(t, Tensor) and t.ndim]
+    found = [t for t in found if t.is_floating_point()]
+    weights = [torch.linspace(0.5, 1.5, t[0].numel(), dtype=t.dtype).view_as(t[0]) for t in found]
+    return sum(((t + 0.1) ** 2 * w).mean() for t, w in zip(found, weights, strict=True))
 
 
 def assert_two_steps(make, inputs, devices, relative=1e-10):
@@ -40,12 +37,11 @@ def assert_two_steps(make, inputs, devices, relative=1e-10):
             expected = criterion(plain(*args, **kwargs), None)
             expected.backward()
             assert_close(loss, expected.detach(), "loss", relative)
-            scale = max(
-                p.grad.to_dense().abs().max() for p in plain.parameters() if p.grad is not None
-            )
-            for (name, one), (_, other) in zip(
-                model.named_parameters(), plain.named_parameters(), strict=True
-            ):
+            named = zip(model.named_parameters(), plain.parameters(), strict=True)
+            pairs = [(name, one, other) for (name, one), other in named]
+            grads = [other.grad.to_dense() for _, _, other in pairs if other.grad is not None]
+            scale = max(grad.abs().max() for grad in grads)
+            for name, one, other in pairs:
                 assert (one.grad is None) == (other.grad is None), name
                 if one.grad is not None:
                     difference = (one.grad.to_dense() - other.grad.to_dense()).abs().max()
@@ -53,9 +49,7 @@ def assert_two_steps(make, inputs, devices, relative=1e-10):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            for (name, one), (_, other) in zip(
-                model.named_parameters(), plain.named_parameters(), strict=True
-            ):
+            for name, one, other in pairs:
                 assert_close(one.detach(), other.detach(), name, relative)
 
 
@@ -64,26 +58,32 @@ def assert_two_steps(make, inputs, devices, relative=1e-10):
 IMAGE, SEQUENCE = (4, 8, 8), (5, 4)
 
 
-class First(nn.Module):
+class Called(nn.Module):
+    """A layer, and how it is called with the inputs."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, inputs):
+        return self.call(self.layer, inputs)
+
+
+def outputs_of(layer):
     """A recurrent layer's outputs, without the state whose rows lie along dimension 1."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, inputs):
-        return self.layer(inputs)[0]
+    return Called(layer, lambda layer, inputs: layer(inputs)[0])
 
 
-class Itself(nn.Module):
+def to_itself(layer, times):
     """Attention of a sequence to itself, or any module that takes its input several times."""
+    return Called(layer, lambda layer, inputs: layer(*[inputs] * times))
 
-    def __init__(self, layer, times):
-        super().__init__()
-        self.layer, self.times = layer, times
 
-    def forward(self, inputs):
-        return self.layer(*[inputs] * self.times)
+ROWS_FIRST = {"batch_first": True}
+
+
+def layer(**options):
+    return nn.TransformerEncoderLayer(4, 2, 8, 0.0, **ROWS_FIRST, **options)
 
 
 TORCH = {
@@ -94,22 +94,18 @@ TORCH = {
     ),
     "BatchNorm2d, eval": (lambda: nn.BatchNorm2d(4).eval(), IMAGE),
     "SyncBatchNorm, eval": (lambda: nn.SyncBatchNorm(4).eval(), IMAGE),
-    "LSTM": (lambda: First(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), SEQUENCE),
-    "LSTM, projected": (lambda: First(nn.LSTM(4, 3, proj_size=2, batch_first=True)), SEQUENCE),
+    "LSTM": (lambda: outputs_of(nn.LSTM(4, 3, 2, bidirectional=True, **ROWS_FIRST)), SEQUENCE),
+    "LSTM, projected": (lambda: outputs_of(nn.LSTM(4, 3, proj_size=2, **ROWS_FIRST)), SEQUENCE),
     "MultiheadAttention": (
-        lambda: Itself(nn.MultiheadAttention(4, 2, batch_first=True, bias=False), 3),
+        lambda: to_itself(nn.MultiheadAttention(4, 2, bias=False, **ROWS_FIRST), 3),
         SEQUENCE,
     ),
     "TransformerEncoder": (
-        lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, norm_first=True),
-            2,
-            enable_nested_tensor=False,
-        ),
+        lambda: nn.TransformerEncoder(layer(norm_first=True), 2, enable_nested_tensor=False),
         SEQUENCE,
     ),
     "Transformer": (
-        lambda: Itself(nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True), 2),
+        lambda: to_itself(nn.Transformer(4, 2, 1, 1, 8, 0.0, **ROWS_FIRST), 2),
         SEQUENCE,
     ),
     "Sequential": (
@@ -119,9 +115,7 @@ TORCH = {
     "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU())), IMAGE),
     "export": (
         lambda: torch.export.export(
-            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
-            (torch.randn(3, 5, 4),),
-            dynamic_shapes=({0: torch.export.Dim.AUTO},),
+            *(layer(), (torch.randn(3, 5, 4),)), dynamic_shapes=({0: torch.export.Dim.AUTO},)
         ).module(),
         SEQUENCE,
     ),

@@ -49,46 +49,23 @@ class Troubled(nn.Module):
         raise self.backward_raises
 
 
-def fail_in_forward(engine, inputs, targets, error=Trouble):
-    engine.module.forward_raises = error("mine")
-    engine.forward_backward(inputs, targets, CRITERION)
+def raising_in(where, error=Trouble):
+    def fail(engine, inputs, targets):
+        setattr(engine.module, f"{where}_raises", error("mine"))
+        engine.forward_backward(inputs, targets, CRITERION)
+
+    return fail
 
 
-def interrupted(engine, inputs, targets):
-    fail_in_forward(engine, inputs, targets, KeyboardInterrupt)
+def given(criterion=CRITERION, rows=slice(None), labels=slice(None), **options):
+    def fail(engine, inputs, targets):
+        engine.forward_backward(inputs[rows], targets[labels], criterion, **options)
 
-
-def leaving(engine, inputs, targets):
-    fail_in_forward(engine, inputs, targets, SystemExit)
-
-
-def fail_in_backward(engine, inputs, targets):
-    engine.module.backward_raises = Trouble("mine")
-    engine.forward_backward(inputs, targets, CRITERION)
+    return fail
 
 
 def trouble(*_, **__):
     raise Trouble("mine")
-
-
-def fail_in_the_criterion(engine, inputs, targets):
-    engine.forward_backward(inputs, targets, trouble)
-
-
-def fail_in_the_count(engine, inputs, targets):
-    engine.forward_backward(inputs, targets, CRITERION, count=trouble)
-
-
-def empty_batch(engine, inputs, targets):
-    engine.forward_backward(inputs[:0], targets[:0], CRITERION)
-
-
-def other_rows(engine, inputs, targets):
-    engine.forward_backward(inputs, targets[:-1], CRITERION)
-
-
-def wrong_reduction(engine, inputs, targets):
-    engine.forward_backward(inputs, targets, CRITERION, reduction="none")
 
 
 def not_finite(engine, inputs, targets):
@@ -121,29 +98,27 @@ def no_memory_to_pack(engine, inputs, targets):
 
 
 PLACES = {
-    fail_in_forward: ("Trouble", "mine\nin replica 0"),
-    fail_in_backward: ("Trouble", "mine\nin replica 0"),
-    fail_in_the_criterion: ("Trouble", "mine\nin replica 0"),
-    fail_in_the_count: ("Trouble", "mine"),
-    empty_batch: ("ValueError", "empty"),
-    other_rows: ("ValueError", "rows"),
-    wrong_reduction: ("ValueError", "none"),
-    not_finite: ("FloatingPointError", "nan"),
-    interrupted: ("KeyboardInterrupt", "mine"),
-    interrupted_by_a_signal: ("KeyboardInterrupt", ""),
-    interrupted_while_reducing: ("KeyboardInterrupt", ""),
-    leaving: ("SystemExit", "mine"),
-    no_memory_to_pack: ("MemoryError", "mine"),
+    "forward": (raising_in("forward"), "Trouble", "mine\nin replica 0"),
+    "backward": (raising_in("backward"), "Trouble", "mine\nin replica 0"),
+    "criterion": (given(trouble), "Trouble", "mine\nin replica 0"),
+    "count": (given(count=trouble), "Trouble", "mine"),
+    "empty": (given(rows=slice(0), labels=slice(0)), "ValueError", "empty"),
+    "rows": (given(labels=slice(1)), "ValueError", "rows"),
+    "reduction": (given(reduction="none"), "ValueError", "none"),
+    "not finite": (not_finite, "FloatingPointError", "nan"),
+    "interrupt": (raising_in("forward", KeyboardInterrupt), "KeyboardInterrupt", "mine"),
+    "signal": (interrupted_by_a_signal, "KeyboardInterrupt", ""),
+    "signal while reducing": (interrupted_while_reducing, "KeyboardInterrupt", ""),
+    "exit": (raising_in("forward", SystemExit), "SystemExit", "mine"),
+    "no memory to pack": (no_memory_to_pack, "MemoryError", "mine"),
 }
+ON_THE_WHOLE_BATCH = ["forward", "backward", "criterion", "empty"]
 
 
 def state(engine):
     module = engine.module
     tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
     return [torch.get_rng_state(), *[t.detach().clone() for t in tensors]]
-
-
-ON_THE_WHOLE_BATCH = [fail_in_forward, fail_in_backward, fail_in_the_criterion, empty_batch]
 
 
 def fail(group, place, culprits, whole_batch_too=False):
@@ -158,7 +133,7 @@ def fail(group, place, culprits, whole_batch_too=False):
         engine.forward_backward(*mine, CRITERION)
         before = state(engine)
         if group.rank() in culprits:
-            raised = failure(place, engine, *mine)
+            raised = failure(PLACES[place][0], engine, *mine)
         else:
             raised = failure(engine.forward_backward, *mine, CRITERION)
         unchanged = all(map(torch.equal, before, state(engine)))
@@ -173,12 +148,11 @@ def fail(group, place, culprits, whole_batch_too=False):
 @pytest.mark.parametrize(
     ("place", "whole"),
     [*((place, False) for place in PLACES), *((place, True) for place in ON_THE_WHOLE_BATCH)],
-    ids=lambda value: getattr(value, "__name__", "whole batch" if value else ""),
 )
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_fails_fails_all(place, whole, culprit):
     found = run_on_ranks(2, fail, place, [culprit], whole)
-    kind, words = PLACES[place]
+    _, kind, words = PLACES[place]
     words = words.partition("\n")[0] if whole else words
     (own, unchanged), (other, other_unchanged) = found[culprit], found[1 - culprit]
     assert own[0] == kind
@@ -192,7 +166,7 @@ def test_a_rank_that_fails_fails_all(place, whole, culprit):
 
 
 def test_ranks_that_fail_together_name_each_other():
-    zero, one, two = run_on_ranks(3, fail, fail_in_forward, [0, 2])
+    zero, one, two = run_on_ranks(3, fail, "forward", [0, 2])
     assert "rank 2 failed in this step too" in zero[0][1]
     assert "rank 0 failed in this step too" in two[0][1]
     assert one[0][1].startswith("rank 0, 2 of 3 failed in this step")

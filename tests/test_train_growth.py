@@ -89,16 +89,6 @@ def test_a_batch_that_does_not_grow_has_the_schedule_of_a_fixed_one(warmup, drop
     assert rates(growing, 1024, epochs) == pytest.approx(rates(fixed, 1024, epochs), abs=1e-9)
 
 
-def test_the_rate_is_scaled_with_the_batch():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    batches = Batches(2048, 256, seed=0)
-    scheduler = make_scheduler(optimizer, batches, epochs=4, warmup=0)
-    batches.consumed, batches.batch = 2 * 2048, 1024
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 4 / 2)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _noisy_data():
     """Half of the images that are included, with three of four labels wrong: a noisy gradient."""

@@ -495,12 +495,6 @@ def test_the_trial_leaves_no_trace(tmp_path):
     assert drawn == numpy.random.rand()
 
 
-def test_where_it_cannot_be_known_there_is_a_warning(tmp_path):
-    model = IgnoresItems(lambda losses, items: losses.sum().square() / items).double()
-    with pytest.warns(UserWarning, match="how the losses of batches combine is not known"):
-        beside(tmp_path, LANGUAGE, model=model, max_steps=1)
-
-
 def test_an_evaluation_looks_once_at_its_turn(tmp_path):
     """It looked at every batch of one in step 8, 16, 32 …"""
     calls = Counter()
@@ -539,7 +533,7 @@ def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
 
     model = oracle.build(lambda: Ranks(VOCABULARY, 4))
     case = lambda: model, lambda count: sentences(count // 16 * 16), unlabelled
-    with pytest.warns(UserWarning, match="is not known: .* a loss compares rows"):
+    with pytest.warns(UserWarning, match="batches combine is not known: .* a loss compares"):
         both = beside(tmp_path, case, own=(4,), whole=(4, 2), max_steps=2)
     assert_same(*both)
 

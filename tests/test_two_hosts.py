@@ -76,13 +76,8 @@ def test_the_tool_trains_on_two_hosts_as_on_one(hosts, tmp_path, capsys):
         assert words in told[0]
     written = [out for out in outs if out.exists()]
     assert len(written) == 1, "one of the two writes"
-    assert sorted(path.name for path in written[0].iterdir()) == [
-        "best.pt",
-        "checkpoint.pt",
-        "curves.png",
-        "metrics.jsonl",
-        "report.html",
-    ]
+    names = sorted(path.name for path in written[0].iterdir())
+    assert names == ["best.pt", "checkpoint.pt", "curves.png", "metrics.jsonl", "report.html"]
     images = [record["images"] for record in steps(written[0])]
     assert images == [*[1000] * 8, 192]
 

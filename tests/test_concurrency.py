@@ -99,28 +99,35 @@ def test_replicas_that_wait_for_each_other_all_start(devices, cores):
     assert not model.barrier.broken
 
 
+class Visits(set):
+    """Shared by the replicas: not one of the plain containers that they copy."""
+
+
 class Fails(nn.Linear):
+    lock = threading.Lock()
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.visits = Visits()
+
     def forward(self, inputs):
         with self.lock:
             self.visits.add(int(inputs[0, 0]))
         raise ValueError("boom")
 
 
-class Visits(set):
-    """Shared by the replicas: not one of the plain containers that they copy."""
+NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
 
 
 def test_when_all_fail_the_first_replica_speaks(devices, cores):
     """The fastest to fail once kept replica 0 from failing, now and then."""
-    model = build(lambda: Fails(2, 1))
-    model.lock, model.visits = threading.Lock(), Visits()
+    model = build(Fails)
     pair = DataParallelModel(model, devices(REPLICAS))
-    inputs = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
         for _ in range(30):
             for step in (
-                lambda: engine.forward_backward(inputs, criterion=mean),
-                lambda: pair(inputs),
+                lambda: engine.forward_backward(NUMBERED, criterion=mean),
+                lambda: pair(NUMBERED),
             ):
                 with pytest.raises(ValueError, match="boom") as caught:
                     step()
@@ -128,17 +135,15 @@ def test_when_all_fail_the_first_replica_speaks(devices, cores):
 
 
 def test_who_waits_while_another_fails_never_starts(devices, cores, patience):
-    model = build(lambda: Fails(2, 1))
-    model.lock, model.visits = threading.Lock(), Visits()
-    inputs = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
+    model = build(Fails)
     with pytest.raises(ValueError, match="boom"):
-        DataParallelModel(model, devices(REPLICAS))(inputs)
+        DataParallelModel(model, devices(REPLICAS))(NUMBERED)
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
         with pytest.raises(ValueError, match="boom"):
-            engine.forward_backward(inputs, criterion=mean)
+            engine.forward_backward(NUMBERED, criterion=mean)
         assert model.visits <= set(range(cores))
         model.__class__ = nn.Linear
-        engine.forward_backward(inputs, criterion=mean)
+        engine.forward_backward(NUMBERED, criterion=mean)
 
 
 def test_every_accelerator_starts_at_once():

@@ -7,6 +7,7 @@ the simulation itself to what CUDA does.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import time
 import warnings
@@ -14,10 +15,12 @@ import weakref
 from unittest import mock
 
 import pytest
+import test_accelerator
 import torch
 import torch.distributed as dist
 from helpers.oracle import seeded
 from simulated import NAME, control
+from test_accelerator import whole_batch
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -33,24 +36,36 @@ pytestmark = [
         reason="needs the simulated accelerator: run by test_simulated.py",
     ),
 ]
-ROWS, FEATURES, CLASSES = 37, 8, 3
+CLASSES = test_accelerator.CLASSES
 FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
 
 
 @pytest.fixture
 def late():
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)
+    synchronize()
     with control.ordered("late"):
         yield
 
 
-def problem(*layers, dtype=torch.float32):
-    with seeded():
-        first, last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
-        inputs, targets = torch.randn(ROWS, FEATURES), torch.randint(CLASSES, (ROWS,))
-    model = nn.Sequential(first, *layers, nn.Tanh(), last).to(FIRST, dtype)
-    return model, inputs.to(dtype), targets
+problem = functools.partial(test_accelerator.problem, dtype=torch.float32)
+
+
+def synchronize():
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+
+
+def put(place, *tensors):
+    """These tensors in pageable or pinned memory, or on the first card."""
+    if place == "pinned":
+        return [tensor.pin_memory() for tensor in tensors]
+    return [tensor.to(FIRST if place == "device" else "cpu") for tensor in tensors]
+
+
+def assert_near(model, expected, **tolerances):
+    """Its gradients are these."""
+    found = [parameter.grad.cpu() for parameter in model.parameters()]
+    torch.testing.assert_close(found, [gradient.cpu() for gradient in expected], **tolerances)
 
 
 # ---- the simulation ----------------------------------------------------------------------------
@@ -182,11 +197,9 @@ def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(late, nu
             engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         if number is None:
             assert any(f"in replica 1 on {SECOND}" in note for note in caught.value.__notes__)
-        for parameter, gradient in zip(model.parameters(), before, strict=True):
-            assert torch.equal(parameter.grad.cpu(), gradient.cpu())
+        assert_near(model, before, rtol=0, atol=0)
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        for parameter, gradient in zip(model.parameters(), before, strict=True):
-            torch.testing.assert_close(parameter.grad, 2 * gradient)
+        assert_near(model, [2 * gradient for gradient in before])
 
 
 LOSSES = {
@@ -202,8 +215,7 @@ def test_no_float64_on_the_device(place, loss):
     criterion = copy.deepcopy(LOSSES[loss])
     expected = criterion(model.cpu()(inputs), targets)
     model, criterion = model.to(FIRST), criterion.to(FIRST)
-    if place == "device":
-        inputs, targets = inputs.to(FIRST), targets.to(FIRST)
+    inputs, targets = put(place, inputs, targets)
     with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine, control.incomplete():
         for options in ({}, {"whole_batch": True}):
             found = engine.forward_backward(inputs, targets, criterion, **options)
@@ -268,9 +280,7 @@ CRITERIA = {
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, place):
     model, inputs, targets = problem(nn.BatchNorm1d(16))
-    batch = [tensor.pin_memory() if place == "pinned" else tensor for tensor in (inputs, targets)]
-    if place == "device":
-        batch = [tensor.to(FIRST) for tensor in batch]
+    batch = put(place, inputs, targets)
     options, arguments = STEPS[step]
     criterion = CRITERIA.get(step, nn.CrossEntropyLoss(ignore_index=1))
     if isinstance(criterion, nn.Module):
@@ -318,8 +328,7 @@ def test_a_step_after_an_evaluation_costs_what_others_do(late):
 
 def counted(step):
     """What a step does, once the devices have done what they were given before."""
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)
+    synchronize()
     before = control.counters()
     step()
     return control.counters() - before
@@ -354,8 +363,8 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
         for step in ("first", "later", "unchanged", "kept"):
             if step in ("first", "later", "unchanged"):
                 optimizer.zero_grad()
+            synchronize()
             for index in range(devices):
-                torch.accelerator.synchronize(index)
                 torch.accelerator.reset_peak_memory_stats(index)
             engine.forward_backward(rows)
             master, *others = (torch.accelerator.max_memory_allocated(i) for i in range(devices))
@@ -368,16 +377,14 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
 def test_a_broken_link_of_the_broadcast_is_found(late):
     """Parameters go from the third device to the fourth."""
     model, inputs, targets = problem()
-    other = copy.deepcopy(model)
-    nn.CrossEntropyLoss()(other(inputs.to(FIRST)), targets.to(FIRST)).backward()
+    _, expected = whole_batch(model, inputs, targets)
     with (
         control.broken_link(2, 3, "altered"),
         ScatterOnceParallel(model, 1, range(4)) as engine,
         pytest.warns(UserWarning, match=f"from {NAME}:2 to {NAME}:3 arrived corrupted"),
     ):
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), wanted.grad.cpu())
+    assert_near(model, expected)
 
 
 class Rebinds(nn.Module):
@@ -409,27 +416,22 @@ def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
     """Broken peer access says nothing: the gradient was simply wrong (pytorch #84803)."""
     model, inputs, targets = problem()
     criterion = nn.CrossEntropyLoss()
-    with seeded():
-        other = copy.deepcopy(model)
-    expected = criterion(other(inputs.to(FIRST)), targets.to(FIRST))
-    expected.backward()
-    batch = inputs.to(FIRST), targets.to(FIRST)  # a batch on a card crosses that way too
+    expected_loss, expected = whole_batch(model, inputs, targets)
+    batch = put("device", inputs, targets)  # a batch on a card crosses that way too
     source, target = (f"{NAME}:{i}" for i in way)
     with control.broken_link(*way, kind), ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
         with pytest.warns(UserWarning, match=f"from {source} to {target} arrived corrupted"):
             engine.forward_backward(*batch, criterion)
         model.zero_grad()
         loss = engine.forward_backward(*batch, criterion)
-    torch.testing.assert_close(loss.cpu(), expected.detach().cpu())
-    for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), wanted.grad.cpu())
+    torch.testing.assert_close(loss, expected_loss)
+    assert_near(model, expected)
 
 
 def test_the_pair_looks_for_itself_too_and_only_once():
     model, inputs, targets = problem()
     criterion = nn.CrossEntropyLoss()
-    expected = criterion(model(inputs.to(FIRST)), targets.to(FIRST))
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    expected_loss, expected = whole_batch(model, inputs, targets)
     with control.broken_link(0, 1, "altered"):
         parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(criterion)
         with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} arrived corrupted"):
@@ -438,9 +440,8 @@ def test_the_pair_looks_for_itself_too_and_only_once():
             warnings.simplefilter("error")
             found = loss(parallel(inputs), targets)
         found.backward()
-    torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu())
-    for parameter, wanted in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad.cpu(), wanted.cpu())
+    torch.testing.assert_close(found.detach(), expected_loss)
+    assert_near(model, expected)
 
 
 @pytest.mark.parametrize("kind", ["dropped", "altered"])
@@ -523,10 +524,7 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
     """Half of the batch is 1 MiB, and the second device has room for a quarter of that."""
     model, inputs, targets, expected = wide_problem()
     batch = inputs.nbytes + targets.nbytes
-    if place == "pinned":
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    if place == "device":
-        inputs, targets = inputs.to(FIRST), targets.to(FIRST)
+    inputs, targets = put(place, inputs, targets)
     with ScatterOnceParallel(model, accum, [FIRST, SECOND]) as engine:
         engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
         assert engine.last_step.retries == 0
@@ -543,8 +541,7 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
         assert engine.last_step.bytes["scatter"] == crossed
         sent = moved.bytes_between_devices if place == "device" else moved.bytes_to_device
         assert crossed <= sent < 1.1 * crossed  # weights of the losses, too
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad.cpu(), 3 * gradient, rtol=1e-4, atol=1e-5)
+        assert_near(model, [3 * gradient for gradient in expected], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
@@ -553,15 +550,11 @@ def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
     monkeypatch.setattr(fingerprints, "_WORDS", 1024)
     model, inputs, targets, _ = wide_problem()
     size, speed = inputs.nbytes // 2, 1e9
-    if place == "pinned":
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    if place == "device":
-        inputs, targets = inputs.to(FIRST), targets.to(FIRST)
+    inputs, targets = put(place, inputs, targets)
     with ScatterOnceParallel(model, 16, [FIRST, SECOND], verify=False) as engine:
 
         def seconds(link, memory):
-            for index in range(2):
-                torch.accelerator.synchronize(index)
+            synchronize()
             with control.paced(link, memory):
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
                 return control.seconds()
@@ -588,8 +581,10 @@ def test_copies_ahead_wait_for_nothing_that_comes_later(late):
     kept.zero_()
     torch.testing.assert_close(third.cpu() * 2, computed.cpu() * 3)
     ahead.wait_on_stream(1)
+    sent(ahead, kept, 2)
     torch.testing.assert_close(second.cpu() * 2, computed.cpu())
-    assert ahead.bytes["scatter"] == 2 * kept.nbytes
+    assert control.queued() > 0  # a sub-step does not wait for the rows of the next one
+    assert ahead.bytes["scatter"] == 3 * kept.nbytes
 
 
 def sent(ahead, tensor, number):
@@ -597,85 +592,6 @@ def sent(ahead, tensor, number):
     target = ahead.copy(tensor, torch.device(SECOND), "scatter")
     ahead.issue(number)
     return target
-
-
-def test_a_sub_step_waits_for_its_own_rows_and_not_for_the_next_ones(late):
-    kept = torch.ones(8, 4).pin_memory()
-    ahead = Prefetcher(torch.device(SECOND))
-    first = sent(ahead, kept, 0)
-    sent(ahead, kept, 1)
-    ahead.wait_on_stream(0)
-    assert first.sum().item() == 32
-    assert control.queued() > 0
-
-
-def test_no_more_than_two_micro_batches_are_staged(late):
-    """What is not pinned is copied to memory that is; torch keeps that until it was read."""
-    pageable, kept = torch.ones(8, 4), torch.ones(8, 4).pin_memory()
-    for tensor, waits in ((pageable, 2), (kept, 0)):
-        ahead = Prefetcher(torch.device(SECOND))
-        torch.accelerator.synchronize(1)
-        copies = []
-        before = control.counters().synchronizations
-        for number in range(4):
-            copies.append(sent(ahead, tensor, number))
-        assert control.counters().synchronizations - before == waits
-        ahead.synchronize()
-        assert all(copy.sum().item() == 32 for copy in copies)
-
-
-def test_what_comes_from_another_card_leaves_its_computation_alone(late):
-    """Torch puts a copy between cards on the current streams of both: sub-steps of the first card
-    waited for the rows of the others."""
-    rows = torch.ones(8, 4, device=FIRST)
-    torch.accelerator.synchronize(0)
-    ahead = Prefetcher(torch.device(SECOND), [torch.device(FIRST)])
-    computed = torch.zeros(4, device=FIRST) + 1  # queued, and not begun
-    copied = sent(ahead, rows, 0)
-    ahead.synchronize()
-    assert control.queued() > 0
-    ahead.wait_on_stream(0)
-    assert copied.sum().item() == 32
-    assert computed.sum().item() == 4
-
-
-def test_a_worker_sleeps_until_its_losses_are_there(late, monkeypatch):
-    """In a copy to the host CUDA may keep a core busy, which the other workers need."""
-    waited = []
-
-    class Event:
-        def __init__(self, *, blocking):
-            assert blocking
-
-        def record(self, stream):
-            self.event = stream.record_event()
-
-        def synchronize(self):
-            waited.append(control.queued() > 0)
-            self.event.synchronize()
-
-    module = torch.get_device_module(NAME)
-    monkeypatch.setattr(module, "Event", Event, raising=False)
-    monkeypatch.setattr(module, "current_stream", torch.accelerator.current_stream, raising=False)
-    model, inputs, targets = problem()
-    with ScatterOnceParallel(model, 1, [FIRST, SECOND], verify=False) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    assert waited.count(True) >= 2
-
-
-def test_memory_that_a_copy_will_write_is_not_let_go(late):
-    """After a second Ctrl-C the caller has settled and gone on. A worker that it left behind asks
-    for one more copy and ends: its memory was free for others while the copy was still queued."""
-    kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
-    torch.accelerator.synchronize(1)
-    ahead = Prefetcher(device)
-    sent(ahead, kept, 0)
-    ahead.synchronize()  # by the caller
-    assert control.queued() == 0
-    rows = sent(ahead, kept, 1)  # by the worker
-    assert control.queued() > 0
-    del rows, ahead
-    assert control.queued() == 0
 
 
 def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
@@ -735,8 +651,7 @@ def test_the_optimizer_s_state_takes_room_from_the_second_step_on():
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
                 assert engine.last_step.retries == retries
                 nn.CrossEntropyLoss()(plain(inputs), targets).backward()
-                for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(mine.grad.cpu(), wanted.grad, rtol=1e-3, atol=1e-5)
+                assert_near(model, [p.grad for p in plain.parameters()], rtol=1e-3, atol=1e-5)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()

@@ -54,23 +54,12 @@ def check(
     assert set(found.checked) == set(devices)
 
 
-KINDS = {*MODELS, "checkpointing", "checkpointing, reentrant", "sparse gradients"}
+KINDS = [*MODELS, "checkpointing", "checkpointing, reentrant", "sparse gradients"]
+KINDS.remove("weight norm, old")
 
 
-BY_PAIR = {"tied", "lstm", "attention", "parameter containers", "checkpointing", "orthogonal"}
-
-
-@pytest.mark.parametrize(
-    ("name", "runner"),
-    [
-        *((name, "engine") for name in sorted(KINDS - {"weight norm, old"})),
-        *((name, "pair") for name in sorted(BY_PAIR)),
-        *(
-            pytest.param(name, "pair", marks=pytest.mark.slow)
-            for name in sorted(KINDS - BY_PAIR - {"weight norm, old"})
-        ),
-    ],
-)
+@by_both
+@pytest.mark.parametrize("name", KINDS)
 def test_models(monkeypatch, name, runner):
     check(monkeypatch, runner, CASES[name].build(), *CASES[name].batch, nn.CrossEntropyLoss())
 
@@ -134,21 +123,16 @@ def test_averaged_buffers(monkeypatch):
 
 def test_inference_and_outputs(monkeypatch):
     model = mlp()
-    inputs = randn(9, FEATURES)
-    expected = model(inputs).detach()
+    expected = model(BATCH[0]).detach()
     with (
         ScatterOnceParallel(model, 2, VIRTUAL) as engine,
         guarded(monkeypatch, model) as memories,
     ):
-        _, outputs = engine.forward_backward(
-            inputs, randint(CLASSES, 9), nn.CrossEntropyLoss(), return_outputs=True
-        )
-        assert [memories.owner(output) for output in outputs] == [
-            torch.device(device) for device in VIRTUAL
-        ]
+        _, outputs = engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), return_outputs=True)
+        assert [memories.owner(output) for output in outputs] == list(map(torch.device, VIRTUAL))
         engine.eval()
-        gathered = engine(inputs)
-        assert memories.owner(gathered) == torch.device("cpu:0")
+        gathered = engine(BATCH[0])
+        assert memories.owner(gathered) == MASTER
     assert_close(gathered, expected, "outputs")
 
 

@@ -41,27 +41,14 @@ class Model(nn.Module):
 
 
 def optimizer_step(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-
-
-def load_other_weights(model):
-    model.load_state_dict(build(Model, seed=5).state_dict())
-
-
-def load_by_assignment(model):
-    model.load_state_dict(build(Model, seed=6).state_dict(), assign=True)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
 
 
 def edit_data(model):
     model.first.weight.data.mul_(2)
     model.norm.running_var.data.fill_(3)
-
-
-def rebind_data(model):
-    model.first.weight.data = randn(6, FEATURES, seed=7)
 
 
 def rebind_data_as_a_view(model):
@@ -70,102 +57,18 @@ def rebind_data_as_a_view(model):
     model.head.weight.data = flat[-6 * CLASSES :].view(CLASSES, 6)
 
 
-def rebind_buffer(model):
-    model.offset = randn(6, seed=9)
-
-
-def replace_parameter(model):
-    model.head.bias = nn.Parameter(randn(CLASSES, seed=10))
-
-
-def remove_parameter(model):
-    model.head.bias = None
-
-
-def transpose_strides(model):
-    model.first.weight.data = model.first.weight.data.T.contiguous().T
-
-
-def freeze(model):
-    model.blocks.requires_grad_(False)
-
-
 def freeze_and_thaw(model):
     model.requires_grad_(False)
     model.head.weight.requires_grad_(True)
-
-
-def rebind_attribute(model):
-    model.p = 0.2
-
-
-def rebind_to_a_tensor(model):
-    model.p = randn(6, seed=11)
-
-
-def rebind_function(model):
-    model.act = torch.sin
-
-
-def add_attribute(model):
-    model.bonus = 7.0
-
-
-def edit_dict(model):
-    model.options["scale"] = 3.0
-
-
-def edit_nested_list(model):
-    model.options["nested"][1] = 5.0
-
-
-def edit_list(model):
-    model.shifts.append(0.7)
-
-
-def edit_set(model):
-    model.names.add("second")
-
-
-def append_layer(model):
-    model.blocks.append(build(lambda: nn.Linear(6, 6), seed=12))
-
-
-def replace_layer(model):
-    model.blocks[0] = build(lambda: nn.Linear(6, 6, bias=False), seed=13)
-
-
-def replace_by_a_layer_of_the_same_shape(model):
-    model.first = build(lambda: nn.Linear(FEATURES, 6), seed=14)
-
-
-def remove_layer(model):
-    del model.blocks[1]
 
 
 def swap_layers(model):
     model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
 
 
-def tie_weights(model):
-    model.blocks[0].weight = model.blocks[1].weight
-
-
-def register_buffer(model):
-    model.register_buffer("extra", randn(6, seed=15))
-
-
 def delete_buffer(model):
     del model.offset
     model.offset = 0.25
-
-
-def add_forward_hook(model):
-    model.first.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def add_pre_hook(model):
-    model.head.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
 def swap_class(model):
@@ -176,41 +79,56 @@ def swap_class(model):
     model.__class__ = Doubled
 
 
-def replace_forward(model):
-    model.head.forward = lambda hidden: hidden[:, :CLASSES] * 2
+def sets(path, make):
+    """Rebinds what is there to what ``make`` makes, of the model."""
+    *parents, name = path.split(".")
+    return lambda model: setattr(model.get_submodule(".".join(parents)), name, make(model))
 
 
-CHANGES = [
-    optimizer_step,
-    load_other_weights,
-    load_by_assignment,
-    edit_data,
-    rebind_data,
-    rebind_data_as_a_view,
-    rebind_buffer,
-    replace_parameter,
-    remove_parameter,
-    transpose_strides,
-    freeze,
-    freeze_and_thaw,
-    rebind_attribute,
-    rebind_to_a_tensor,
-    rebind_function,
-    add_attribute,
-    edit_dict,
-    edit_nested_list,
-    edit_list,
-    edit_set,
-    append_layer,
-    replace_layer,
-    replace_by_a_layer_of_the_same_shape,
-    remove_layer,
-    swap_layers,
-    tie_weights,
-    register_buffer,
-    delete_buffer,
-    add_forward_hook,
-    add_pre_hook,
-    swap_class,
-    replace_forward,
-]
+def layer(*sizes, seed, **options):
+    return lambda _: build(lambda: nn.Linear(*sizes, **options), seed)
+
+
+CHANGES = {
+    "optimizer step": optimizer_step,
+    "other weights": lambda model: model.load_state_dict(build(Model, seed=5).state_dict()),
+    "other weights, assigned": lambda model: model.load_state_dict(
+        build(Model, seed=6).state_dict(), assign=True
+    ),
+    "edit data": edit_data,
+    "rebind data": lambda model: setattr(model.first.weight, "data", randn(6, FEATURES, seed=7)),
+    "rebind data as a view": rebind_data_as_a_view,
+    "rebind a buffer": sets("offset", lambda _: randn(6, seed=9)),
+    "replace a parameter": sets("head.bias", lambda _: nn.Parameter(randn(CLASSES, seed=10))),
+    "remove a parameter": sets("head.bias", lambda _: None),
+    "transpose strides": lambda model: setattr(
+        model.first.weight, "data", model.first.weight.data.T.contiguous().T
+    ),
+    "freeze": lambda model: model.blocks.requires_grad_(False),
+    "freeze and thaw": freeze_and_thaw,
+    "rebind an attribute": sets("p", lambda _: 0.2),
+    "rebind it to a tensor": sets("p", lambda _: randn(6, seed=11)),
+    "rebind a function": sets("act", lambda _: torch.sin),
+    "add an attribute": sets("bonus", lambda _: 7.0),
+    "edit a dict": lambda model: model.options.update(scale=3.0),
+    "edit a nested list": lambda model: model.options["nested"].__setitem__(1, 5.0),
+    "edit a list": lambda model: model.shifts.append(0.7),
+    "edit a set": lambda model: model.names.add("second"),
+    "append a layer": lambda model: model.blocks.append(layer(6, 6, seed=12)(model)),
+    "replace a layer": sets("blocks.0", layer(6, 6, seed=13, bias=False)),
+    "replace it by one of the same shape": sets("first", layer(FEATURES, 6, seed=14)),
+    "remove a layer": lambda model: model.blocks.__delitem__(1),
+    "swap layers": swap_layers,
+    "tie weights": sets("blocks.0.weight", lambda model: model.blocks[1].weight),
+    "register a buffer": lambda model: model.register_buffer("extra", randn(6, seed=15)),
+    "delete a buffer": delete_buffer,
+    "add a forward hook": lambda model: model.first.register_forward_hook(
+        lambda module, args, output: output * 2
+    ),
+    "add a pre-hook": lambda model: model.head.register_forward_pre_hook(
+        lambda module, args: (args[0] + 1,)
+    ),
+    "swap the class": swap_class,
+    "replace a forward": sets("head.forward", lambda _: lambda hidden: hidden[:, :CLASSES] * 2),
+}
+KEEP_THE_LOSS = {"freeze", "freeze and thaw", "transpose strides"}

@@ -127,12 +127,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
     master = torch.device("cpu:0")
     for module in modules:
         memories.claim([*module.parameters(), *module.buffers()], master)
-    on, empty, to_device, write = (
-        runtime.use_device,
-        runtime.empty,
-        transfers.to_device,
-        transfers.write,
-    )
+    on, empty = runtime.use_device, runtime.empty
+    to_device, write = transfers.to_device, transfers.write
 
     @contextlib.contextmanager
     def guarded_on(device, stream):
@@ -162,7 +158,5 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
         for name, verb in (("to_device", claimed_copy), ("write", allowed_write)):
             if vars(module).get(name) in (to_device, write):
                 monkeypatch.setattr(module, name, verb)
-    with Guard(
-        memories, master, host_too=True
-    ):  # the caller's own thread: refresh, reduce and commit
+    with Guard(memories, master, host_too=True):  # the caller's thread: refresh, reduce, commit
         yield memories

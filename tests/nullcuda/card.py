@@ -43,14 +43,8 @@ def runtime() -> ctypes.CDLL:
     for function in (library.null_count, library.null_bytes, library.null_shadow):
         function.restype = ctypes.c_uint64
     library.null_records.restype = ctypes.POINTER(_Record)
-    library.null_access.argtypes = [
-        ctypes.c_char_p,
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_int,
-    ]
+    place = ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64
+    library.null_access.argtypes = [ctypes.c_char_p, *place, ctypes.c_uint64, ctypes.c_int]
     return library
 
 
@@ -126,16 +120,8 @@ def records() -> list[Record]:
     return [
         Record(
             names[r.kind],
-            r.device,
-            r.stream,
-            r.address,
-            r.source,
-            r.bytes,
-            r.other,
-            bool(r.flags & 1),
-            bool(r.flags & 2),
-            r.thread,
-            (r.name or b"").decode(),
+            *(r.device, r.stream, r.address, r.source, r.bytes, r.other),
+            *(bool(r.flags & 1), bool(r.flags & 2), r.thread, (r.name or b"").decode()),
         )
         for r in found[: count.value]
     ]

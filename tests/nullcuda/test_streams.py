@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nullcuda import card
-from nullcuda.test_the_path import script
+from nullcuda.test_the_path import script, side_streams
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.devices.transfers import Prefetcher, Transfers, to_host
 
@@ -32,17 +32,6 @@ def rows(count=64, place="pinned"):
     if place == "pinned":
         return inputs.pin_memory(), targets.pin_memory()
     return (inputs, targets) if place == "host" else (inputs.to(place), targets.to(place))
-
-
-@contextlib.contextmanager
-def side_streams():
-    """The caller's current streams are others than the default ones, on all cards."""
-    with contextlib.ExitStack() as stack:
-        for device in range(torch.cuda.device_count()):
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.default_stream(device))
-            stack.enter_context(torch.cuda.stream(stream))
-        yield
 
 
 def traced(work):

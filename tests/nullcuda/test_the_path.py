@@ -101,19 +101,25 @@ def test_parameters_and_gradients_cross_once(cards):
     assert peers == report.bytes["replicate"] + report.bytes["reduce"]
 
 
+@contextlib.contextmanager
+def side_streams():
+    """The caller's current streams are others than the default ones, on all cards."""
+    with contextlib.ExitStack() as stack:
+        for device in range(torch.cuda.device_count()):
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.default_stream(device))
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_side_streams_of_the_caller(pinned):
     """The race checker looks on: the caller's own streams are what the engine works in."""
-    model = network()
-    inputs, targets = batch(64, pinned=pinned)
-    streams = [torch.cuda.Stream(d) for d in range(4)]
-    with contextlib.ExitStack() as stack, ScatterOnceParallel(model, 2, [0, 1, 2, 3]) as engine:
-        for stream in streams:
-            stream.wait_stream(torch.cuda.default_stream(stream.device))
-            stack.enter_context(torch.cuda.stream(stream))
+    model, given = network(), batch(64, pinned=pinned)
+    with ScatterOnceParallel(model, 2, [0, 1, 2, 3]) as engine, side_streams():
         for _ in range(3):
             model.zero_grad()
-            loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            loss = engine.forward_backward(*given, nn.CrossEntropyLoss())
         assert loss.isfinite()
 
 

@@ -360,8 +360,6 @@ TORCH_LIBRARY(simulated, m) {
     graphs.erase(number);
   });
   m.def("set_order(int order, int seed) -> ()", set_order);
-  m.def("set_strict(bool on) -> ()", [](bool on) { switches.strict = on; });
-  m.def("set_poison(bool on) -> ()", [](bool on) { switches.poison = on; });
   m.def("set_complete(bool on) -> ()", [](bool on) { switches.complete = on; });
   m.def("set_link(int source, int target, int copy) -> ()", [](int64_t from, int64_t to, int64_t copy) {
     const Lock lock(mutex);
@@ -379,7 +377,6 @@ TORCH_LIBRARY(simulated, m) {
   m.def("own_nanoseconds() -> int[]", [] {
     return std::vector<int64_t>{own_nanoseconds, own_nanoseconds_of_all};
   });
-  m.def("reset_counters() -> ()", [] { const Lock lock(mutex); counters = Counters(); });
   m.def("queued() -> int", queued);
   m.def("set_pace(float link, float memory) -> ()", [](double link, double memory) {
     const Lock lock(mutex);

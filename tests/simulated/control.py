@@ -1,11 +1,7 @@
 """What the simulated accelerator does, and what it has done: for tests, and by the environment.
 
-Environment variables, each for a whole process:
-
-- ``SIMULATED_ORDER``: ``late`` (the default), ``eager``, or ``random:SEED``
-- ``SIMULATED_STRICT=0``: let operators mix devices
-- ``SIMULATED_POISON=0``: leave memory as it is
-- ``SIMULATED_DEVICES``: how many devices there are, at most 8; 4 by default
+Environment variables, each for a whole process: ``SIMULATED_ORDER``, ``late`` (the default),
+``eager``, or ``random:SEED``; ``SIMULATED_DEVICES``, how many there are, at most 8, 4 by default.
 """
 
 from __future__ import annotations
@@ -18,19 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-ORDER, STRICT, POISON = "SIMULATED_ORDER", "SIMULATED_STRICT", "SIMULATED_POISON"
-DEVICES = "SIMULATED_DEVICES"
+ORDER, DEVICES = "SIMULATED_ORDER", "SIMULATED_DEVICES"
 ORDERS = ("late", "eager", "random")
 _COPIES = ("whole", "dropped", "altered")
 _NO_LIMIT = 2**63 - 1
 
 
 def obey_environment() -> None:
-    """Set what the environment asks for; all is as harsh as can be where it says nothing."""
+    """Set what the environment asks for."""
     torch.ops.simulated.set_device_count(int(os.environ.get(DEVICES, "4")))
     set_order(os.environ.get(ORDER, "late"))
-    torch.ops.simulated.set_strict(os.environ.get(STRICT) != "0")
-    torch.ops.simulated.set_poison(os.environ.get(POISON) != "0")
 
 
 def set_order(order: str) -> None:
@@ -140,24 +133,12 @@ class Graph:
 
 @dataclass(frozen=True)
 class Counters:
-    """What happened since the library was loaded, on all devices.
+    """What happened since the library was loaded, on all devices."""
 
-    Attributes:
-        synchronizations: how often the host waited for a device, for whatever reason.
-        blocking_copies: those of them that waited for a copy.
-        kernels: operators that were queued, copies apart.
-        to_device: messages from the host.
-        to_host: messages to the host.
-        between_devices: messages from one device to another.
-        bytes_to_device: and their bytes.
-        bytes_to_host: likewise.
-        bytes_between_devices: likewise.
-    """
-
-    synchronizations: int
-    blocking_copies: int
-    kernels: int
-    to_device: int
+    synchronizations: int  # how often the host waited for a device, for whatever reason
+    blocking_copies: int  # those of them that waited for a copy
+    kernels: int  # operators that were queued, copies apart
+    to_device: int  # messages from the host, …
     to_host: int
     between_devices: int
     bytes_to_device: int

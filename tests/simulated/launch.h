@@ -45,7 +45,7 @@ inline at::Tensor on_host(const at::Tensor& tensor) {
 
 // Nobody may look at the target of a copy under way.
 inline void poison(const at::Tensor& target, const BlockPtr& block) {
-  if (!switches.poison || !block || block->used()) return;  // queued work still needs it
+  if (!block || block->used()) return;  // queued work still needs it
   if (target.is_non_overlapping_and_dense() && target.numel()) {
     std::memset(target.data_ptr(), kPoison, target.nbytes());
   }
@@ -180,7 +180,7 @@ inline void refuse_mixtures(const OperatorHandle& op, const Stack& arguments, c1
   static const std::set<std::string> lenient{
       "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
       "aten::_pack_padded_sequence"};
-  if (!switches.strict || lenient.count(op.schema().name())) return;
+  if (lenient.count(op.schema().name())) return;
   for (const auto& argument : arguments) {
     visit(argument, [&](const Tensor& tensor) {
       const bool fine = tensor.device() == device || (tensor.is_cpu() && !tensor.dim());

@@ -59,7 +59,7 @@ inline void forget(void* context) {
       pinned.erase(uintptr_t(block.data) + block.size - 1);  // its reuse waits for queued work
     } else {
       if (!block.of_graph) give_back(block.device, block.size);
-      if (switches.poison && block.used_elsewhere()) {
+      if (block.used_elsewhere()) {
         for (const auto& stream : block.recorded) wait_for(block.home, stream);
         enqueue(block.home, [kept = *holder] { std::memset(kept->data, kPoison, kept->size); });
         drain(block.home);  // the next tensor on that stream may be written at once
@@ -84,7 +84,7 @@ inline c10::DataPtr new_block(size_t size, c10::DeviceIndex device) {
     bytes.peak = std::max(bytes.peak, bytes.live);
   }
   void* data = std::aligned_alloc(64, (size + 63) / 64 * 64);
-  if (switches.poison) std::memset(data, kPoison, size);
+  std::memset(data, kPoison, size);
   const auto home = device == kHost ? StreamKey{kHost, 0} : current_stream(device);
   const bool of_graph = device != kHost && graph_of(home);
   auto* holder = new BlockPtr(new Block{data, size, device, home, {}, {}, of_graph});

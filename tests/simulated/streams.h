@@ -79,9 +79,7 @@ enum class Copy : int64_t { whole, dropped, altered };
 inline struct Switches {
   Order order = Order::late;
   std::mt19937_64 dice;
-  bool strict = true;   // refuse tensors of different devices
   bool complete = true; // know float64, and what CUDA knows but MPS does not
-  bool poison = true;   // in fresh memory, freed memory, and targets of copies under way
   std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, Copy> links;
   std::array<int64_t, kDevices> kernels_until_failure{};  // zero: none fails
   double link = 0, memory = 0;  // bytes per second; zero: it takes no time

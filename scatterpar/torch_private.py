@@ -108,7 +108,7 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 
 def modes() -> list[str]:
-    """Names of this thread's dispatch and function modes, except the default device and our own."""
+    """Names of this thread's dispatch and function modes, but not the default device's and ours."""
     if not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
         return []
     default_device = _find(
@@ -242,16 +242,12 @@ def renew_engine() -> None:
     _ENGINE.is_checkpoint_valid()  # any call is a use
 
 
-# --- compiled modules: there is no public way to compile another function in the same way --------
-
-
 @contextlib.contextmanager
 def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
     """In the body, memory for work on ``stream`` is allocated in ``pool``, that of a CUDA graph.
 
     Inductor does the same for its warm-up. ``torch.cuda.use_mem_pool`` applies to one thread only,
-    but a backward pass runs in another. Yields a function that releases the pool; until then it
-    stays.
+    but a backward pass runs in another. Yields a function that releases the pool.
     """
     begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
     if pool is None or begin is None:  # the capture then reserves this memory a second time
@@ -287,7 +283,10 @@ def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
                 another.capture_end()
 
 
-_LOST: list[Any] = []
+_LOST: list[Any] = []  # graphs whose capture failed, kept alive
+
+
+# --- compiled modules: there is no public way to compile another function in the same way --------
 
 
 def is_compiled_module(value: Any) -> bool:
@@ -313,10 +312,10 @@ def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def many_graphs() -> Iterator[None]:
-    """In the body, torch.compile may keep more graphs of one function than for a single model.
+    """In the body, torch.compile may keep 64 graphs of a function: beyond that it runs eagerly.
 
     One compiled function serves all replicas: several devices, ragged sizes, training and
-    evaluation. Beyond its limit torch silently runs the function uncompiled.
+    evaluation.
     """
     limit, in_all = (
         _find("torch._dynamo.config", name, "to compile replicas")
@@ -446,26 +445,26 @@ def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
 @contextlib.contextmanager
 def random_key_on() -> Iterator[None]:
     """In the body, random operators of this thread are sent to the registered kernels."""
-    before = getattr(_thread, "is_alone", None)
-    _thread.is_alone = False
+    before = getattr(_thread, "has_compile_lock", None)
+    _thread.has_compile_lock = False
     try:
         with torch._C._IncludeDispatchKeyGuard(_key()):
             yield
     finally:
-        if _thread.is_alone:
+        if _thread.has_compile_lock:
             _compile_lock().release()
-        _thread.is_alone = before
+        _thread.has_compile_lock = before
 
 
 def random_key_off() -> contextlib.AbstractContextManager[Any]:
     """In the body, the key is off in this thread: for the call inside the registered kernel."""
     guard: contextlib.AbstractContextManager[Any]
-    guard = torch._C._ExcludeDispatchKeyGuard(_key_alone())
+    guard = torch._C._ExcludeDispatchKeyGuard(_key_set())
     return guard
 
 
 @functools.cache
-def _key_alone() -> Any:
+def _key_set() -> Any:
     return torch._C.DispatchKeySet(_key())
 
 
@@ -481,7 +480,7 @@ def _let_higher_order_operators_through() -> None:
     ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for name, operator in ops._higher_order_ops.items():
         if name in _TRACING:
-            operator.py_impl(key)(functools.partial(_alone, operator))
+            operator.py_impl(key)(functools.partial(_call_locked, operator))
         else:
             operator.fallthrough(key)
 
@@ -495,24 +494,24 @@ _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 _thread = threading.local()
 
 
-def _alone(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_locked(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an operator that traces, under the lock that torch.compile takes too."""
-    _go_on_alone()
+    _keep_compile_lock()
     with random_key_off():
         return operator(*args, **kwargs)
 
 
-def _go_on_alone() -> None:
-    """In a worker, take the lock of torch.compile until the replica's work ends."""
-    if getattr(_thread, "is_alone", None) is False:
+def _keep_compile_lock() -> None:
+    """In a worker, hold the lock of torch.compile from now until the replica's work ends."""
+    if getattr(_thread, "has_compile_lock", None) is False:
         _compile_lock().acquire()
-        _thread.is_alone = True
+        _thread.has_compile_lock = True
 
 
 def _wait_before_control_flow_compiles() -> None:
-    """Make torch take the lock before it compiles the wrapper of a control-flow operator.
+    """Make torch take its compile lock before it compiles the wrapper of a control-flow operator.
 
-    Otherwise its compiler sees another thread's tracing as its own, and raises an error.
+    Otherwise its compiler takes another thread's tracing for its own, and raises an error.
     """
     from torch._higher_order_ops import utils
 
@@ -521,11 +520,11 @@ def _wait_before_control_flow_compiles() -> None:
         return
 
     @functools.wraps(compile_and_call)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        _go_on_alone()
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        _keep_compile_lock()
         return compile_and_call(*args, **kwargs)
 
-    utils._hop_compile_and_call = alone
+    utils._hop_compile_and_call = locked
 
 
 def _compile_lock() -> Any:

@@ -1,10 +1,11 @@
 """Compare tensors bit by bit, by fingerprints, and check that copies arrive intact.
 
 -0.0 differs from 0.0, and a NaN equals itself. To compare tensors on two devices, only fingerprints
-are copied. Each 32-bit word is multiplied by an odd 64-bit number that depends on its position, and
-``x ^= x >> 32``; the sum is the fingerprint (multilinear hashing: Lemire and Kaser, "Strongly
-universal string hashing is fast", 2014, https://arxiv.org/abs/1202.4961). A change of one word
-always changes the fingerprint; a change of several words is missed in about one case of 2**60.
+are copied. Each 32-bit word is multiplied by an odd 64-bit number that depends on its position. The
+product ``x`` is folded by ``x ^= x >> 32``, and the sum is the fingerprint (multilinear hashing:
+Lemire and Kaser, "Strongly universal string hashing is fast", 2014,
+https://arxiv.org/abs/1202.4961). A change of one word always changes the fingerprint; a change of
+several words is missed in about one case of 2**60.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Fingerprints:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The elements as 32-bit integers, or as bytes if their size is not a multiple of four: 1-D.
+    """The tensor's bytes, in an order that depends on its strides only: 1-D.
 
-    Their order depends on the strides only.
+    They are 32-bit integers if the number of bytes is a multiple of four, else single bytes.
     """
     flat = flat_view(tensor)
     if flat is None:
@@ -96,7 +97,7 @@ def _sums(parts: Sequence[Tensor], sizes: Sequence[int], factors: Tensor) -> Ten
 
 
 def _scattered(words: Tensor, factors: Tensor) -> Tensor:
-    """Products modulo 2**64, folded: otherwise the upper bits of words would affect few bits."""
+    """Products modulo 2**64. Without the fold the upper bits of a word would affect few bits."""
     products = words * factors
     products ^= products >> 32
     return products

@@ -41,7 +41,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The body warms up and captures: on a device with streams, one recorder at a time."""
+        """Enter to warm up and capture: one recorder at a time per device with streams."""
         if self._stream is None:
             yield
             return
@@ -63,21 +63,21 @@ class Recorder:
         if self._stream is None:
             yield
             return
-        with self._beside(), torch_private.allocating(self._stream, self._pool) as release:
+        with self._on_stream(), torch_private.allocating(self._stream, self._pool) as release:
             self._session.callback(release)
             yield
 
     def record(self, work: Callable[..., None], *args: Any) -> Callable[..., None]:
         """Capture the kernels that ``work(*args)`` launches, without running them.
 
-        Returns a function that replays the kernels. On the CPU it is ``work`` itself, with the
-        arguments of each call. ``work`` must not synchronize with the device.
+        Returns a function that replays the kernels, whatever its arguments; on the CPU that is
+        ``work`` itself. ``work`` must not synchronize with the device.
         """
         if self._stream is None:
             return work
         gc.collect()  # else objects may be freed during the capture, and wait for the device
         graph = torch.get_device_module(self._device).CUDAGraph()
-        with self._beside():
+        with self._on_stream():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work(*args)
@@ -88,8 +88,8 @@ class Recorder:
         return lambda *_: graph.replay()
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Run the body on the stream, after the current stream's work so far, before later work."""
+    def _on_stream(self) -> Iterator[None]:
+        """Run the body on the capturing stream, in order with the current stream's other work."""
         stream = self._stream
         assert stream is not None
         current = torch.accelerator.current_stream(self._device)

@@ -28,7 +28,7 @@ _POOL = 32  # streams that torch has for each device
 _taken: dict[tuple[torch.device, Hashable], torch.Stream] = {}
 _taking = threading.Lock()
 
-_recordings = 0  # how many devices record a graph just now
+_recordings = 0  # number of devices that are capturing a graph
 _counting = threading.Lock()
 
 
@@ -109,7 +109,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def empty_cache() -> None:
-    """Free cached memory, for blocks of other sizes. Does nothing while a graph is captured."""
+    """Free cached device memory. Does nothing while a graph is captured."""
     with _counting:
         if _recordings or not torch.accelerator.is_available():
             return
@@ -121,7 +121,7 @@ def empty_cache() -> None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """The body captures a graph, which cannot use memory that torch has cached, and cannot free it.
+    """For a body that captures a graph: a capture can neither use nor free memory in torch's cache.
 
     So the cache is emptied first, unless another device captures: torch then refuses.
     """
@@ -185,7 +185,7 @@ def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterato
         return
     with contextlib.ExitStack() as stack:
         for stream in streams:
-            stack.enter_context(_again(stream))
+            stack.enter_context(_duplicate(stream))
         if device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(device.index))
         yield
@@ -224,10 +224,10 @@ def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
             others.append(torch.accelerator.current_stream(device))
             streams = (torch.Stream(device) for _ in range(_POOL))
             _taken[device, use] = next(stream for stream in streams if stream not in others)
-        return _again(_taken[device, use])
+        return _duplicate(_taken[device, use])
 
 
-def _again(stream: torch.Stream) -> torch.Stream:
+def _duplicate(stream: torch.Stream) -> torch.Stream:
     """Another object for ``stream``: in torch 2.11 two threads cannot enter the same object."""
     number, index, kind = stream.stream_id, stream.device_index, stream.device_type
     return torch.Stream(stream_id=number, device_index=index, device_type=kind)
@@ -239,14 +239,14 @@ def record_event(device: torch.device) -> torch.Event:
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Sleep until ``device`` has done the work of its current stream, if it has such events."""
+    """Sleep until the current stream of ``device`` is done, if threads can sleep for its events."""
     event = None if device.type == "cpu" else _record_blocking_event(device)
     if event is not None:
         event.synchronize()
 
 
 def _record_blocking_event(device: torch.device) -> torch.Event | None:
-    """An event for which a thread sleeps while it waits, as CUDA has; otherwise ``None``.
+    """Record an event for which waiting threads sleep, as in CUDA; ``None`` if there are none.
 
     Waiting for other events, and for copies, keeps a core busy that launches may need.
     """

@@ -1,7 +1,7 @@
-"""Copies between memories: those of a step are counted by ``Transfers``.
+"""Copies between memories. ``Transfers`` counts those of a step.
 
-All others are ``to_device``, ``write``, ``to_host`` and ``to_numbers``. The other packages of the
-engine name no method that copies between memories, except to read costs and sizes as numbers.
+``to_device``, ``write``, ``to_host`` and ``to_numbers`` count nothing. Other packages of the engine
+call no method of torch that copies between memories, except to read costs and sizes as numbers.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of dense tensors of any dtype on the host, with one message per device, as bytes."""
+    """Dense tensors of any dtype, detached, on the host; one copy per other device, as bytes."""
     arrived = [tensor.detach() for tensor in tensors]
-    away: dict[torch.device, list[int]] = defaultdict(list)
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(arrived):
         if tensor.device.type != "cpu":
-            away[tensor.device].append(i)
-    for positions in away.values():
+            by_device[tensor.device].append(i)
+    for positions in by_device.values():
         parts = [as_bytes(arrived[i]) for i in positions]
         pieces = to_device(torch.cat(parts), HOST).split([len(part) for part in parts])
         for i, piece in zip(positions, pieces, strict=True):
@@ -153,7 +153,7 @@ class Transfers:
         self.count(tensor, phase)
         non_blocking = has_streams(device)
         copied = to_device(tensor, device, copy=True, non_blocking=non_blocking)
-        if non_blocking and tensor.device.type == "cpu" and tensor.is_pinned():  # it is read later
+        if non_blocking and tensor.device.type == "cpu" and tensor.is_pinned():  # read later
             self._pending[device] = record_event(device)
         return copied
 

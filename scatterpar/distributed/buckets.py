@@ -87,10 +87,9 @@ class Buckets:
     def of_all(
         self, weights: Sequence[float]
     ) -> tuple[list[Gradient], list[BufferValue], list[BatchNormUpdate]]:
-        """The gradients, buffers and layers of all ranks.
+        """The gradients, buffers and batch normalisations of all ranks, after the all-reduce.
 
-        Call it after ``flats`` were added over the ranks. Buffers are averaged with ``weights``,
-        one per rank.
+        Buffers are averaged with ``weights``, one per rank.
         """
         views = iter(self._views)
         totals = [next(views) for _ in self._leaves]
@@ -114,11 +113,9 @@ def pack(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
 
 
 def unpack(payload: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
-    """The tensors and numbers that another rank packed.
+    """The tensors that a rank packed, in the structure of ``like``, and its first numbers.
 
-    Returns the tensors in the structure of ``like``.
-
-    The last of its ``numbers`` numbers are the sizes of the tensors; the others are returned.
+    It packed ``numbers`` numbers. The last are the tensors' sizes, which are not returned.
     """
     sizes = to_numbers(payload[-8 * numbers :].clone().view(torch.int64))
     num_sizes = sum(leaf.ndim for leaf in nested.tensors(like))
@@ -165,7 +162,7 @@ def _has_mean(value: Tensor) -> bool:
 
 
 def _moments(layers: Sequence[BatchNormUpdate]) -> list[Tensor]:
-    """The layers' statistics to pool: counts of values, then each layer's mean and variance."""
+    """The statistics to pool: one tensor of counts, then each layer's mean and variance."""
     moments = []
     for layer in layers:
         like = layer.buffers["running_mean"]
@@ -184,7 +181,6 @@ def _moments(layers: Sequence[BatchNormUpdate]) -> list[Tensor]:
 def _pooled(
     layers: Sequence[BatchNormUpdate], rows: Sequence[Sequence[Tensor]]
 ) -> list[BatchNormUpdate]:
-    """The layers with statistics over all ranks."""
     by_layer: list[list[Moments]] = [[] for _ in layers]
     for counts, *both in zip(*rows, strict=True):
         for k, count in enumerate(to_numbers(counts)):

@@ -26,7 +26,7 @@ _FAILED = -1  # the status of a failed rank
 class Collectives:
     """The collectives of a group; every rank must call each of them.
 
-    Small tensors are on ``control``.
+    ``control`` is the device for the status and for texts.
     """
 
     def __init__(self, group: dist.ProcessGroup, control: torch.device) -> None:
@@ -77,7 +77,7 @@ class Collectives:
             values = as_bytes(tensor)
             with self._waiting_for("rank 0's parameters and buffers") as group:
                 dist.broadcast(values, group=group, group_src=0)
-            if values.data_ptr() == tensor.data_ptr():  # they are the tensor's own
+            if values.data_ptr() == tensor.data_ptr():  # a view of ``tensor``
                 continue
             place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
             with torch.no_grad():  # write each place of an expanded tensor once, as torch requires
@@ -90,8 +90,8 @@ class Collectives:
 
         Returns the sums of ``summands`` (four numbers) over all ranks, and every rank's
         non-negative ``number``. Raises the same ``RuntimeError`` on every rank if one failed, or if
-        ``layout``, a number of ``LAYOUT_BITS`` bits, differs between ranks. ``disagreement`` says
-        on what they then disagree.
+        ``layout``, a number of ``LAYOUT_BITS`` bits, differs between ranks: then the error says
+        that they disagree on ``disagreement``.
         """
         sums, statuses = self._exchange(summands, number << LAYOUT_BITS | layout)
         if _FAILED in statuses:
@@ -108,10 +108,7 @@ class Collectives:
         return sums, [status >> LAYOUT_BITS for status in statuses]
 
     def report_failure(self) -> list[int]:
-        """Take part in the status exchange and report failure.
-
-        Returns the other ranks that failed.
-        """
+        """Exchange this rank's failure as its status. Returns the other ranks that failed."""
         _, statuses = self._exchange([0.0] * _SUMS, _FAILED)
         return [rank for rank in _failed(statuses) if rank != self.rank]
 
@@ -140,9 +137,9 @@ class Collectives:
         """Returns the sums of ``summands`` over all ranks, and each rank's ``status``."""
         statuses = [0] * self.size
         statuses[self.rank] = status
-        all_of_it = torch.tensor([*summands, *statuses], dtype=torch.float64, device=self._control)
-        self.all_reduce(all_of_it, "the flags and counts of all ranks")
-        values: list[float] = to_numbers(all_of_it)
+        flat = torch.tensor([*summands, *statuses], dtype=torch.float64, device=self._control)
+        self.all_reduce(flat, "the flags and counts of all ranks")
+        values: list[float] = to_numbers(flat)
         return values[: len(summands)], [int(value) for value in values[len(summands) :]]
 
     @contextlib.contextmanager
@@ -174,7 +171,6 @@ def _failed(statuses: Sequence[int]) -> list[int]:
 
 
 def _kind_of(tensor: Tensor) -> str:
-    """A description of a tensor, such as ``of shape (3, 5), torch.float32``."""
     if is_lazy(tensor):
         return f"not initialised yet, {tensor.dtype}"
     return f"of shape {tuple(tensor.shape)}, {tensor.dtype}"

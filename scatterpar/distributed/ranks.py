@@ -2,7 +2,7 @@
 
 All ranks take part in the collectives of every step, also if they failed. A small collective
 exchanges which ranks failed and how many rows each has, and adds their losses and numbers of terms.
-If no rank failed, one collective per dtype adds gradients and buffers. Nothing is pickled.
+If no rank failed, one collective per dtype adds gradients and buffers.
 
 The small collective uses host memory if the group has a backend for it, such as
 ``"cpu:gloo,cuda:nccl"``. Then a rank that waits for a lost rank gets an error within the group's
@@ -83,8 +83,7 @@ class Ranks:
     def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks' batches together, with the same bits on every rank.
 
-        ``compute`` returns this rank's outcome. If it fails, the other ranks are informed and raise
-        too.
+        ``compute`` returns this rank's outcome. If it raises, the other ranks raise, too.
         """
         try:
             outcome = compute()
@@ -100,7 +99,6 @@ class Ranks:
             return self._exchange(outcome, buckets, layout)
 
     def _exchange(self, outcome: Outcome, buckets: Buckets, layout: int) -> Outcome:
-        """The outcome of all ranks. Raises ``RuntimeError`` if one of them failed."""
         is_mean = outcome.request.is_mean
         loss = outcome.loss * outcome.terms if is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
@@ -147,10 +145,10 @@ class Ranks:
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
         """The outputs and targets of all ranks, for a criterion with ``whole_batch=True``.
 
-        Returns the pieces of the outputs in rank order (this rank's own as they are), the numbers
-        of their rows, and the targets of all (values without rows are rank 0's); then rank 0's
-        ``seed`` for the random numbers of the criterion. Raises the same ``RuntimeError`` on every
-        rank if one failed, or has outputs or targets of another kind.
+        Returns (outputs, row counts, targets) and rank 0's ``seed`` for the criterion. ``outputs``
+        has this rank's ``pieces`` and one piece of every other rank, in rank order. Targets without
+        rows are rank 0's. Raises the same ``RuntimeError`` on every rank if one failed, or has
+        outputs or targets of another kind.
         """
         output = join_rows([detached_output(piece, True) for piece in pieces], dim, rows, rows)
         own_data = output, unwrap_markers(targets)

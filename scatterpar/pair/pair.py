@@ -103,7 +103,7 @@ class DataParallelModel(Wrapper):
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this DataParallelModel")
-        self._proven: set[Hashable] = set()
+        self._checked_modes: set[Hashable] = set()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The module's outputs: a tuple with one entry per replica used, each on its device.
@@ -131,7 +131,7 @@ class DataParallelModel(Wrapper):
         devices = [share.device for share in plan.shares]
         with self._workers.exclusive(), AutogradTransfers() as crossing:
             check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
-            replicas, guard = replicate(self.module, devices, self._proven)
+            replicas, guard = replicate(self.module, devices, self._checked_modes)
             modules = [replica.of(self.module) for replica in replicas]
             calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)
             functions = [
@@ -184,7 +184,7 @@ class DataParallelCriterion(Wrapper):
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids or (), "this DataParallelCriterion")
-        self._proven: set[Hashable] = set()
+        self._checked_modes: set[Hashable] = set()
 
     def forward(
         self,
@@ -228,7 +228,7 @@ class DataParallelCriterion(Wrapper):
             weights = compute_loss_weights(request, plan, calls)
             owner = root_to_replicate(self.module)
             replicas, guard = (
-                replicate(owner, devices, self._proven) if owner else ([], nullcontext())
+                replicate(owner, devices, self._checked_modes) if owner else ([], nullcontext())
             )
             criteria = [r.of(self.module) for r in replicas] or [self.module] * len(calls)
             locks = {physical(device): make_criterion_lock() for device in devices}

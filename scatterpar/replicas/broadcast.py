@@ -1,4 +1,4 @@
-"""The master's tensors in the memory of every other device: changed tensors are sent, once."""
+"""Copies of the master's tensors in the other memories: each memory gets a changed tensor once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scatterpar.devices.coalescing import (
     copy_lists,
     empty_like_on,
     flat_view,
-    has_places,
+    is_unexpanded,
     iter_messages,
     tree_rounds,
 )
@@ -50,27 +50,27 @@ class Broadcast:
 
     A parameter is sent if its version has changed since it was last sent, for example by an
     optimizer step. Writes through ``.data``, a NumPy view or another storage do not change the
-    version. So the fingerprints of the other parameters are compared with those of the values on
+    version. So the fingerprints of the other parameters are compared with those of the copies on
     another device. So are the fingerprints of buffers, whose versions every commit changes.
 
     The owner of a tensor sends it chunk by chunk. Every device that has a chunk sends it on, in the
-    rounds of ``tree_rounds``, the last one first. The owner is the master, except in
+    rounds of ``tree_rounds`` from last to first. The owner is the master, except in
     ``receive_updates``.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
         self.memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
-        self._arrivals = {
+        self._copies = {
             device: empty_like_on(tensors, device, _is_weight) for device in self.memories[1:]
         }
         self._flats = {  # their elements in the order of memory, 1-D
-            device: list(map(flat_view, there)) for device, there in self._arrivals.items()
+            device: list(map(flat_view, there)) for device, there in self._copies.items()
         }
         self.parameters = [i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)]
         self._kinds = list(map(_kind, tensors))
-        self._sent: list[int] | None = None  # the versions; ``None`` until all have arrived
-        self._fingerprints: dict[int, Fingerprint] = {}  # of sent values, as far as known
+        self._sent: list[int] | None = None  # versions of the sent values; ``None``: send all
+        self._fingerprints: dict[int, Fingerprint] = {}  # those known of the sent values
         self._versions: list[int] = []
         self._compared: list[Fingerprints] = []
         self._find_places()
@@ -93,7 +93,7 @@ class Broadcast:
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
-        return self._tensors if device == self.memories[0] else self._arrivals[device]
+        return self._tensors if device == self.memories[0] else self._copies[device]
 
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
@@ -102,13 +102,13 @@ class Broadcast:
     def compare(self) -> list[Tensor]:
         """Compute the fingerprints of tensors that may have changed.
 
-        Returns the tensors that the host must read, for ``send``: it waits once for all modules.
+        Returns tensors whose copies on the host ``send`` needs; the host waits for them once.
         """
         self._compared = []
-        if not self._arrivals:
+        if not self._copies:
             return []
         self._versions = versions(self._tensors)  # read before the values
-        doubtful = [] if self._sent is None else self._with_doubts(self._sent)
+        doubtful = [] if self._sent is None else self._doubtful(self._sent)
         if not doubtful:  # an optimizer has updated all, and there are no buffers
             return []
         master, other = self.memories[:2]
@@ -121,7 +121,7 @@ class Broadcast:
 
     def send(self, transfers: Transfers, values: Sequence[Tensor] = ()) -> None:
         """Send the changed tensors; ``values`` are the tensors of ``compare``, on the host."""
-        if not self._arrivals:
+        if not self._copies:
             return
         pairs = zip(self._compared, values, strict=True)
         here, there = [compared.read(value) for compared, value in pairs] or ({}, {})
@@ -144,8 +144,8 @@ class Broadcast:
         for i in owners:
             self._fingerprints.pop(i, None)
 
-    def _with_doubts(self, sent: Sequence[int]) -> list[int]:
-        """Positions of the tensors whose versions do not show whether they have changed."""
+    def _doubtful(self, sent: Sequence[int]) -> list[int]:
+        """The numbers of the tensors whose versions do not show whether they have changed."""
         parameters = set(self.parameters)
         pairs = enumerate(zip(sent, self._versions, strict=True))
         return [i for i, (old, now) in pairs if old == now or i not in parameters]
@@ -153,15 +153,15 @@ class Broadcast:
     def _find_places(self) -> None:
         """Look up where the master's tensors are stored, and their 1-D views."""
         self.places = [tensor.detach() for tensor in self._tensors]
-        if self._arrivals:
+        if self._copies:
             self._flats[self.memories[0]] = list(map(flat_view, self.places))
 
     def _flat(self, i: int, device: torch.device) -> Tensor:
-        """A 1-D view of a tensor in that memory, with the same order on all devices."""
+        """A 1-D view of tensor ``i`` in that memory, in the same order on all devices."""
         flat = self._flats[device][i]
         if flat is None:  # the master's tensor has gaps, or is a conjugate
             tensor = self._tensors[i].detach()
-            there = self._arrivals[self.memories[1]][i]
+            there = self._copies[self.memories[1]][i]
             dense = tensor.new_empty_strided(there.shape, there.stride())
             write(dense, tensor)
             flat = flat_view(dense)
@@ -169,7 +169,7 @@ class Broadcast:
         return flat
 
     def _send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Send chunk by chunk, each over the whole tree; small tensors of a dtype together."""
+        """Send each owner's tensors in messages, each over the whole tree before the next."""
         for number, owner in enumerate(self.memories):
             flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
             from_owner = [*self.memories[number:], *self.memories[:number]]
@@ -184,10 +184,7 @@ class Broadcast:
         from_owner: Sequence[torch.device],
         transfers: Transfers,
     ) -> None:
-        """Copy a message from the first device to all.
-
-        A single tensor is copied directly to its place.
-        """
+        """Copy a message from the first device to the others; one piece directly to its place."""
         copies = {0: flat}
         keys = {piece.key for piece in message.pieces}
         for pairs in reversed(tree_rounds(len(from_owner))):
@@ -203,10 +200,10 @@ class Broadcast:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is not a parameter, and each of its elements has a separate place in memory."""
+    """Whether ``tensor`` is of no subclass, dense, not expanded, not empty, not lazily negated."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
-    return has_places(tensor) and tensor.numel() > 0 and not tensor.is_neg()
+    return is_unexpanded(tensor) and tensor.numel() > 0 and not tensor.is_neg()
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import copy_lists, grouped, has_places
+from scatterpar.devices.coalescing import copy_lists, grouped, is_unexpanded
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.torch_private import current_graph_task
@@ -41,11 +41,11 @@ def buffers_of(module: nn.Module) -> ModuleBuffers:
 
 
 def values_after(
-    modules: Sequence[ModuleBuffers], copies: Sequence[ModuleBuffers], of: Callable[[Any], Any]
+    modules: Sequence[ModuleBuffers], copies: Sequence[ModuleBuffers], copy_of: Callable[[Any], Any]
 ) -> Iterator[tuple[int, Buffers, str, Tensor | None]]:
-    """Yield the module's number, its buffers, a name and the new value for each buffer of a copy.
+    """Yield (module's number, its buffers, name, value in the copy) for each buffer.
 
-    ``of`` gives the copy of a tensor, as it was before the forward pass. Raises ``ValueError`` if a
+    ``copy_of`` returns the copy of a tensor before the forward pass. Raises ``ValueError`` if a
     forward pass registered or deleted buffers.
     """
     yielded: set[int] = set()  # one tensor may be a buffer under several names
@@ -60,7 +60,7 @@ def values_after(
             )
         for name, value in copy.buffers.items():
             before = module.buffers[name]
-            if value is None or value is not of(before):
+            if value is None or value is not copy_of(before):
                 yield m, module.buffers, name, value
             elif id(before) not in yielded:
                 yielded.add(id(before))
@@ -70,28 +70,28 @@ def values_after(
 class BufferWriter:
     """Prepared writes of buffers, in place if possible.
 
-    The constructor allocates, so that the call need not. Sparse buffers, and buffers that torch
-    refuses to write, are replaced if they have changed.
+    The constructor allocates, so that the call need not. Buffers that cannot be written in place,
+    such as sparse ones, are replaced if they have changed.
     """
 
     def __init__(self, buffers: Iterable[BufferValue]) -> None:
         self.buffers = list(buffers)
         into: dict[int, tuple[Tensor, Tensor]] = {}
-        self.anew: list[BufferValue] = []
+        self.replacements: list[BufferValue] = []
         for place, name, value in self.buffers:
             target = place.get(name)
             if value is target is None:
                 continue
             if value is None or target is None or not _fits(target, value):
-                self.anew.append((place, name, value if value is None else value.detach()))
+                self.replacements.append((place, name, value if value is None else value.detach()))
                 continue
-            # One tensor under two names, which got two values.
+            # One tensor under two names that got two values.
             if into.get(id(target), (target, value))[1] is not value:
-                self.anew.append((place, name, value.detach()))
+                self.replacements.append((place, name, value.detach()))
             elif _can_be_written(target):
                 into[id(target)] = target, value
             elif not same_bits(target, value):
-                self.anew.append((place, name, value.detach().clone()))
+                self.replacements.append((place, name, value.detach().clone()))
         self._pairs = grouped(
             [target for target, _ in into.values()], [v for _, v in into.values()]
         )
@@ -100,13 +100,13 @@ class BufferWriter:
         """Write the buffers."""
         with torch.no_grad():
             copy_lists(self._pairs)
-        for place, name, value in self.anew:
+        for place, name, value in self.replacements:
             place[name] = value
 
 
 @dataclass(frozen=True)
 class BufferPolicy:
-    """Which buffers a step leaves: the engine's ``buffers=``.
+    """How the replicas' buffers become the master's: the engine's ``buffers=``.
 
     Attributes:
         name: the value that the user passed.
@@ -135,7 +135,7 @@ def _can_be_written(tensor: Tensor) -> bool:
         return False
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return False
-    return has_places(tensor)
+    return is_unexpanded(tensor)
 
 
 def _fits(target: Tensor, value: Tensor) -> bool:
@@ -174,20 +174,17 @@ def batch_norms(modules: Iterable[nn.Module]) -> dict[int, Any]:
     return {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
 
 
-def listening(copies: Mapping[int, Any]) -> RecordedMoments:
-    """Install hooks that record the statistics of these batch normalisations.
-
-    Returns the records.
-    """
+def record_moments(copies: Mapping[int, Any]) -> RecordedMoments:
+    """Install hooks on batch normalisations; they add the moments of each call to the result."""
     seen: RecordedMoments = {m: [] for m in copies}
     for m, module in copies.items():
-        call = _Call(m, seen)
+        call = _MomentsRecorder(m, seen)
         module.register_forward_pre_hook(call.begin)
         module.register_forward_hook(call.end, with_kwargs=True)
     return seen
 
 
-class _Call:
+class _MomentsRecorder:
     """Hooks around the calls of one batch normalisation, of any class.
 
     In a call the running statistics are zero and the momentum is 1. So the kernel writes the
@@ -235,8 +232,9 @@ def pooled(moments: Sequence[Moments | None]) -> Moments | None:
         return Moments(counts[0], means[0], variances[0])
     total = sum(counts)
     mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
-    off = torch._foreach_sub(means, [mean] * len(means))
-    between = torch._foreach_mul(torch._foreach_mul(off, off), [float(count) for count in counts])
+    deviations = torch._foreach_sub(means, [mean] * len(means))
+    squares = torch._foreach_mul(deviations, deviations)
+    between = torch._foreach_mul(squares, [float(count) for count in counts])
     within = torch._foreach_mul(variances, [count - 1.0 for count in counts])
     return Moments(total, mean, (_sum(between) + _sum(within)) / (total - 1))
 
@@ -246,11 +244,8 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def running(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
-    """The running statistics of a layer after the step: container, name and value of each.
-
-    The values are those that torch would compute in one call.
-    """
+def running_stats_after(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
+    """The running statistics that torch would compute in one call: container, name and value."""
     if layer.moments is None:
         return []
     values = {}

@@ -58,11 +58,7 @@ def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def pieces_to_copy(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors of which a sparse tensor consists, in its own memory.
-
-    Raises:
-        ValueError: the tensor requires grad, and replicas have no leaf for it.
-    """
+    """``pieces_of`` a sparse tensor. Raises ``ValueError`` if it requires grad."""
     if tensor.requires_grad:
         raise ValueError(
             f"a module holds a sparse tensor of shape {tuple(tensor.shape)} that requires grad, "
@@ -137,10 +133,7 @@ def _no_script(where: str) -> TypeError:
 
 
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
-    """Refuse tensors whose values a copy of their memory lacks.
-
-    These are quantised tensors, and tensors that are made of other tensors.
-    """
+    """Refuse tensors that are more than their memory: quantised, or made of other tensors."""
     kind = type(tensor)
     if tensor.is_quantized:
         raise TypeError(

@@ -39,8 +39,8 @@ class Compiler:
     ) -> Callable[..., Any] | None:
         """The compiled call of a replica; ``None`` if it runs uncompiled.
 
-        ``compile_fn`` compiles as the user compiled this module. ``is_root``: it is the model or
-        the criterion itself.
+        ``compile_fn`` compiles as the user compiled this module. ``is_root``: ``module`` is the
+        whole model or criterion.
         """
         compiled = module._compiled_call_impl
         if compiled is not None:
@@ -93,7 +93,7 @@ def _refuse_cuda_graphs(what: str) -> NoReturn:
 
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
-    """The module inside a compiled one, and its compile function; any other value and ``None``."""
+    """The original and the compile function of a compiled module; otherwise itself and ``None``."""
     if torch_private.is_compiled_module(module):
         return module._orig_mod, module.dynamo_ctx
     return module, None

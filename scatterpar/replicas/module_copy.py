@@ -7,7 +7,7 @@ was rebound since. ``ModuleCopy`` makes a replica with the protocol of ``torch.n
 
 A function that closes over the module, such as ``module.forward = lambda x: old(x)``, would run the
 user's module in every replica. So it is copied: the same code, with closure cells that refer to the
-replica. Cells with other contents stay shared, so that a list that hooks fill is the user's.
+replica. Cells with other contents stay shared: a hook that appends to a list fills the user's list.
 """
 
 from __future__ import annotations
@@ -113,11 +113,9 @@ class ModuleContents:
         ]
 
     def facts(self, copies: Iterable[Tensor]) -> list[Any]:
-        """State that copies depend on and that no container shows.
+        """State that replicas depend on and that no container shows; ``copies``: of sparse tensors.
 
-        ``copies`` are the sparse tensors' copies.
-
-        The contents of cells and slots are kept alive, so that no id is reused.
+        ``ModuleCopy`` keeps the contents of cells and slots alive, so that no id is reused.
         """
         tensors, sparse = self.tensors.values(), [tensor for tensor, _ in self.sparse.values()]
         return [
@@ -227,7 +225,6 @@ class Snapshot:
 
 
 def _is_same(container: Any, saved: Any) -> bool:
-    """Whether the container holds the same objects, under the same keys, as ``saved``."""
     if len(container) != len(saved) or not all(map(is_, container, saved)):
         return False
     return not isinstance(saved, dict) or all(map(is_, container.values(), saved.values()))
@@ -249,20 +246,20 @@ class ModuleCopy:
     ) -> None:
         self._module_contents = module_contents
         self._compiler = compiler or Compiler()
-        self._made: dict[int, Any] = dict(tensors)
-        self._inside = {
+        self._copies: dict[int, Any] = dict(tensors)
+        self._replicated = {
             *tensors,
             *module_contents.sparse,
             *module_contents.compiled,
             *map(id, module_contents.containers),
         }
-        self._inside.update(module_contents.modules)
-        self._keep_alive: list[Any] = []  # keeps objects alive, so that no id in _made is reused
+        self._replicated.update(module_contents.modules)
+        self._keep_alive: list[Any] = []  # keeps objects alive, so that no id in _copies is reused
         self.sparse: list[Tensor] = []
         self._rebinds: list[Callable[[], object]] = []  # of slots
         for original, pieces in module_contents.sparse.values():
-            copied = sparse_like(original, [self._made.get(id(piece), piece) for piece in pieces])
-            self._made[id(original)] = copied
+            copied = sparse_like(original, [self._copies.get(id(piece), piece) for piece in pieces])
+            self._copies[id(original)] = copied
             self.sparse.append(copied)
         for module in module_contents.modules.values():
             self.copy_of(module)
@@ -280,8 +277,8 @@ class ModuleCopy:
         """The copy of ``value``, or ``value`` itself if it is shared."""
         if type(value) in _PLAIN:
             return value
-        if id(value) in self._made:
-            return self._made[id(value)]
+        if id(value) in self._copies:
+            return self._copies[id(value)]
         if is_compiled_module(value) and id(value) in self._module_contents.compiled:
             return self.copy_of(self._module_contents.compiled[id(value)][0])
         if isinstance(value, nn.Module):
@@ -316,9 +313,9 @@ class ModuleCopy:
 
     def _module(self, module: nn.Module) -> nn.Module:
         replica = new_like(module)
-        self._made[id(module)] = replica
+        self._copies[id(module)] = replica
         original, state = vars(module), vars(replica)
-        self._made[id(original)] = state
+        self._copies[id(original)] = state
         for name, item in state.items():
             # The protocol copies some containers; this copies all of them, from the source.
             source = original[name] if type(item) in _CONTAINERS and name in original else item
@@ -334,10 +331,7 @@ class ModuleCopy:
         return replica
 
     def _function(self, function: types.FunctionType) -> Any:
-        """A copy of a function that refers to replicated objects, with references to their copies.
-
-        The function itself if it refers to none.
-        """
+        """The function, or a copy that refers to copies if it refers to replicated objects."""
         of_file = function.__globals__
         for name in function.__code__.co_names:
             if name in of_file and self._refers(of_file[name]):
@@ -348,7 +342,7 @@ class ModuleCopy:
         cells = function.__closure__ or ()
         new = tuple(types.CellType() if self._refers(contents(cell)) else cell for cell in cells)
         copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
-        self._made[id(function)] = copied  # before its cells are filled: a function may call itself
+        self._copies[id(function)] = copied  # before cells are filled: a function may call itself
         defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
         copied.__defaults__ = defaults and tuple(map(self._copy_if_it_refers, defaults))
         copied.__kwdefaults__ = kwdefaults and {
@@ -364,8 +358,8 @@ class ModuleCopy:
         return copied
 
     def _refers(self, value: Any, seen: set[int] | None = None) -> bool:
-        """Whether ``value`` is replicated, or refers to something that is."""
-        if id(value) in self._inside:
+        """Whether ``value`` is replicated, or refers to a replicated object."""
+        if id(value) in self._replicated:
             return True
         seen = set() if seen is None else seen
         if id(value) in seen:
@@ -389,7 +383,7 @@ class ModuleCopy:
 
     def _container(self, value: Any) -> Any:
         self._keep_alive.append(value)
-        made = self._made[id(value)] = value.copy()
+        made = self._copies[id(value)] = value.copy()
         made.clear()
         if isinstance(value, dict):
             _refill(made, {key: self.copy_of(item) for key, item in value.items()})
@@ -411,7 +405,7 @@ def contents(cell: types.CellType) -> Any:
 
 
 def _referents(value: Any) -> Iterable[Any]:
-    """The objects that a function, or an object like one, refers to."""
+    """The objects that a function, method, partial, weak reference or tuple refers to."""
     if isinstance(value, types.MethodType):
         return (value.__self__,)
     if type(value) is weakref.ref:
@@ -433,10 +427,7 @@ def module_of(function: Any) -> nn.Module | None:
 
 
 def root_to_replicate(function: Any) -> Any:
-    """The object to replicate for ``function``; ``None`` if there is none.
-
-    That is the module that it is, or is a method of; for a partial, the partial with what it binds.
-    """
+    """What to replicate: ``module_of(function)``, or a partial that binds modules or tensors."""
     if type(function) is not functools.partial:
         return module_of(function)
     held = ModuleContents((function,))

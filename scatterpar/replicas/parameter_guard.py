@@ -129,12 +129,12 @@ class ParameterGuard:
     def _written(
         self, before: Sequence[list[int]], saved: Sequence[Tensor]
     ) -> set[tuple[int, torch.device | None]]:
-        """The written parameters by position, with the device; ``None`` for an exchanged storage.
+        """The position and device of each written parameter.
 
-        A pass may exchange a parameter's storage for another with the same values, as
-        ``flatten_parameters`` does. The version may then change as well.
+        The device is ``None`` if a storage was exchanged for another with other values. One with
+        the same values is allowed, as by ``flatten_parameters``, also if the version changes.
         """
-        moved: set[tuple[int, torch.device | None]] = set()
+        version_changed: set[tuple[int, torch.device | None]] = set()
         exchanged: set[tuple[int, torch.device | None]] = set()
         written: set[tuple[int, torch.device | None]] = set()
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
@@ -148,12 +148,12 @@ class ParameterGuard:
                     exchanged.add((i, device))
                     written |= set() if same_bits(tensor, storage) else {(i, None)}
                 elif now[i] != earlier[i]:
-                    moved.add((i, device))
+                    version_changed.add((i, device))
         for device, values in self.memories.items():
             for i, before_pass in enumerate(saved):  # on the host: a device has no memory to spare
                 if not same_bits(_on_host(values[i]), before_pass):
                     written.add((i, device))
-        return written | (moved - exchanged)
+        return written | (version_changed - exchanged)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

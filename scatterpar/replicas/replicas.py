@@ -29,7 +29,7 @@ from scatterpar.replicas.buffers import (
     Buffers,
     batch_norms,
     buffers_of,
-    listening,
+    record_moments,
     values_after,
 )
 from scatterpar.replicas.checks import check_placement
@@ -65,10 +65,10 @@ class ReplicaSet:
     ) -> None:
         self._accumulate_dtype = accumulate_dtype
         self.buffer_policy = buffer_policy or BufferPolicy.named("master")
-        self.criteria: list[Any] = []  # of each replica
+        self.criteria: list[Any] = []  # one per replica
         self.compiler = Compiler(compile_fn)
-        self.changes = 0  # how often the modules changed in more than the values of tensors
-        self.warmed_up_kinds: set[Hashable] = set()  # what compiled replicas have run
+        self.changes = 0  # how often the modules changed, except in values of tensors
+        self.warmed_up_kinds: set[Hashable] = set()  # keys of sub-steps that have run compiled
         self.roots: tuple[Any, ...] = ()
         self.device_ids = tuple(device_ids)
         self.discard()
@@ -110,7 +110,7 @@ class ReplicaSet:
         root = root_to_replicate(criterion)
         with torch.inference_mode(False), torch.no_grad():
             to_read = [self._follow((module,), self.device_ids)]
-            self._replicates_criterion = root is not None and not self._has_all_of(root)
+            self._replicates_criterion = root is not None and not self._contains_all_of(root)
             if self._replicates_criterion:
                 devices = self.device_ids[:1] if criterion_once else self.device_ids
                 to_read.append(self._of_criterion._follow((root,), devices))
@@ -128,11 +128,11 @@ class ReplicaSet:
         for each in self.replica_sets:
             each.clear_gradients()
 
-    def _has_all_of(self, owner: Any) -> bool:
-        """Whether the model contains all modules and tensors of a criterion."""
-        if isinstance(owner, nn.Module):
-            return self.contains(owner)
-        held = ModuleContents((owner,))
+    def _contains_all_of(self, root: Any) -> bool:
+        """Whether the model contains all modules and tensors of ``root``."""
+        if isinstance(root, nn.Module):
+            return self.contains(root)
+        held = ModuleContents((root,))
         tensors = set(map(id, self.tensors))
         return (
             tensors >= held.tensors.keys()
@@ -165,7 +165,7 @@ class ReplicaSet:
 
     @property
     def shared_objects(self) -> list[Any]:
-        """The objects that modules hold and that replicas share, since they are not copied."""
+        """The objects in the modules that replicas share instead of copying them."""
         return list(self._module_contents.objects.values())
 
     @property
@@ -197,19 +197,19 @@ class ReplicaSet:
     def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> list[Tensor]:
         """Update or rebuild the replicas to match the user's modules, except values of tensors.
 
-        Returns what ``Broadcast.compare`` returns.
+        Returns the tensors of ``Broadcast.compare``.
         """
         are_others = (self.roots, self.device_ids) != (roots, device_ids)
         self.roots, self.device_ids = roots, device_ids
-        if are_others or not self._is_followed():
+        if are_others or not self._update_in_place():
             self._build()
         return self._broadcast.compare()
 
-    def _is_followed(self) -> bool:
-        """Whether the replicas match the modules, after copying changed plain values to them.
+    def _update_in_place(self) -> bool:
+        """Copy changed plain values to the replicas, and set which tensors require grad.
 
-        Plain values are numbers, strings and flags, which schedules change at every step. Any other
-        change requires new replicas.
+        Returns ``False`` if anything else has changed, so that new replicas are needed. Plain
+        values are numbers, strings and flags: schedules change these at every step.
         """
         if self._state is None or not self._broadcast.fits():
             return False
@@ -268,36 +268,33 @@ class ReplicaSet:
         self._state = Snapshot(containers, partial(module_contents.facts, sparse))
 
     def buffers_after(self) -> list[tuple[int, Buffers, str, Tensor | None]]:
-        """The master's buffers after a step, with the values of replica 0; see ``values_after``.
-
-        It leaves out running statistics that are updated once per step.
-        """
+        """``values_after`` of replica 0, without running statistics that are updated per step."""
         first = self.replicas[0]
         after = values_after(self.registered, first.registered, first.copy_of)
         return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
 
     def _grad_settings(self) -> list[Any] | None:
-        """What determines which gradients there are, and their dtypes; ``None`` if unknown."""
+        """The settings that determine gradients and their dtypes; ``None`` if unknown."""
         try:
             return [
                 *map(_REQUIRES_GRAD, self.tensors),
                 *[self.tensors[i].grad_dtype for i in self.leaf_indices],
             ]
-        except RuntimeError:  # a leaf has become a non-leaf
+        except RuntimeError:  # a leaf is a leaf no more
             return None
 
 
 @contextlib.contextmanager
 def parameter_writes_refused(
-    replica_sets: Sequence[ReplicaSet], *, again: bool = False
+    replica_sets: Sequence[ReplicaSet], *, second_pass: bool = False
 ) -> Iterator[None]:
     """Refuse forward passes in the body that write or create parameters.
 
-    ``again``: the second passes of ``whole_batch=True``; they are checked as a separate mode.
+    The second passes of ``whole_batch=True`` are checked as a separate mode.
     """
     with contextlib.ExitStack() as stack:
         for each in replica_sets:
-            mode = each.flags, again
+            mode = each.flags, second_pass
             stack.enter_context(each.guard.read_only(mode, each._refuse_created))
         yield
 
@@ -355,7 +352,8 @@ class Replica(ModuleCopy):
         self.registered = [
             buffers_of(self.copy_of(module)) for module in module_contents.modules.values()
         ]
-        self.seen = listening({m: self.copy_of(module) for m, module in batch_norms.items()})
+        norms = {m: self.copy_of(module) for m, module in batch_norms.items()}
+        self.recorded_moments = record_moments(norms)
         self.state = Snapshot(self.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
@@ -378,7 +376,7 @@ class Replica(ModuleCopy):
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.set_requires_grad(self._sum_dtypes)
         copy_lists(self._copied)
-        self.seen.update({m: [] for m in self.seen})
+        self.recorded_moments.update({m: [] for m in self.recorded_moments})
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -388,7 +386,7 @@ class Replica(ModuleCopy):
         batch normalisations have recorded.
         """
         registered = [(one, dict(one.buffers), set(one.non_persistent)) for one in self.registered]
-        seen = dict(self.seen)
+        recorded = dict(self.recorded_moments)
         with torch.inference_mode(False), torch.no_grad():
             values = [state.clone() for state in self._states]
             self.refresh()
@@ -403,7 +401,7 @@ class Replica(ModuleCopy):
                 one.buffers.update(buffers)
                 one.non_persistent.clear()
                 one.non_persistent.update(non_persistent)
-            self.seen.update(seen)
+            self.recorded_moments.update(recorded)
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""
@@ -424,13 +422,14 @@ class Replica(ModuleCopy):
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Whether every replica needs a private copy: all except parameters, which steps only read."""
+    """Whether every replica needs a private copy: steps write all tensors except parameters."""
     return not isinstance(tensor, nn.Parameter)
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:
     """A parameter of the original's class that uses the memory of ``values``."""
     kind = type(original)
-    is_own = issubclass(kind, nn.Parameter)
+    if not issubclass(kind, nn.Parameter):
+        kind = nn.Parameter
     # Not the constructor of a subclass, which may need more arguments.
-    return nn.Parameter.__new__(kind if is_own else nn.Parameter, values, requires_grad=False)
+    return nn.Parameter.__new__(kind, values, requires_grad=False)

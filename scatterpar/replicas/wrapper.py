@@ -33,9 +33,9 @@ def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
 
 
 class Wrapper(nn.Module):
-    """A wrapper of ``self.module`` that saves and loads it under the module's own keys.
+    """A wrapper of ``self.module``; its state dict has the module's own keys.
 
-    Its run-time state (threads, replicas) is neither copied nor pickled: a copy creates its own.
+    The wrapper's run-time state (threads, replicas) is neither copied nor pickled.
     """
 
     module: Any
@@ -46,7 +46,7 @@ class Wrapper(nn.Module):
         "_verifier",
         "_graphs",
         "_latest",
-        "_proven",
+        "_checked_modes",
         "_trace",
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.replicas.buffers import BufferWriter, running
+from scatterpar.replicas.buffers import BufferWriter, running_stats_after
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.outcome import Outcome
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
@@ -34,7 +34,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
-    moments = [value for layer in outcome.layers for value in running(layer)]
+    moments = [value for layer in outcome.layers for value in running_stats_after(layer)]
     write_buffers = BufferWriter([*outcome.buffers, *moments])
     if deferred:
         loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)

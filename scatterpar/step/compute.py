@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.replicas.buffers import BufferWriter, running
+from scatterpar.replicas.buffers import BufferWriter, running_stats_after
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
@@ -135,7 +135,7 @@ def compute(
             layout = _layout(attempt, tasks[0], output_of, pieces, checks)
         if request.whole_batch:
             peers = None if request.max_substeps else peers  # a trial runs in this process only
-            with parameter_writes_refused(replica_sets, again=True):
+            with parameter_writes_refused(replica_sets, second_pass=True):
                 loss, dtype = train_whole(attempt, tasks, passes, replica_set, peers, layout)
         attempt.transfers.synchronize()
         outputs = _returned_outputs(attempt, tasks, returned, layout)
@@ -210,7 +210,7 @@ def infer(attempt: Attempt, replica_set: ReplicaSet, module: nn.Module, checks: 
     if any(part.training for part in module.modules()):
         buffers = reduce_buffers(replica_sets, plan.shares, transfers)
         for layer in reduce_moments(replica_sets, len(tasks), transfers):
-            buffers += running(layer)
+            buffers += running_stats_after(layer)
         BufferWriter(buffers)()
     attempt.generators.commit()
     return output

@@ -142,7 +142,8 @@ def reduce_moments(
 
 def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
     """The statistics that one replica recorded, by number of the module, on ``device``."""
-    recorded = {m: moments for m, calls in replica.seen.items() if (moments := pooled(calls))}
+    by_module = {m: pooled(calls) for m, calls in replica.recorded_moments.items()}
+    recorded = {m: moments for m, moments in by_module.items() if moments is not None}
     if replica.device == device or not recorded:
         return recorded
     tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))

@@ -249,7 +249,7 @@ def train_whole(
                 each.clear_gradients()
             for each in replica_set.replica_sets[1:]:
                 for replica in each.replicas:
-                    replica.seen.update({m: [] for m in replica.seen})
+                    replica.recorded_moments.update({m: [] for m in replica.recorded_moments})
         batch.return_gradients()
         attempt.run(partial(second_pass, passes=passes, attempt=attempt), tasks)
     except BaseException as error:

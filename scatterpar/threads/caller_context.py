@@ -65,9 +65,9 @@ class CallerContext:
                 f"replicas compute in threads of their own; enter it in the module's forward, or "
                 f"use one replica, which computes in the caller's thread"
             )
-        self._makers: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
+        self._contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         if is_profiled() and emits_nvtx():
-            self._makers.append(nvtx_emitted)
+            self._contexts.append(nvtx_emitted)
         elif is_profiled():
             warn(
                 f"torch.profiler records the caller's thread alone, and replicas compute in "
@@ -77,17 +77,17 @@ class CallerContext:
         self._streams = runtime.current_streams()
         self._default = torch.get_default_device()
         if torch.is_inference_mode_enabled():
-            self._makers.append(torch.inference_mode)
+            self._contexts.append(torch.inference_mode)
         elif not torch.is_grad_enabled():
-            self._makers.append(torch.no_grad)
+            self._contexts.append(torch.no_grad)
         for kind in autocast_types():
-            self._makers.append(partial(torch.autocast, kind, torch.get_autocast_dtype(kind)))
+            self._contexts.append(partial(torch.autocast, kind, torch.get_autocast_dtype(kind)))
         hooks = saved_tensors_hooks()
         if hooks is not None:
-            self._makers.append(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
+            self._contexts.append(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
 
     def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
-        """Returns ``work()``, run in the captured context, in this thread, on ``device``."""
+        """Returns ``work()``, run on ``device`` in this thread with the captured context."""
         return self._variables.copy().run(self._run, device, work)
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
@@ -99,8 +99,8 @@ class CallerContext:
             if runtime.is_async(self._default):
                 here = device.type == self._default.type
                 stack.enter_context(device if here else self._default)
-            for make in self._makers:
-                stack.enter_context(make())
+            for make_context in self._contexts:
+                stack.enter_context(make_context())
             return work()
 
 
@@ -109,7 +109,7 @@ _INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)
 
 
 class Interrupts:
-    """While it is entered, an interrupt is delivered only where it is ``allowed``.
+    """A context manager whose body defers interrupts, except in the body of ``allowed``.
 
     An interrupt is a signal with a Python handler, such as Ctrl-C or a time limit. The handler may
     raise. Python delivers signals to the main thread only; in any other thread this does nothing.

@@ -22,7 +22,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Event:
-    """One part of a step, timed as a context manager, which appends it to the step's events.
+    """One part of a step: a context manager that times its body and adds itself to ``step``.
 
     Attributes:
         step: the step that recorded it; ``None`` if only a profiler sees it.
@@ -99,12 +99,12 @@ class RecordedStep(Event):
     """One step of a trace: an event, ``"step"``, with the events inside it.
 
     Attributes:
-        number: its number in the trace, from 0.
-        plan: the plan of its last attempt. There are several attempts if memory runs out.
-        error: its exception, as text; ``None`` for a step that was committed.
-        events: its parts in order of their ends, and the step itself.
-        zeros: for each accelerator with streams, an event and its time.
-        innermost: by replica, the event that has begun last and not ended.
+        number: the number of the step in the trace, from 0.
+        plan: the plan of the last attempt. There are several attempts if memory runs out.
+        error: the exception as text; ``None`` for a step that was committed.
+        events: the parts in order of their ends, and the step itself.
+        zeros: for each accelerator with streams, an event and its time by the host's clock.
+        innermost: by replica, the innermost event that has not ended.
     """
 
     plan: Plan | None = None

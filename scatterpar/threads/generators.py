@@ -87,7 +87,7 @@ class _ThreadAwareGenerator:
 
 
 _lock = threading.Lock()
-_open = 0
+_num_bodies = 0  # of ``_thread_aware_default_generator``, in all threads
 
 
 @contextlib.contextmanager
@@ -97,16 +97,16 @@ def _thread_aware_default_generator() -> Iterator[None]:
     ``torch.get_rng_state``, ``set_rng_state``, ``fork_rng`` and ``manual_seed`` are these
     functions. Activation checkpointing saves and rewinds the generator through them.
     """
-    global _open
+    global _num_bodies
     with _lock:
-        _open += 1
+        _num_bodies += 1
         vars(torch.random)["default_generator"] = _ThreadAwareGenerator()
     try:
         yield
     finally:
         with _lock:
-            _open -= 1
-            if not _open:
+            _num_bodies -= 1
+            if not _num_bodies:
                 vars(torch.random)["default_generator"] = torch.default_generator
 
 
@@ -152,25 +152,26 @@ State = dict[torch.device, Tensor]  # the state of each generator that a replica
 class Generators:
     """The generators of one step: each replica's on the CPU, and on its accelerator if it has one.
 
-    ``earlier`` is the number of replicas of processes with lower rank; ``None`` without other
-    processes.
+    ``replica_offset`` is the number of replicas of processes with lower rank; ``None`` without
+    other processes.
     """
 
-    def __init__(self, devices: Sequence[torch.device], earlier: int | None = None) -> None:
+    def __init__(self, devices: Sequence[torch.device], replica_offset: int | None = None) -> None:
         self._devices = [physical(device) for device in devices]
-        self._earlier = earlier or 0
+        self._replica_offset = replica_offset or 0
         self._before = {device: _state(device) for device in (HOST, *self._devices)}
         self._after: State = {}  # the process's generators after the commit, if anything was drawn
         self._marks: dict[int, tuple[int, State]] = {}
         self._generators: dict[tuple[int, torch.device], _Generator] = {}
-        self._alone = len(devices) == 1 and earlier is None
-        if self._alone:  # it draws from the process's own generators
+        # A single replica of a single process draws from the process's own generators.
+        self._is_single = len(devices) == 1 and replica_offset is None
+        if self._is_single:
             for device in self._before:
                 self._generator(0, device).is_installed = True
 
     def of(self, replica: int) -> contextlib.AbstractContextManager[None]:
         """In the body, this thread draws from the generators of ``replica``."""
-        if self._alone:
+        if self._is_single:
             return contextlib.nullcontext()
         return self._drawing(replica, self._devices[replica])
 
@@ -210,7 +211,7 @@ class Generators:
         return {generator.device: generator.state for generator in self._made_for(replica)}
 
     def _made_for(self, replica: int) -> list[_Generator]:
-        """The generators of ``replica`` that it has used."""
+        """The generators of ``replica`` that exist: they are made when they are first needed."""
         generators = (self._generators.get((replica, device)) for device in self._before)
         return [generator for generator in generators if generator is not None]
 
@@ -261,23 +262,24 @@ class Generators:
     @property
     def drawn(self) -> bool:
         """Whether any replica drew a random number."""
-        return any(one.drawn for one in self._generators.values())
+        return any(generator.drawn for generator in self._generators.values())
 
     def commit(self) -> None:
         """Advance the master's generators if anything was drawn, so that the next step differs.
 
         If nothing drew on the CPU, its generator is not written, so draws of other threads stay.
         """
-        if self._alone:  # it drew from the process's own generators
+        if self._is_single:
             self._after = self.get_state(0)
             return
         after = {device: state for device, state in self._before.items() if device != HOST}
         for source in {HOST, self._devices[0]}:
             first = self._generators.get((0, source))
-            if first is not None and first.drawn and not self._earlier:
+            if first is not None and first.drawn and not self._replica_offset:
                 after[source] = first.state
             elif any(
-                s.drawn and self._source(s.device) == source for s in self._generators.values()
+                generator.drawn and self._seeding_device(generator.device) == source
+                for generator in self._generators.values()
             ):
                 after[source] = _Generator(source, self._seed(source, _NEXT)).state
         self._after = after
@@ -285,24 +287,25 @@ class Generators:
 
     def rollback(self) -> None:
         """Restore all generators to their state before the step; replicas start again."""
-        if not self._alone:  # a single replica draws from the process's own generators
+        if not self._is_single:
             self._generators.clear()
         put_all(self._before)
 
     def _generator(self, number: int, device: torch.device) -> _Generator:
         key = number, device
         if key not in self._generators:
-            number += self._earlier
-            start = self._before[device] if not number else self._seed(self._source(device), number)
+            number += self._replica_offset
+            source = self._seeding_device(device)
+            start = self._seed(source, number) if number else self._before[device]
             self._generators[key] = _Generator(device, start)
         return self._generators[key]
 
-    def _source(self, device: torch.device) -> torch.device:
-        """The master's generator that seeds those of ``device``, given by its device."""
+    def _seeding_device(self, device: torch.device) -> torch.device:
+        """The device whose generator seeds those of ``device``: the CPU or the master's."""
         return HOST if device == HOST else self._devices[0]
 
     def _seed(self, source: torch.device, number: int) -> int:
-        """A seed from a generator's state, computed without an operator: ``vmap`` may be active."""
+        """A seed from the state of ``source``. Runs no operator, because ``vmap`` may be active."""
         state = self._before[source]
         content = ctypes.string_at(state.data_ptr(), state.numel())  # reading a storage is slow
         digest = hashlib.blake2b(content, digest_size=4)
@@ -312,7 +315,7 @@ class Generators:
 class _Generator:
     """The generator of one replica on one device.
 
-    While ``is_installed``, the device's own generator has its state and draws for it.
+    While ``is_installed``, the device's own generator has the state and draws the numbers.
     """
 
     def __init__(self, device: torch.device, start: int | Tensor) -> None:
@@ -334,7 +337,7 @@ class _Generator:
         return not torch.equal(self.state, self.start)
 
     def set_state(self, state: Tensor | None) -> None:
-        """Set the state, or with ``None`` the start."""
+        """Set the state; ``None`` for the one at the start."""
         state = self.start if state is None else state
         if self.is_installed:
             _set_state(self.device, state)

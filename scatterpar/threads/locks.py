@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-_CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # the CPU time of a thread
-_PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to wait for a replica without progress
+_HAS_CPU_CLOCK = hasattr(time, "pthread_getcpuclockid")  # one per thread
+_PATIENCE_SECONDS = 1.0 if _HAS_CPU_CLOCK else 10.0  # to wait for a replica without progress
 _LAUNCH_SECONDS = 0.002  # how long a forward pass may stay on one bytecode
 _UNTIMED = contextlib.nullcontext()
 _LOOKING = threading.Lock()  # of all engines; its holder has switched garbage collection off
@@ -33,7 +33,7 @@ class ProgressLock:
         self._watch, self._seconds = watch, seconds
         self._lock = threading.Lock()
         self._next = threading.Lock()  # its holder watches progress; the others queue for it
-        self._whose: Callable[[], Hashable] = watch(threading.get_ident())
+        self._progress: Callable[[], Hashable] = watch(threading.get_ident())  # of the holder
         self._seen: object = None
 
     @contextlib.contextmanager
@@ -45,7 +45,7 @@ class ProgressLock:
         with waiting, self._next:
             is_mine = self._lock.acquire(blocking=False) or self._wait()
             if is_mine:
-                self._whose = self._watch(threading.get_ident())
+                self._progress = self._watch(threading.get_ident())
         try:
             yield
         finally:
@@ -55,7 +55,7 @@ class ProgressLock:
     def _wait(self) -> bool:
         """Wait for the lock. Returns ``False`` if the holder makes no progress."""
         while True:
-            before, self._seen = self._seen, (self._whose, self._whose())
+            before, self._seen = self._seen, (self._progress, self._progress())
             if self._seen == before:
                 return False
             if self._lock.acquire(timeout=self._seconds):
@@ -63,22 +63,19 @@ class ProgressLock:
 
 
 def make_criterion_lock() -> ProgressLock:
-    """A lock that lets one replica at a time call the criterion, whose calls may share state.
-
-    A holder that waits for the other replicas lets them enter.
-    """
+    """A lock for calls of the criterion, which may share state; others enter if a call waits."""
     return ProgressLock(_clock_of, _PATIENCE_SECONDS)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
-    """Returns a function for the CPU seconds of a thread; zero if the system cannot tell."""
-    if not _CAN_TELL:
+    """A function that returns the CPU seconds of a thread; always zero if there is no clock."""
+    if not _HAS_CPU_CLOCK:
         return functools.partial(float)
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
 
 def stack_of(thread: int) -> Callable[[], Hashable]:
-    """Returns a function for the stack of a thread: equal results while it is in C or waits.
+    """A function that returns a thread's stack: equal while the thread waits or runs C code.
 
     Garbage collection is off while the function runs: CPython 3.11 may collect while it makes a
     frame object, and a finalizer that waits lets the thread leave that frame (cpython issue
@@ -104,7 +101,7 @@ def stack_of(thread: int) -> Callable[[], Hashable]:
 
 
 def make_launch_lock() -> ProgressLock:
-    """A lock for the Python of forward passes. A holder that waits for 2 ms lets others enter."""
+    """A lock for the Python of forward passes; others enter if its holder is stuck for 2 ms."""
     return ProgressLock(stack_of, _LAUNCH_SECONDS)
 
 

@@ -1,7 +1,7 @@
 """One worker thread per replica, alive as long as its ``Workers``; one job at a time.
 
-``parallel_apply`` has the name of torch's function, which starts new threads in every call. These
-threads are kept, and enter the caller's ``CallerContext``.
+Unlike torch's function of this name, ``parallel_apply`` uses the same threads in every call. They
+enter the caller's ``CallerContext``.
 
 In a free-threaded interpreter (PEP 703) an object is freed by the thread that created it, when that
 thread next runs Python, even if another thread dropped the last reference. So idle threads wake
@@ -40,7 +40,7 @@ _EXIT_SECONDS = 4.0  # time for running jobs to end when the interpreter exits
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
-    """Run the tasks of ``queue``, each with ``budget`` intra-op threads."""
+    """Run the tasks of ``queue`` with ``budget`` intra-op threads."""
     torch.get_num_threads()  # initialises the thread, or its first operator would reset the number
     torch.set_num_threads(budget)
     ready.wait()
@@ -97,7 +97,7 @@ class Job:
         self.interrupted = False  # if true, calls that have not started yet do not start
         self.ended: SimpleQueue[None] = SimpleQueue()  # safe against interrupts: holds no lock
         self._at_once = at_once
-        self._turns = threading.Semaphore(0)  # one for each call that has ended
+        self._ended_calls = threading.Semaphore(0)  # each lets one call start
 
     def run(self, number: int) -> None:
         """Run the call with this ``number`` when it may start; never raises."""
@@ -108,7 +108,7 @@ class Job:
             except BaseException as error:
                 self.fail(number, error)
         del call
-        self._turns.release()
+        self._ended_calls.release()
         self.busy.discard(number)
         if not self.busy:
             self.ended.put(None)
@@ -119,12 +119,12 @@ class Job:
         self.cancel.set()
 
     def _may_start(self, number: int) -> bool:
-        """Wait until another call ends, or 10 ms, because a running call may wait for this one.
+        """Wait until another call ends, at most 10 ms: a running call may wait for this one.
 
-        Returns whether to start the call at all.
+        Returns ``False`` if the call must not start at all.
         """
         if number >= self._at_once:
-            self._turns.acquire(timeout=_HEAD_START_SECONDS)
+            self._ended_calls.acquire(timeout=_HEAD_START_SECONDS)
             if self.cancel.is_set():
                 return False
         return not self.interrupted
@@ -166,7 +166,7 @@ class Workers:
             self._names[i] += "" if device is None else f", {device}"
         self._owner = owner
         self._lock = threading.Lock()
-        self._posting = threading.RLock()  # close() runs before or after a whole job
+        self._posting = threading.RLock()  # close() runs before or after all calls are queued
         self._pid = os.getpid()
         self._closed = False
         self._failed = False  # whether the last job failed; then its error's objects must be freed
@@ -180,7 +180,7 @@ class Workers:
 
     @classmethod
     def exit(cls) -> None:
-        """Wait four seconds for running jobs; afterwards only the main thread may start jobs."""
+        """Let only the main thread start jobs from now on; wait four seconds for running ones."""
         cls.exit_by = time.monotonic() + _EXIT_SECONDS
         for reference in list(cls._living):  # other threads may add and remove engines
             workers, patience = reference(), max(0.0, cls.exit_by - time.monotonic())
@@ -267,7 +267,7 @@ class Workers:
         return self.exit_by < math.inf and not is_main
 
     def release(self) -> None:
-        """Free cached memory; call it inside a job, between its calls."""
+        """Free cached memory; call it in the body of ``exclusive``, outside ``parallel_apply``."""
         self._await_deferred_frees()
         runtime.empty_cache()
 
@@ -334,7 +334,7 @@ class Workers:
                 del interrupt
 
     def _find_lost(self, job: Job) -> None:
-        """End the calls of dead threads. Only an exception set from outside ends a thread."""
+        """Fail the calls of dead threads: an exception set from outside has ended these."""
         for number in list(job.busy):
             thread = self._threads[job.threads[number]]
             if not thread.is_alive() and number in job.busy:

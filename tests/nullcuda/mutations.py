@@ -176,7 +176,7 @@ MUTATIONS = [
     ),
     Mutation(
         "workers are on their default streams, not on the caller's",
-        "stack.enter_context(_again(stream))",
+        "stack.enter_context(_duplicate(stream))",
         "pass",
         PATH + "test_side_streams_of_the_caller",
     ),

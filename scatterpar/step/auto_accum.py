@@ -29,7 +29,7 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, in any known form.
+    """Whether ``error`` is a known form of "out of memory".
 
     >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     True
@@ -56,8 +56,8 @@ class AutoAccum:
     ) -> Outcome:
         """The outcome with ``accum`` sub-steps, or with the fewest more that fit into memory.
 
-        First run the whole step with the number that fitted last. If memory runs out, double the
-        number until a trial of two sub-steps fits, then bisect.
+        First runs the whole step with the number that fitted last. If memory runs out, doubles the
+        number until a trial of two sub-steps fits, then bisects.
         """
         max_accum = -(-max(request.sizes) // replicas)  # with so many, a sub-step has one row
         start, retries = self.accum, 0

@@ -23,12 +23,12 @@ _DTYPE, _GRAD_DTYPE, _LAYOUT = map(attrgetter, ("dtype", "grad_dtype", "layout")
 def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    With ``deferred``, the new gradients stay in a node of autograd behind the loss until its
-    backward pass runs. Otherwise they are assigned if no parameter has a gradient or a hook, and
-    every gradient has the dtype and strides of its leaf. If not, a backward pass through such a
-    node accumulates them at once. So hooks run as under a plain ``backward()``: once, with the
-    whole gradient. If a hook raises, the attempt restores everything. The last writes allocate no
-    memory and run no user code.
+    With ``deferred``, an autograd node behind the loss holds the gradients until the backward pass
+    of the loss. Otherwise they are assigned if no parameter has a gradient or a hook, and every
+    gradient has the dtype and strides of its leaf. If not, a backward pass through such a node
+    accumulates them at once. So hooks run as under a plain ``backward()``: once, with the whole
+    gradient. If a hook raises, the attempt restores everything. Buffers come last: writing them
+    allocates no memory and runs no user code.
 
     Returns the loss on the master, with a graph only if ``deferred``.
     """
@@ -51,9 +51,9 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
     leaves = [leaf for leaf, _ in pairs]
     earlier, observed = [leaf.grad for leaf in leaves], are_observed(leaves)
     # What must be restored if a hook raises or memory runs out while gradients are added.
-    old = [(was, g.dtype) for was, (_, g) in zip(earlier, pairs, strict=True) if was is not None]
-    is_plain = all(was.layout == torch.strided and was.dtype == dtype for was, dtype in old)
-    written = [] if is_plain and not observed else [was for was, _ in old]
+    old = [(grad, g.dtype) for grad, (_, g) in zip(earlier, pairs, strict=True) if grad is not None]
+    is_plain = all(grad.layout == torch.strided and grad.dtype == dtype for grad, dtype in old)
+    written = [] if is_plain and not observed else [grad for grad, _ in old]
     written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
     attempt.save_for_undo(written, zip(leaves, earlier, strict=True))
     are_first = not observed and not old and _all_fit(pairs)
@@ -85,11 +85,11 @@ def _attach(
 ) -> Tensor:
     """Returns a root whose backward pass gives leaves the gradients in ``pairs``; clears ``pairs``.
 
-    With a ``scale``, gradients are multiplied by the root's own gradient, divided by the scale.
+    With a ``scale``, the gradient that arrives at the root, divided by the scale, multiplies them.
     """
     pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]  # root needs a graph
     leaves = [leaf for leaf, _ in pairs]
-    gradients = [g if _is_of_its_own(g) else g.clone() for _, g in pairs]
+    gradients = [g if _fills_storage(g) else g.clone() for _, g in pairs]
     pairs.clear()
     root: Tensor = _ReturnGradients.apply(make_root, gradients, scale, *leaves)  # type: ignore[no-untyped-call]
     return root
@@ -142,7 +142,7 @@ _TWICE = (
 )
 
 
-def _is_of_its_own(gradient: Tensor) -> bool:
-    """Whether a gradient is not part of a larger tensor; sparse ones count as separate."""
+def _fills_storage(gradient: Tensor) -> bool:
+    """Whether a gradient is sparse, or is not a part of a larger tensor."""
     is_sparse = gradient.layout != torch.strided
     return is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes

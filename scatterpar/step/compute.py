@@ -95,8 +95,8 @@ def compute(
 ) -> Computed:
     """Run every replica's sub-steps, each in its worker; the replicas then have the gradients.
 
-    User code may write state meanwhile. ``.grad`` of the user's own parameters is restored at the
-    end of this call. Statistics that a criterion updates are restored if the step fails.
+    User code that runs meanwhile may write ``.grad`` of the user's own parameters, which is
+    restored at the end of this call, and statistics, which are restored if the step fails.
     """
     request, replica_sets = attempt.request, replica_set.replica_sets
     held, generators = closure_contents(request.criterion)
@@ -119,8 +119,8 @@ def compute(
             warn_of_moved_state = checks.watch_state(request, tasks, replica_sets)
             if request.whole_batch:
                 passes = attempt.run(partial(first_pass, attempt=attempt), tasks)
-                pieces, output_of = [one.outputs for one in passes], output_at
-                returned = [one.returned for one in passes]
+                pieces, output_of = [first.outputs for first in passes], output_at
+                returned = [first.returned for first in passes]
             else:
                 work = partial(train_share, attempt=attempt)
                 if graphs is not None and request.max_substeps is None and request.backward:
@@ -130,7 +130,7 @@ def compute(
                 loss = functools.reduce(operator.add, [result.loss for result in results])
                 dtype = results[0].dtype
                 pieces = returned = [result.outputs for result in results]
-                output_of = partial(_returned_output, keep=request.return_outputs)
+                output_of = partial(_returned_output, return_outputs=request.return_outputs)
             warn_of_moved_state()
             layout = _layout(attempt, tasks[0], output_of, pieces, checks)
         if request.whole_batch:
@@ -150,9 +150,9 @@ def _layout(
     outputs: Sequence[Sequence[Any]],
     checks: _Checks,
 ) -> Any:
-    """The number of entries per row in the ``outputs`` of each replica's micro-batches.
+    """The number of entries per row in each replica's ``outputs``; ``None`` if sizes show it.
 
-    ``None`` if their sizes show it. ``compute_rows`` computes such an output.
+    ``compute_rows(task, rows)`` returns the output for other rows.
     """
     request, pieces = attempt.request, [*chain(*outputs)]
     if not pieces or not needs_layout(pieces, request.dim, attempt.plan.substep_rows):
@@ -167,7 +167,7 @@ def _layout(
 def _returned_outputs(
     attempt: Attempt, tasks: Sequence[ReplicaTask], outputs: Sequence[Sequence[Any]], layout: Any
 ) -> tuple[Any, ...]:
-    """The outputs that the user asked for: one entry per replica, or with costs one of all rows."""
+    """The outputs for ``return_outputs``: one entry per replica, or with costs one of all rows."""
     plan, request = attempt.plan, attempt.request
     if not request.return_outputs:
         return ()
@@ -216,8 +216,10 @@ def infer(attempt: Attempt, replica_set: ReplicaSet, module: nn.Module, checks: 
     return output
 
 
-def _returned_output(task: ReplicaTask, rows: Any, keep: bool | Callable[[Any], Any]) -> Any:
-    return detached_output(task.output_of(rows[0]), keep)
+def _returned_output(
+    task: ReplicaTask, rows: Any, return_outputs: bool | Callable[[Any], Any]
+) -> Any:
+    return detached_output(task.output_of(rows[0]), return_outputs)
 
 
 def _infer_share(task: ReplicaTask, *, proceed: Callable[[], None]) -> list[Any]:
@@ -250,7 +252,7 @@ def warm_up(
 ) -> None:
     """Compile the sub-steps that compiled replicas have not seen: run them, and restore all state.
 
-    ``compute_rows`` is a sub-step without its backward pass.
+    ``compute_rows(task, rows)`` is the forward pass of a sub-step.
     """
     model = replica_sets[0]
     if not any(each.compiler.is_used for each in replica_sets):

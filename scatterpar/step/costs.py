@@ -44,9 +44,9 @@ def plan_by_cost(
     """Cut rows, sorted by cost, into micro-batches within ``budget``; assign them to ``devices``.
 
     The number of micro-batches is a multiple of the number of replicas, if there are enough rows.
-    The cuts then minimise the largest cost of a micro-batch. Loads are in proportion to
-    ``shares``, up to whole micro-batches. Raises ``ValueError`` without costs or budget, for costs
-    that do not fit the rows, and for several batches.
+    The cuts minimise the largest cost of a micro-batch. Loads are in proportion to ``shares``, up
+    to whole micro-batches. Raises ``ValueError`` without costs or budget, for costs that do not fit
+    the rows, and for several batches; ``TypeError`` for costs that are no numbers.
 
     >>> plan = plan_by_cost(6, [1, 4, 1, 4, 1, 1], [torch.device("cpu")] * 2, 4, [1, 1])
     >>> [share.row_numbers for share in plan.shares]

@@ -17,9 +17,9 @@ from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.threads.workers import add_note
 
 _DEPTH = 4  # a function, another one in its file, an object there, a list in the object
-_MOST = 1000  # entries of a container; longer ones are data
+_MAX_ENTRIES = 1000  # of a container; longer ones are data
 _PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
-_FEW = 8  # at most so many integers are taken for labels
+_MAX_LABELS = 8  # integers that are taken for ignored labels
 
 
 def closure_and_globals(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -54,7 +54,7 @@ def closure_contents(function: Any) -> tuple[list[Tensor | nn.Module], list[torc
     generators: list[torch.Generator] = []
     replicated = getattr(function, "__self__", None)  # if it is a method of a module
     with contextlib.suppress(Exception):  # raised by a user's object
-        for value in _found(function, _DEPTH, {id(replicated)}):
+        for value in _reachable(function, _DEPTH, {id(replicated)}):
             if isinstance(value, (Tensor, nn.Module)):
                 held.append(value)
             elif isinstance(value, torch.Generator):
@@ -68,55 +68,55 @@ def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
 
 
 def describe(*functions: Any) -> tuple[Hashable, Hashable]:
-    """What functions are made of (code, classes, dtypes, switches), and the numbers in them.
+    """Two keys for functions: of the code, classes, dtypes and switches in them; of the numbers.
 
-    There are no addresses: a lambda that is made again in every step is described alike.
+    They contain no addresses: a lambda that is made again in every step has the same keys.
     """
-    made_of: set[Hashable] = set()
+    parts: set[Hashable] = set()
     numbers: list[float] = []
 
     def note(value: Any) -> None:
         if type(value) in (int, float):
             numbers.append(value)
         elif value is None or isinstance(value, (bool, str)):
-            made_of.add(value)
+            parts.add(value)
         elif isinstance(value, Tensor):
-            made_of.add((value.dtype, value.ndim))
+            parts.add((value.dtype, value.ndim))
         elif isinstance(value, types.FunctionType):
-            made_of.add(value.__code__)
+            parts.add(value.__code__)
         else:
-            made_of.add(type(value).__qualname__)
+            parts.add(type(value).__qualname__)
 
     with contextlib.suppress(Exception):
-        for value in _found(functions, _DEPTH + 1, set()):
+        for value in _reachable(functions, _DEPTH + 1, set()):
             note(value)
             for part in value.modules() if isinstance(value, nn.Module) else ():
-                own = [v for v in vars(part).values() if isinstance(v, _PLAIN)]
-                for one in (type(part).__qualname__, *own, *part._buffers.values()):
+                plain = [v for v in vars(part).values() if isinstance(v, _PLAIN)]
+                for one in (type(part).__qualname__, *plain, *part._buffers.values()):
                     note(one)
-    return hash(frozenset(made_of)), str(numbers)
+    return hash(frozenset(parts)), str(numbers)
 
 
 def external_leaves(
     held: Sequence[Tensor | nn.Module], replica_sets: Sequence[ReplicaSet]
 ) -> list[Tensor]:
     """Leaves that require grad among these, except those that replicas have copies of."""
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     for value in held:
         if isinstance(value, nn.Module) and any(each.contains(value) for each in replica_sets):
             continue
         for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
             if tensor.requires_grad and tensor.is_leaf:
-                found.setdefault(id(tensor), tensor)
-    for leaf in (leaf for each in replica_sets for leaf in each.trained_tensors) if found else ():
-        found.pop(id(leaf), None)
-    return list(found.values())
+                leaves.setdefault(id(tensor), tensor)
+    for leaf in (leaf for each in replica_sets for leaf in each.trained_tensors) if leaves else ():
+        leaves.pop(id(leaf), None)
+    return list(leaves.values())
 
 
 def training_buffers(held: Sequence[Tensor | nn.Module]) -> list[Tensor]:
     """The buffers that a call of these modules may write: those of parts in training mode."""
     modules = [value for value in held if isinstance(value, nn.Module)]
-    found = {
+    buffers = {
         id(buffer): buffer
         for module in modules
         for part in module.modules()
@@ -124,46 +124,46 @@ def training_buffers(held: Sequence[Tensor | nn.Module]) -> list[Tensor]:
         for buffer in part.buffers(recurse=False)
         if has_flat_view(buffer) and not buffer.is_inference()
     }
-    return list(found.values())
+    return list(buffers.values())
 
 
-def _found(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+def _reachable(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     if id(value) in seen and not isinstance(value, _PLAIN):
         return
     yield value
     if depth and not isinstance(value, (Tensor, nn.Module, *_PLAIN)):
         seen.add(id(value))
-        for one in _inside(value):
-            yield from _found(one, depth - 1, seen)
+        for child in _children(value):
+            yield from _reachable(child, depth - 1, seen)
     seen.add(id(value))
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
-        return items if len(value) <= _MOST else ()
+        return items if len(value) <= _MAX_ENTRIES else ()
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return value.__self__, value.__func__
     of_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
-    return () if of_torch else _captured(value).values()
+    return () if of_torch else _named_values(value).values()
 
 
-def _captured(function: Any) -> dict[str, Any]:
+def _named_values(function: Any) -> dict[str, Any]:
     if isinstance(function, functools.partial):
         bound = {f"argument {k}": value for k, value in enumerate(function.args)}
-        return {**_captured(function.func), **bound, **function.keywords}
+        return {**_named_values(function.func), **bound, **function.keywords}
     if isinstance(function, types.MethodType):
-        return {**_captured(function.__func__), **_captured(function.__self__)}
+        return {**_named_values(function.__func__), **_named_values(function.__self__)}
     if isinstance(function, types.FunctionType):
-        own, of_file = closure_and_globals(function)
-        return {**of_file, **own}
+        closure, file_globals = closure_and_globals(function)
+        return {**file_globals, **closure}
     # A module's attributes are replicated.
     return {} if isinstance(function, nn.Module) else dict(getattr(function, "__dict__", {}))
 
 
 def note_wrong_devices(error: BaseException, function: Any, device: torch.device) -> None:
     """Add a note to ``error`` per tensor of ``function``'s closure that is not on ``device``."""
-    for name, value in _captured(function).items():
+    for name, value in _named_values(function).items():
         tensor = next(value.parameters(), None) if isinstance(value, nn.Module) else value
         if isinstance(tensor, Tensor) and tensor.device != device:
             add_note(
@@ -176,16 +176,13 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
 
 
 def ignored_values(function: Any) -> list[int]:
-    """-100 and the first integers that ``function`` refers to.
-
-    It may ignore labels with these values.
-    """
-    found: list[Any] = [-100]
-    for value in (function, *_captured(function).values()):
+    """Labels that ``function`` may ignore: -100, and the first integers that it refers to."""
+    values: list[Any] = [-100]
+    for value in (function, *_named_values(function).values()):
         modules = value.modules() if isinstance(value, nn.Module) else [value]
-        found += [getattr(each, "ignore_index", None) for each in modules]
-        found += [value, *_captured(value).values()]
+        values += [getattr(each, "ignore_index", None) for each in modules]
+        values += [value, *_named_values(value).values()]
     while isinstance(function, functools.partial):
         function = function.func
-    found += getattr(getattr(function, "__code__", None), "co_consts", ())
-    return list(dict.fromkeys(v for v in found if type(v) is int))[:_FEW]
+    values += getattr(getattr(function, "__code__", None), "co_consts", ())
+    return list(dict.fromkeys(v for v in values if type(v) is int))[:_MAX_LABELS]

@@ -5,8 +5,8 @@
     loss, output                            copied from static tensors
     gradients                               added to static tensors; copied out after the last
 
-Python runs only while a sub-step is captured, so a launch costs the same whatever the size of the
-model. A graph belongs to one replica and one shape of micro-batch. It is valid as long as module,
+Python runs only while a sub-step is captured, so a launch costs the same for any size of the model.
+A graph belongs to one replica and one shape of micro-batch. It is valid as long as module,
 criterion and autocast do not change and parameters keep their memory. If a sub-step cannot be
 captured, its replica runs without graphs from then on, and one warning says so. On the CPU nothing
 is captured: the same code is called again, on the same tensors.
@@ -41,7 +41,7 @@ from scatterpar.threads.clock import SILENT
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
 _CAPTURES = 32  # maximal number per replica; more show that something changes at every step
 _WARM_UPS = 2  # the second one accumulates gradients, as a graph does
-_BEYOND = "the criterion reaches parameters beside those of the module"
+_EXTERNAL = "the criterion reaches parameters beside those of the module"
 _PLAIN = (bool, int, float, str, type(None))
 _PRECISIONS = (  # ``allow_tf32`` and ``set_float32_matmul_precision`` change these, too
     torch.backends.cuda.matmul,
@@ -65,10 +65,10 @@ class _Graph:
     output: Any = None
     replay: Callable[..., None] = lambda *_: None  # until it is captured
 
-    def compute(self, task: ReplicaTask, keep: bool, number: int = 0) -> None:
-        """The sub-step itself, which is captured, or on the CPU called again."""
+    def compute(self, task: ReplicaTask, return_output: bool, number: int = 0) -> None:
+        """Run the sub-step on the static tensors; on the CPU every replay calls this."""
         output, loss = forward(task, self.rows, number)
-        self.output = detached_output(output, keep=True) if keep else None
+        self.output = detached_output(output, True) if return_output else None
         del output
         write(self.loss, loss.detach())
         task.run_backward(loss, self.factor, autocast_types(), number)
@@ -99,7 +99,7 @@ class _ReplicaGraphs:
             warn(f"graphs=True: sub-steps run as without graphs, because {why}")
 
     def may_capture(self) -> bool:
-        """Whether another sub-step may be captured; counts it."""
+        """Whether another sub-step may be captured; counts the captures, and refuses too many."""
         if self.is_refused or len(self.graphs) >= _SHAPES:
             return False
         self.captures += 1
@@ -126,7 +126,7 @@ class Graphs:
         task: ReplicaTask,
         request: Request,
     ) -> GraphedSubsteps:
-        """The sub-steps of one replica in one step."""
+        """The sub-steps of one replica in one step; drops graphs that are no longer valid."""
         number, state = task.share.replica, _state_of(task, replica_sets)
         if number not in self._by_replica:
             recorder = Recorder(task.share.device)
@@ -139,18 +139,18 @@ class Graphs:
 
 
 class GraphedSubsteps(EagerSubsteps):
-    """Sub-steps of one replica in one step, replayed from its graphs if there are any."""
+    """The sub-steps of one replica in one step, replayed if they can be captured."""
 
     def __init__(
         self, replica_graphs: _ReplicaGraphs, task: ReplicaTask, request: Request, attempt: Attempt
     ) -> None:
         super().__init__(task, request)
         self._captured_graphs, self._attempt = replica_graphs, attempt
-        # The static gradients that this step adds to, by leaf.
-        self._in_place: dict[int, Tensor] = {}
+        # The static tensors to which this step adds gradients, by leaf.
+        self._static_gradients: dict[int, Tensor] = {}
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch, and the part of its output to return; adds gradients."""
+        """As ``EagerSubsteps.run``, but captures or replays a graph if possible."""
         task, replica_graphs = self._task, self._captured_graphs
         source = task.loader.rows_at_source(number)
         key = _shape_of(source) if weight else None
@@ -169,40 +169,37 @@ class GraphedSubsteps(EagerSubsteps):
                 replica_graphs.refuse(str(error))
         if graph is None:
             return super().run(number, weight, rows)
-        self._put_in_place(graph.gradients)
+        self._accumulate_in(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
         with task.span("replay", number):
-            graph.replay(task, bool(self._keep), number)
+            graph.replay(task, bool(self._return_outputs), number)
         output = None
-        if self._keep:
-            output = detached_output(nested.map_tensors(Tensor.clone, graph.output), self._keep)
+        if self._return_outputs:
+            output = nested.map_tensors(Tensor.clone, graph.output)
+            output = detached_output(output, self._return_outputs)
         return graph.loss.clone(), output
 
     def finish(self) -> None:
         """Copy gradients out of the static tensors, which later steps write."""
-        copies = [torch.empty_like(gradient) for gradient in self._in_place.values()]
-        copy_each(copies, list(self._in_place.values()))
-        for i, gradient in zip(self._in_place, copies, strict=True):
+        copies = [torch.empty_like(gradient) for gradient in self._static_gradients.values()]
+        copy_each(copies, list(self._static_gradients.values()))
+        for i, gradient in zip(self._static_gradients, copies, strict=True):
             self._task.leaves[i].grad = gradient
 
-    def _put_in_place(self, gradients: dict[int, Tensor]) -> None:
-        """From now on, gradients of these leaves are added to the static tensors of the graph."""
+    def _accumulate_in(self, gradients: dict[int, Tensor]) -> None:
+        """Make static tensors the leaves' ``.grad``, with the gradients accumulated so far."""
         leaves = self._task.leaves
-        new = {i: gradient for i, gradient in gradients.items() if i not in self._in_place}
+        new = {i: gradient for i, gradient in gradients.items() if i not in self._static_gradients}
         if fresh := [gradient for i, gradient in new.items() if leaves[i].grad is None]:
             torch._foreach_zero_(fresh)
         for i, gradient in new.items():
             earlier = leaves[i].grad
             if earlier is not None:  # the gradient of a sub-step without a graph
                 write(gradient, earlier)
-            leaves[i].grad = self._in_place[i] = gradient
+            leaves[i].grad = self._static_gradients[i] = gradient
 
     def _capture(self, rows: Any, number: int) -> _Graph:
-        """Capture a graph for micro-batches like ``rows``, which it keeps; restore all state.
-
-        Raises:
-            _Refused: the sub-step cannot be captured.
-        """
+        """Capture a graph of the static ``rows``; restore all state. Raises ``_Refused``."""
         task, recorder = replace(self._task, clock=SILENT), self._captured_graphs.recorder
         gradients = [leaf.grad for leaf in task.leaves]
         try:
@@ -224,7 +221,8 @@ class GraphedSubsteps(EagerSubsteps):
 
     def _record(self, task: ReplicaTask, graph: _Graph) -> Callable[..., None]:
         try:
-            return self._captured_graphs.recorder.record(graph.compute, task, bool(self._keep))
+            recorder, return_output = self._captured_graphs.recorder, bool(self._return_outputs)
+            return recorder.record(graph.compute, task, return_output)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -236,16 +234,12 @@ class GraphedSubsteps(EagerSubsteps):
             ) from error
 
     def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
-        """Run sub-steps that allocate the static tensors and choose kernels; return the tensors.
-
-        Raises:
-            _Refused: the sub-step cannot be captured.
-        """
+        """Run sub-steps to allocate the static tensors and choose kernels. Raises ``_Refused``."""
         leaves, number = task.leaves, task.share.replica
         name, stash = type(task.module).__name__, task.stash
         assert stash is not None
         if stash.has_external_gradients(number):  # of earlier sub-steps
-            raise _Refused(_BEYOND)
+            raise _Refused(_EXTERNAL)
         for leaf in leaves:
             leaf.grad = None
         substeps = EagerSubsteps(task, replace(self._request, return_outputs=False))
@@ -256,7 +250,7 @@ class GraphedSubsteps(EagerSubsteps):
             host_states.append((random.getstate(), None if state is None else to_numbers(state)))
         if stash.has_external_gradients(number):
             stash.drop_external_gradients(number)
-            raise _Refused(_BEYOND)
+            raise _Refused(_EXTERNAL)
         if any(not one.is_as_refreshed() for one in task.replicas):
             raise _Refused(
                 f"the forward pass of {name} keeps something on the module that is no "
@@ -273,7 +267,7 @@ class GraphedSubsteps(EagerSubsteps):
 
 
 def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any]:
-    """The state on which a replica's graphs depend; objects are compared by identity and kept."""
+    """The state on which a replica's graphs depend; its objects are compared by identity."""
     cells = getattr(task.criterion, "__closure__", None) or ()
     objects: list[Any] = [task.module, *task.replicas, *map(contents, cells)]
     return [

@@ -97,9 +97,9 @@ def _as_number(count: Any) -> float:
 
 
 def has_known_term_count(request: Request) -> bool:
-    """Whether the weights are right without a check: the criterion is torch's own cross entropy.
+    """Whether the weights need no check: the criterion is torch's cross entropy, without changes.
 
-    It is called with its own reduction, without ``count=``, hooks and overridden methods.
+    Changes are another reduction, ``count=``, hooks and overridden methods.
     """
     criterion = request.criterion
     if request.count is not None or not is_cross_entropy(criterion):
@@ -109,16 +109,13 @@ def has_known_term_count(request: Request) -> bool:
     loss = module_of(criterion)
     if loss is None:
         return True
-    hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
-    plain = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-    return plain and not hooked and type(loss).__call__ is nn.Module.__call__
+    is_hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    is_plain = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    return is_plain and not is_hooked and type(loss).__call__ is nn.Module.__call__
 
 
 def is_cross_entropy(criterion: Any) -> bool:
-    """Whether ``criterion`` is torch's cross entropy or negative log likelihood.
-
-    It may be a module, a function or a partial.
-    """
+    """Whether a module, function or partial is torch's cross entropy or negative log likelihood."""
     function = criterion.func if isinstance(criterion, partial) else criterion
     loss, _ = unwrapped(module_of(function))
     of_torch = (F.cross_entropy, F.nll_loss)
@@ -128,8 +125,8 @@ def is_cross_entropy(criterion: Any) -> bool:
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     """The number of terms of torch's mean cross entropy in each entry along ``dim``.
 
-    Computed where the targets are; for class probabilities on the host. The dtype is float64 only
-    if that of the class weights is, because some accelerators lack it.
+    It is computed where the targets are, for class probabilities on the host. It is in float64 only
+    if the class weights are, because some accelerators lack this dtype.
     """
     if not isinstance(targets, Tensor):
         raise TypeError(

@@ -38,14 +38,14 @@ class Marker:
         return None
 
     def select(self, rows: Sequence[int]) -> Self:
-        """A marker with these rows, in this order.
+        """A marker with these rows, in this order; if they are a ``range``, with views of tensors.
 
-        For a ``range``, tensors should be views: shares and micro-batches are selected so.
+        Shares and micro-batches are selected with a ``range``.
         """
         return self
 
     def join(self, others: Sequence[Self]) -> Self:
-        """The marker with the rows of the ``others`` after its own."""
+        """One marker with the rows of this one, then those of ``others``."""
         return self
 
     def unwrap(self, *, copy: bool) -> Any:
@@ -157,7 +157,7 @@ class Rows(Marker):
         return self.map(lambda entries: [entries[row] for row in rows])
 
     def join(self, others: Sequence[Self]) -> Self:
-        """The entries of all, one after the other."""
+        """One marker with the entries of this one, then those of ``others``."""
         return self.map(lambda entries: [*chain(entries, *(other.entries for other in others))])
 
     def __repr__(self) -> str:
@@ -209,7 +209,7 @@ class Batches:
 
 
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
-    """A pair: the (inputs, targets) of each batch, and the number of rows of each batch."""
+    """The (inputs, targets) of each batch, and the number of rows of each batch."""
     parts = {"inputs": inputs, "targets": targets}
     split = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
     if not split:
@@ -237,16 +237,13 @@ def has_markers(value: Any) -> bool:
 
 
 def has_markers_with_rows(value: Any) -> bool:
-    """Whether ``value`` has a marker with rows.
-
-    Lists with one entry per row in the output are then joined.
-    """
+    """Whether ``value`` has a marker with rows; then outputs may be lists with entries per row."""
     leaves = nested.leaves(value)
     return any(isinstance(leaf, Marker) and leaf.num_rows is not None for leaf in leaves)
 
 
 def all_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor of ``value``, those in markers too."""
+    """Every tensor of ``value``, also inside markers."""
     for leaf in nested.leaves(value):
         for one in leaf.leaves() if isinstance(leaf, Marker) else (leaf,):
             if isinstance(one, Tensor):
@@ -273,10 +270,7 @@ def slice_rows(
 
 
 def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """``value`` with copies of these rows of every tensor, in this order.
-
-    A marker becomes a marker with these rows.
-    """
+    """``value`` with these rows, in this order, of every tensor and marker; tensors are copied."""
 
     def select(leaf: Any) -> Any:
         if isinstance(leaf, Marker):

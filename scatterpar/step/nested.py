@@ -1,8 +1,7 @@
-"""Nested values: tensors inside tuples, lists, mappings, dataclasses and caches, at any depth.
+"""Traverse, merge and join nested values: tuples, lists, mappings, dataclasses, caches of tensors.
 
-Functions to traverse, merge and join them. Methods of a user's tensor subclass are not called
-inside a generator, except to compare bits: a ``StopIteration`` that they raise would become another
-error.
+Methods of a user's tensor subclass are not called inside a generator, except to compare bits: a
+``StopIteration`` from such a method would become another error.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any] | None]:
-    """The children of ``value``, in the order of ``like``'s keys, and a function that rebuilds it.
+    """The children of ``value``, in the order of ``like``'s keys, and a function.
 
     The function makes such a container from new children. For a leaf: no children, and ``None``.
     """
@@ -111,7 +110,7 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether ``value`` is a cache of ``transformers``, or one of its layers: they have rows."""
+    """Whether ``value`` is a cache of ``transformers``, or a layer of one."""
     return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
 
 
@@ -152,7 +151,7 @@ def join_rows(
     layout: Any = None,
     order: Sequence[int] = (),
 ) -> Any:
-    """Join pieces, each of consecutive rows, into one value. All have the same nested types.
+    """Join pieces of the same nested types, each of consecutive rows, into one value.
 
     Tensors are concatenated along ``dim``. 0-dim tensors are averaged with ``weights``, one per
     piece; pieces with weight zero are ignored. Any other leaf is returned once if all pieces have
@@ -186,7 +185,7 @@ def join_rows(
         sizes = [(t.shape[dim:][:1], (n,)) for t, n in pairs]
         return not pairs or any(size != expected for size, expected in sizes)
 
-    def one(leaves: list[Any]) -> Any:
+    def join_leaves(leaves: list[Any]) -> Any:
         leaves, measured = leaves[: len(pieces)], leaves[len(pieces) :]
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(
@@ -207,7 +206,7 @@ def join_rows(
         return joined.index_select(dim, _places(order, joined, dim)) if order else joined
 
     values = pieces if layout is None else [*pieces, layout]
-    return merge(one, values, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
+    return merge(join_leaves, values, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
 
 
 def needs_layout(pieces: Sequence[Any], dim: int, rows: Sequence[int]) -> bool:
@@ -230,14 +229,13 @@ def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
 
 
 def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether all values are lists with one entry per row."""
     return all(isinstance(v, list) and len(v) == n for v, n in zip(values, rows, strict=True))
 
 
 def _have_rows(
     rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool, measured: Any = None
 ) -> bool:
-    """Whether the tensors have rows. ``False`` for one value that all pieces share.
+    """Whether the tensors have rows, instead of one value that is the same in all pieces.
 
     Raises ``ValueError`` if they have rows but cannot be joined.
     """

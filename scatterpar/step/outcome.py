@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def request(self) -> Request:
-        """The request of the attempt."""
+        """The request of ``attempt``."""
         return self.attempt.request
 
     def noise(self) -> GradientNoise:
@@ -81,10 +81,7 @@ class Outcome:
         return GradientNoise(square - variance / spread.terms, noise)
 
     def loss_tensor(self) -> Tensor:
-        """The loss as a tensor on the master.
-
-        Warns, or with ``check_finite`` raises, if no label counts.
-        """
+        """The loss, on the master. Warns, or with ``check_finite`` raises, if no label counts."""
         if not self.terms and has_known_term_count(self.request):
             text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
             if self.request.check_finite:

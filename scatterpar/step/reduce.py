@@ -48,7 +48,7 @@ def reduce(
     weights: LossWeights,
     measure_noise: bool,
 ) -> Outcome:
-    """Returns the results of the step, in the master's memory."""
+    """Combine what the replicas have; the results of the step are in the master's memory."""
     request, transfers, external = attempt.request, attempt.transfers, computed.external_gradients
     shares, spread = attempt.plan.shares, Spread()
     if measure_noise and not request.whole_batch:
@@ -81,10 +81,9 @@ def reduce_gradients(
 ) -> list[Gradient]:
     """The user's trained leaves, each with the sum of its gradients, in the master's memory.
 
-    The gradient is ``None`` if no replica used the leaf. A replica that did not use it adds
-    nothing. The first ``active`` replicas had rows. ``external`` has gradients that reached the
-    user's own leaves directly. Raises ``ValueError`` if a gradient arrived at a tensor that the
-    module holds and that was computed from parameters.
+    The sum is ``None`` if no replica used the leaf. The first ``active`` replicas had rows.
+    ``external`` has gradients that reached the user's own leaves directly. Raises ``ValueError`` if
+    a gradient arrived at a tensor of the module that was computed from parameters.
     """
     gradients: list[Gradient] = []
     for each in replica_sets:
@@ -94,9 +93,9 @@ def reduce_gradients(
             for replica in replicas
         ]
         sums = sum_in_order(of_replicas, [r.device for r in replicas], transfers, in_place=True)
-        if made := sums.keys() - each.leaf_indices:
+        if others := sums.keys() - each.leaf_indices:
             raise ValueError(
-                f"the module holds a tensor of shape {tuple(each.tensors[min(made)].shape)} that "
+                f"the module holds a tensor of shape {tuple(each.tensors[min(others)].shape)} that "
                 f"was computed from parameters, such as weight[0]: replicas cannot train it, and "
                 f"nothing was changed; compute it in forward, from the parameters"
             )
@@ -112,7 +111,7 @@ def reduce_gradients(
 def reduce_buffers(
     replica_sets: Sequence[ReplicaSet], shares: Sequence[Share], transfers: Transfers
 ) -> list[BufferValue]:
-    """The container, name and value after the step of each of the master's buffers."""
+    """The master's buffers: container, name, and value after the step."""
     values: list[BufferValue] = []
     for each in replica_sets:
         replicas = each.replicas[: len(shares)]
@@ -155,7 +154,7 @@ def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) ->
 
 
 def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of replicas (target, source): the source's sum is added to the target's."""
+    """Yield (target, source): the sum of replica ``source`` is added to that of ``target``."""
     return chain(*tree_rounds(count))
 
 
@@ -196,10 +195,9 @@ def _add_received(
     device: torch.device,
     transfers: Transfers,
 ) -> None:
-    """Add gradients from another device.
+    """Add gradients from another device: chunk by chunk if dtype, shape and strides are equal.
 
-    If dtype, shape and strides are equal, ``device`` needs memory for one chunk. Other gradients
-    are copied whole first.
+    Other gradients are copied whole first.
     """
     flats = {i: flat_view(t) for i, t in gradients.items() if i in total}
     alike = {

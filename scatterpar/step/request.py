@@ -38,8 +38,8 @@ class Request:
         costs: one number per row, if micro-batches are cut by cost.
         order: for a plan by cost, the number in the user's batch of each row, in the order of the
             plan; otherwise empty.
-        batches: the inputs and targets of each batch, one or several. This and the following
-            attributes are set by ``checked``.
+        batches: the inputs and targets of each batch, one or several. ``checked`` sets this and
+            the following attributes, and ``reduction``.
         sizes: the number of rows of each batch.
         original: the request as the user made it, before ``checked``.
         scale: the scaler's factor.
@@ -292,7 +292,7 @@ def check_module(module: Any) -> None:
 
 
 def check_synchronised(module: nn.Module) -> None:
-    """Warn of ``nn.SyncBatchNorm``; refuse it if it would wait for other processes forever."""
+    """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it would hang."""
     children = module.named_modules()
     sync_norms = [(name, norm) for name, norm in children if isinstance(norm, nn.SyncBatchNorm)]
     is_distributed = dist.is_available() and dist.is_initialized()

@@ -44,10 +44,7 @@ def micro_batches(batch: BatchList, plan: Plan, dim: int) -> Iterator[Any]:
 
 
 def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:
-    """A loader per share, which has not copied any row yet.
-
-    Values without rows are copied already.
-    """
+    """A loader per share. Copies values without rows; the loaders copy rows when asked."""
     sources = {tensor.device for tensor in all_tensors(batch)}
     mover, loaders = LeafMover(transfers), []
     for share in plan.shares:
@@ -63,10 +60,7 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
 
 
 def row_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
-    """Yield (source, target) for copies of rows that are on the master.
-
-    Outputs return the other way.
-    """
+    """Yield (source, target) for copies of rows from the master; outputs take the way back."""
     for device in device_ids:
         yield device_ids[0], device
 
@@ -172,16 +166,16 @@ def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
 
 
 def _move_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
-    """The contents on ``device``. Small tensors of one dtype are copied together."""
-    away = {id(t): t for t in nested.tensors(contents) if t.device != device}
-    small = {key: t for key, t in away.items() if _is_small(t)}
+    """``contents`` on ``device``; small tensors of one dtype are copied together."""
+    remote = {id(t): t for t in nested.tensors(contents) if t.device != device}
+    small = {key: t for key, t in remote.items() if _is_small(t)}
     arrived: dict[int, Tensor] = {}
     for keys in by_dtype(small.items()).values():
         group = [small[key] for key in keys]
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         pieces = transfers.copy(flat, device, "scatter").split([t.numel() for t in group])
         arrived |= {key: p.view(small[key].shape) for key, p in zip(keys, pieces, strict=True)}
-    for key, tensor in away.items():
+    for key, tensor in remote.items():
         if key not in small:
             arrived[key] = transfers.copy(tensor, device, "scatter")
     return nested.map_leaves(lambda leaf: arrived.get(id(leaf), leaf), contents)

@@ -29,8 +29,8 @@ class Stash:
     graph of the loss shows which leaves they are, before a backward pass reaches them.
 
     With several ranks, ``named`` has the leaves that the criterion may reach, in the same order on
-    every rank: otherwise gradients of different ranks could not be matched. ``held`` has the leaves
-    that the model reaches in objects that replicas share.
+    every rank: otherwise gradients of different ranks could not be matched. ``shared`` has the
+    leaves that the model reaches in objects that replicas share.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Stash:
         claims: Claims,
         replica_sets: Sequence[ReplicaSet],
         named: Sequence[Tensor] | None,
-        held: Sequence[Tensor],
+        shared: Sequence[Tensor],
     ) -> None:
         self._claims, self._replica_sets = claims, replica_sets
-        self._named, self._held = named, held
+        self._named, self._shared = named, shared
         self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._trained: set[int] = set()
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
@@ -55,7 +55,7 @@ class Stash:
     def __enter__(self) -> Self:
         trained = [leaf for each in self._replica_sets for leaf in each.trained_tensors]
         self._trained = set(map(id, trained))
-        self._set_aside([*trained, *self._held, *(self._named or ())])
+        self._set_aside([*trained, *self._shared, *(self._named or ())])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,8 +87,8 @@ class Stash:
     def stash_reachable(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash the leaves that a backward pass from ``loss`` reaches without passing ``nodes``.
 
-        Leaves of replicas are left alone. Gradients of the others are stored per replica until
-        ``gradients``: otherwise the order of arrival would determine the rounding of the sum.
+        Leaves of replicas are left alone. Gradients of the others are stored per replica and added
+        in ``gradients``: else the order of arrival would determine the rounding of the sum.
         """
         replica_leaves = self._of_replicas
         edges = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in replica_leaves]
@@ -122,8 +122,7 @@ class Stash:
     def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
         """The gradients that reached the user's own leaves directly, not through a replica's copy.
 
-        What is already in ``.grad`` comes first, then the replicas' gradients in the order of their
-        numbers.
+        The sum starts with ``.grad``, then come the replicas in order.
         """
         for key, sums in self._sums.items():
             leaf, _ = self._saved[key]
@@ -144,7 +143,7 @@ class Stash:
         ]
 
     def drop_gradients(self) -> None:
-        """Drop the gradients that have arrived so far."""
+        """Drop all gradients of the user's own leaves that have arrived so far."""
         for leaf, _ in self._saved.values():
             leaf.grad = None
         self._sums.clear()

@@ -143,7 +143,7 @@ class Result(NamedTuple):
 
 
 class note_replica:
-    """Add notes to an exception of the body: replica, sub-step and, with a request, a replay."""
+    """Add notes to an exception of the body: replica, sub-step and, for a request, the replay."""
 
     def __init__(
         self, share: Share, number: int | None = None, request: Request | None = None
@@ -176,7 +176,7 @@ def make_tasks(
     stash: Stash | None = None,
     clock: Clock = SILENT,
 ) -> list[ReplicaTask]:
-    """The task of each replica. With fewer rows than replicas, the last replicas have none."""
+    """One task per share. With fewer rows than replicas, the last replicas have none."""
     tasks = []
     for i, share in enumerate(plan.shares):
         sets = [each for each in replica_set.replica_sets if i < len(each.replicas)]
@@ -202,27 +202,27 @@ class EagerSubsteps:
 
     def __init__(self, task: ReplicaTask, request: Request) -> None:
         self._task, self._request = task, request
-        self._keep = request.return_outputs
+        self._return_outputs = request.return_outputs
         self._autocast = autocast_types()
-        self._waiting: Sequence[Tensor] = task.leaves
+        self._without_gradient: Sequence[Tensor] = task.leaves
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch, and the part of its output to return; adds gradients."""
+        """Add a micro-batch's gradients. Returns its loss, and the part of its output to return."""
         task = self._task
         output, loss = forward(task, task.rows_of(number) if rows is None else rows, number)
-        output_kept = detached_output(output, self._keep) if self._keep else None
+        returned = detached_output(output, self._return_outputs) if self._return_outputs else None
         del output
         if weight and self._request.backward:
             if not loss.requires_grad:
                 require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
             task.run_backward(loss, factor, self._autocast, number)
-            if self._waiting:  # usually all get gradients in the first sub-step
-                self._waiting = unalias(self._waiting)
-        return loss.detach(), output_kept
+            if self._without_gradient:  # usually all get gradients in the first sub-step
+                self._without_gradient = unalias(self._without_gradient)
+        return loss.detach(), returned
 
     def finish(self) -> None:
-        """Called after the last sub-step: gradients stay in the leaves."""
+        """Called after the last sub-step; here all gradients are in the leaves already."""
 
 
 def train_share(
@@ -236,7 +236,7 @@ def train_share(
     share, request, generators = task.share, attempt.request, attempt.generators
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    computed, number, draws = substeps(task, request), 0, False
+    runner, number, draws = substeps(task, request), 0, False
     where = note_replica(share, number, request)
     try:
         for number, weight in enumerate(task.weights[: request.max_substeps]):
@@ -246,7 +246,7 @@ def train_share(
                 generators.mark(share.replica, number)
             where.number = number
             with where:
-                loss, output = computed.run(number, weight)
+                loss, output = runner.run(number, weight)
                 losses.append(loss)
                 if request.return_outputs:
                     outputs.append(output)
@@ -257,10 +257,10 @@ def train_share(
         if not draws:  # sub-step 0 drew nothing: if none did, one mark is valid for all
             generators.mark(share.replica, number + 1)
     with note_replica(share):
-        computed.finish()
-        together = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
-        synchronize_stream(together.device)  # errors of the device are raised here at the latest
-        values = to_numbers(together)
+        runner.finish()
+        stacked = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
+        synchronize_stream(stacked.device)  # errors of the device are raised here at the latest
+        values = to_numbers(stacked)
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
         if not weight:  # ignores even NaN
@@ -278,7 +278,7 @@ def train_share(
 def run_backward(
     roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]
 ) -> None:
-    """Backward from ``roots`` with their ``gradients``, with autocast off, as torch recommends."""
+    """Run a backward pass from ``roots``, with autocast off, as torch recommends."""
     for kind in autocast:
         torch.set_autocast_enabled(kind, False)
     try:
@@ -360,7 +360,7 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 
 def require_trainable(module: Any) -> None:
-    """Raise an error with a reason if the module has no trainable parameter."""
+    """Raise ``ValueError`` if no parameter of the module requires grad."""
     if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"the module, {type(module).__name__}, has no parameter that requires grad: there is "
@@ -368,25 +368,23 @@ def require_trainable(module: Any) -> None:
         )
 
 
-def detached_output(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
-    """An output without its graph, or the result of the function ``keep`` for it."""
+def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) -> Any:
+    """An output without its graph; if ``return_outputs`` is a function, its result for that."""
     output = nested.map_tensors(lambda tensor: tensor.detach(), output)
-    if not callable(keep):
+    if not callable(return_outputs):
         nested.refuse_generators(output)
         return output
     with torch.no_grad():
-        return nested.map_tensors(lambda tensor: tensor.detach(), keep(output))
+        return nested.map_tensors(lambda tensor: tensor.detach(), return_outputs(output))
 
 
 def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
     """Clone new gradients that share memory. Returns the leaves that have no gradient yet.
 
-    Autograd assigns an arriving gradient's own memory to a leaf without a gradient, also if a view
-    of that memory went to another leaf. Both leaves of ``a.view(1, -1) + b.view(1, -1)`` then share
-    memory: right after one backward pass, wrong after the next.
-
-    Call it after the next backward pass with the returned leaves: new gradients share memory only
-    with each other.
+    Autograd makes an arriving gradient the ``.grad`` of a leaf without one, also if another leaf
+    got a view of it. In ``a.view(1, -1) + b.view(1, -1)`` both then share memory, and the next
+    backward pass adds to it twice. Then call this with the returned leaves: new gradients share
+    memory only with each other.
     """
     without: list[Tensor] = []
     places: list[tuple[int, int, int]] = []

@@ -52,9 +52,9 @@ from scatterpar.torch_private import nodes_of
 
 
 def _differences(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The differences between the outputs of both passes, in units of the tolerance.
+    """The differences between the outputs of both passes, as ``_distance`` measures them.
 
-    They stay on the device: to read them here would make the next sub-step wait.
+    They stay on the device: if the host read them now, the next sub-step would wait.
     """
     if [_kind(tensor) for tensor in tensors] != [_kind(leaf) for leaf in leaves]:
         raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
@@ -76,10 +76,10 @@ def _distance(now: Tensor, before: Tensor) -> Tensor:
     than rounding.
     """
     equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
-    off = torch.where(equal, 0, now - before).abs().amax()
-    dtype = torch.promote_types(off.dtype, torch.float32)  # not float64: MPS has none
-    off, size = off.to(dtype), before.abs().nan_to_num(0.0, 0.0, 0.0).amax().to(dtype)
-    return torch.where(off == 0, 0.0, off / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
+    diff = torch.where(equal, 0, now - before).abs().amax()
+    dtype = torch.promote_types(diff.dtype, torch.float32)  # not float64: MPS has none
+    diff, size = diff.to(dtype), before.abs().nan_to_num(0.0, 0.0, 0.0).amax().to(dtype)
+    return torch.where(diff == 0, 0.0, diff / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
 
 
 def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
@@ -132,9 +132,9 @@ class WholeBatch:
         self._master = attempt.plan.shares[0].device
         self._copies: list[tuple[torch.device, Tensor, Tensor]] = []  # device, output, its copy
         pieces: list[tuple[tuple[int, int], Any]] = []  # each with its rows
-        for one, share in zip(passes, attempt.plan.shares, strict=True):
+        for first, share in zip(passes, attempt.plan.shares, strict=True):
             to_master = partial(self._on_master, share.device)
-            on_master = [nested.map_tensors(to_master, output) for output in one.outputs]
+            on_master = [nested.map_tensors(to_master, output) for output in first.outputs]
             pieces += zip(share.micro_batches, on_master, strict=True)
         pieces.sort(key=lambda piece: piece[0])
         self._pieces = [piece for _, piece in pieces]
@@ -144,7 +144,7 @@ class WholeBatch:
         self._lists = has_markers_with_rows(request.batch)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
-        """An output in the master's memory, as a leaf that accumulates a gradient."""
+        """``output`` in the master's memory, as a leaf that accumulates a gradient."""
         if device == self._master:
             return output
         copy = self._transfers.copy(output.detach(), self._master, "compute")
@@ -185,9 +185,9 @@ class WholeBatch:
     def backward(
         self, criterion: Callable[..., Any], stash: Callable[[Tensor, Sequence[Any]], None]
     ) -> Tensor:
-        """The loss. Its gradients are accumulated in the outputs and in leaves of the criterion.
+        """Returns the loss; adds its gradients to the outputs and to leaves of the criterion.
 
-        ``stash`` stashes leaves that the loss depends on other than through the outputs' nodes.
+        ``stash(loss, nodes)`` stashes leaves that the loss reaches without passing ``nodes``.
         """
         try:
             joined, targets = self._joined(), unwrap_markers(self._targets, copy=True)
@@ -229,8 +229,8 @@ def train_whole(
 ) -> tuple[float, torch.dtype]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    The criterion is that of the master. ``peers`` are the other processes, which have rows of the
-    batch, too. Returns the loss, which is zero in all processes except the first, and its dtype.
+    The master's criterion is called. ``peers`` are the other processes, which have rows of the
+    batch, too. Returns the loss, zero in all processes except the first, and its dtype.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
@@ -269,7 +269,7 @@ def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forwar
 def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], None]) -> FirstPass:
     """The module's outputs for a share, without graphs except that of the last micro-batch.
 
-    With ``backward`` it runs in grad mode, because modules may compute other outputs without it.
+    All micro-batches run in the caller's grad mode: modules may compute other outputs without it.
     """
     share, request = task.share, attempt.request
     retain_rows = request.retain_rows and len(share.micro_batches) > 1
@@ -302,12 +302,12 @@ def second_pass(
     of that graph. Then each other micro-batch runs forward again, in order, from the state before
     the first one. Afterwards the state is that after the first pass and the criterion.
     """
-    share, most = task.share, attempt.request.max_substeps
+    share, max_substeps = task.share, attempt.request.max_substeps
     outputs, retained, states, _ = passes[share.replica]
     leaves = [[*nested.tensors(output)] for output in outputs]
     *others, last = range(len(outputs))
-    if most is not None:
-        others = others[: most - 1]
+    if max_substeps is not None:
+        others = others[: max_substeps - 1]
     with note_replica(share, last):
         with task.span("backward", last):
             _run_backward([*nested.tensors(retained.pop())], leaves[last])
@@ -331,7 +331,7 @@ def second_pass(
 
 
 def _run_backward(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Backward from the tensors of an output whose leaves have gradients."""
+    """Run the backward pass of an output, given the gradients of its ``leaves``."""
     pairs = [
         (root, leaf.grad) for root, leaf in zip(roots, leaves, strict=True) if leaf.grad is not None
     ]

@@ -182,8 +182,8 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of a graph are not copied out",
-        "for i, gradient in zip(self._in_place, copies, strict=True):",
-        "for i, gradient in self._in_place.items():",
+        "for i, gradient in zip(self._static_gradients, copies, strict=True):",
+        "for i, gradient in self._static_gradients.items():",
         STREAMS + "test_gradients_may_be_read_on_another_stream_during_the_next_captured_step",
     ),
     Mutation(

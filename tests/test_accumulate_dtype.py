@@ -55,9 +55,8 @@ def test_the_sum_is_rounded_once(device_ids, dtype):
         nn.MSELoss(reduction="sum")(model(x), y).backward()
         exact += model.weight.grad.double()
     model.zero_grad()
-    with ScatterOnceParallel(
-        model, SUBSTEPS // len(device_ids), device_ids, accumulate_dtype=torch.float64
-    ) as engine:
+    accum, wide = SUBSTEPS // len(device_ids), {"accumulate_dtype": torch.float64}
+    with ScatterOnceParallel(model, accum, device_ids, **wide) as engine:
         engine.forward_backward(inputs, targets, nn.MSELoss(reduction="sum"))
     assert torch.equal(model.weight.grad, exact.to(dtype))
 

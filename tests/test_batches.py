@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Of, mlp
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -45,17 +46,11 @@ class Reader(nn.Module):
         return self.head((self.words(ids) * known).sum(1) / known.sum(1))
 
 
-class Table(nn.Module):
+def by_table(model, rows, table, options=None):
     """Rows times a square table: the table's size is, in one of the tests, that of the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(7, CLASSES)
-
-    def forward(self, rows, table, options=None):
-        if options is not None:
-            rows = rows + options["shift"]
-        return self.linear(rows @ table)
+    if options is not None:
+        rows = rows + options["shift"]
+    return model.linear(rows @ table)
 
 
 def pad(sentences):
@@ -103,7 +98,8 @@ def test_another_marker_is_one_class(devices, replicas, options):
 
 @pytest.mark.parametrize(("replicas", "accum"), PLANS)
 def test_replicated_is_never_split_though_its_size_is_that_of_the_rows(devices, replicas, accum):
-    model, rows, table, shift = build(Table), randn(7, 7), randn(7, 7, seed=3), randn(1, 7, seed=4)
+    model = build(lambda: Of(by_table, linear=nn.Linear(7, CLASSES)))
+    rows, table, shift = randn(7, 7), randn(7, 7, seed=3), randn(1, 7, seed=4)
     plain = rows, table, {"shift": shift}
     with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
         inputs = (rows, Replicated(table), Replicated({"shift": shift}))
@@ -305,31 +301,19 @@ def test_a_list_of_results_from_entries_stays_one(devices):
     assert [len(result["boxes"]) for result in results] == [1, 3, 2, 4, 1]
 
 
-class Flattens(nn.Module):
-    """A word model that flattens time and rows into one dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.RNN(FEATURES, CLASSES)
-
-    def forward(self, rows):
-        return self.rnn(rows)[0].flatten(0, 1)
-
-
 def test_outputs_without_rows_are_not_joined(devices):
     """They were, in the order of the pieces: which is that of no row."""
-    model, rows = build(Flattens), randn(4, 6, FEATURES)
+    # A word model that flattens time and rows into one dimension.
+    rows, make = randn(4, 6, FEATURES), partial(nn.RNN, FEATURES, CLASSES)
+    model = build(lambda: Of(lambda m, rows: m.rnn(rows)[0].flatten(0, 1), rnn=make()))
     targets = randint(CLASSES, 4, 6)
 
     def criterion(output, targets):
         return nn.functional.cross_entropy(output, targets.flatten())
 
     with ScatterOnceParallel(model, 2, devices(2), dim=1) as engine:
-        with pytest.raises(
-            ValueError,
-            match=r"outputs of shapes \(8, 4\).* of 2 .*rows, cannot be joined along dim=1.*"
-            r"return_outputs=function",
-        ):
+        words = r"outputs of shapes \(8, 4\).* of 2 .*rows, cannot be joined along dim=1.*"
+        with pytest.raises(ValueError, match=words + "return_outputs=function"):
             engine.forward_backward(rows, targets, criterion, return_outputs=True)
         assert all(p.grad is None for p in model.parameters())
         _, kept = engine.forward_backward(
@@ -338,10 +322,8 @@ def test_outputs_without_rows_are_not_joined(devices):
         with torch.no_grad():
             expected = copy.deepcopy(model)(rows).unflatten(0, (4, -1)).argmax(-1)
         assert torch.equal(torch.cat(kept, 1), expected)
-        with (
-            pytest.raises(ValueError, match=r"joined along dim=1.*or call engine\.module"),
-            torch.no_grad(),
-        ):
+        refused = pytest.raises(ValueError, match=r"joined along dim=1.*or call engine\.module")
+        with refused, torch.no_grad():
             engine(rows)
 
 
@@ -424,10 +406,8 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_in_words(devices, case):
     inputs, words = REFUSED[case]
     error = TypeError if case == "a marker in an entry" else ValueError
-    with (
-        ScatterOnceParallel(build(mlp), 1, devices(2)) as engine,
-        pytest.raises(error, match=words),
-    ):
+    refused = pytest.raises(error, match=words)
+    with ScatterOnceParallel(build(mlp), 1, devices(2)) as engine, refused:
         engine.forward_backward(inputs, criterion=lambda o, t: o.mean())
 
 

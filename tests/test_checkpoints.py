@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from helpers.agree import BATCH
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Of, mlp
 from helpers.oracle import assert_step, build
 from pair.common import Pair
 from torch import nn
@@ -21,27 +21,15 @@ from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOncePara
 pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
 
 
-class HasAModule(nn.Module):
+def has_a_module():
     """Its own child is called ``module``: a prefix that must not be stripped."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(FEATURES, 6)
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.module(inputs).tanh())
+    parts = {"module": nn.Linear(FEATURES, 6), "head": nn.Linear(6, CLASSES)}
+    return Of(lambda m, inputs: m.head(m.module(inputs).tanh()), **parts)
 
 
-class ModuleInModule(nn.Module):
+def module_in_module():
     """``module.weight`` and ``module.module.weight`` are both its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = HasAModule()
-
-    def forward(self, inputs):
-        return self.module(inputs)
+    return Of(lambda m, inputs: m.module(inputs), module=has_a_module())
 
 
 def same(one, other):
@@ -54,8 +42,8 @@ def prefixed(state):
 
 FACTORIES = {
     "mlp": mlp,
-    "child": lambda seed=0: build(HasAModule, seed),
-    "child in child": lambda seed=0: build(ModuleInModule, seed),
+    "child": lambda seed=0: build(has_a_module, seed),
+    "child in child": lambda seed=0: build(module_in_module, seed),
 }
 each_factory = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
 each_wrapper = pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from helpers.models import Of
 from helpers.oracle import assert_close, assert_step, build, randn, seeded
 from torch import nn
 
@@ -51,14 +52,10 @@ def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, ki
     inputs, targets, criterion = randn(9, 4), randn(9, 2), nn.MSELoss()
     engine = ScatterOnceParallel(model, 2, device_ids)
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"creates the parameter 'head\.weight'.*before the first"
-        ):
+        words = r"creates the parameter 'head\.weight'"
+        with pytest.raises(ValueError, match=f"{words}.*before the first"):
             engine.forward_backward(inputs, targets, criterion, whole_batch=whole_batch)
-        with (
-            pytest.raises(ValueError, match=r"creates the parameter 'head\.weight'"),
-            torch.no_grad(),
-        ):
+        with pytest.raises(ValueError, match=words), torch.no_grad():
             engine(inputs)
         assert all(parameter.grad is None for parameter in model.parameters())
     model.exchanges = False
@@ -67,21 +64,17 @@ def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, ki
     assert_step(engine, inputs, targets, criterion)
 
 
-class WithTeacher(nn.Module):
+def with_teacher():
     """It computes its own loss: the student's distance from what it was at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.student = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, inputs):
-        return nn.functional.mse_loss(self.student(inputs), self.teacher(inputs))
+    student = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    loss = nn.functional.mse_loss
+    return Of(lambda m, x: loss(m.student(x), m.teacher(x)), student=student, teacher=teacher)
 
 
 @pytest.mark.parametrize("device_ids", LAYOUTS, ids=str)
 def test_a_student_that_begins_as_its_teacher_is_no_false_alarm(device_ids):
-    both, inputs = build(WithTeacher), randn(33, 4)
+    both, inputs = build(with_teacher), randn(33, 4)
 
     def distance(output, inputs):
         with torch.no_grad():
@@ -207,10 +200,8 @@ def test_a_criterion_may_ask_a_teacher_in_an_engine_of_its_own(recwarn):
     inputs = randn(12, 4)
     teacher = build(lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)))
     model = build(lambda: nn.Linear(4, 2))
-    with (
-        ScatterOnceParallel(teacher, 2, ["cpu"] * 2) as its,
-        ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine,
-    ):
+    its, engine = (ScatterOnceParallel(one, 2, ["cpu"] * 2) for one in (teacher, model))
+    with its, engine:
 
         def criterion(outputs, rows):
             with torch.no_grad():

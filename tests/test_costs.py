@@ -67,9 +67,7 @@ def pieces_of(plan):
 
 
 def plan_of(costs, replicas, budget, **options):
-    with ScatterOnceParallel(
-        mlp(), device_ids=["cpu"] * replicas, micro_batch_cost=budget, **options
-    ) as engine:
+    with engine_of(mlp(), lambda count: ["cpu"] * count, replicas, budget, **options) as engine:
         return engine.plan(len(costs), costs=costs)
 
 
@@ -234,9 +232,7 @@ def step_of_a_rank(group, devices, whole):
     weights = randn(11, CLASSES)
     model = build(Reader, seed=group.rank())
     criterion = (lambda o, _: (o * weights).sum()) if whole else LOSS
-    with ScatterOnceParallel(
-        model, device_ids=devices, micro_batch_cost=BUDGET, process_group=group
-    ) as engine:
+    with engine_of(model, lambda _: devices, process_group=group) as engine:
         loss = engine.forward_backward(inputs, labels, criterion, costs=costs, whole_batch=whole)
     return loss, gradients(model)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, Of, mlp
 from helpers.module_cases import Branches, InOneMemory, positive_first
 from helpers.oracle import (
     assert_close,
@@ -40,16 +40,11 @@ def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
 def test_sparse_on_one_replica_and_dense_on_another(devices):
     """A tied embedding: looked up by all, and used densely where a share asks for it."""
 
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(10, 3, sparse=True)
+    def mixed(model, ids):
+        looked_up = model.embedding(ids).sum((1, 2))
+        return looked_up + (model.embedding.weight.pow(2).sum() if (ids == 0).any() else 0)
 
-        def forward(self, ids):
-            looked_up = self.embedding(ids).sum((1, 2))
-            return looked_up + (self.embedding.weight.pow(2).sum() if (ids == 0).any() else 0)
-
-    model = build(Mixed)
+    model = build(lambda: Of(mixed, embedding=nn.Embedding(10, 3, sparse=True)))
     ids = randint(9, 8, 2) + 1
     ids[1] = 0
     criterion = lambda output, _: output.mean()  # noqa: E731

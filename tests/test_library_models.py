@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.oracle import assert_close, build, randint, randn
+from helpers.models import Of
+from helpers.oracle import assert_close, assert_parameters, build, randint, randn
 from helpers.tiny_transformers import ROWS, inputs_of, tiny, tiny_config
 from torch import Tensor, nn
 
@@ -49,8 +50,7 @@ def assert_two_steps(make, inputs, devices, relative=1e-10):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            for name, one, other in pairs:
-                assert_close(one.detach(), other.detach(), name, relative)
+            assert_parameters(model, plain, relative)
 
 
 # --- torch's own modules ---
@@ -58,25 +58,14 @@ def assert_two_steps(make, inputs, devices, relative=1e-10):
 IMAGE, SEQUENCE = (4, 8, 8), (5, 4)
 
 
-class Called(nn.Module):
-    """A layer, and how it is called with the inputs."""
-
-    def __init__(self, layer, call):
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, inputs):
-        return self.call(self.layer, inputs)
-
-
 def outputs_of(layer):
     """A recurrent layer's outputs, without the state whose rows lie along dimension 1."""
-    return Called(layer, lambda layer, inputs: layer(inputs)[0])
+    return Of(lambda module, inputs: module.layer(inputs)[0], layer=layer)
 
 
 def to_itself(layer, times):
     """Attention of a sequence to itself, or any module that takes its input several times."""
-    return Called(layer, lambda layer, inputs: layer(*[inputs] * times))
+    return Of(lambda module, inputs: module.layer(*[inputs] * times), layer=layer)
 
 
 ROWS_FIRST = {"batch_first": True}

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.models import Of
 from helpers.oracle import build, randint, randn
 from helpers.rank_processes import run_on_ranks
 from torch import nn
@@ -56,38 +57,31 @@ def step(model, inputs, targets, criterion, device_ids, options=None, **call):
         return engine.last_step
 
 
-class Phases(nn.Module):
-    """Has parameters of two complex dtypes beside real ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.leave = nn.Linear(6, 3)
-        self.wide = nn.Parameter(torch.randn(6, dtype=torch.complex128))
-        self.narrow = nn.Parameter(torch.randn(6, dtype=torch.complex64))
-
-    def forward(self, inputs):
-        turned = self.wide * inputs + self.narrow.to(torch.complex128)
-        return self.leave(turned.real + turned.imag.square())
+def turned(model, inputs):
+    phases = model.wide * inputs + model.narrow.to(torch.complex128)
+    return model.leave(phases.real + phases.imag.square())
 
 
-class Scaled(nn.Module):
+def phases():
+    """Parameters of two complex dtypes beside real ones."""
+    dtypes = {"wide": torch.complex128, "narrow": torch.complex64}
+    own = {name: nn.Parameter(torch.randn(6, dtype=dtype)) for name, dtype in dtypes.items()}
+    return Of(turned, leave=nn.Linear(6, 3), **own)
+
+
+def scaled():
     """A criterion whose own parameter belongs to the gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, outputs, targets):
-        return nn.functional.cross_entropy(self.factor * outputs, targets)
+    factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    return Of(lambda m, outputs, targets: CE()(m.factor * outputs, targets), factor=factor)
 
 
 CE = nn.CrossEntropyLoss
 CASES = {  # the model, the criterion, the criterion of the formula, how many labels are ignored
     "rows": (mlp, CE(), CE(), 0),
-    "complex gradients, by both parts": (Phases, CE(), CE(), 0),
+    "complex gradients, by both parts": (phases, CE(), CE(), 0),
     "ignored labels are no terms": (mlp, CE(), CE(), 5),
     "a sum is taken per row": (mlp, CE(reduction="sum"), CE(), 0),
-    "the criterion's own parameters": (mlp, scaled := Scaled(), scaled, 0),
+    "the criterion's own parameters": (mlp, own := scaled(), own, 0),
 }
 
 

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from faults.processes import run
-from helpers.oracle import assert_close, build, randint, randn
+from helpers.models import Of
+from helpers.oracle import assert_close, assert_parameters, build, randint, randn
 from helpers.pages import World, blocks, read, sections
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,11 +38,6 @@ def world(model, **names):
     return World(SNIPPETS, **own | names)
 
 
-def assert_same_parameters(model, plain):
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_close(ours.detach(), theirs.detach(), name, 1e-9)
-
-
 def test_the_first_snippet():
     model = network()
     names = world(model)
@@ -67,7 +63,7 @@ def test_accelerate():
                 accelerator.clip_grad_norm_(plain.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_parameters(model, plain)
+    assert_parameters(model, plain, 1e-9)
 
 
 @needs("ignite")
@@ -80,7 +76,7 @@ def test_ignite():
     trainer = create_supervised_trainer(plain, names["optimizer"], names["criterion"])
     trainer.run(names["loader"], max_epochs=3)
     assert losses == pytest.approx(trainer.state.output, rel=1e-9)
-    assert_same_parameters(model, plain)
+    assert_parameters(model, plain, 1e-9)
 
 
 @needs("skorch")
@@ -93,7 +89,7 @@ def test_skorch():
     other = skorch.NeuralNetClassifier(plain, **options).fit(IMAGES.numpy(), LABELS.numpy())
     for name in ("train_loss", "valid_loss", "valid_acc"):
         assert net.history[:, name] == pytest.approx(other.history[:, name], rel=1e-9)
-    assert_same_parameters(net.module_, other.module_)
+    assert_parameters(net.module_, other.module_, 1e-9)
     vars(net)["_engine"].close()
 
 
@@ -102,20 +98,18 @@ def test_torch_geometric():
     from torch_geometric.data import Batch, Data
     from torch_geometric.nn import GCNConv, global_mean_pool
 
-    class Graphs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = GCNConv(8, 16), nn.Linear(16, 3)
+    def classify(graphs, batch):
+        nodes = graphs.body(batch.x, batch.edge_index).tanh()
+        return graphs.head(global_mean_pool(nodes, batch.batch))
 
-        def forward(self, batch):
-            nodes = self.body(batch.x, batch.edge_index).tanh()
-            return self.head(global_mean_pool(nodes, batch.batch))
+    def make():
+        return Of(classify, body=GCNConv(8, 16), head=nn.Linear(16, 3))
 
     dataset = [
         Data(randn(n, 8, seed=n), randint(n, 2, 2 * n, seed=n), y=randint(3, 1, seed=n))
         for n in [3, 8, 5, 4, 6, 7, 3, 5, 8, 4, 6] * 3
     ]
-    model, plain = build(Graphs), build(Graphs)
+    model, plain = build(make), build(make)
     world(model, dataset=dataset).follow("PyTorch Geometric")
     names = world(plain)
     for start in range(0, len(dataset), 16):
@@ -123,7 +117,7 @@ def test_torch_geometric():
         names["optimizer"].zero_grad()
         names["criterion"](plain(batch), batch.y).backward()
         names["optimizer"].step()
-    assert_same_parameters(model, plain)
+    assert_parameters(model, plain, 1e-9)
 
 
 @needs("monai")
@@ -152,7 +146,7 @@ def test_monai(pooled):
         loss_function=names["criterion"],
     )
     trainer.run()
-    assert_same_parameters(model, plain)
+    assert_parameters(model, plain, 1e-9)
 
 
 SCRIPT = """

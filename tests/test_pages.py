@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from helpers.oracle import assert_gradients, assert_parameters, build, gradients, randint, randn
 from helpers.pages import ROOT, blocks, namespace, read, run, sections
 from helpers.stock_parallel import gradient
 from helpers.trainers import language_model, padded, sentences, sequence_classifier
@@ -167,8 +167,7 @@ def test_the_recipes_for_other_loops(title, package, relative):
     names["device_ids"] = ["cpu:0", "cpu:1"]
     exec(code, names)
     names["engine"].close()
-    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(parameter.detach(), other.detach(), "parameter", relative)
+    assert_parameters(model, twin, relative)
 
 
 # --- snippets, tables and messages of the other pages ---

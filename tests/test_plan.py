@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from helpers.models import Of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,16 +73,12 @@ def test_a_plan_prints_as_a_table():
 def test_a_step_follows_the_plan(devices):
     seen = []
 
-    class Rows(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
+    def forward(model, rows):
+        seen.append(rows.flatten().tolist())
+        return (rows * model.weight).mean()
 
-        def forward(self, rows):
-            seen.append(rows.flatten().tolist())
-            return (rows * self.weight).mean()
-
-    with ScatterOnceParallel(Rows(), 2, devices(3), verify=False) as engine:
+    model = Of(forward, weight=torch.nn.Parameter(torch.ones(())))
+    with ScatterOnceParallel(model, 2, devices(3), verify=False) as engine:
         engine.forward_backward(torch.arange(11.0)[:, None])
         plan = engine.last_step.plan
         assert plan == engine.plan(11)

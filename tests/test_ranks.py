@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Of, mlp
 from helpers.module_cases import CASES
 from helpers.oracle import (
     assert_close,
@@ -35,11 +35,13 @@ class Summed(nn.Module):
         return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 
 
-class Counting(nn.Module):
+def counting(outputs, weights):
     """A mean over the positive entries of the outputs, which only ``count=`` can tell."""
+    return (outputs.square().sum(1) * weights).sum() / weights.sum()
 
-    def forward(self, outputs, weights):
-        return (outputs.square().sum(1) * weights).sum() / weights.sum()
+
+def positive(rows):
+    return randn(rows, seed=4).abs() + 0.1
 
 
 def weights_of(_, weights):
@@ -62,7 +64,11 @@ LOSSES = {
     "mean": (nn.CrossEntropyLoss, lambda rows: randint(CLASSES, rows), {}),
     "sum": (Summed, lambda rows: randint(CLASSES, rows), {}),
     "weighted": (class_weighted, ignoring, {}),
-    "counted": (Counting, lambda rows: randn(rows, seed=4).abs() + 0.1, {"count": weights_of}),
+    "counted": (
+        lambda: counting,
+        lambda rows: randn(rows, seed=4).abs() + 0.1,
+        {"count": weights_of},
+    ),
 }
 
 
@@ -76,10 +82,8 @@ def step(group, devices, accum, loss):
     model = build(mlp, seed=group.rank())  # rank 0's weights are taken over
     inputs, targets = randn(sum(rows), FEATURES), targets_of(sum(rows))
     mine = part(group, inputs, rows), part(group, targets, rows)
-    with (
-        ScatterOnceParallel(model, accum, devices, process_group=group) as engine,
-        Counted() as collectives,
-    ):
+    engine = ScatterOnceParallel(model, accum, devices, process_group=group)
+    with engine, Counted() as collectives:
         value = engine.forward_backward(*mine, criterion(), **options)
         assert engine.last_step.loss == value.item()
     return value, gradients(model), collectives
@@ -111,9 +115,8 @@ def test_a_step_is_that_of_all_batches_together(devices, size, replicas, loss):
 def two_steps(group, **options):
     model = build(mlp)
     inputs, targets = (part(group, t, ROWS[2]) for t in (randn(13, FEATURES), randint(CLASSES, 13)))
-    with ScatterOnceParallel(
-        model, 2, ["cpu:0", "cpu:1"], process_group=group, verify=False, **options
-    ) as engine:
+    options |= {"process_group": group, "verify": False}
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"], **options) as engine:
         losses = [engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()) for _ in range(2)]
     return losses, gradients(model)
 
@@ -172,24 +175,14 @@ def several_engines(group):
         engine.close()
 
 
-class Masks(nn.Module):
-    """Its output is the mask that dropout drew."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
-        self.dropout = nn.Dropout()
-
-    def forward(self, inputs):
-        return self.dropout(self.weight * inputs)
-
-
 def masks(group, replicas):
     torch.manual_seed(7)
     if replicas is None:  # of each rank others
         replicas = 3 - group.rank()
     options = {"process_group": group, "verify": False}  # a sum, taken for a mean
-    with ScatterOnceParallel(Masks(), 1, ["cpu"] * replicas, **options) as engine:
+    parts = {"weight": nn.Parameter(torch.ones(64)), "dropout": nn.Dropout()}
+    module = Of(lambda m, inputs: m.dropout(m.weight * inputs), **parts)  # puts out the mask
+    with ScatterOnceParallel(module, 1, ["cpu"] * replicas, **options) as engine:
         seen = []
         for _ in range(2):
             _, outputs = engine.forward_backward(
@@ -213,20 +206,17 @@ def lists_and_windows(group):
     model = build(lambda: nn.Embedding(9, CLASSES))
     table = randn(CLASSES, CLASSES)
 
-    class Looks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = model
+    def looks(module, ids, table):
+        return torch.stack([module.words(sentence).sum(0) for sentence in ids]) @ table
 
-        def forward(self, ids, table):
-            return torch.stack([self.words(sentence).sum(0) for sentence in ids]) @ table
+    module = Of(looks, words=model)
 
     def batches(rank):
         return [[randint(9, n + 1, seed=n + rank) for n in range(2 + b)] for b in range(2 - rank)]
 
     labels = [randint(CLASSES, 5, seed=3), randint(CLASSES, 2, seed=4)]
     window = [(Rows(batch), Replicated(table)) for batch in batches(rank)]
-    with ScatterOnceParallel(Looks(), 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
+    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
         engine.forward_backward(Rows.from_batches(window), labels[rank], nn.CrossEntropyLoss())
         actual = model.weight.grad.clone()
         model.zero_grad()

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from faults.state import capture, differences
+from helpers.models import Of
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -122,22 +123,16 @@ def test_what_a_module_gets_is_its_own_and_begins_where_memory_does(names, whole
     assert set(offsets) == {0}
 
 
-class Mixed(nn.Module):
+def mixed(model, rows, *, table, scale, entries, mode):
     """Takes a table, a scale without rows, a list with one entry per row, and plain rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, rows, *, table, scale, entries, mode):
-        assert mode == "sum"
-        assert len(entries) == len(rows)
-        sums = torch.stack([entry.sum() for entry in entries])
-        return self.layer(rows @ table * scale) + sums[:, None]
+    assert mode == "sum"
+    assert len(entries) == len(rows)
+    sums = torch.stack([entry.sum() for entry in entries])
+    return model.layer(rows @ table * scale) + sums[:, None]
 
 
 def test_what_has_no_rows_arrives_once(room):
-    model = build(Mixed)
+    model = build(lambda: Of(mixed, layer=nn.Linear(FEATURES, CLASSES)))
     rows, targets = batch(24)
     table, scale = randn(FEATURES, FEATURES, seed=5), torch.tensor(0.5, dtype=torch.float64)
     entries = [randn(1 + i % 3, seed=i) for i in range(24)]

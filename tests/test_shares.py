@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from helpers.models import Of
 from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 
@@ -119,17 +120,11 @@ class Clock(threading.local):
 CLOCK = Clock()
 
 
-class Slow(nn.Module):
+def slowly(model, inputs):
     """The second virtual device takes four times as long for a row."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, inputs):
-        device = inputs.mean().item()  # the rows say which device they are on
-        CLOCK.seconds += 0.002 * len(inputs) * (SLOWER if device else 1)
-        return inputs * self.weight
+    device = inputs.mean().item()  # the rows say which device they are on
+    CLOCK.seconds += 0.002 * len(inputs) * (SLOWER if device else 1)
+    return inputs * model.weight
 
 
 def rows_by_device(engine):
@@ -147,7 +142,8 @@ def test_the_engine_learns_from_its_steps_alone(monkeypatch):
     def fails(outputs, targets):
         raise Fails
 
-    with ScatterOnceParallel(Slow(), 2, ["cpu:0", "cpu:1"], shares="auto") as engine:
+    model = Of(slowly, weight=nn.Parameter(torch.ones(1)))
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"], shares="auto") as engine:
         for _ in range(3):  # a step that fails teaches nothing
             with pytest.raises(Fails):
                 engine.forward_backward(rows_by_device(engine), criterion=fails)

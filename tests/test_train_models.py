@@ -104,9 +104,8 @@ def test_a_model_and_an_optimizer_of_timms(tmp_path):
     assert rates[0] == pytest.approx(0.1 * 0.5 ** (len(rates) - 1))
     sgd = make_optimizer(model, parse(["--layer-decay", "0.5"]))
     assert sgd.param_groups[0]["nesterov"]
-    with pytest.raises(
-        UsageError, match=r"^--optimizer nonsense: .*not found .*a class of torch.optim, or"
-    ):
+    words = r"^--optimizer nonsense: .*not found .*a class of torch.optim, or"
+    with pytest.raises(UsageError, match=words):
         make_optimizer(model, parse(["--optimizer", "nonsense"]))
 
 

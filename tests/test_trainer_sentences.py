@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from helpers.isolation import guarded
+from helpers.models import Of
 from helpers.oracle import randint, seeded
 from helpers.pages import example
 from helpers.trainers import (
@@ -307,26 +308,22 @@ def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
     assert float(again.encode(["1 2", "3"]).sum()) == pytest.approx(measured[0], rel=1e-5)
 
 
-class Another(nn.Module):
-    """Has a model of its own."""
+def another(model):
+    """A loss with a model of its own."""
 
-    def __init__(self, model):
-        super().__init__()
-        self.own = copy.deepcopy(model)
+    def loss(m, features, labels):
+        return sum(m.own(column)["sentence_embedding"].square().mean() for column in features)
 
-    def forward(self, features, labels):
-        return sum(self.own(column)["sentence_embedding"].square().mean() for column in features)
+    return Of(loss, own=copy.deepcopy(model))
 
 
-class Tokens(nn.Module):
-    """Wants more than embeddings."""
+def of_tokens(model):
+    """A loss that wants more than embeddings."""
 
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+    def loss(m, features, labels):
+        return sum(m.model(column)["token_embeddings"].mean() for column in features)
 
-    def forward(self, features, labels):
-        return sum(self.model(column)["token_embeddings"].mean() for column in features)
+    return Of(loss, model=model)
 
 
 NEED_MORE = {
@@ -340,8 +337,8 @@ NEED_MORE = {
 ANOTHER = "needs a loss that calls the model which is trained.*pass whole_batch=False"
 REFUSED = [
     *((loss, f"does not go together with {n}: it needs more of") for n, loss in NEED_MORE.items()),
-    (Another, ANOTHER),
-    (Tokens, "asks for 'token_embeddings' of the model's outputs"),
+    (another, ANOTHER),
+    (of_tokens, "asks for 'token_embeddings' of the model's outputs"),
 ]
 
 

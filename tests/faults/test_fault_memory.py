@@ -243,10 +243,8 @@ def test_other_errors_are_not_taken_for_it():
     def criterion(output, targets):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    with (
-        ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine,
-        pytest.raises(RuntimeError, match="device-side assert"),
-    ):
+    arrives = pytest.raises(RuntimeError, match="device-side assert")
+    with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine, arrives:
         engine.forward_backward(randn(8, FEATURES), randint(CLASSES, 8), criterion)
 
 

@@ -71,10 +71,8 @@ def error_of_all(devices, errors):
     model = build(lambda: Together(2, 1))
     model.barrier, model.errors = threading.Barrier(3), tuple(errors)
     inputs = torch.arange(12.0, dtype=torch.float64).repeat(2, 1).T.contiguous()
-    with (
-        ScatterOnceParallel(model, 2, devices(3), verify=False) as engine,
-        pytest.raises(type(errors[0])) as caught,
-    ):
+    engine = ScatterOnceParallel(model, 2, devices(3), verify=False)
+    with engine, pytest.raises(type(errors[0])) as caught:
         engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
     assert caught.value is errors[0]
     return caught.value

@@ -30,6 +30,19 @@ class Classifier(nn.Module):
         return self.linear(inputs)
 
 
+class Of(nn.Module):
+    """Some layers and parameters, and a function of them and the inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 def linear(seed: int = 0) -> nn.Linear:
     return build(lambda: nn.Linear(FEATURES, CLASSES), seed)
 

@@ -92,6 +92,11 @@ def assert_gradients(module: nn.Module, expected: Gradients, relative: float = R
             assert_close(actual[name], gradient, name, relative)
 
 
+def assert_parameters(module: nn.Module, plain: nn.Module, relative: float = RELATIVE) -> None:
+    for (name, one), other in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert_close(one.detach(), other.detach(), name, relative)
+
+
 def assert_step(
     engine: Any,
     inputs: Any,

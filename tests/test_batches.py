@@ -288,19 +288,6 @@ def test_the_pair_takes_them_too(devices):
         pair.model(Rows.from_batches([SENTENCES[1][None], SENTENCES[5][None]]))
 
 
-def test_a_list_of_results_from_entries_stays_one(devices):
-    """Detection in eval mode: one result per image, of as many boxes as it likes."""
-
-    class Detector(nn.Module):
-        def forward(self, images):
-            return [{"boxes": image[: len(image) // 2]} for image in images]
-
-    images = [randn(n, 4, seed=n) for n in (2, 6, 4, 8, 2)]
-    with ScatterOnceParallel(Detector().eval(), 2, devices(2)) as engine:
-        results = engine(Rows(images))
-    assert [len(result["boxes"]) for result in results] == [1, 3, 2, 4, 1]
-
-
 def test_outputs_without_rows_are_not_joined(devices):
     """They were, in the order of the pieces: which is that of no row."""
     # A word model that flattens time and rows into one dimension.

@@ -152,11 +152,6 @@ def test_terms_that_rows_have_are_counted_with_their_rows(devices):
             assert_step(engine, one, targets, loss, plain=plain, costs=LENGTHS)
         own, how = lambda output, target: LOSS(output, target), {"count": count_labels()}
         assert_step(engine, inputs, tags, own, plain=plain, costs=LENGTHS, **how)
-
-
-def test_what_a_loss_is_a_mean_of_is_looked_at_as_ever(devices):
-    with engine_of(build(lambda: Reader(mean=False)), devices) as engine:
-        inputs, tags = Rows(TEXTS, pad), Rows(TAGS, pad_tags)
         with pytest.raises(ValueError, match="pass count="):
             engine.forward_backward(inputs, tags, lambda o, t: LOSS(o, t), costs=LENGTHS)
 

@@ -84,6 +84,11 @@ def assert_same(ours, stock, tolerance=SAME):
         assert [*one] == pytest.approx([*other], rel=max(tolerance, 1e-6), nan_ok=True)
 
 
+def both(folder, *callbacks, how=None, new=NEW, **options):
+    """Learners that were fitted: with a callback of ours, and the stock one."""
+    return (fitted(learner(folder, *c, *callbacks, **options), how) for c in ([new()], []))
+
+
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
@@ -106,11 +111,8 @@ def test_a_run_is_that_of_one_device(make, devices, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"weight": WEIGHTS}, {"ignore_index": 1}], ids=str)
 def test_fastais_losses_are_in_single_precision(options, tmp_path):
-    ours, stock = (
-        fitted(learner(tmp_path, *c, loss_func=CrossEntropyLossFlat(**options), opt_func=SGD))
-        for c in ([NEW()], [])
-    )
-    assert_same(ours, stock, 1e-6)
+    loss = CrossEntropyLossFlat(**options)
+    assert_same(*both(tmp_path, loss_func=loss, opt_func=SGD), 1e-6)
 
 
 @pytest.mark.parametrize("mix", [MixUp, CutMix])
@@ -125,8 +127,7 @@ def test_mixed_images_have_a_loss_of_the_whole_batch(mix, devices, tmp_path):
 def test_labels_that_are_ignored(tmp_path):
     targets = randint(CLASSES, ROWS)
     targets[3:20:2] = -100
-    ours, stock = (fitted(learner(tmp_path, *c, targets=targets)) for c in ([NEW()], []))
-    assert_same(ours, stock)
+    assert_same(*both(tmp_path, targets=targets))
 
 
 def test_count_and_reduction(tmp_path):
@@ -137,16 +138,12 @@ def test_count_and_reduction(tmp_path):
     def kept(_, targets):
         return (targets[0] > 0).sum()
 
-    ours, stock = (fitted(learner(tmp_path, *c, loss_func=halves)) for c in ([NEW(count=kept)], []))
-    assert_same(ours, stock)
+    assert_same(*both(tmp_path, new=partial(NEW, count=kept), loss_func=halves))
     with pytest.raises(ValueError, match="count="):
         fitted(learner(tmp_path, NEW(), loss_func=halves))
     total = partial(nn.functional.cross_entropy, reduction="sum")
-    ours, stock = (
-        fitted(learner(tmp_path, *c, loss_func=lambda p, y: total(p, y)))
-        for c in ([NEW(reduction="sum")], [])
-    )
-    assert_same(ours, stock)
+    new = partial(NEW, reduction="sum")
+    assert_same(*both(tmp_path, new=new, loss_func=lambda p, y: total(p, y)))
 
 
 def split(model):
@@ -162,8 +159,7 @@ def split(model):
     ids=["rates", "frozen"],
 )
 def test_discriminative_rates_and_freezing(how, tmp_path):
-    ours, stock = (fitted(learner(tmp_path, *c, splitter=split), how) for c in ([NEW()], []))
-    assert_same(ours, stock)
+    assert_same(*both(tmp_path, how=how, splitter=split))
 
 
 def test_the_learning_rate_finder(tmp_path):

@@ -47,34 +47,27 @@ def test_in_place_layers_do_not_write_the_caller_s_tensors(devices):
     assert number == 1
 
 
-def test_return_outputs(devices):
-    """One entry per replica, where it was computed: detached, joined, in the module's types."""
+@pytest.mark.parametrize("rows", [[4, 4, 3], [1, 1]], ids=str)
+def test_return_outputs(devices, rows):
+    """One entry per replica that had rows, on its device: detached, in the module's types."""
     model = build(lambda: Returns(lambda y, x: {"logits": y, "mean": y.mean(), "tag": "t"}))
-    targets = randint(CLASSES, 11)
+    inputs, targets = INPUTS[: sum(rows)], randint(CLASSES, sum(rows))
 
     def criterion(output, targets):
         return nn.functional.cross_entropy(output["logits"], targets)
 
     with torch.no_grad():
-        expected = copy.deepcopy(model)(INPUTS)["logits"]
+        expected = copy.deepcopy(model)(inputs)["logits"]
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        loss, outputs = engine.forward_backward(INPUTS, targets, criterion, return_outputs=True)
+        loss, outputs = engine.forward_backward(inputs, targets, criterion, return_outputs=True)
     assert loss.shape == ()
     assert isinstance(outputs, tuple)
-    assert [len(output["logits"]) for output in outputs] == [4, 4, 3]
+    assert [len(output["logits"]) for output in outputs] == rows
     assert_close(torch.cat([output["logits"] for output in outputs]), expected, "logits")
-    for output, part in zip(outputs, expected.split([4, 4, 3]), strict=True):
+    for output, part in zip(outputs, expected.split(rows), strict=True):
         assert output["tag"] == "t"
         assert not output["logits"].requires_grad
         assert_close(output["mean"], part.mean(), "0-dim, averaged with the rows as weights")
-
-
-def test_return_outputs_uses_only_the_replicas_that_had_rows(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(4)) as engine:
-        _, outputs = engine.forward_backward(
-            INPUTS[:2], randint(CLASSES, 2), nn.CrossEntropyLoss(), return_outputs=True
-        )
-    assert [len(output) for output in outputs] == [1, 1]
 
 
 def test_outputs_of_a_module_that_returns_its_loss(devices):
@@ -133,12 +126,14 @@ def test_lists_of_rows_anywhere_in_an_output(devices, accum):
     def finds(_, images):
         whole = torch.stack([image.sum() for image in images])
         scores, names = [image.sum() for image in images], [str(len(i)) for i in images]
-        return {"scores": scores, "more": (names, [whole, whole * 2]), "boxes": images}
+        found = [{"box": image[: len(image) // 2]} for image in images]
+        return {"scores": scores, "more": (names, [whole, whole * 2]), "boxes": images}, found
 
     images = [randn(1 + n % 4, seed=n) for n in range(11)]
-    expected = finds(None, images)
+    expected, found = finds(None, images)
     with ScatterOnceParallel(Of(finds).eval(), accum, devices(3)) as engine:
-        output = engine(Rows(images))
+        output, boxes = engine(Rows(images))
+    assert [one["box"].tolist() for one in boxes] == [one["box"].tolist() for one in found]
     assert output["more"][0] == expected["more"][0]
     for key in ("scores", "boxes"):
         for mine, its in zip(output[key], expected[key], strict=True):

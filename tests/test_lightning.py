@@ -236,11 +236,8 @@ def test_mixed_precision(precision, devices):
             super().__init__()
             self.float()
 
-        def training_step(self, batch, batch_idx):
-            return super().training_step((batch[0].float(), batch[1]), batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            return super().validation_step((batch[0].float(), batch[1]), batch_idx)
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0].float(), batch[1]
 
     def run(strategy):
         half = precision == "16-mixed"

@@ -238,14 +238,9 @@ class Block(nn.Module):
 
 
 def test_the_last_scale_of_each_residual_block_becomes_zero():
-    basic, bottleneck, plain = Block(2), Block(3), Block(2, residual=False)
-    assert zero_init_residual(nn.Sequential(basic, bottleneck, plain)) == 2
+    basic, bottleneck, plain, without = Block(2), Block(3), Block(2, residual=False), Block(1)
+    without.bn2 = nn.BatchNorm2d(2, affine=False)  # no scale
+    assert zero_init_residual(nn.Sequential(basic, bottleneck, plain, without)) == 2
     assert basic.bn2.weight.tolist() == bottleneck.bn3.weight.tolist() == [0, 0]
-    untouched = [basic.bn1, bottleneck.bn1, bottleneck.bn2, plain.bn1, plain.bn2]
+    untouched = [basic.bn1, bottleneck.bn1, bottleneck.bn2, plain.bn1, plain.bn2, without.bn1]
     assert all(norm.weight.tolist() == [1, 1] for norm in untouched)
-
-
-def test_a_block_whose_normalisation_has_no_scale_is_left_alone():
-    block = Block(1)
-    block.bn2 = nn.BatchNorm2d(2, affine=False)
-    assert zero_init_residual(block) == 0

@@ -25,6 +25,11 @@ from scatterpar import ScatterOnceParallel
 
 RELATIVE = 1e-8  # rounding, carried along over some optimizer steps
 
+
+EDITS = (
+    *("slope = 0.5", "slope = 1.0", "slope = 2.0", "norm.momentum = 0.1", "norm.momentum = 0.5"),
+    *("blocks[0].weight.mul_(0.9)", "leave.bias.data = model.leave.bias.data + 0.1"),
+)
 PLACES = ("forward", "criterion", "backward", "hook", "count")
 ERRORS = (ValueError, SystemExit, KeyboardInterrupt, torch.OutOfMemoryError)
 
@@ -35,18 +40,19 @@ class Walk(RuleBasedStateMachine):
     @initialize(devices=devices, accum=st.integers(1, 3))
     def begin(self, devices, accum):
         fuse.light("", 0, None)
-        self.model = build(Walker)
-        self.plain = copy.deepcopy(self.model)
+        self.model, self.plain = build(Walker), build(Walker)
         self.engine = ScatterOnceParallel(self.model, accum, devices, verify=False)  # counts visits
-        self.optimizers = [
-            torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (self.model, self.plain)
-        ]
+        self.make_optimizers()
         self.saved = None
         self.random = torch.get_rng_state()
 
     def batch(self, rows, seed):
         rows = max(rows, 2 * self.engine.accum * len(self.engine.device_ids))  # for BatchNorm
         return randn(rows, FEATURES, seed=seed), randint(CLASSES, rows, seed=seed)
+
+    def make_optimizers(self):
+        models = self.model, self.plain
+        self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in models]
 
     def both(self, change):
         for model in (self.model, self.plain):
@@ -67,9 +73,6 @@ class Walk(RuleBasedStateMachine):
         rows=st.integers(6, 30),
     )
     def bad_step(self, place, after, error, rows):
-        handle = None
-        if place == "hook":
-            handle = self.model.leave.register_forward_hook(lambda *_: fuse.at("hook"))
         raised = error("boom")
 
         def action():
@@ -77,16 +80,16 @@ class Walk(RuleBasedStateMachine):
 
         pieces = self.engine.accum * len(self.engine.device_ids)
         fuse.light(place, min(after, pieces - 1), action)
+        handle = self.model.leave.register_forward_hook(lambda *_: fuse.at("hook"))
         before = capture(self.model, self.optimizers[0])
-        if place == "backward" and not any(p.requires_grad for p in self.model.enter.parameters()):
+        if place == "backward" and not self.model.enter.weight.requires_grad:
             fuse.place = "forward"
         with pytest.raises(BaseException) as caught:  # noqa: PT011
             self.engine.forward_backward(*self.batch(rows, 0), criterion, count=count)
         assert caught.value is raised
         assert differences(before, capture(self.model, self.optimizers[0])) == []
         fuse.light("", 0, None)
-        if handle is not None:
-            handle.remove()
+        handle.remove()
 
     @rule(after=st.integers(0, 2), rows=st.integers(6, 30), times=st.integers(1, 2))
     def interrupted_step(self, after, rows, times):
@@ -123,35 +126,20 @@ class Walk(RuleBasedStateMachine):
     def train_or_eval(self, mode):
         self.both(lambda model: model.train(mode))
 
-    @rule(slope=st.sampled_from([0.5, 1.0, 2.0]))
-    def rebind_an_attribute(self, slope):
-        self.both(lambda model: setattr(model, "slope", slope))
+    @rule(edits=st.lists(st.sampled_from(EDITS), min_size=1, max_size=4))
+    def edit(self, edits):
+        with torch.no_grad():
+            for edit in edits:
+                self.both(lambda model, edit=edit: exec(f"model.{edit}", {"model": model}))
 
-    @rule(factor=st.sampled_from([0.9, 1.1]))
-    def edit_in_place(self, factor):
-        def edit(model):
-            with torch.no_grad():
-                model.blocks[0].weight.mul_(factor)
+    @rule(count=st.integers(1, 3))
+    def add_or_drop_blocks(self, count):
+        def change(model):
+            while len(model.blocks) < count:
+                model.blocks.append(build(lambda: nn.Linear(5, 5), seed=3))
+            del model.blocks[count:]
 
-        self.both(edit)
-
-    @rule()
-    def edit_data(self):
-        self.both(lambda model: setattr(model.leave.bias, "data", model.leave.bias.data + 0.1))
-
-    @precondition(lambda self: len(self.model.blocks) < 3)
-    @rule()
-    def add_a_block(self):
-        self.both(lambda model: model.blocks.append(build(lambda: nn.Linear(5, 5), seed=3)))
-
-    @precondition(lambda self: len(self.model.blocks) > 1)
-    @rule()
-    def drop_a_block(self):
-        self.both(lambda model: model.blocks.__delitem__(-1))
-
-    @rule(momentum=st.sampled_from([0.1, 0.5]))
-    def change_momentum(self, momentum):
-        self.both(lambda model: setattr(model.norm, "momentum", momentum))
+        self.both(change)
 
     @rule(accum=st.integers(1, 3))
     def change_accum(self, accum):
@@ -188,21 +176,18 @@ class Walk(RuleBasedStateMachine):
         for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         state = [optimizer.state_dict() for optimizer in self.optimizers]
-        self.optimizers = [
-            torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (self.model, self.plain)
-        ]
+        self.make_optimizers()
         for optimizer, saved in zip(self.optimizers, state, strict=True):
             if len(saved["param_groups"][0]["params"]) == len(gradients):
                 optimizer.load_state_dict(copy.deepcopy(saved))
 
     @rule()
     def infer(self):
+        (inputs, _), mode = self.batch(8, 3), self.model.training
+        self.both(lambda model: model.eval())
         with torch.no_grad():
-            inputs, _ = self.batch(8, 3)
-            modes = self.model.training
-            self.both(lambda model: model.eval())
             assert_close(self.engine(inputs), self.plain(inputs), "output", RELATIVE)
-            self.both(lambda model: model.train(modes))
+        self.both(lambda model: model.train(mode))
 
     @invariant()
     def all_state_is_equal(self):
@@ -213,9 +198,8 @@ class Walk(RuleBasedStateMachine):
             assert (one.grad is None) == (other.grad is None), name
             if one.grad is not None:
                 assert_close(one.grad, other.grad, f"{name}.grad", RELATIVE)
-        for (name, one), (_, other) in zip(
-            self.model.named_buffers(), self.plain.named_buffers(), strict=True
-        ):
+        pairs = zip(self.model.named_buffers(), self.plain.named_buffers(), strict=True)
+        for (name, one), (_, other) in pairs:
             assert_close(one.double(), other.double(), name, RELATIVE)
         states = [list(optimizer.state.values()) for optimizer in self.optimizers]
         assert len(states[0]) == len(states[1])

@@ -9,7 +9,7 @@ from helpers.module_cases import Graph, small
 from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
 from torch import nn
 
-from scatterpar import DataParallelModel, ScatterOnceParallel, gather
+from scatterpar import DataParallelModel, ScatterOnceParallel
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 CRITERION = nn.CrossEntropyLoss()
@@ -76,26 +76,6 @@ def test_a_generator_as_an_output_is_refused_in_words(devices):
     pair = DataParallelModel(build(lambda: Maps(FEATURES, CLASSES)), devices(2))
     with pytest.raises(TypeError, match="output contains a map that has not been consumed"):
         pair(BATCH[0])
-
-
-def test_mappings_with_different_keys_are_refused_in_words():
-    """They came back as a list, without a word."""
-    outputs = ({"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"different keys .*\['a'\] and \['a', 'b'\]"):
-        gather(outputs, "cpu")
-    with pytest.raises(ValueError, match="different keys"):
-        gather(({"in": outputs[0]}, {"in": outputs[1]}), "cpu")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_refused_with_a_way_out(devices, layout):
-    inputs = torch.nested.nested_tensor([randn(n, FEATURES) for n in (2, 3, 4)], layout=layout)
-    with (
-        ScatterOnceParallel(build(small), 1, devices(2)) as engine,
-        pytest.raises(ValueError, match=r"inputs: a nested tensor .*Rows\(list\(tensor.unbind"),
-    ):
-        engine.forward_backward(inputs, BATCH[1][:3], CRITERION)
 
 
 def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):

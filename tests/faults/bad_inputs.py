@@ -21,6 +21,8 @@ from scatterpar import (
     Replicated,
     Rows,
     ScatterOnceParallel,
+    ShardedOptimizer,
+    gather,
 )
 
 PAGE = Path(__file__).parent.parent / "bad_inputs.md"
@@ -30,8 +32,8 @@ HEAD = """# Bad inputs
 What was tried, and what it says. `model` is `nn.Linear(4, 2)`, `engine` has two replicas on the
 CPU, `x` holds 6 rows of 4 features, `y` 6 classes, `loss` is `nn.CrossEntropyLoss()`. `pair` is
 `Pair(model)` (`DataParallelModel`) on the same replicas, `judge` is `Judge(loss)`
-(`DataParallelCriterion`), `outputs` is `pair(x)`. After each of them the model is bit for bit what
-it was, and the engine's next step is exact.
+(`DataParallelCriterion`), `outputs` is `pair(x)`, `Sharded` is `ShardedOptimizer`. After each of
+them the model is bit for bit what it was, and the engine's next step is exact.
 
 A test tries every row of this page and fails when one says anything else.
 
@@ -69,6 +71,8 @@ def world() -> dict[str, Any]:
         "Engine": ScatterOnceParallel,
         "Rows": Rows,
         "Replicated": Replicated,
+        "Sharded": ShardedOptimizer,
+        "gather": gather,
         "namedtuple": collections.namedtuple,
     }
 

@@ -29,10 +29,7 @@ _Key = TypeVar("_Key")
 
 
 class Bounds:
-    """Sums over the ``events`` of recorded ``steps``.
-
-    ``options`` are the names of the engine's options that are set.
-    """
+    """Sums over the ``events`` of recorded ``steps``; ``options`` names those that are on."""
 
     def __init__(
         self,
@@ -52,10 +49,10 @@ class Bounds:
             if e.name in ON_DEVICES
         )
         self.in_steps = sum(step.end - step.start for step in steps)
-        self.computing = self.seconds[None, "compute"]  # without its checks
+        self.computing = self.seconds[None, "compute"]  # without checks and warm-up
 
     def sentence(self) -> str:
-        """The sentence that says what bounds the steps, and what to pass."""
+        """Says what bounds the steps, and what to pass."""
         checks = self.seconds[None, "verify"] + self.seconds[None, "warm-up"]
         total = self.in_steps + self.seconds[None, BETWEEN] - checks
         lost, sentence = max([*self._causes(checks), self._imbalance()])
@@ -68,7 +65,7 @@ class Bounds:
         return sentence
 
     def _causes(self, checks: float) -> Iterator[tuple[float, str]]:
-        """The seconds that each cause may take, and its sentence."""
+        """Yield the seconds that each cause may have cost, and its sentence."""
         yield (
             self.seconds[None, BETWEEN],
             "The engine waited {share} for its caller: for the loader, the optimizer and what else "

@@ -66,7 +66,7 @@ from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 
-_MOST_REPLICAS = 2**16  # per rank: rank r counts its replicas from r * this, for their seeds
+_MAX_REPLICAS = 2**16  # per rank: rank r numbers its replicas from r * this, for their seeds
 
 
 class ScatterOnceParallel(Wrapper):
@@ -124,8 +124,8 @@ class ScatterOnceParallel(Wrapper):
         verify: before the sub-steps, check on some rows, as many as are cheap, that losses combine
             as ``reduction`` and ``count`` say, and that the user's own module and criterion give
             the loss that a replica gives. If not, a ``ValueError`` before anything changes. An
-            inconclusive check warns once, and so does state that sub-steps change. Torch's own
-            cross entropy is not checked if ``count`` is not passed and the reduction is its own.
+            inconclusive check warns once. One more warning names state that sub-steps change.
+            Torch's cross entropy with its own reduction is not checked unless ``count`` is passed.
             Checks run in the first eight steps of a kind of criterion and batch (in the first one
             if checks are slow), when labels go beyond the range that was verified, and whenever
             checks have taken less than 1 % of the time.
@@ -202,7 +202,7 @@ class ScatterOnceParallel(Wrapper):
         if process_group is not None:
             args = process_group, module, self.device_ids[0], policy, accumulate_dtype
             self._ranks = Ranks(*args)
-            self._replica_offset = self._ranks.rank * _MOST_REPLICAS
+            self._replica_offset = self._ranks.rank * _MAX_REPLICAS
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._init_transient()
@@ -338,7 +338,7 @@ class ScatterOnceParallel(Wrapper):
         return self._step(request, deferred=True)
 
     def _step(self, request: Request, *, deferred: bool) -> Any:
-        """The whole step. ``forward_backward`` and ``loss`` differ in its commit only."""
+        """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""
         with self._workers.exclusive(self.module), self._timed() as waited:
             compute = partial(self._fit, request)
             outcome = self._ranks.reduce_outcome(compute) if self._ranks else compute()
@@ -363,7 +363,7 @@ class ScatterOnceParallel(Wrapper):
         return outcome
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
-        """Steps 2 to 5: the whole step except the commit."""
+        """Parts 2 to 5 of the step: all except the plan and the commit."""
         with self._attempt(request, plan) as attempt:
             phase, transfers = attempt.clock.phase, attempt.transfers
             replica_set = self._replica_set
@@ -524,8 +524,8 @@ class ScatterOnceParallel(Wrapper):
         """
         if self._trace is not None:
             raise RuntimeError("this engine is being traced already: leave that trace first")
-        chosen = {"graphs": self.graphs, "shares": self._share_balancer.learns}
-        trace = Trace(self.device_ids, frozenset(name for name, is_on in chosen.items() if is_on))
+        options = {"graphs": self.graphs, "shares": self._share_balancer.learns}
+        trace = Trace(self.device_ids, frozenset(name for name, is_on in options.items() if is_on))
         self._trace = trace
         try:
             with trace.recorded():
@@ -535,7 +535,7 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[float]:
-        """The body is a step, recorded if there is a trace. Yields the seconds before it."""
+        """The body is a step, recorded in a trace if on. Yields the seconds since the last step."""
         waited = max(0.0, time.perf_counter() - self._step_ended)
         try:
             with self._trace.step() if self._trace else contextlib.nullcontext():
@@ -558,8 +558,8 @@ class ScatterOnceParallel(Wrapper):
         Takes the arguments of ``forward_backward``, and the numbers of a replica and of one of its
         sub-steps, both from 0; the note on an error contains the call. The user's own module and
         criterion compute the forward pass, the loss and the backward pass of the sub-step's rows,
-        in plain torch. Random numbers are those of the last step. After torch's generators were
-        seeded or drawn from, they are those of a step that would begin now. Parameters and buffers
+        in plain torch. Random numbers are those of the last step or, if torch's generators were
+        seeded or drawn from since, those of a step that would begin now. Parameters and buffers
         have their present values. If the sub-step depends on random numbers or buffers of the
         replica's earlier sub-steps, these run first, and no debugger stops in them. Afterwards
         parameters, ``.grad``, buffers, the module's attributes and random state are restored.
@@ -588,7 +588,7 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
             plan = self.plan(request.sizes, request.costs)
-            # The last step's plan and random numbers, if the batch is alike and nothing has drawn.
+            # The last step's plan if the batch is alike; its generators if nothing has drawn since.
             sizes, latest, generators = self._latest or ((), plan, None)
             if (sizes, latest.costs) == (request.sizes, plan.costs):
                 plan = latest

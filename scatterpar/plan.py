@@ -75,7 +75,7 @@ class Plan:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The row of the batch at each position of the plan; empty if the two are the same."""
+        """The number of the batch's row at each position of the plan; empty without costs."""
         return tuple(row for share in self.shares for rows in share.row_numbers for row in rows)
 
     @cached_property
@@ -84,7 +84,7 @@ class Plan:
         return tuple(stop - start for share in self.shares for start, stop in share.micro_batches)
 
     def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
-        """The numbers, in the batch, of the rows of one sub-step; both counted from 0."""
+        """The numbers, in the batch, of the rows of one sub-step. All numbers count from 0."""
         share = self.shares[replica]
         if share.row_numbers:
             return share.row_numbers[sub_step]
@@ -209,9 +209,9 @@ def _plan(
 
 
 def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Spans in proportion to ``shares``: whole rows first, then the largest remainders.
+    """Spans in proportion to ``shares``: first whole rows, then the largest remainders.
 
-    Every replica has at least one row; with fewer rows than replicas, the first have one each.
+    Every replica gets at least one row; with fewer rows than replicas, the first get one each.
     """
     if rows <= len(shares):
         return tuple((i, i + 1) for i in range(rows))
@@ -252,10 +252,10 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
 
 
 class ShareBalancer:
-    """The relative sizes of the replicas' shares, as passed by the user, or learned.
+    """The relative sizes of the replicas' shares, passed by the user or learned from speeds.
 
     The speed of a device is its load (rows, or their padded cost) per second in one step, from the
-    first start to the last end of its replicas. Equal entries of ``device_ids`` have one speed.
+    first start to the last end of its replicas.
     """
 
     def __init__(self, shares: Any, device_ids: Sequence[torch.device]) -> None:

@@ -16,7 +16,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def warn(text: str) -> None:
-    """Warn with the line of the user's code that called the package as the location."""
+    """Warn; the location is the line of the user's code that called the package."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1

@@ -155,13 +155,11 @@ class ShardedOptimizer(Optimizer):
     def _assign_owners(
         self, needed: Iterable[Tensor], copies: ParameterCopies
     ) -> dict[Tensor, Tensor]:
-        """Assign an owner to every parameter that has none. Returns stand-ins.
+        """Assign an owner to every parameter that has none. Returns stand-ins, by parameter.
 
-        A stand-in is a parameter on another device, which the plain optimizer updates instead of a
-        parameter that is owned there.
-
-        The largest parameters come first, each to the device that owns least. In a tie the master
-        is last.
+        For a parameter that another device owns, the plain optimizer updates a stand-in there. The
+        largest parameters are assigned first, each to the device that owns least. In a tie the
+        master is last.
         """
         master, *others = self._memories
         load = Counter(dict.fromkeys([*others, master], 0))
@@ -188,15 +186,15 @@ class ShardedOptimizer(Optimizer):
                 stand_ins[owned[i]].grad = gradient
 
     @contextlib.contextmanager
-    def _undo_on_error(self, moving: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:
-        """If the body fails, restore the optimizer's state and the master's own parameters.
+    def _undo_on_error(self, updated: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:
+        """If the body fails, restore the optimizer's state and the parameters the master owns.
 
         The other owners write only to their copies, which the next refresh overwrites. Gradients
         are restored as well: some classes write ``.grad``, such as ``SGD`` with ``nesterov`` and
         ``foreach``.
         """
         master, other = self._memories[:2]
-        master_params = [p for p in moving if self._owners[p] == master]
+        master_params = [p for p in updated if self._owners[p] == master]
         values = [copies[p][other] if p in copies else p.detach().clone() for p in master_params]
         dense = [
             p.grad for p in master_params if p.grad is not None and p.grad.layout == torch.strided
@@ -217,7 +215,7 @@ class ShardedOptimizer(Optimizer):
     def _plain_optimizer_on(self, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Optimizer]:
         """Yields the plain optimizer with stand-ins instead of the parameters that they replace.
 
-        Its new state and options are kept only if the body succeeds.
+        If the body succeeds, the optimizer's new state and options are taken over.
         """
         plain = self._plain
         plain.param_groups = [
@@ -227,8 +225,8 @@ class ShardedOptimizer(Optimizer):
         plain.state = defaultdict(dict, {stand_ins.get(k, k): v for k, v in self.state.items()})
         try:
             yield plain
-            back = {stand_in: p for p, stand_in in stand_ins.items()}
-            self.state = defaultdict(dict, {back.get(k, k): v for k, v in plain.state.items()})
+            originals = {stand_in: p for p, stand_in in stand_ins.items()}
+            self.state = defaultdict(dict, {originals.get(k, k): v for k, v in plain.state.items()})
             for group, stepped in zip(self.param_groups, plain.param_groups, strict=True):
                 params = group["params"]
                 group.clear()
@@ -277,10 +275,7 @@ class ShardedOptimizer(Optimizer):
             plain.load_state_dict(loaded | {"state": state})
 
     def _moved(self, state: Any, device: torch.device) -> Any:
-        """A copy of ``state`` on ``device``.
-
-        Host scalars, such as step counts, stay on the host.
-        """
+        """A copy of ``state`` on ``device``; host scalars (step counts) stay on the host."""
 
         def move(tensor: Tensor) -> Tensor:
             stays = not tensor.ndim and tensor.device == HOST

@@ -1,7 +1,7 @@
 """``engine.trace()``: the times of each replica in a step, as a table, a picture and a file.
 
-Everything is drawn from one list of events: the table and the sentence sum it up, the picture shows
-the events of one step, and the file has all of them.
+All use one list of events: the table and the sentence sum it up, the picture shows the events of
+one step, and the file has all of them.
 """
 
 from __future__ import annotations
@@ -90,23 +90,23 @@ class Trace:
     def events(self) -> list[Event]:
         """The events of all steps in order of their ends, and the times between steps.
 
-        The work of an event on an accelerator is another event, in the lane of the device, with
-        ``self_seconds`` of zero, so that sums count it once.
+        An event's work on an accelerator is another event, in the lane of the device. Its
+        ``self_seconds`` are zero, so that sums count the time once.
         """
-        found: list[Event] = []
+        events: list[Event] = []
         last = self._start
         for step in [*self._ended(), None]:
-            found.append(wait := Event(step, BETWEEN))
+            events.append(wait := Event(step, BETWEEN))
             wait.start, wait.end = last, step.start if step else max(self._end, last)
             wait.self_seconds, last = wait.end - wait.start, step.end if step else last
             for event in list(step.events if step else ()):  # an abandoned worker may append
-                found.append(event)
+                events.append(event)
                 if event.on_device:
-                    found.append(work := copy.copy(event))
+                    events.append(work := copy.copy(event))
                     work.start, work.end = event.on_device
                     work.lane, work.on_device = event.lane + _ON_DEVICE, None
                     work.self_seconds = 0.0
-        return found
+        return events
 
     def _ended(self) -> list[RecordedStep]:
         return [step for step in self.steps if step.end]
@@ -147,7 +147,7 @@ class Trace:
         """Write the steps to ``path`` for https://ui.perfetto.dev or chrome://tracing.
 
         The file is in the trace event format (JSON), with times in microseconds. The caller, each
-        replica and each replica's accelerator have a thread. Each event is a complete event.
+        replica and each replica's accelerator have a thread of complete events (``"ph": "X"``).
         """
         events = self.events()
         threads = {lane: number for number, lane in enumerate(_lanes(events))}
@@ -201,7 +201,7 @@ class Trace:
         return _svg(*self._picture(), self.bounds().sentence())
 
     def _picture(self) -> tuple[str, list[Event]]:
-        """The step of median length: a title, and what is drawn, in seconds since it began."""
+        """The step of median length: a title, and its events, in seconds since the step began."""
         if not (ended := self._ended()):
             raise ValueError("no step was recorded: call forward_backward inside of the trace")
         whole = [step for step in ended if not step.error] or ended

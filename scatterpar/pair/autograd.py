@@ -1,7 +1,7 @@
 """Copies that autograd records: of parameters, rows and losses.
 
-``gather`` uses ``to_device``, which autograd records as well.
-Gradients are copied back: to the master's parameters, and to the caller's inputs that require grad.
+A backward pass copies gradients back: to the master's parameters, and to the caller's inputs that
+require grad. ``gather`` uses ``to_device``, which autograd records as well.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PassingReplica:
         self._module_contents = module_contents
         self._copies = dict(zip(module_contents.tensors, copies, strict=True))
         self._versions = {id(copy): version(copy) for copy in copies}
-        self.of = ModuleCopy(module_contents, self._copies).copy_of
+        self.copy_of = ModuleCopy(module_contents, self._copies).copy_of
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: places in the module, and values.
@@ -57,8 +57,8 @@ class PassingReplica:
         """
         modules = list(self._module_contents.modules.values())
         registered = [buffers_of(module) for module in modules]
-        copies = [buffers_of(self.of(module)) for module in modules]
-        for m, place, name, value in values_after(registered, copies, self.of):
+        copies = [buffers_of(self.copy_of(module)) for module in modules]
+        for m, place, name, value in values_after(registered, copies, self.copy_of):
             # Batch normalisation writes its statistics without counting versions.
             before = registered[m].buffers.get(name)
             if modules[m].training or self._is_changed(before, value):
@@ -119,19 +119,16 @@ def replicate(
     return [PassingReplica(module_contents, copy) for copy in copies], read_only
 
 
-def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: AutogradTransfers) -> list[Any]:
-    """The shares of the batch.
-
-    No tensor of a share is a view of the caller's or of another share's.
-    """
-    came_from = {tensor.device for tensor in all_tensors(batch)}
+def scatter_owned(batch: Any, plan: Plan, dim: int, transfers: AutogradTransfers) -> list[Any]:
+    """The shares of the batch; their tensors share memory neither with it nor with each other."""
+    sources = {tensor.device for tensor in all_tensors(batch)}
     is_marked = has_markers(batch)
-    delivery, shares = LeafMover(crossing), []
+    mover, shares = LeafMover(transfers), []
     for share in plan.shares:
-        rowless_moved = nested.map_leaves(partial(delivery.move_rowless, share.device), batch)
+        rowless_moved = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
         rows = slice_rows(rowless_moved, share.start, share.stop, dim)
-        rows = nested.map_leaves(partial(move_rows, crossing, share.device), rows)
-        shares.append(unwrap_markers(rows, copy=is_marked or share.device in came_from))
+        rows = nested.map_leaves(partial(move_rows, transfers, share.device), rows)
+        shares.append(unwrap_markers(rows, copy=is_marked or share.device in sources))
     return shares
 
 
@@ -159,9 +156,7 @@ def run_each(
     functions: Sequence[Callable[[], Any]],
     guard: contextlib.AbstractContextManager[object],
 ) -> list[Any]:
-    """Call each share's function on its device, in parallel.
-
-    If one raises, restore the random state.
+    """Call each share's function on its device, in parallel. If one raises, restore random state.
 
     Inside an activation checkpoint the calls run one after the other, because checkpointing
     identifies recomputed tensors by the order in which they were saved.
@@ -190,10 +185,7 @@ def run_each(
 def combine(
     losses: Sequence[Tensor], weights: Sequence[float], devices: Sequence[torch.device]
 ) -> Tensor:
-    """The weighted sum of the losses on the first device.
-
-    A loss with weight zero is ignored, even NaN.
-    """
+    """The weighted sum of the losses, on the first device. Weight zero ignores even NaN."""
     master, terms = devices[0], []
     for loss, weight, device in zip(losses, weights, devices, strict=True):
         if weight:
@@ -221,12 +213,12 @@ class AutogradTransfers(Transfers):
 def _copy_in_graph(
     tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
 ) -> Tensor:
-    crossed: Tensor = _CopyInGraph.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
-    return crossed
+    copied: Tensor = _CopyInGraph.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
+    return copied
 
 
 class _ConnectCopies(torch.autograd.Function):
-    """Connect the replicas' copies of one tensor to the master's; backward adds their gradients.
+    """Connect the replicas' copies to the master's tensor; backward adds their gradients.
 
     There is one node per tensor: a backward pass that uses none of a tensor's copies must not reach
     its node, or its hooks would run without a gradient.
@@ -258,19 +250,19 @@ class _CopyInGraph(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
     ) -> Tensor:
-        ctx.way_back = device, origin, Transfers().copy
+        ctx.route_back = device, origin, Transfers().copy
         ctx.streams = current_streams()
         return copy(tensor, device, "compute")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with use_device(ctx.way_back[0], ctx.streams):
-            crossed = _CopyInGraph.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
-        return crossed, None, None, None
+        with use_device(ctx.route_back[0], ctx.streams):
+            copied = _CopyInGraph.apply(gradients[0], *ctx.route_back)  # type: ignore[no-untyped-call]
+        return copied, None, None, None
 
 
 def _leaf_like(original: Tensor, value: Tensor, _: Any) -> Tensor:
-    """What ``copy.deepcopy`` makes of a copy in the graph: a leaf, as it makes of the original."""
+    """``__deepcopy__`` for a copy in the graph: a leaf, as a deep copy of the original would be."""
     leaf = value.detach().clone()
     is_parameter = isinstance(original, nn.Parameter)
     return nn.Parameter(leaf) if is_parameter else leaf.requires_grad_()

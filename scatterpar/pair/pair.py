@@ -129,11 +129,11 @@ class DataParallelModel(Wrapper):
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
         devices = [share.device for share in plan.shares]
-        with self._workers.exclusive(), AutogradTransfers() as crossing:
+        with self._workers.exclusive(), AutogradTransfers() as transfers:
             check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
             replicas, guard = replicate(self.module, devices, self._checked_modes)
-            modules = [replica.of(self.module) for replica in replicas]
-            calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)
+            modules = [replica.copy_of(self.module) for replica in replicas]
+            calls = scatter_owned((inputs, kwargs), plan, self.dim, transfers)
             functions = [
                 partial(module, *args, **kw)
                 for module, (args, kw) in zip(modules, calls, strict=True)
@@ -194,7 +194,7 @@ class DataParallelCriterion(Wrapper):
         reduction: str | None = None,
         count: Count | None = None,
     ) -> Tensor:
-        """The loss of the whole batch, 0-dim, on the master; ``loss.backward()`` does the rest.
+        """The loss of the whole batch, 0-dim, on the master, for ``loss.backward()``.
 
         Args:
             outputs: the tuple that ``DataParallelModel`` returned, with one entry per replica used.
@@ -218,19 +218,19 @@ class DataParallelCriterion(Wrapper):
             check_function("count", count)
         if self._workers.count < len(outputs):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
-        with self._workers.exclusive(), AutogradTransfers() as crossing:
+        with self._workers.exclusive(), AutogradTransfers() as transfers:
             reduction = resolve_reduction(self.module, reduction)
             request = Request(outputs, targets, self.module, reduction, count, dim=self.dim)
             plan = self._plan(outputs, targets)
             devices = [share.device for share in plan.shares]
-            pieces = scatter_owned(targets, plan, self.dim, crossing)
+            pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
-            owner = root_to_replicate(self.module)
+            root = root_to_replicate(self.module)
             replicas, guard = (
-                replicate(owner, devices, self._checked_modes) if owner else ([], nullcontext())
+                replicate(root, devices, self._checked_modes) if root else ([], nullcontext())
             )
-            criteria = [r.of(self.module) for r in replicas] or [self.module] * len(calls)
+            criteria = [r.copy_of(self.module) for r in replicas] or [self.module] * len(calls)
             locks = {physical(device): make_criterion_lock() for device in devices}
             functions = [
                 partial(_loss, criterion, locks[physical(device)], *call)
@@ -242,14 +242,11 @@ class DataParallelCriterion(Wrapper):
         return combine(losses, [weight for (weight,) in weights.by_share], devices)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
-        """The plan of the targets.
-
-        Raises ``ValueError`` if it does not match the shares of the outputs.
-        """
+        """The plan of the targets. Raises ``ValueError`` if the outputs have other shares."""
         locations = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
         each = [_sizes(output, self.dim) for output in outputs]
         devices = locations if self.device_ids is None else self.device_ids
-        known = sum(sizes[0] for sizes in each) if all(each) else None  # for one label for all, say
+        known = sum(sizes[0] for sizes in each) if all(each) else None  # if no target has rows
         rows = count_rows({"targets": targets}, self.dim, refuse_grad=False, known=known)
         plan = make_plan(rows, devices) if devices else None
         if plan is None or len(plan.shares) != len(outputs):
@@ -274,9 +271,9 @@ class DataParallelCriterion(Wrapper):
 
 
 def _loss(
-    criterion: Callable[[Any, Any], Any], turn: ProgressLock, output: Any, targets: Any
+    criterion: Callable[[Any, Any], Any], lock: ProgressLock, output: Any, targets: Any
 ) -> Tensor:
-    with turn.held():
+    with lock.held():
         return scalar_loss(criterion(output, targets), "the criterion")
 
 

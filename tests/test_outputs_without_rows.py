@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import FEATURES
-from helpers.oracle import assert_close, assert_step, build, gradients, randn
+from helpers.models import FEATURES, linear
+from helpers.oracle import assert_close, assert_step, build, gradients, randn, whole_batch
 from helpers.rank_processes import run_on_ranks
 from torch import nn
 
@@ -58,16 +58,9 @@ def test_inference_gives_one(devices, replicas, accum, rows):
 
 
 def test_returned_outputs_have_one_for_each_replica(devices):
-    model, inputs = quantizer(), randn(16, FEATURES)
-
-    def codes(outputs, _):
-        return outputs["codes"].square().mean()
-
-    def keep(outputs):
-        return outputs["codebook"]
-
+    model, batch = quantizer(), (randn(16, FEATURES), None, lambda o, _: o["codes"].square().mean())
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        _, found = engine.forward_backward(inputs, None, codes, return_outputs=keep)
+        _, found = engine.forward_backward(*batch, return_outputs=lambda o: o["codebook"])
     for codebook in found:
         assert_close(codebook, model.codebook.detach(), "codebook")
 
@@ -80,13 +73,10 @@ def each_rank(group):
 
 
 def test_ranks_show_each_other_one():
-    model = quantizer()
-    inputs = randn(24, FEATURES)
-    expected = loss(model(torch.cat([inputs[16:], inputs[:16]])), None)
-    expected.backward()
+    expected, its = whole_batch(quantizer(), randn(24, FEATURES).roll(8, 0), None, loss)
     for value, grads in run_on_ranks(2, each_rank):
-        assert_close(value, expected.detach(), "loss")
-        for name, gradient in gradients(model).items():
+        assert_close(value, expected, "loss")
+        for name, gradient in its.items():
             assert_close(grads[name], gradient, name)
 
 
@@ -109,6 +99,6 @@ def test_one_ratio_holds_for_all_micro_batches(devices):
 def test_equal_rows_are_rows(devices):
     """A batch may hold the same rows again, and outputs may be constant."""
     inputs = randn(4, FEATURES).repeat(4, 1)
-    model = build(lambda: nn.Linear(FEATURES, 2))
+    model = linear()
     with ScatterOnceParallel(model, 2, devices(2)).eval() as engine, torch.no_grad():
         assert_close(engine(inputs), model(inputs), "output")

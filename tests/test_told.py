@@ -145,13 +145,14 @@ def test_a_subclass_that_overrides_its_call_is_looked_at(devices):
         engine.forward_backward(INPUTS, targets, Called())
 
 
-def test_labels_that_are_all_ignored_are_told():
+def test_labels_that_are_all_ignored_are_told(devices):
     """torch's loss is NaN, and the engine's was 0.0 without a word."""
-    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
         with pytest.warns(UserWarning, match="all are ignored.*NaN"):
             loss = engine.forward_backward(INPUTS, IGNORED, nn.CrossEntropyLoss())
         assert loss.item() == 0
-    with ScatterOnceParallel(mlp(), 3, ["cpu"], check_finite=True) as engine:
+        assert all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
+    with ScatterOnceParallel(mlp(), 3, devices(2), check_finite=True) as engine:
         before = capture(engine.module)
         with pytest.raises(FloatingPointError, match="all are ignored"):
             engine.forward_backward(INPUTS, IGNORED, nn.CrossEntropyLoss())

@@ -93,15 +93,5 @@ def ranking(outputs, labels):
     return pairs.sum() / higher.sum().clamp(min=1)
 
 
-LOSSES = {
-    loss.__name__: loss
-    for loss in (
-        nt_xent,
-        clip,
-        supervised_contrastive,
-        batch_hard_triplet,
-        barlow_twins,
-        vicreg,
-        ranking,
-    )
-}
+_LOSSES = nt_xent, clip, supervised_contrastive, batch_hard_triplet, barlow_twins, vicreg, ranking
+LOSSES = {loss.__name__: loss for loss in _LOSSES}

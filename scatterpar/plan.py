@@ -228,10 +228,7 @@ def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 def _in_proportion(accum: int, shares: Sequence[float]) -> list[int]:
-    """The number of sub-steps per replica: ``accum`` for an equal share, otherwise rounded up.
-
-    Rounding errors of floats are ignored: three tenths of ten sub-steps are three.
-    """
+    """The number of sub-steps per replica: ``accum`` for an equal share, otherwise rounded up."""
     exact = [accum * len(shares) * part for part in _fractions(shares)]
     return [max(1, math.ceil(number - _ROUNDING)) for number in exact]
 
@@ -268,10 +265,7 @@ class ShareBalancer:
     def observe(
         self, plan: Plan, replica_spans: Sequence[Mapping[int, tuple[float, float]]]
     ) -> None:
-        """Learn from a step that was committed.
-
-        A device's first step is ignored, because it includes one-time work.
-        """
+        """Learn from a committed step; a device's first step is ignored: it has one-time work."""
         if not self.learns:
             return
         for device in {share.device for share in plan.shares}:

@@ -87,10 +87,7 @@ class Buckets:
     def of_all(
         self, weights: Sequence[float]
     ) -> tuple[list[Gradient], list[BufferValue], list[BatchNormUpdate]]:
-        """The gradients, buffers and batch normalisations of all ranks, after the all-reduce.
-
-        Buffers are averaged with ``weights``, one per rank.
-        """
+        """The results of all ranks, after the all-reduce; buffers are averaged with ``weights``."""
         views = iter(self._views)
         totals = [next(views) for _ in self._leaves]
         has_gradient = to_numbers(next(views)) if totals else []

@@ -24,10 +24,7 @@ _FAILED = -1  # the status of a failed rank
 
 
 class Collectives:
-    """The collectives of a group; every rank must call each of them.
-
-    ``control`` is the device for the status and for texts.
-    """
+    """The collectives of a group; every rank must call each. Small tensors are on ``control``."""
 
     def __init__(self, group: dist.ProcessGroup, control: torch.device) -> None:
         # A weak reference: a strong one would keep gloo's threads running after
@@ -144,10 +141,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:
-        """Yields the group for a collective.
-
-        If the collective fails, the error names this rank and how long it waited for ``what``.
-        """
+        """Yields the group; if the body fails, the error says how long it waited for ``what``."""
         group = self._group()
         if group is None:
             raise RuntimeError(

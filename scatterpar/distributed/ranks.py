@@ -81,10 +81,7 @@ class Ranks:
         self._collectives.broadcast_from_rank_0(module)
 
     def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
-        """The outcome of all ranks' batches together, with the same bits on every rank.
-
-        ``compute`` returns this rank's outcome. If it raises, the other ranks raise, too.
-        """
+        """The outcome of all ranks together, the same bits on each. If one raises, all raise."""
         try:
             outcome = compute()
             with outcome.attempt as attempt, attempt.clock.phase("reduce"):

@@ -217,10 +217,7 @@ class _MomentsRecorder:
 
 
 def pooled(moments: Sequence[Moments | None]) -> Moments | None:
-    """The moments of all values together; ``None`` if there are none.
-
-    The same moments in the same order give the same bits.
-    """
+    """The moments of all values together; ``None`` if there are none."""
     recorded = [moment for moment in moments if moment is not None]
     if not recorded:
         return None

@@ -88,11 +88,6 @@ def check_placement(
 
     With ``lazy``, uninitialised parameters are accepted. A partial is not checked: tensors that it
     binds may be on other devices.
-
-    Raises:
-        RuntimeError: a lazy module that has not been initialised.
-        TypeError: a TorchScript module, a quantised tensor, or one made of other tensors.
-        ValueError: a parameter or buffer on another device.
     """
     expected = runtime.physical(device_ids[0])
     for root in (root for root in roots if isinstance(root, nn.Module)):

@@ -64,12 +64,7 @@ class Compiler:
 
 
 def compile_fn_from(compile: bool | Mapping[str, Any] | None) -> CompileFn | None:
-    """The compile function for the option ``compile=``, like ``torch.compile``; ``None`` for none.
-
-    Raises:
-        TypeError: not a bool, nor a mapping of torch.compile's keywords.
-        ValueError: a mode with CUDA graphs.
-    """
+    """The compile function for the option ``compile=``, which is checked; ``None`` if it is off."""
     if compile is None or compile is False:
         return None
     if compile is True:

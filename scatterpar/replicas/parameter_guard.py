@@ -27,13 +27,8 @@ _INSTEAD = (
 class ParameterGuard:
     """Detects and refuses writes to the parameters that replicas share.
 
-    Args:
-        roots: the user's modules.
-        broadcast: their tensors in each memory.
-        copies: each replica's device and tensors.
-
-    Attributes:
-        checked_modes: modes in which a pass has not written any parameter.
+    ``broadcast`` has the tensors of ``roots`` in each memory, ``copies`` each replica's device and
+    tensors. In ``checked_modes`` a forward pass has written no parameter.
     """
 
     def __init__(

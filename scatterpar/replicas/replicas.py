@@ -74,10 +74,7 @@ class ReplicaSet:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the replicas, so that the next step builds new ones.
-
-        Threads of an interrupted step may still use the old ones.
-        """
+        """Forget the replicas: threads of an interrupted step may still use them."""
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
         self._state: Snapshot | None = None

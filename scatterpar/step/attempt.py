@@ -107,8 +107,7 @@ class Attempt:
     def isolated(self, task: _ReplicasTask) -> Iterator[None]:
         """In the body, the task's replicas start in the state of the last refresh.
 
-        Afterwards the replicas and their generators have the state from before the body. Gradients
-        are left to the body.
+        Afterwards their present state and their generators' is restored, but not their gradients.
         """
         number = task.share.replica
         position = self.generators.get_state(number)

@@ -281,7 +281,7 @@ def warm_up(
                 for number in new[replica].values():
                     proceed()
                     with note_replica(task.share, number):
-                        rows = task.loader.load(number, keep=True)  # the step loads them again
+                        rows = task.loader.load(number, retain=True)  # the step loads them again
                         output = compute_rows(task, rows)
                         roots = [t for t in nested.tensors(output) if t.requires_grad]
                         if roots:

@@ -46,10 +46,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def closure_contents(function: Any) -> tuple[list[Tensor | nn.Module], list[torch.Generator]]:
-    """The tensors and modules, and the generators, that a criterion refers to.
-
-    Their order depends only on the criterion.
-    """
+    """The tensors and modules, and the generators, that a criterion refers to, in a fixed order."""
     held: list[Tensor | nn.Module] = []
     generators: list[torch.Generator] = []
     replicated = getattr(function, "__self__", None)  # if it is a method of a module

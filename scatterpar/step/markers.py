@@ -24,7 +24,7 @@ class Marker:
     """
 
     contents: Any  # the marked value, nested at will, without other markers in it
-    collate: Callable[[Any], Any] | None = None  # its result is what module or criterion get
+    collate: Callable[[Any], Any] | None = None  # returns what the module or criterion gets
 
     def map(self, function: Callable[[Any], Any]) -> Self:
         """A copy of the marker whose contents are ``function(contents)``; the rest is shared."""

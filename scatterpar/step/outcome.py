@@ -64,10 +64,7 @@ class Outcome:
         return self.attempt.request
 
     def noise(self) -> GradientNoise:
-        """The signal and the noise of the gradient; NaN if there is nothing to compare.
-
-        Call it before the commit.
-        """
+        """The gradient's noise; NaN if there is nothing to compare. Call it before the commit."""
         spread, is_mean = self.spread, self.request.is_mean
         square = math.nan
         if spread.replicas > 1 and spread.terms and math.isfinite(spread.squares):

@@ -195,10 +195,7 @@ def _add_received(
     device: torch.device,
     transfers: Transfers,
 ) -> None:
-    """Add gradients from another device: chunk by chunk if dtype, shape and strides are equal.
-
-    Other gradients are copied whole first.
-    """
+    """Add gradients from another device, chunk by chunk if dtype, shape and strides are equal."""
     flats = {i: flat_view(t) for i, t in gradients.items() if i in total}
     alike = {
         i: flat

@@ -111,10 +111,7 @@ class Request:
         return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
 
     def as_trial(self) -> Self:
-        """The request as a trial of two sub-steps per replica.
-
-        It has the peak memory of a whole step, except for returned outputs.
-        """
+        """The request as a trial: two sub-steps per replica have a whole step's peak of memory."""
         return replace(self, return_outputs=False, verify=False, retain_rows=False, max_substeps=2)
 
     def checked(self, device: torch.device) -> Self:

@@ -94,10 +94,7 @@ class ShareLoader:
         return self._ahead is None
 
     def rows_at_source(self, number: int) -> Any:
-        """The rows of one micro-batch as module and criterion get them, but not copied.
-
-        Runs ``collate``. Tensors are views if possible.
-        """
+        """The rows of one micro-batch after ``collate``, not copied: views if possible."""
         return self._sliced(number, partial(unwrap_marker, copy=False))
 
     def _sliced(self, number: int, function: Callable[[Any], Any]) -> Any:
@@ -109,11 +106,10 @@ class ShareLoader:
         first, value = self._batch[which]
         return slice_rows(value, start - first, stop - first, self._dim, function)
 
-    def load(self, number: int, *, keep: bool = False) -> Any:
-        """The rows of one micro-batch, as module and criterion see them.
+    def load(self, number: int, *, retain: bool = False) -> Any:
+        """The rows of one micro-batch after ``collate``; also starts copying the next micro-batch.
 
-        Also starts copying the next micro-batch. With ``keep`` the rows stay on the device for a
-        later call.
+        With ``retain`` the rows stay on the device for a later call.
         """
         self.on_load(number)
         if self._ahead is None:
@@ -125,8 +121,8 @@ class ShareLoader:
                 self._ahead.issue(coming)
             if coming == number:
                 self._ahead.wait_on_stream(number)
-        rows = self._arrived[number] if keep else self._arrived.pop(number)
-        return unwrap_markers(rows, copy=True) if keep or self._copies else rows
+        rows = self._arrived[number] if retain else self._arrived.pop(number)
+        return unwrap_markers(rows, copy=True) if retain or self._copies else rows
 
 
 class LeafMover:

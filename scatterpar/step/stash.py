@@ -79,8 +79,7 @@ class Stash:
         """The lock for the Python of a forward pass and its loss, for replicas on ``device``.
 
         Threads that launch kernels at the same time take the GIL from each other in every operator.
-        There is no lock on synchronous devices, in a Python without a GIL, and with a single
-        replica, except after ``run_serially``.
+        No lock is needed on synchronous devices, without a GIL, and with a single replica.
         """
         return self._launch_lock.held(waiting) if device in self._locked else _UNTIMED
 

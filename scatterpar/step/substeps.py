@@ -61,12 +61,12 @@ class ReplicaTask:
         """Time the body as a part of sub-step ``number``."""
         return self.clock.span(name, self.share, number)
 
-    def rows_of(self, number: int, *, keep: bool = False) -> Any:
+    def rows_of(self, number: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
         if self.clock.is_idle:
-            return self.loader.load(number, keep=keep)
+            return self.loader.load(number, retain=retain)
         with self.span("arrival", number) as span:
-            rows = self.loader.load(number, keep=keep)
+            rows = self.loader.load(number, retain=retain)
             if span is not None:
                 whole = [rows[0]] if type(rows[0]) is Tensor else nested.tensors(rows[0])
                 span.elements = sum(map(Tensor.numel, whole))
@@ -290,10 +290,7 @@ def run_backward(
 
 
 def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:
-    """The output of one micro-batch of inputs and targets, and its loss, under the locks.
-
-    Leaves that the criterion reaches are stashed.
-    """
+    """The output and loss of one micro-batch, under the locks. Stashes the criterion's leaves."""
     inputs, targets = rows
     with task.launch_lock(number):
         output = task.output_of(inputs)
@@ -383,8 +380,8 @@ def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
 
     Autograd makes an arriving gradient the ``.grad`` of a leaf without one, also if another leaf
     got a view of it. In ``a.view(1, -1) + b.view(1, -1)`` both then share memory, and the next
-    backward pass adds to it twice. Then call this with the returned leaves: new gradients share
-    memory only with each other.
+    backward pass adds to it twice. After later passes call this with the returned leaves: new
+    gradients share memory only with each other.
     """
     without: list[Tensor] = []
     places: list[tuple[int, int, int]] = []

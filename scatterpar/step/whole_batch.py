@@ -72,8 +72,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 def _distance(now: Tensor, before: Tensor) -> Tensor:
     """The largest difference, in units of the tolerance; NaN if only one of the two is NaN.
 
-    Kernels may round differently the second time. Another dropout mask gives a larger difference
-    than rounding.
+    The tolerance lets kernels round differently, but detects another dropout mask.
     """
     equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
     diff = torch.where(equal, 0, now - before).abs().amax()
@@ -280,7 +279,7 @@ def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], Non
         first.last.clear()  # drops its graph before the next one is made
         with note_replica(share, number, request):
             first.states.append(attempt.generators.mark(share.replica, number))
-            output = output_at(task, task.rows_of(number, keep=retain_rows), number)
+            output = output_at(task, task.rows_of(number, retain=retain_rows), number)
             first.outputs.append(nested.map_tensors(_leaf, output))
             if request.return_outputs:
                 first.returned.append(detached_output(output, request.return_outputs))

@@ -118,15 +118,12 @@ class Claims:
         self._things: dict[tuple[int, int], object] = {}
 
     def release(self) -> None:
-        """Release all claims: the step has ended."""
+        """Release all claims."""
         while self._things:
             self._taken.pop(self._things.popitem()[0])
 
     def take(self, *things: object) -> None:
-        """Claim the things that this step has not claimed yet.
-
-        Raises ``RuntimeError`` if another step has claimed one of them.
-        """
+        """Claim the things. Raises ``RuntimeError`` if another step has claimed one of them."""
         process = os.getpid()
         for thing in things:
             key = process, id(thing)

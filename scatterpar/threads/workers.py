@@ -119,10 +119,7 @@ class Job:
         self.cancel.set()
 
     def _may_start(self, number: int) -> bool:
-        """Wait until another call ends, at most 10 ms: a running call may wait for this one.
-
-        Returns ``False`` if the call must not start at all.
-        """
+        """Wait at most 10 ms until another call ends. Returns ``False`` if this must not start."""
         if number >= self._at_once:
             self._ended_calls.acquire(timeout=_HEAD_START_SECONDS)
             if self.cancel.is_set():

@@ -96,18 +96,9 @@ def test_averaged_buffers_that_require_grad_get_gradients(devices):
 
 def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
     """A buffer taken from the batch must not alias it: the next batch may overwrite it in place."""
-
-    class Keeps(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("last", torch.zeros(0, FEATURES))
-
-        def forward(self, inputs):
-            self.last = inputs
-            return self.linear(inputs)
-
-    model = build(Keeps)
-    inputs = BATCH[0].clone()
+    model, inputs = build(Classifier), BATCH[0].clone()
+    model.register_buffer("last", torch.zeros(0, FEATURES))
+    model.register_forward_pre_hook(lambda module, args: setattr(module, "last", args[0]))
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
         engine.forward_backward(inputs, BATCH[1], nn.CrossEntropyLoss())
         kept = model.last.clone()

@@ -31,7 +31,7 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.torch_private import uncompiled
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
-WAYS = ["option", "torch.compile", "method", "a block"]
+WAYS = ["option", "torch.compile", "method", "method, later", "a block"]
 ROWS = 23  # shares of 12 and 11, sub-steps of 4 and 3
 CRITERION = nn.CrossEntropyLoss()
 
@@ -90,11 +90,15 @@ def compiled(way, how, device_ids, make=network, **options):
         options["compile"] = how
     elif way == "torch.compile":
         given = torch.compile(model, **how)
+    elif way == "a block":
+        model[1].compile(**how)
     elif way == "method":
         model.compile(**how)
-    else:
-        model[1].compile(**how)
-    return model, ScatterOnceParallel(given, 3, device_ids, **options)
+    engine = ScatterOnceParallel(given, 3, device_ids, **options)
+    if way == "method, later":
+        assert engine.replicas
+        model.compile(**how)
+    return model, engine
 
 
 def eager_twin(device_ids, make=network, **options):
@@ -114,7 +118,7 @@ def assert_same(model, other):
     assert_gradients(model, gradients(other), 1e-12)
 
 
-QUICK = {("option", 0), ("torch.compile", 1), ("method", 2), ("a block", 2)}
+QUICK = {("option", 0), ("torch.compile", 1), ("method", 2), ("method, later", 1), ("a block", 2)}
 
 
 @pytest.mark.parametrize(
@@ -259,15 +263,6 @@ def test_nothing_is_left_for_torchs_next_trace():
     rows = ({0: torch.export.Dim.AUTO},)
     exported = torch.export.export(model, (batch()[0],), dynamic_shapes=rows).module()
     assert_close(exported(batch()[0]), model(batch()[0]), "output", 1e-12)
-
-
-def test_compile_after_the_engine_was_made(graphs):
-    model = build(network)
-    with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:
-        engine.forward_backward(*batch(), CRITERION)
-        model.compile(backend=graphs)
-        engine.forward_backward(*batch(), CRITERION)
-    assert graphs.count >= 1
 
 
 def test_a_part_made_by_torch_compile(graphs):

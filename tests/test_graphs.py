@@ -350,17 +350,6 @@ def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words
     random.setstate(state)
 
 
-def test_gradients_add_up_over_steps(places):
-    """What one step gave stays as it is in the next; graphs add up in tensors of their own."""
-    model, inputs, targets = problem("mlp")
-    criterion, halves = nn.CrossEntropyLoss(), (slice(0, 18), slice(18, 36))
-    wanted = [plain_step(model, inputs[half], targets[half], criterion)[1] for half in halves]
-    with ScatterOnceParallel(model, 2, places, graphs=True, verify=False) as engine:
-        for half in halves:
-            engine.forward_backward(inputs[half], targets[half], criterion)
-    assert_gradients(model, {name: one + wanted[1][name] for name, one in wanted[0].items()})
-
-
 @pytest.mark.draws
 def test_a_criterion_that_has_parameters_of_its_own_in_a_closure_runs_without(two_places):
     model, inputs, targets = problem("mlp")

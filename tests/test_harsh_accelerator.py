@@ -628,30 +628,3 @@ def test_rows_that_nobody_came_for_are_not_written_late(late):
         mine = [torch.zeros(MANY // 8, WIDE, device=SECOND) for _ in range(8)]
         torch.accelerator.synchronize(1)
         assert all(not tensor.any() for tensor in mine)
-
-
-def test_the_optimizer_s_state_takes_room_from_the_second_step_on():
-    """What the first step took is all that there is, and Adam's state is made after it."""
-    with seeded():
-        model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, CLASSES))
-        inputs, targets = torch.randn(MANY, WIDE), torch.randint(CLASSES, (MANY,))
-    plain = copy.deepcopy(model)
-    model.to(FIRST)
-    optimizers = [torch.optim.Adam(each.parameters(), 1e-3) for each in (model, plain)]
-    with ScatterOnceParallel(model, "auto", [FIRST], verify=False) as engine:
-        torch.accelerator.synchronize(0)
-        torch.accelerator.reset_peak_memory_stats(0)
-        empty = torch.accelerator.memory_allocated(0)
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        needed = torch.accelerator.max_memory_allocated(0) - empty
-        model.zero_grad()
-        with control.limited(0, needed), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for retries in (0, 1, 0):
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-                assert engine.last_step.retries == retries
-                nn.CrossEntropyLoss()(plain(inputs), targets).backward()
-                assert_near(model, [p.grad for p in plain.parameters()], rtol=1e-3, atol=1e-5)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()

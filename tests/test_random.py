@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from helpers.models import CLASSES, Classifier, mlp
+from helpers.models import CLASSES, Returns, mlp
 from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal
 from helpers.oracle import assert_close, assert_gradients, build, gradients
 from pair.common import Pair
@@ -94,13 +94,11 @@ def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices, runner)
 def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, runner):
     """If only replica 1 drew, the next step must not draw the same again."""
 
-    class OnlyLast(Classifier):
-        def forward(self, numbered):
-            outputs = self.linear(numbered[:, 1:])
-            return outputs * torch.rand_like(outputs) if numbered[-1, 0] == ROWS - 1 else outputs
+    def of_the_last(logits, inputs):
+        return logits * torch.rand_like(logits) if (inputs[-1] == BATCH[0][-1]).all() else logits
 
-    with training(runner, build(OnlyLast), devices(2), 1) as step:
-        assert step(NUMBERED, seed=1)[0] != step(NUMBERED)[0]
+    with training(runner, build(lambda: Returns(of_the_last)), devices(2), 1) as step:
+        assert step(seed=1)[0] != step()[0]
 
 
 @pytest.mark.parametrize("model", [mlp, lambda: dropout_model().eval()])
@@ -177,13 +175,8 @@ def forks(x):
 @pytest.mark.parametrize("draw", [*WAYS, forks])
 def test_every_way_to_draw(devices, draw):
     """Same seed same bits, another seed other bits, other rows other numbers in each replica."""
-
-    class Draws(Classifier):
-        def forward(self, inputs):
-            outputs = self.linear(inputs)
-            return outputs * draw(outputs).to(outputs.dtype)
-
-    with training("engine", build(Draws), devices(3)) as step:
+    model = build(lambda: Returns(lambda logits, _: logits * draw(logits).to(logits.dtype)))
+    with training("engine", model, devices(3)) as step:
         runs = [step(seed=seed) for seed in (1, 1, 2, 1)]
     assert equal(runs[0], runs[1])
     assert equal(runs[0], runs[3])
@@ -194,18 +187,18 @@ def test_a_generator_of_the_user_s_own_is_respected(devices):
     """An explicit generator is the user's: it is not exchanged for the replica's."""
     own = torch.Generator()
 
-    class Own(Classifier):
-        def forward(self, inputs):
-            outputs = self.linear(inputs)
-            return outputs * torch.rand(CLASSES, generator=own, dtype=outputs.dtype)
+    def model():
+        return build(
+            lambda: Returns(lambda logits, _: logits * torch.rand(CLASSES, generator=own).double())
+        )
 
     before = torch.get_rng_state()
-    with training("engine", build(Own), devices(1), 1) as step:
+    with training("engine", model(), devices(1), 1) as step:
         own.manual_seed(4)
         first = step()
         own.manual_seed(4)
         assert equal(first, step())
-    with training("engine", build(Own), devices(3), 1) as step:
+    with training("engine", model(), devices(3), 1) as step:
         state = own.get_state()
         step()
     assert not torch.equal(own.get_state(), state)
@@ -217,14 +210,13 @@ def test_a_generator_of_the_user_s_own_is_respected(devices):
 def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas, runner):
     """One replica draws from the process's own generator, several from theirs."""
 
-    class Fails(Classifier):
-        def forward(self, inputs):
-            torch.rand(3)
-            if (inputs == BATCH[0][-1]).all(1).any():
-                raise ArithmeticError("after drawing")
-            return self.linear(inputs)
+    def fail(logits, inputs):
+        torch.rand(3)
+        if (inputs == BATCH[0][-1]).all(1).any():
+            raise ArithmeticError("after drawing")
+        return logits
 
-    with training(runner, build(Fails), devices(replicas)) as step:
+    with training(runner, build(lambda: Returns(fail)), devices(replicas)) as step:
         before = torch.get_rng_state()
         with pytest.raises(ArithmeticError):
             step()

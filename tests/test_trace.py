@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 import warnings
 import xml.etree.ElementTree as ElementTree
@@ -405,18 +404,6 @@ def test_one_replica_is_in_the_callers_thread():
         warnings.simplefilter("error")
         found = profiled(engine)
     assert found["aten::addmm"] == 2 * 3
-
-
-def test_threads_have_names():
-    names = []
-
-    def criterion(output, targets):
-        names.append(threading.current_thread().name)
-        return nn.functional.cross_entropy(output, targets)
-
-    with ScatterOnceParallel(network(), 1, ["cpu:0", "cpu:1"], verify=False) as engine:
-        engine.forward_backward(*batch(), criterion)
-    assert sorted(names) == ["scatterpar replica 0, cpu:0", "scatterpar replica 1, cpu:1"]
 
 
 # --- the user's error, with a way out -----------------------------------------------------------

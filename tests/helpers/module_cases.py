@@ -59,18 +59,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(inputs[:, None].repeat(1, 3, 1))[0][:, -1])
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(1, 4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-
-    def forward(self, inputs):
-        hidden = self.embed(inputs[:, :, None])
-        return self.encoder(self.attention(hidden, hidden, hidden)[0]).mean(1)
-
-
 class UnregisteredList(nn.Module):
     """Submodules in plain lists, tuples and dicts: registered elsewhere, or not at all."""
 
@@ -737,7 +725,6 @@ MODELS = {
     "parameter containers": ParameterContainers,
     "tied": Tied,
     "lstm": Recurrent,
-    "attention": Attention,
     "unregistered list": UnregisteredList,
     "knows its parent": KnowsItsParent,
     "forward is a partial": bound_forward,

@@ -7,7 +7,6 @@ a whole one, and the next step is exact.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import random
 import signal
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-from faults.grid import SECONDS_EACH, bench_on
+from faults.grid import SECONDS_EACH, bench_on, say
 from faults.places import PLACES
-from faults.state import capture, differences, values_differ
+from faults.state import capture
 
 PLACE = PLACES["forward, first line"]
 
@@ -82,12 +81,8 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
             bench.back_to_start(bench.subject, accumulate=True)
             before = capture(bench.subject)
             strikes.attempt(lambda: bench.step(bench.engine, PLACE))
-            undone = differences(before, capture(bench.subject))
-            if i % 2:  # struck twice: threads given up draw on from their accelerator's generator
-                undone = [path for path in undone if not path.startswith("generator of")]
-            done = values_differ(expected, bench.subject)
-            if undone and done:
-                wrong.append(f"half a step: {undone[:3]} changed, {done[:3]} did not")
+            # Struck twice: threads given up draw on from their accelerator's generator.
+            wrong += bench.half_a_step(before, expected, ("generator of",) if i % 2 else ())
         bench.back_to_start(bench.subject, accumulate=True)
         wrong += [f"next step: {name}" for name in bench.good_step(PLACE, True)]
         faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
@@ -95,6 +90,4 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for found in run(sys.argv[1], int(sys.argv[2])):
-        print(json.dumps(found), flush=True)
-    print("end", flush=True)
+    say(run(sys.argv[1], int(sys.argv[2])))

@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import simulated
@@ -23,7 +23,7 @@ import torch
 
 from faults.kinds import KINDS, REPLACED
 from faults.places import LEAKS_IN_TORCH, PLACES, Place, Step
-from faults.state import capture, differences, values_differ
+from faults.state import State, capture, differences, values_differ
 from faults.subject import Subject, batch, build_subject
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
@@ -92,6 +92,13 @@ class Bench:
             *values_differ(twin, self.subject),
             *([] if torch.equal(random_state, expected_state) else ["random state"]),
         ]
+
+    def half_a_step(self, before: State, done: Subject, ignored: tuple[str, ...] = ()) -> list[str]:
+        """What was changed and what was not, unless all of a step was, or nothing."""
+        changed = differences(before, capture(self.subject))
+        undone = [path for path in changed if not path.startswith(ignored)]
+        left = values_differ(done, self.subject)
+        return [f"half a step: {undone[:3]} changed, {left[:3]} did not"] if undone and left else []
 
     def visits(self, place: Place) -> int:
         """How often a good step comes by a counted place."""
@@ -229,7 +236,12 @@ def run(layout: str, extent: str = "all") -> Iterator[dict[str, Any]]:
         }
 
 
+def say(found: Iterable[dict[str, Any]]) -> None:
+    """Print one line of JSON each, and an end."""
+    for one in found:
+        print(json.dumps(one), flush=True)
+    print("end", flush=True)
+
+
 if __name__ == "__main__":
-    for found in run(*sys.argv[1:]):
-        print(json.dumps(found), flush=True)
-    print("end")
+    say(run(*sys.argv[1:]))

@@ -491,11 +491,6 @@ def hardest(output, targets):
     return F.cross_entropy(output, targets, reduction="none").topk(min(12, len(output)))[0].mean()
 
 
-def many(output, targets):
-    losses = F.cross_entropy(output, targets, reduction="none")
-    return losses.sum() / 48 if len(output) >= 16 else losses.mean()
-
-
 with torch.no_grad():
     LEVEL = F.cross_entropy(mlp()(FORTY_EIGHT[0]), FORTY_EIGHT[1]).item() - 0.2
 

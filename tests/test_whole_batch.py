@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.agree import Case, agree
 from helpers.contrastive import FEATURES, LOSSES, clip, nt_xent, two_views
-from helpers.models import Classifier, linear
+from helpers.models import Classifier, Columns, linear
 from helpers.module_cases import InOneMemory
 from helpers.oracle import (
     assert_close,
@@ -115,22 +115,6 @@ def test_what_has_no_gradient_is_not_computed_again():
 
 def noisy():
     return build(lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
-
-
-@pytest.mark.draws
-def test_one_replica_draws_what_a_plain_loop_draws():
-    model, twin, inputs = noisy(), noisy(), randn(11, 5)
-    with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
-        torch.manual_seed(5)
-        loss = engine.forward_backward(inputs, None, pairs, whole_batch=True)
-        after = torch.get_rng_state()
-        torch.manual_seed(5)
-        cuts = engine.last_step.plan.shares[0].micro_batches
-    expected = pairs(torch.cat([twin(inputs[start:stop]) for start, stop in cuts]), None)
-    expected.backward()
-    assert_close(loss, expected.detach(), "loss")
-    assert_gradients(model, gradients(twin))
-    assert torch.equal(torch.get_rng_state(), after)
 
 
 @pytest.mark.draws
@@ -478,18 +462,10 @@ def test_return_outputs(devices):
 
 
 def test_rows_along_another_dimension(devices):
-    class ColumnsAreRows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, 3)
-
-        def forward(self, columns):
-            return self.linear(columns.T).T
-
     def criterion(outputs, labels):
         return cross_entropy(outputs.T @ outputs, labels[0])
 
-    with ScatterOnceParallel(build(ColumnsAreRows), 2, devices(2), dim=1) as engine:
+    with ScatterOnceParallel(build(Columns), 2, devices(2), dim=1) as engine:
         inputs, labels = randn(FEATURES, 11), torch.arange(11)[None]
         assert_step(engine, inputs, labels, criterion, whole_batch=True)
 

@@ -58,6 +58,13 @@ class Returns(Classifier):
         return self.wrap(self.linear(inputs), inputs)
 
 
+class Columns(Classifier):
+    """Rows are columns: they lie along dimension 1."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs.T).T
+
+
 class TokenClassifier(nn.Module):
     """Token ids of shape (rows, length) to logits of shape (rows, CLASSES, length)."""
 

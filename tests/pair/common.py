@@ -62,7 +62,6 @@ class Pair:
         inputs: Any,
         targets: Any,
         *,
-        oracle: Any = None,
         plain: tuple[Any, Any] | None = None,
         relative: float = RELATIVE,
         **options: Any,
@@ -72,7 +71,7 @@ class Pair:
         ``plain``: inputs and targets as plain torch takes them, where the pair's have markers.
         """
         plain = plain or copy.deepcopy((inputs, targets))
-        expected_loss, expected = whole_batch(self.module, *plain, oracle or self.plain_criterion)
+        expected_loss, expected = whole_batch(self.module, *plain, self.plain_criterion)
         self.module.zero_grad()
         loss = self.loss(inputs, targets, **options)
         loss.backward()
@@ -93,21 +92,15 @@ def assert_alike(
     program: Callable[[Any], Any],
     device_ids: list[str],
     criterion: Any = None,
-    relative: float = RELATIVE,
 ) -> Pair:
     """``program(pair)`` gives what ``program(plain)`` does: the tensors it returns, and gradients.
 
-    Args:
-        make: the module, twice the same.
-        program: what a user writes, with ``.module``, ``.model``, ``.criterion`` and ``.loss()``.
-        device_ids: of the pair.
-        criterion: makes the criterion; else that is a cross entropy.
-        relative: how far rounding may go.
+    ``criterion`` makes the criterion; else that is a cross entropy.
     """
     criterion = criterion or nn.CrossEntropyLoss
     pair, plain = Pair(build(make), criterion(), device_ids), Plain(build(make), criterion())
     found, expected = (program(one) or () for one in (pair, plain))
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert_close(ours.detach(), theirs.detach(), f"tensor {number}", relative)
-    assert_gradients(pair.module, gradients(plain.module), relative)
+        assert_close(ours.detach(), theirs.detach(), f"tensor {number}")
+    assert_gradients(pair.module, gradients(plain.module))
     return pair

@@ -10,8 +10,8 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_gradients, build, gradients, randint, randn
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.oracle import assert_gradients, gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -26,26 +26,20 @@ def deep():
     return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
 
 
-class Frozen(nn.Module):
+class Frozen(Classifier):
     """Takes a copy of a part of itself, without gradient, in every forward pass."""
 
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(FEATURES, CLASSES)
-
     def forward(self, inputs):
-        frozen = copy.deepcopy(self.body)
+        frozen = copy.deepcopy(self.linear)
         assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in frozen.parameters())
-        return self.body(inputs) * frozen.requires_grad_(False)(inputs)
+        return self.linear(inputs) * frozen.requires_grad_(False)(inputs)
 
 
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Linear(FEATURES, 6)
-        self.first = nn.Linear(6, CLASSES)
-        self.second = nn.Linear(6, CLASSES)
-        self.never = nn.Linear(6, CLASSES)
+        self.first, self.second, self.never = (nn.Linear(6, CLASSES) for _ in range(3))
 
     def forward(self, inputs):
         hidden = self.body(inputs).tanh()
@@ -139,116 +133,114 @@ def a_checkpoint_around_all_of_it(of):
         checkpoint(of.loss, *BATCH, use_reentrant=False).backward()
 
 
-PROGRAMS = {
-    a_part_is_copied_in_the_forward_pass: lambda: build(Frozen),
-    retain_graph: mlp,
-    autograd_grad_leaves_the_parameters_alone: mlp,
-    some_leaves_alone: deep,
-    a_hook_on_the_node_of_a_parameter_sees_its_gradient: deep,
-    a_hook_may_change_the_gradient: mlp,
-    a_penalty_on_the_parameters_beside_the_loss: deep,
-    gradient_penalty: mlp,
-    penalty_on_the_gradient_of_the_inputs: mlp,
-    inputs_get_their_gradient: mlp,
-    a_tensor_left_over_from_a_finished_graph: mlp,
-    an_in_place_change_before_backward_is_an_error_as_always: mlp,
-    a_checkpoint_around_all_of_it: deep,
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_gives_what_it_gives_in_plain_torch(placed, program):
-    assert_alike(PROGRAMS[program], program, placed(4))
-
-
-def test_hooks_on_parameters_run_once_with_the_whole_gradient(placed):
+def hooks_run_once_with_the_whole_gradient(of):
     """Those of parameters that the loss does not reach do not run, as in plain torch."""
-
-    def program(of):
-        hooked, accumulated = {}, []
-        for name, parameter in of.module.named_parameters():
-            parameter.register_hook(lambda g, name=name: hooked.setdefault(name, []).append(g))
-            parameter.register_post_accumulate_grad_hook(lambda p, n=name: accumulated.append(n))
-        of.loss(*BATCH).backward()
-        assert sorted(hooked) == sorted(accumulated)
-        assert {name.split(".")[0] for name in hooked} == {"body", "first"}
-        return [gradient for name in sorted(hooked) for gradient in hooked[name]]
-
-    def criterion():
-        return lambda outputs, targets: cross_entropy(outputs[0], targets)
-
-    assert_alike(TwoHeads, program, placed(4), criterion)
+    hooked, accumulated = {}, []
+    for name, parameter in of.module.named_parameters():
+        parameter.register_hook(lambda g, name=name: hooked.setdefault(name, []).append(g))
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: accumulated.append(n))
+    of.loss(*BATCH).backward()
+    assert sorted(hooked) == sorted(accumulated)
+    assert {name.split(".")[0] for name in hooked} == {"body", "first"}
+    return [gradient for name in sorted(hooked) for gradient in hooked[name]]
 
 
-def test_targets_may_be_another_network_s_output(placed):
-    def program(of):
-        teacher = mlp(seed=1)
-        of.loss(BATCH[0], teacher(BATCH[0])).backward()
-        return gradients(teacher).values()
-
-    assert_alike(mlp, program, placed(3), nn.MSELoss)
+def targets_are_another_network_s_output(of):
+    teacher = mlp(seed=1)
+    of.loss(BATCH[0], teacher(BATCH[0])).backward()
+    return gradients(teacher).values()
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_two_forwards_before_one_backward(placed, between):
-    """Siamese networks; and an evaluation in between, which must not spoil the graphs."""
-
-    def normalised():
-        model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-        model[1].eval()
-        return model
-
-    def program(of):
-        left, right = BATCH[0], randn(11, FEATURES, seed=9)
-        first = of.outputs(left)
-        if between:
-            of.model.eval()
-            with torch.no_grad():
-                of.outputs(right)
-            of.model.train()
-            of.module[1].eval()
-        loss = (first * of.outputs(right)).mean()
-        loss.backward()
-        return [loss]
-
-    assert_alike(normalised, program, placed(3))
+def normalised():
+    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    model[1].eval()
+    return model
 
 
-def test_weights_that_another_network_computes(placed):
+def two_forwards_before_one_backward(of, evaluate=lambda of: None):
+    """Siamese networks."""
+    left, right = BATCH[0], randn(11, FEATURES, seed=9)
+    first = of.outputs(left)
+    evaluate(of)
+    loss = (first * of.outputs(right)).mean()
+    loss.backward()
+    return [loss]
+
+
+def an_evaluation_between_two_forwards(of):
+    """It must not spoil the graphs."""
+
+    def evaluate(of):
+        of.model.eval()
+        with torch.no_grad():
+            of.outputs(BATCH[0])
+        of.model.train()
+        of.module[1].eval()
+
+    return two_forwards_before_one_backward(of, evaluate)
+
+
+class Hypernetwork(nn.Module):
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
+def weights_that_another_network_computes(of):
     """A tensor in the place of a parameter passes its gradient on to what it was made of."""
-
-    class Hypernetwork(nn.Module):
-        def forward(self, inputs):
-            return inputs @ self.weight
-
-    def program(of):
-        made_of = randn(FEATURES, CLASSES, seed=4).requires_grad_()
-        of.module.weight = made_of.exp()
-        of.loss(*BATCH).backward()
-        return [made_of.grad]
-
-    assert_alike(Hypernetwork, program, placed(3))
+    made_of = randn(FEATURES, CLASSES, seed=4).requires_grad_()
+    of.module.weight = made_of.exp()
+    of.loss(*BATCH).backward()
+    return [made_of.grad]
 
 
-def test_a_backward_that_fails_leaves_gradients_alone_and_the_next_one_works(placed):
-    fails = []
+def a_backward_that_fails_leaves_gradients_alone(of):
+    fails = [True]
 
     def hook(gradient):
         if fails:
             raise KeyError("mine")
 
-    def program(of):
-        fails.append(True)
-        outputs = of.model(BATCH[0])
-        (outputs[2] if isinstance(of, Pair) else outputs).register_hook(hook)
-        loss = of.criterion(outputs, BATCH[1])
-        with pytest.raises(KeyError, match="mine"):
-            loss.backward(retain_graph=True)
-        assert all(p.grad is None for p in of.module.parameters())
-        fails.clear()
-        of.loss(*BATCH).backward()
+    outputs = of.model(BATCH[0])
+    (outputs[2] if isinstance(of, Pair) else outputs).register_hook(hook)
+    loss = of.criterion(outputs, BATCH[1])
+    with pytest.raises(KeyError, match="mine"):
+        loss.backward(retain_graph=True)
+    assert all(p.grad is None for p in of.module.parameters())
+    fails.clear()
+    of.loss(*BATCH).backward()
 
-    assert_alike(deep, program, placed(4))
+
+def first_head():
+    return lambda outputs, targets: cross_entropy(outputs[0], targets)
+
+
+PROGRAMS = {  # the model, and what makes the criterion
+    a_part_is_copied_in_the_forward_pass: (Frozen, None),
+    retain_graph: (mlp, None),
+    autograd_grad_leaves_the_parameters_alone: (mlp, None),
+    some_leaves_alone: (deep, None),
+    a_hook_on_the_node_of_a_parameter_sees_its_gradient: (deep, None),
+    a_hook_may_change_the_gradient: (mlp, None),
+    a_penalty_on_the_parameters_beside_the_loss: (deep, None),
+    gradient_penalty: (mlp, None),
+    penalty_on_the_gradient_of_the_inputs: (mlp, None),
+    inputs_get_their_gradient: (mlp, None),
+    a_tensor_left_over_from_a_finished_graph: (mlp, None),
+    an_in_place_change_before_backward_is_an_error_as_always: (mlp, None),
+    a_checkpoint_around_all_of_it: (deep, None),
+    hooks_run_once_with_the_whole_gradient: (TwoHeads, first_head),
+    targets_are_another_network_s_output: (mlp, nn.MSELoss),
+    two_forwards_before_one_backward: (normalised, None),
+    an_evaluation_between_two_forwards: (normalised, None),
+    weights_that_another_network_computes: (Hypernetwork, None),
+    a_backward_that_fails_leaves_gradients_alone: (deep, None),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_gives_what_it_gives_in_plain_torch(placed, program):
+    make, criterion = PROGRAMS[program]
+    assert_alike(make, program, placed(4), criterion)
 
 
 def test_a_weight_tied_between_model_and_criterion(placed):

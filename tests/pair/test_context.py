@@ -68,25 +68,18 @@ def test_autocast_and_its_dtype(placed, dtype):
     assert ask(question, placed(3)) == [(False, torch.bfloat16)] * 6
 
 
-def test_no_grad_builds_no_graph(placed):
-    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(3))
-    with torch.no_grad():
-        outputs = pair.model(BATCH[0])
-        loss = pair.criterion(outputs, BATCH[1])
-    assert not any(output.requires_grad for output in outputs)
-    assert not loss.requires_grad
-    assert ask(torch.is_grad_enabled, placed(3)) == [True] * 6
-
-
-def test_inference_mode(placed):
-    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(3))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_there_is_no_graph(placed, mode):
+    pair, inferring = Pair(mlp(), nn.CrossEntropyLoss(), placed(3)), mode is torch.inference_mode
     expected = nn.CrossEntropyLoss()(pair.module(BATCH[0]), BATCH[1]).detach()
-    with torch.inference_mode():
+    with mode():
         outputs = pair.model(BATCH[0])
         loss = pair.criterion(outputs, BATCH[1])
-        assert ask(torch.is_inference_mode_enabled, placed(3)) == [True] * 6
-    assert all(output.is_inference() for output in outputs)
+        assert ask(torch.is_inference_mode_enabled, placed(3)) == [inferring] * 6
+    assert all(output.is_inference() == inferring for output in outputs)
+    assert not any(tensor.requires_grad for tensor in (*outputs, loss))
     assert_close(loss, expected, "loss")
+    assert ask(torch.is_grad_enabled, placed(3)) == [True] * 6
     pair.check(*BATCH)
 
 

@@ -120,10 +120,7 @@ def is_cast(call):
 
 
 def test_copies_between_memories_are_made_in_one_package():
-    """The engine names no method that copies, outside of ``devices``.
-
-    Conversions such as ``float()`` are not found.
-    """
+    """The engine names no method that copies, outside of ``devices``; ``float()`` is not found."""
     engine_part = [path for path in PACKAGE.rglob("*.py") if level_of(name_of(path)) < ABOVE]
     engine_part += [*PACKAGE.glob("*.py"), *PACKAGE.glob("pair/*.py")]
     found = [

@@ -83,10 +83,7 @@ class Jagged(Marker):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}, {"costs": LENGTHS}])
 def test_another_marker_is_one_class(devices, replicas, options):
-    """A new subclass of ``Marker`` works without other changes.
-
-    In one batch, with ``whole_batch``, with costs, and in several batches.
-    """
+    """A new subclass of ``Marker`` works without other changes."""
     model, plain = build(Reader), (pad(SENTENCES), LABELS)
     cut = {"micro_batch_cost": 12.0} if "costs" in options else {"accum": 2}
     with ScatterOnceParallel(model, device_ids=devices(replicas), **cut) as engine:
@@ -231,8 +228,6 @@ def test_a_window_of_mappings_with_markers_inside(devices):
 
 
 def test_a_window_with_accum_auto(devices):
-    """What ran out of memory is planned anew, batch by batch."""
-
     class Small(Reader):
         def forward(self, ids):
             if len(ids) > 1:

@@ -128,10 +128,7 @@ def test_loaded_weights_train(devices, assign):
 
 
 def test_versions_of_layers_survive_the_prefix(devices):
-    """A state dict's metadata tells a layer how old it is; its keys have prefixes too.
-
-    Batch normalisation forgives a missing count of batches only in a dict of an old version.
-    """
+    """Batch normalisation forgives a missing count of batches only in a dict of an old version."""
     engine = ScatterOnceParallel(build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES))))
     saved = nn.DataParallel(engine.module).state_dict()
     del saved["module.0.num_batches_tracked"]

@@ -1,7 +1,4 @@
-"""``scatterpar.doctor()`` says what is wrong with a machine, and the engine looks for itself.
-
-Cards whose copies bring other bytes are in ``test_harsh_accelerator.py``.
-"""
+"""``scatterpar.doctor()`` says what is wrong with a machine, and the engine looks for itself."""
 
 from __future__ import annotations
 
@@ -255,7 +252,6 @@ def problem():
 
 @contextlib.contextmanager
 def one_bit_off():
-    """The last byte of each copy into a tensor arrives changed."""
     whole = Transfers.copy_into
 
     def copy_into(self, target, source, phase):

@@ -1,7 +1,4 @@
-"""Calling the engine: one forward pass of the whole batch, in the module's own types.
-
-Outputs of any types and batches of any size are in ``test_properties.py``.
-"""
+"""Calling the engine: one forward pass of the whole batch, in the module's own types."""
 
 from __future__ import annotations
 
@@ -96,8 +93,6 @@ def test_outputs_hold_no_graph_and_no_replica_memory_is_reused(devices):
 
 
 class FailsOn(nn.Linear):
-    """Raises its error for a micro-batch that holds this row."""
-
     row, error = None, None
 
     def forward(self, inputs):

@@ -1,7 +1,6 @@
 """Models that people have, two steps each: parameters and gradients beside plain torch, float64.
 
-A few of each kind run by default; ``-m slow`` runs all. A loss is a mean over rows of whatever
-floating-point tensors a model returns, so that no output goes unused.
+A loss is a mean over rows of all floating-point tensors of a model, so that no output goes unused.
 """
 
 from __future__ import annotations

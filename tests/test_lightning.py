@@ -354,14 +354,17 @@ def test_losses_that_do_not_combine_as_said_are_refused():
         trainer(ScatterOnceStrategy(["cpu"] * 2)).fit(made(Tokens), DataLoader(rows, 8))
 
 
-class Sum(Classifier):
-    def training_step(self, batch, batch_idx):
-        return functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+def with_step(step):
+    return type("Own", (Classifier,), {"training_step": step})
+
+
+def summed(self, batch, batch_idx):
+    return functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
 
 
 def test_a_sum():
-    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, 3, reduction="sum"), made(Sum))
-    assert_same(ours, fitted(None, made(Sum))[0])
+    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, 3, reduction="sum"), made(with_step(summed)))
+    assert_same(ours, fitted(None, made(with_step(summed)))[0])
 
 
 def test_an_error_is_the_users_and_leaves_the_module_whole():
@@ -386,16 +389,6 @@ class Manual(Classifier):
         self.automatic_optimization = False
 
 
-class Iterates(Classifier):
-    def training_step(self, dataloader_iter):
-        raise AssertionError
-
-
-class Skips(Classifier):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
 class Correlates(Classifier):
     def __init__(self):
         super().__init__()
@@ -410,8 +403,8 @@ class Correlates(Classifier):
     ("kind", "options", "words"),
     [
         (Manual, {}, "manual optimization"),
-        (Iterates, {}, "dataloader_iter"),
-        (Skips, {}, "training_step returned None"),
+        (with_step(lambda self, dataloader_iter: None), {}, "dataloader_iter"),
+        (with_step(lambda self, batch, batch_idx: None), {}, "training_step returned None"),
         (Correlates, {}, "PearsonCorrCoef cannot be merged"),
         (Classifier, {"sync_batchnorm": True}, "sync_batchnorm"),
         (Classifier, {"num_nodes": 2}, "num_nodes"),

@@ -1,7 +1,6 @@
 """A worker thread that dies ends its step with an error, and the next step has a new crew.
 
-Nothing of the engine ends a worker; a debugger, a watchdog or a test harness does, with an
-exception that is set in its thread from outside. The step then waited for ever.
+A debugger, a watchdog or a test harness may end one. The step then waited for ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The examples of the guide's pages run, and leave what plain torch leaves without scatterpar.
-
-``EXAMPLES`` has those that take one step. The training programs come after it.
-"""
+"""The examples of the guide's pages leave what plain torch leaves; training programs come last."""
 
 from __future__ import annotations
 
@@ -445,7 +442,6 @@ def loader(dtype=torch.float64):
 
 
 def recipe(title, model=None, dtype=torch.float64, **names):
-    """The names of a recipe after it ran."""
     model = (model or build(classifier)).to(dtype)
     return world("recipes", model=model, loader=loader(dtype), **names).follow(title)
 
@@ -579,7 +575,6 @@ def test_evaluation():
 
 
 def gan(pictures):
-    """The names of that page, and its models."""
     models = {"generator": build(lambda: classifier(4)), "critic": build(lambda: classifier(1))}
     optimizers = {
         f"{name}_optimizer": torch.optim.SGD(model.parameters(), lr=0.1)

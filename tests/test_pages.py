@@ -1,7 +1,4 @@
-"""The guide's pages: their snippets run, their tables come out, their messages are the package's.
-
-Examples with a loss of their own are in ``test_page_examples.py``.
-"""
+"""The guide: its snippets run, its tables come out, its messages are the package's."""
 
 from __future__ import annotations
 
@@ -141,7 +138,6 @@ def test_the_table_of_trainers_is_found():
     [("accelerate", "accelerate", 1e-6), ("Fabric", "lightning_fabric", 2e-3)],
 )
 def test_the_recipes_for_other_loops(title, package, relative):
-    """Beside a plain loop."""
     pytest.importorskip(package)
     code = blocks(sections("docs/trainer.md")[title], "python")[0]
     clips, schedules = "clip_grad_norm_" in code, "scheduler.step()" in code
@@ -269,7 +265,6 @@ def test_what_stops_on_four_goes_on_on_two(monkeypatch, tmp_path, capsys):
 
 
 def test_how_often_gradients_cross():
-    """The table of the page is what was counted."""
     counted = read("benchmarks/traffic/README.md").partition("<!-- layouts -->")[2]
     numbers = re.findall(r"` \| (\d+) \| (\d+) \|$", counted, re.MULTILINE)
     shown = re.findall(

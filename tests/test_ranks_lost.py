@@ -73,7 +73,6 @@ def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path):
 
 
 def absent(group, folder):
-    """Rank 1 does not come to the third step, and never to the second engine."""
     limit = timedelta(seconds=100)
     pairs = [dist.new_group([0, 1], backend="cpu:gloo", timeout=limit) for _ in range(2)]
     if group.rank() == 2:
@@ -165,12 +164,7 @@ assert torch.equal(before, model.weight.grad)
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="asks Linux for its threads")
 def test_the_end_of_a_group_is_the_end_of_its_threads():
-    """The engine once held the group, and gloo's threads, alive after it was destroyed.
-
-    Two of 15 runs of a script with two ranks then ended, after correct results, with "terminate
-    called without an active exception": a thread of gloo's let go of a tensor of Python's while
-    the interpreter was ending.
-    """
+    """The engine once held gloo's threads alive; two of 15 runs then ended with an abort."""
     outcome = run_forked("-c", LEAVE)
     assert outcome.code == 0, outcome.err
     threads, words = outcome.out.splitlines()

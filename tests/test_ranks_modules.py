@@ -78,7 +78,6 @@ def step_with_buffers(group, buffers, steps):
 
 
 def expected_buffers(start, rows):
-    """Those of a plain forward over ``rows`` from the same start."""
     with seeded():
         module = everything()
     module.load_state_dict(start, strict=False)
@@ -191,7 +190,6 @@ def test_what_cannot_be_taken_over(module, words, advice):
 
 
 def outside(group):
-    """The group of rank 0 alone, seen from all ranks."""
     inner = dist.new_group([0])
     return failure(ScatterOnceParallel, nn.Linear(2, 3), process_group=inner)
 
@@ -235,7 +233,6 @@ def test_an_engine_with_a_group_says_what_to_copy_instead():
 
 
 def subgroup(group):
-    """Ranks 1 and 2 of the three, as a group of their own."""
     pair = dist.new_group([1, 2])
     if group.rank() == 0:
         return None

@@ -1,7 +1,4 @@
-"""Rows arrive micro-batch by micro-batch, one ahead of the computation, every byte once.
-
-The virtual devices here refuse to take more than ``room`` rows in one copy.
-"""
+"""Rows arrive micro-batch by micro-batch, one ahead of the computation, every byte once."""
 
 from __future__ import annotations
 
@@ -87,7 +84,6 @@ def test_shares_need_no_more_room_than_their_sub_steps(room, accum):
 
 
 def test_the_next_rows_set_out_before_these_are_computed(room):
-    """One ahead of the computation, and no more than one."""
     seen = []
 
     class Watched(nn.Linear):

@@ -1,7 +1,4 @@
-"""Shares of different sizes, given or learned: how rows are divided, and that it is exact.
-
-The rules of that are in ``test_properties.py``, for any shares.
-"""
+"""Shares of different sizes, given or learned; for any shares: ``test_properties.py``."""
 
 from __future__ import annotations
 

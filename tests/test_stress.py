@@ -168,7 +168,6 @@ def test_threads_that_share_an_engine_are_exact_or_refused(devices, steps):
 
 
 def plain_step(model, inputs, targets):
-    """Loss and gradients of one backward pass on one device, without the engine."""
     model.zero_grad()
     loss = LOSS(model(inputs), targets)
     loss.backward()

@@ -102,7 +102,6 @@ def train_steps(training, number):
 
 
 def interrupted_and_not(group, tmp_path):
-    """Seven steps at once, and two parts with a checkpoint in between."""
     machines = Machines(group)
     whole = toy_training(machines, seed=1)
     expected = train_steps(whole, 7)
@@ -135,7 +134,6 @@ def test_everything_goes_on_bit_for_bit(tmp_path, size):
 
 
 def go_on(group, state, number):
-    """The rows used, the losses, and the state at the end."""
     training = toy_training(Machines(group), seed=5, dropout=0.0)
     if state is not None:
         restore(torch.load(io.BytesIO(state)), training)

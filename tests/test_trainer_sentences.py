@@ -1,7 +1,4 @@
-"""sentence-transformers' trainers, beside the stock ones on one device with the rows of a step.
-
-Skipped where sentence-transformers is not installed.
-"""
+"""sentence-transformers' trainers, beside the stock ones on one device with the rows of a step."""
 
 from __future__ import annotations
 

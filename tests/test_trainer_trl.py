@@ -1,7 +1,4 @@
-"""TRL's trainers below the mixin, beside the stock ones on one device with the rows of a step.
-
-TRL computes in float32 here and there. Skipped where TRL is not installed.
-"""
+"""TRL's trainers below the mixin, beside the stock ones, which compute in float32 in places."""
 
 from __future__ import annotations
 
@@ -183,11 +180,7 @@ def test_beside_the_stock_trainer(tmp_path, name, recwarn):
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "Reward"])
 def test_evaluation_is_the_stock_trainer_s(tmp_path, name, recwarn):
-    """It raised ``KeyError: 'label'`` (KTO) and ``'completion_mask'`` (DPO).
-
-    Beside a stock trainer with larger batches, SFT's loss was 5e-4 off without a word: a mean over
-    batches depends on their sizes.
-    """
+    """It raised ``KeyError`` (KTO, DPO); SFT's loss, a mean over other batches, was 5e-4 off."""
     evaluated = []
     for devices in (None, LAYOUTS["virtual"]):
         trainer = build(name, tmp_path, devices, per_device_eval_batch_size=4, max_steps=1)

@@ -52,11 +52,7 @@ def test_gpt2_with_padded_labels(devices):
 
 
 def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):
-    """The library installs its recording hooks lazily, on the first call that asks.
-
-    Replicas that shared hook dictionaries with the master stacked them, on each other and on
-    the user's module.
-    """
+    """The library installs its hooks lazily: in shared dictionaries replicas stacked them."""
     model = gpt2()
     ids = token_ids(6)
     batch = {"input_ids": ids, "labels": ids, "output_hidden_states": True}

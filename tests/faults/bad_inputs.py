@@ -101,7 +101,6 @@ class Row:
 
 
 def attempt(tried: str, passed_on: bool = False) -> Row:
-    """Try it in a world of its own."""
     names = world()
     try:
         kind, said = "nothing", repr(eval(tried, names))
@@ -111,7 +110,6 @@ def attempt(tried: str, passed_on: bool = False) -> Row:
 
 
 def page(rows: list[Row]) -> str:
-    """The whole page."""
     return HEAD + "\n".join(map(str, rows)) + "\n"
 
 

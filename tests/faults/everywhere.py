@@ -1,10 +1,8 @@
 """Ctrl-C between any two instructions that the engine executes in the main thread.
 
-``python -m faults.everywhere shared 300`` counts the instructions of one step and then takes
-300 steps, each with an interrupt at another of them, spread evenly. Afterwards the state is
-that of before the step or that of a whole step, and the next step is exact. A third argument
-names another place of ``places.py``, whose steps are taken; further ones the files of the engine
-whose instructions alone are counted, such as ``threads/generators.py``.
+``python -m faults.everywhere shared 300 [PLACE [FILES]]`` takes 300 steps of a place, each with an
+interrupt at another instruction (of these files of the engine). Afterwards the state is that of
+before the step or that of a whole step, and the next step is exact.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The states in which an interpreter may end, each in a process of its own.
 
-``python -m faults.exits`` imports torch once and forks a child for every state; a child runs
-to its end as any script does, through the interpreter's finalisation. One line of JSON each: the
-name, the exit code, what was said on stderr, and the seconds from its last line to its end.
-
-What takes most of a child's time is spared: the finalisation leaves out the objects that are
-there before the fork, and what torch has imported is among them. With ``whole`` as an argument
-nothing is spared.
+``python -m faults.exits`` imports torch once and forks a child for every state. One line of JSON
+each: name, exit code, what was said on stderr, and the seconds from its last line to its end. The
+finalisation leaves out the objects that are there before the fork, unless ``whole`` is given.
 """
 
 from __future__ import annotations
@@ -181,7 +177,6 @@ class Child:
 
 
 def wait(children: list[Child], most: int) -> None:
-    """Wait until at most this many children run, and take the others from the list."""
     while len(children) > most:
         children[:] = [child for child in children if not child.has_ended()]
         time.sleep(0.005)

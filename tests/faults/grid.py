@@ -1,10 +1,8 @@
 """Every fault, at every place, in the first, middle and last sub-step of first and last replica.
 
-``python -m faults.grid shared`` (from ``tests/``) tries all combinations on replicas that
-share a memory, ``virtual`` on virtual devices, ``accelerator`` on a simulated accelerator's,
-and prints one line of JSON for each. With ``pairs`` as a second argument it tries a twelfth of
-them. Those of ``shared`` and ``virtual`` together are each place with each kind, each place at
-each moment, and each kind at each moment of a sub-step; each of them meets both layouts.
+``python -m faults.grid shared`` (``virtual``, ``accelerator``) prints a line of JSON for each. With
+``pairs`` it tries a twelfth of them: ``shared`` and ``virtual`` together have each place with each
+kind, each place at each moment, and each kind at each moment of a sub-step.
 """
 
 from __future__ import annotations

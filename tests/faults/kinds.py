@@ -44,8 +44,6 @@ class Frozen(Exception):
 
 
 class Noted(Exception):
-    """Has notes of its own."""
-
     def __init__(self) -> None:
         super().__init__("with a note")
         self.add_note("the user's own note")

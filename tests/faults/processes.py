@@ -23,15 +23,12 @@ ABORT_SECONDS = 10.0  # to say where the threads are
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended."""
-
     code: int
     out: str
     err: str
 
 
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """Start Python with ``arguments``, and ``variables`` in its environment."""
     return subprocess.Popen(
         [sys.executable, "-u", "-X", "faulthandler", *arguments],
         stdout=subprocess.PIPE,
@@ -96,5 +93,4 @@ def finish_all(processes: dict[str, subprocess.Popen[str]]) -> dict[str, Outcome
 
 
 def run(*arguments: str, silence: float = SILENCE, **variables: str) -> Outcome:
-    """Run Python with ``arguments`` to its end."""
     return finish(start(*arguments, **variables), silence)

@@ -79,7 +79,6 @@ class Subject(nn.Module):
 
 
 def build_subject() -> Subject:
-    """A float64 subject whose weights are always the same."""
     return build(Subject)
 
 

@@ -17,7 +17,6 @@ REPLICAS, ACCUM, EACH = 3, 3, 2
 
 
 def poisoned(replica, number, value):
-    """A batch with ``value`` in the rows of one sub-step."""
     inputs = randn(REPLICAS * ACCUM * EACH, FEATURES)
     row = (replica * ACCUM + number) * EACH
     inputs[row] = value

@@ -1,9 +1,7 @@
 """Whole or not at all: every fault, at every place, in first, middle and last sub-steps.
 
-All combinations of a layout share one process; a combination that hangs ends it with the
-stacks of all threads, and all that it did not come to count as failed. All are tried with
-``-m slow``; without it a twelfth of them on each of two layouts: on one or the other each place
-meets each kind and each moment, and each kind each moment of a sub-step.
+All combinations of a layout share one process; what a hanging one keeps from running has failed.
+Without ``-m slow`` each place meets each kind and each moment on one of two layouts.
 """
 
 from __future__ import annotations

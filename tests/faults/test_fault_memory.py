@@ -31,8 +31,6 @@ FORMS = {
 
 
 class Full(torch.autograd.Function):
-    """Runs out of memory in its backward."""
-
     @staticmethod
     def forward(ctx, inputs, budget, form):
         ctx.budget, ctx.form = budget, form

@@ -61,7 +61,6 @@ def reply_to(client, message):
 
 
 def wait_for(client, text):
-    """Until the cell prints ``text``."""
     while True:
         content = client.get_iopub_msg(timeout=SILENCE)["content"]
         if text in content.get("text", ""):

@@ -21,10 +21,8 @@ BARRIER_SECONDS = 60.0
 class Trap:
     """Springs once per position, when a thread comes by.
 
-    The first column of the inputs holds the number of the row. By it a forward pass knows
-    which replica and which sub-step it is part of; what follows in the same thread, such as
-    hooks and the backward pass, knows it from there. Places outside of sub-steps, such as
-    hooks on parameters, are counted instead: first visit, second visit, …
+    The first column of the inputs holds the number of the row: by it a forward pass and what
+    follows in its thread know replica and sub-step. Places outside of them are counted instead.
     """
 
     def __init__(self) -> None:
@@ -51,7 +49,6 @@ class Trap:
         self.visited = []
 
     def disarm(self) -> None:
-        """Let everything pass."""
         self.arm("nowhere", AssertionError)
 
     def enter(self, inputs: Tensor) -> None:
@@ -75,7 +72,6 @@ class Trap:
             output.register_hook(adopt)
 
     def at(self, place: str) -> None:
-        """The current thread is at ``place``, within a sub-step."""
         position = getattr(self._thread, "position", None)
         position = self._graph_tasks.get(torch._C._current_graph_task_id(), position)
         if place != self.place or position not in self.positions or position in self.sprung:

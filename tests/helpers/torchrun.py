@@ -72,7 +72,6 @@ def launched(
 
 
 def finish(process: subprocess.Popen[bytes], log: Path) -> str:
-    """What was printed, once it has ended well."""
     wait_until(lambda: process.poll() is not None, log.parent)
     printed = log.read_text(errors="replace")
     assert process.returncode == 0, printed
@@ -99,7 +98,6 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def steps(out: Path) -> list[dict[str, Any]]:
-    """The records of the steps."""
     return records(out, "step")
 
 

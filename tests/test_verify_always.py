@@ -17,7 +17,7 @@ import pytest
 import torch
 from faults.state import capture, differences
 from helpers.isolation import guarded
-from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.models import CLASSES, FEATURES, Returns, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from helpers.rank_processes import run_on_ranks
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
@@ -142,8 +142,7 @@ def test_what_is_counted_needs_no_look():
 
 
 def one_micro_batch_each(group, sizes):
-    rows = sizes[group.rank()]
-    said = []
+    rows, said = sizes[group.rank()], []
     with ScatterOnceParallel(mlp(), 1, ["cpu"], process_group=group) as engine:
         for _ in range(2):
             try:
@@ -158,8 +157,7 @@ def one_micro_batch_each(group, sizes):
 def test_one_micro_batch_on_each_rank_is_told(sizes):
     """It was taken for nothing that could be combined."""
     for said, missing in run_on_ranks(2, one_micro_batch_each, sizes):
-        assert len(said) == 2
-        assert all('reduction="sum"' in each for each in said)
+        assert ['reduction="sum"' in each for each in said] == [True, True]
         assert not any(missing)
 
 
@@ -183,12 +181,13 @@ def test_nothing_of_the_user_s_is_kept_and_engines_still_pickle():
 
 
 class Fed(nn.Module):
-    """Keeps a running centre, in a buffer and as an attribute."""
+    """Keeps a running centre in a buffer, and its last loss as an attribute."""
+
+    last = None
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
-        self.last = None
+        self.register_buffer("centre", torch.zeros(CLASSES).double())
 
     def forward(self, output, targets):
         loss = (output - self.centre).pow(2).mean()
@@ -242,9 +241,7 @@ def test_a_look_leaves_no_trace(devices, case):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_of_a_look_leaves_no_trace(devices, error):
     class Interrupted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.calls = 0
+        calls = 0
 
         def forward(self, output, targets):
             self.calls += 1
@@ -345,7 +342,7 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
 # --- rounding is no reason, and no excuse ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("halved", [False, True])
 def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, halved):
     def loss(output, targets):
@@ -353,18 +350,13 @@ def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, ha
             output = (output.half() * 1.1).to(output.dtype)
         return F.cross_entropy(output, targets)
 
-    with ScatterOnceParallel(mlp().to(dtype), 3, ["cpu"] * 2) as engine:
-        assert_agreed(engine, lambda: step(engine, loss, classes(ROWS), INPUTS.to(dtype)))
+    autocast = dtype == "autocast"
+    inputs = INPUTS.float() if autocast else INPUTS.to(getattr(torch, dtype))
+    engine = ScatterOnceParallel(mlp().to(inputs.dtype), 3, ["cpu"] * 2)
+    with engine, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert_agreed(engine, lambda: step(engine, loss, classes(ROWS), inputs))
         with pytest.raises(ValueError, match="count="):
-            step(engine, loss, padded(ROWS), INPUTS.to(dtype))
-
-
-def test_under_autocast():
-    engine = ScatterOnceParallel(mlp().float(), 3, ["cpu"] * 2)
-    with engine, torch.autocast("cpu", torch.bfloat16):
-        assert_agreed(engine, lambda: step(engine, in_a_def, classes(ROWS), INPUTS.float()))
-        with pytest.raises(ValueError, match="count="):
-            step(engine, in_a_def, padded(ROWS), INPUTS.float())
+            step(engine, loss, padded(ROWS), inputs)
 
 
 @pytest.mark.filterwarnings("error")
@@ -397,27 +389,20 @@ def test_a_criterion_meets_no_dtype_that_is_not_its_own():
     assert Notes.met == {torch.float32}
 
 
-def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
-    """As TF32 does on cards, and convolutions there: here each size of batch has an error."""
-
-    class Rounds(Classifier):
-        def forward(self, inputs, targets):
-            error = 1 + 1e-3 * (len(inputs) % 7) / 7
-            return F.mse_loss(self.linear(inputs) * error, targets)
-
-    with ScatterOnceParallel(build(Rounds).float(), 3, ["cpu"]) as engine:
-        engine.forward_backward((INPUTS.float(), VALUES.float()))
+def by_rows(logits, inputs):
+    """Kernels whose error depends on the size of the batch, as with TF32, and in convolutions."""
+    return F.mse_loss(logits * (1 + 1e-3 * (len(inputs) % 7) / 7), inputs[:, :CLASSES])
 
 
-def test_a_gradient_that_is_nothing_but_rounding_is_no_reason():
-    """That of a student that begins as its teacher."""
+def student(logits, inputs):
+    """It begins as its teacher, and so its gradient is nothing but rounding."""
+    size = 1 + len(inputs) / 7
+    return F.mse_loss(logits * size / size, logits.detach())
 
-    class Begins(Classifier):
-        def forward(self, inputs):
-            output, size = self.linear(inputs), 1 + len(inputs) / 7
-            return F.mse_loss(output * size / size, output.detach())
 
-    with ScatterOnceParallel(build(Begins).float(), 3, ["cpu"]) as engine:
+@pytest.mark.parametrize("loss", [by_rows, student])
+def test_what_rounds_is_no_reason(loss):
+    with ScatterOnceParallel(build(lambda: Returns(loss)).float(), 3, ["cpu"]) as engine:
         engine.forward_backward(INPUTS.float())
 
 

@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count as numbers
 from typing import Any
@@ -59,7 +59,6 @@ PASSED = words("nothing, nothing, nothing, sum, count, wrong count")
 EXTRAS = words("none, none, last, calls, buffer, meter, noise, dropout, closure, lists")
 PRECISIONS = words("float64, float32, float32, bfloat16, float16, autocast")
 COUNTED = words("ignored, ignored literal, class weights, sample weights, masked, shifted")
-SHOWN = words("task, loss, passed, place, extra, precision, layers, rows, ranks, holes")
 
 
 @dataclass
@@ -141,9 +140,7 @@ class Module(nn.Module):
     def __init__(self, function: Any, extra: str) -> None:
         super().__init__()
         self.function, self.extra = function, extra
-        self.calls = 0
-        self.last: Any = None
-        self.history: list[float] = []
+        self.calls, self.last, self.history = 0, None, []
         self.register_buffer("steps", torch.zeros(()))
         self.drop = nn.Dropout(0.2)
 
@@ -165,9 +162,7 @@ class Plain:
     """An object that is no module, with a state."""
 
     def __init__(self, function: Any) -> None:
-        self.function = function
-        self.calls = 0
-        self.last: Any = None
+        self.function, self.calls, self.last = function, 0, None
 
     def __call__(self, output: Any, targets: Any) -> Any:
         self.calls += 1
@@ -433,8 +428,7 @@ def judge(seed: int, group: Any) -> dict[str, Any] | None:
         said, step = told(program, STEPS, group)
     except Exception as error:  # such as a loss that this precision has no kernel for
         return {"seed": seed, "failed": f"{type(error).__name__}: {error}"[:120]}
-    shown = {key: str(getattr(program, key)) for key in SHOWN}
-    return {"seed": seed, "right": is_right, "off": off[0], "said": said, "step": step, **shown}
+    return asdict(program) | {"right": is_right, "off": off[0], "said": said, "step": step}
 
 
 def judged(seeds: range) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
 import threading
 import time
 
@@ -17,7 +16,6 @@ from helpers.oracle import (
     assert_gradients,
     assert_step,
     build,
-    gradients,
     randint,
     randn,
     whole_batch,
@@ -242,66 +240,25 @@ def test_contextvars(devices):
 
 def test_saved_tensors_hooks(devices):
     """Every worker packs what it saves, and unpacks it for its backward."""
-    counts = {"packed": 0, "unpacked": 0}
-    lock = threading.Lock()
+    packed, unpacked = [], []
 
     def pack(tensor):
-        with lock:
-            counts["packed"] += 1
+        packed.append(1)
         return tensor.clone()
 
     def unpack(tensor):
-        with lock:
-            counts["unpacked"] += 1
+        unpacked.append(1)
         return tensor
 
     with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
         _, expected = whole_batch(engine.module, *BATCH, nn.CrossEntropyLoss())
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        assert counts["packed"] >= 6 * 3
-        assert counts["unpacked"] > 0
+        assert (count := len(packed)) >= 6 * 3
+        assert unpacked
         assert_gradients(engine.module, expected)
-        before = dict(counts)
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert counts == before
-
-
-def test_disabled_saved_tensors_hooks(devices):
-    with (
-        ScatterOnceParallel(mlp(), 2, devices(2)) as engine,
-        torch.autograd.graph.save_on_cpu(),
-    ):
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-
-
-def test_grad_scaler(devices):
-    model = mlp().float()
-    twin = copy.deepcopy(model)
-    inputs, targets = BATCH[0].float(), BATCH[1]
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, twin))
-    scaler, plain = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in "ab")
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        for _ in range(3):
-            ours.zero_grad()
-            theirs.zero_grad()
-            loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), scaler=scaler)
-            expected = nn.CrossEntropyLoss()(twin(inputs), targets)
-            plain.scale(expected).backward()
-            assert_close(loss, expected.detach(), "the loss is not scaled", 1e-5)
-            assert_gradients(model, gradients(twin), 1e-5)
-            assert max(p.grad.abs().max() for p in model.parameters()) > 10
-            for each, optimizer in ((scaler, ours), (plain, theirs)):
-                each.step(optimizer)
-                each.update()
-    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(mine.detach(), its.detach(), name, 1e-5)
-
-
-def test_a_disabled_grad_scaler_does_nothing(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss(), scaler=scaler)
+    assert len(packed) == count
 
 
 def test_workers_share_the_caller_s_threads(devices):

@@ -223,17 +223,12 @@ class Scaled(nn.Module):
         return self.body(x) * self.factor
 
 
-def moved(model):
-    with torch.no_grad():
-        model.body.weight.data = model.body.weight.data.clone() * 2
-
-
 CHANGES = {
     "number": lambda model: setattr(model, "factor", model.factor + 1),
     "layer": lambda model: setattr(
         model, "body", nn.Linear(FEATURES, CLASSES, dtype=torch.float64).to(home())
     ),
-    "storage": moved,
+    "storage": lambda model: setattr(model.body.weight, "data", model.body.weight.detach() * 2),
     "frozen": lambda model: model.body.bias.requires_grad_(not model.body.bias.requires_grad),
     "hook": lambda model: model.body.register_forward_hook(lambda _m, _i, output: output * 3),
 }

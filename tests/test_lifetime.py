@@ -166,21 +166,6 @@ def test_to_another_device_is_refused_in_words(devices):
             engine.forward_backward(*data(), LOSS)
 
 
-def test_two_engines_share_a_module(devices):
-    model = mlp()
-    with (
-        ScatterOnceParallel(model, 2, devices(2)) as one,
-        ScatterOnceParallel(model, 1, devices(3)) as other,
-    ):
-        for engine in (one, other, one):
-            assert_step(engine, *data(), LOSS)
-        model.zero_grad()
-        one.forward_backward(*data(), LOSS)
-        gradient = model[0].weight.grad.clone()
-        other.forward_backward(*data(), LOSS)
-        torch.testing.assert_close(model[0].weight.grad, 2 * gradient, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_made_and_used_in_a_thread_that_ends(devices, used):
     made = []

@@ -196,14 +196,9 @@ def test_what_a_forward_leaves_behind_does_not_outlive_the_step(devices):
 @pytest.mark.parametrize("bias", [False, True])
 def test_recurrent_weights_lie_as_cudnn_wants_them(bidirectional, bias):
     """As the master's, that ``flatten_parameters`` has put together from the start of a storage."""
+    lstm = {"bias": bias, "bidirectional": bidirectional}
     model = build(
-        lambda: nn.ModuleList(
-            [
-                nn.LSTM(5, 3, 2, bias=bias, bidirectional=bidirectional),
-                nn.GRU(3, 2, bias=bias),
-                nn.Linear(3, 3),
-            ]
-        )
+        lambda: nn.Sequential(nn.LSTM(5, 3, 2, **lstm), nn.GRU(3, 2, bias=bias), nn.Linear(3, 3))
     )
 
     def weights_of(layer):  # matrices first

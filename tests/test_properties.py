@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import collections
 import math
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
-from helpers.models import FEATURES, Returns
+from helpers.models import CLASSES, FEATURES, Classifier, Returns
 from helpers.oracle import assert_close, assert_step, build, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,17 +43,12 @@ def setups(draw):
 def test_any_dimension(setup, rows, dim):
     devices, options = setup
 
-    class Columns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, 3)
-
+    class Moved(Classifier):
         def forward(self, inputs):
             return self.linear(inputs.movedim(dim, 0)).movedim(0, dim)
 
-    inputs = randn(rows, FEATURES).movedim(0, dim)
-    targets = randn(rows, 3).movedim(0, dim)
-    with ScatterOnceParallel(build(Columns), device_ids=devices, dim=dim, **options) as engine:
+    inputs, targets = (randn(rows, n).movedim(0, dim) for n in (FEATURES, CLASSES))
+    with ScatterOnceParallel(build(Moved), device_ids=devices, dim=dim, **options) as engine:
         assert_step(engine, inputs, targets, nn.MSELoss())
 
 
@@ -65,15 +59,8 @@ class Pair(collections.namedtuple("Pair", "first second")):
     pass
 
 
-@dataclass
-class Record:
-    first: Any
-    second: Any
-
-
-@dataclass(frozen=True)
-class Frozen:
-    first: Any
+Record = make_dataclass("Record", ["first", "second"])
+Frozen = make_dataclass("Frozen", ["first"], frozen=True)
 
 
 LEAVES = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults.state import capture, differences
 from helpers.agree import BATCH
-from helpers.models import CLASSES, FEATURES
+from helpers.models import CLASSES, FEATURES, Classifier, linear
 from helpers.oracle import assert_close, assert_gradients, build, gradients, whole_batch
 from torch import nn
 
@@ -23,10 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
 
 
 class Writer(nn.Module):
-    """``write`` does something to the weight, before it is used.
-
-    Of a ``late`` one nothing that the engine can see turns it on, but ``is_on``.
-    """
+    """``write`` does something to the weight before it is used; of a ``late`` one, if ``is_on``."""
 
     on = False
 
@@ -86,6 +83,14 @@ class WritesTheSecondTime(Writer):
         return known
 
 
+def embedding(max_norm=0.7):
+    return nn.Sequential(nn.Embedding(16, 5, max_norm=max_norm), nn.Linear(5, CLASSES))
+
+
+def bags():
+    return nn.Sequential(nn.EmbeddingBag(16, 5, max_norm=0.7), nn.Linear(5, CLASSES))
+
+
 class FunctionalTable(nn.Module):
     """torch renormalises what is looked up, and no attribute says so."""
 
@@ -97,22 +102,23 @@ class FunctionalTable(nn.Module):
         return nn.functional.embedding(tokens, self.table, max_norm=0.7).mean(1)
 
 
-class MovingAverage(nn.Module):
+class MovingAverage(Classifier):
     """A copy of the encoder follows it, as MoCo's does: parameters that nothing trains."""
 
     def __init__(self):
         super().__init__()
-        self.query = nn.Linear(FEATURES, CLASSES)
         self.key = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
 
     def forward(self, inputs):
-        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+        for key, query in zip(self.key.parameters(), self.linear.parameters(), strict=True):
             key.data = key.data * 0.9 + query.data * 0.1
-        return self.query(inputs) + self.key(inputs)
+        return self.linear(inputs) + self.key(inputs)
 
 
 MODELS = {
     "functional max_norm": (FunctionalTable, TOKENS, "table"),
+    "max_norm": (embedding, TOKENS[:, 0], "0.weight"),
+    "max_norm of bags": (bags, TOKENS, "0.weight"),
     **{
         write.__name__: (lambda write=write: Writer(write), ROWS, "head.weight")
         for write in (clip, clip_data, exchange, decay, set_decayed)
@@ -130,16 +136,10 @@ def by_engine(model, devices, accum=3, **options):
         )
 
 
-@contextlib.contextmanager
-def in_inference(model, devices):
-    with ScatterOnceParallel(model.eval(), 2, devices) as engine:
-        yield engine
-
-
 WAYS = {
     "step": by_engine,
     "whole batch": lambda *given: by_engine(*given, whole_batch=True),
-    "inference": in_inference,
+    "inference": lambda model, devices: ScatterOnceParallel(model.eval(), 2, devices),
     "pair": lambda *given: contextlib.nullcontext(DataParallelModel(*given)),
 }
 
@@ -196,25 +196,14 @@ def test_a_step_that_fails_otherwise_leaves_them_as_they_were_too(devices, case)
     assert differences(before, capture(model)) == []
 
 
-def embedding(kind=nn.Embedding, max_norm=0.7):
-    return nn.Sequential(kind(16, 5, max_norm=max_norm), nn.Linear(5, CLASSES))
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_max_norm_is_refused(kind):
-    model = build(lambda: embedding(kind))
-    with by_engine(model, ["cpu"] * 2) as run, refused(r"0\.weight"):
-        run(TOKENS if kind is nn.EmbeddingBag else TOKENS[:, 0])
-
-
 def test_renormalising_after_the_step_is_what_max_norm_does(devices):
     """The lines of the error and of the docs."""
-    plain, model = build(embedding), build(lambda: embedding(max_norm=None))
+    plain, model = build(embedding), build(lambda: embedding(None))
     optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (model, plain)]
-    with torch.no_grad():
-        model[0].weight.renorm_(2.0, 0, 0.7)
     with by_engine(model, devices(3)) as run:
         for shift in range(3):
+            with torch.no_grad():
+                model[0].weight.renorm_(2.0, 0, 0.7)
             tokens = TOKENS[:, 0] + shift
             loss, expected = run(tokens), CRITERION(plain(tokens), LABELS)
             expected.backward()
@@ -223,14 +212,11 @@ def test_renormalising_after_the_step_is_what_max_norm_does(devices):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            with torch.no_grad():
-                model[0].weight.renorm_(2.0, 0, 0.7)
 
 
 def assert_good(model, run):
     """Loss and gradients are those of plain torch."""
     loss, expected = whole_batch(model, *BATCH, CRITERION)
-    model.zero_grad()
     found = run(ROWS)
     if isinstance(found, tuple):
         found = CRITERION(torch.cat(found), LABELS)
@@ -299,7 +285,7 @@ class Proxies(nn.Module):
 
 
 def test_a_criterion_that_writes_its_own_is_refused(devices):
-    model, criterion = build(lambda: nn.Linear(FEATURES, CLASSES)), build(Proxies, seed=1)
+    model, criterion = linear(), build(Proxies, seed=1)
     with by_engine(model, devices(2)) as run, refused("proxies", model, criterion):
         run(ROWS, criterion)
     outputs = DataParallelModel(model, devices(2))(ROWS)
@@ -310,8 +296,7 @@ def test_a_criterion_that_writes_its_own_is_refused(devices):
 @pytest.mark.parametrize("good_steps", [0, 1])
 def test_a_criterion_that_writes_the_model_s_is_refused(devices, good_steps):
     """By its closure, and so the user's own tensor."""
-    model = build(lambda: nn.Linear(FEATURES, CLASSES))
-    steps = []
+    model, steps = linear(), []
 
     def criterion(output, targets):
         if len(steps) == good_steps:
@@ -320,8 +305,7 @@ def test_a_criterion_that_writes_the_model_s_is_refused(devices, good_steps):
 
     late = {"how": EARLIER_ARE_LOST, "keeps": False} if good_steps else {}
     with by_engine(model, devices(2), 1) as run:
-        for step in range(good_steps):
-            run(ROWS, criterion)
-            steps.append(step)
+        for _ in range(good_steps):
+            steps.append(run(ROWS, criterion))
         with refused("weight", model, **late):
             run(ROWS, criterion)

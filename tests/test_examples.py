@@ -18,13 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
 
 
 def assert_same_curves(model, curve_of, engine_of):
-    """Losses and final parameters of the original's lines, and of those that replace them.
-
-    Args:
-        model: in float64, without dropout.
-        curve_of: the losses of a model's training, with an engine or without.
-        engine_of: makes an engine of a model.
-    """
+    """The lines with an engine give the original's losses (``curve_of``) and final parameters."""
     plain = copy.deepcopy(model)
     start = [p.detach().clone() for p in model.parameters()]
     expected = list(curve_of(plain, None))

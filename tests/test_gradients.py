@@ -55,20 +55,25 @@ def test_sparse_on_one_replica_and_dense_on_another(devices):
     assert_close(model.embedding.weight.grad.to_dense(), expected, "embedding")
 
 
-def test_register_hook_acts_once_on_the_whole_gradient(devices):
+def test_hooks_on_parameters_act_once_on_the_whole_gradient(devices):
     model = mlp()
     _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
-    seen = []
+    seen, together = [], []
 
     def clip(gradient):
         seen.append(gradient.clone())
         return gradient.clamp(-0.01, 0.01)
 
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    handle = register_multi_grad_hook(parameters, together.append)
     model[0].weight.register_hook(clip)
     with ScatterOnceParallel(model, 3, devices(3)) as engine:
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    (whole,) = seen
+    handle.remove()
+    (whole,), (found,) = seen, together
     assert_close(whole, expected["0.weight"], "what the hook saw")
+    for name, gradient in zip(names, found, strict=True):
+        assert_close(gradient, expected[name], name)
     expected["0.weight"] = expected["0.weight"].clamp(-0.01, 0.01)
     assert_gradients(model, expected)
 
@@ -104,20 +109,6 @@ def test_hooks_on_the_node_that_accumulates_run_once_and_may_fail(devices, kept)
         with pytest.raises(KeyError, match="mine"):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
         assert not any(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_multi_grad_hooks_run_once(devices):
-    model = mlp()
-    _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
-    seen = []
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    handle = register_multi_grad_hook(parameters, seen.append)
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    handle.remove()
-    (gradients,) = seen
-    for name, gradient in zip(names, gradients, strict=True):
-        assert_close(gradient, expected[name], name)
 
 
 def test_module_hooks_run_in_every_sub_step(devices):

@@ -80,10 +80,12 @@ def test_a_copy_refers_to_the_replicas_modules_and_brings_back_what_a_call_adds(
     assert not hasattr(owner, "fresh")
 
 
-@pytest.mark.parametrize("outputs", [1, [1], ([1],), (1,)])
-def test_the_only_call_of_a_step_is_found(outputs):
-    assert each_call(outputs) == [1]
-
-
-def test_the_calls_of_several_replicas_are_found_in_order():
-    assert each_call(([1, 2], 3)) == each_call([[1, 2], [3]]) == each_call([1, 2, 3]) == [1, 2, 3]
+@pytest.mark.parametrize(
+    ("outputs", "calls"),
+    [
+        *((outputs, [1]) for outputs in (1, [1], ([1],), (1,))),
+        *((outputs, [1, 2, 3]) for outputs in (([1, 2], 3), [[1, 2], [3]], [1, 2, 3])),
+    ],
+)
+def test_the_calls_of_a_step_are_found_in_order(outputs, calls):
+    assert each_call(outputs) == calls

@@ -109,16 +109,11 @@ def texts_reader():
 
 
 class Example(NamedTuple):
-    """What an example of a page trains, what it takes for granted, and the same loss by torch.
+    """What an example trains, what it takes for granted, and the same loss by torch.
 
-    Attributes:
-        page: and ``title`` of the section, ``numbers`` of its snippets.
-        name: what the page calls the model.
-        make: makes the model.
-        given: further names, or a function that makes them.
-        plain: ``plain(model, names)``, the loss of the whole batch; ``names`` has what the example
-            defines.
-        engine: the name of the engine that the page takes for granted, if so.
+    ``numbers`` are those of the section's snippets, and ``name`` is what the page calls the model.
+    ``plain(model, names)`` is the whole batch's loss; ``names`` has what the example defines.
+    ``engine`` is the name of an engine that the page takes for granted.
     """
 
     page: str

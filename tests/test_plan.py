@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from helpers.models import Of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,19 +67,3 @@ def test_a_plan_prints_as_a_table():
         "0        cpu:0   0:5   1 x 3 + 1 x 2",
         "1        cpu:1   5:9   2 x 2",
     ]
-
-
-def test_a_step_follows_the_plan(devices):
-    seen = []
-
-    def forward(model, rows):
-        seen.append(rows.flatten().tolist())
-        return (rows * model.weight).mean()
-
-    model = Of(forward, weight=torch.nn.Parameter(torch.ones(())))
-    with ScatterOnceParallel(model, 2, devices(3), verify=False) as engine:
-        engine.forward_backward(torch.arange(11.0)[:, None])
-        plan = engine.last_step.plan
-        assert plan == engine.plan(11)
-    planned = [list(range(*span)) for share in plan.shares for span in share.micro_batches]
-    assert sorted(seen) == planned

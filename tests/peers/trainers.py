@@ -193,9 +193,7 @@ def put_ours() -> None:
             ("SentenceTransformerTrainer", mine.ScatterOnceTrainer),
             ("CrossEncoderTrainer", mine.ScatterOnceCrossEncoderTrainer),
         ):
-            setattr(st, name, ours(getattr(st, name), mixin))
-            setattr(
-                getattr(st, "cross_encoder" if "Cross" in name else "sentence_transformer"),
-                name,
-                getattr(st, name),
-            )
+            made = ours(getattr(st, name), mixin)
+            setattr(st, name, made)
+            home = st.cross_encoder if "Cross" in name else st.sentence_transformer
+            setattr(home, name, made)

@@ -13,7 +13,8 @@ import threading
 
 import pytest
 import torch
-from helpers.oracle import seeded
+from helpers.oracle import assert_step, seeded
+from helpers.watch import Watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,12 +86,9 @@ def test_exact_from_any_memory(device_ids, place):
     with ScatterOnceParallel(model, 3, device_ids) as engine:
         for move in (lambda: None, optimizer.step, optimizer.step):
             move()
-            loss, expected = whole_batch(model, inputs, targets)
             for is_new in (True, False):
-                model.zero_grad()
-                found = engine.forward_backward(*batch, nn.CrossEntropyLoss())
-                assert_close(gradients(model), expected)
-                assert_close([found], [loss])
+                plain = inputs.to(kind()), targets.to(kind())
+                assert_step(engine, *batch, nn.CrossEntropyLoss(), plain=plain)
                 wanted = crossed(engine.last_step.plan, model, batch)
                 if not is_new:  # what the other devices have already does not travel
                     wanted["replicate"] = 0
@@ -489,12 +487,11 @@ def states_of(devices):
 
 def test_by_default_every_accelerator_has_a_replica():
     model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
     count = torch.accelerator.device_count()
     with ScatterOnceParallel(model) as engine:
         assert engine.device_ids == tuple(torch.device(kind(), i) for i in range(count))
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        assert_close(gradients(model), expected)
+        plain = inputs.to(kind()), targets.to(kind())
+        assert_step(engine, inputs, targets, nn.CrossEntropyLoss(), plain=plain)
         assert [next(r.parameters()).device for r in engine.replicas] == list(engine.device_ids)
 
 
@@ -673,26 +670,14 @@ class Crowd(nn.Module):
     def __init__(self, cards, meets):
         super().__init__()
         self.body = nn.Linear(FEATURES, CLASSES)
-        self.lock, self.inside = threading.Lock(), Counter()
-        self.barrier = threading.Barrier(cards if meets else 1)
+        self.watch, self.barrier = Watch(), threading.Barrier(cards if meets else 1)
 
     def forward(self, rows):
-        with self.lock:
-            self.inside["now"] += 1
-            self.inside["most"] = max(self.inside["most"], self.inside["now"])
-        self.barrier.wait(60)
-        for _ in range(200):
-            rows = rows + 0
-        with self.lock:
-            self.inside["now"] -= 1
+        with self.watch:
+            self.barrier.wait(60)
+            for _ in range(200):
+                rows = rows + 0
         return self.body(rows)
-
-
-class Counter(dict):
-    """Shared by the replicas: not one of the plain containers that they copy."""
-
-    def __missing__(self, key):
-        return 0
 
 
 def crowd(meets, *, criterion=None, **options):
@@ -711,7 +696,7 @@ def crowd(meets, *, criterion=None, **options):
     model.zero_grad()
     model(inputs).square().sum().backward()
     assert torch.allclose(gradient, model.body.weight.grad, rtol=1e-10)
-    return model.inside["most"]
+    return model.watch.most
 
 
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole_batch"])

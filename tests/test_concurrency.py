@@ -17,6 +17,7 @@ import pytest
 import torch
 from faults.processes import run
 from helpers.oracle import build, randn
+from helpers.watch import Watch
 from torch import nn
 
 import scatterpar.devices.runtime
@@ -43,25 +44,6 @@ def cores(request, monkeypatch):
 def patience(monkeypatch):
     """Nobody starts before its turn, however busy the machine is."""
     monkeypatch.setattr(scatterpar.threads.workers, "_HEAD_START_SECONDS", SECONDS)
-
-
-class Watch:
-    """Counts the replicas inside ``with``; shared by all of them."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.inside = self.most = 0
-        self.threads = []
-
-    def __enter__(self):
-        with self.lock:
-            self.threads.append(threading.current_thread().name)
-            self.inside += 1
-            self.most = max(self.most, self.inside)
-
-    def __exit__(self, *_):
-        with self.lock:
-            self.inside -= 1
 
 
 class Watched(nn.Linear):

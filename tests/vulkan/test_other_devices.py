@@ -36,21 +36,6 @@ def test_there_are_two_devices_without_streams():
     assert not has_streams(torch.device("vulkan", 0))
 
 
-def test_some_steps_of_an_optimizer():
-    plain, model, inputs, targets = problem()
-    criterion = nn.CrossEntropyLoss()
-    ours, theirs = (torch.optim.AdamW(net.parameters(), 0.01) for net in (model, plain))
-    with ScatterOnceParallel(model, 3, TWO) as engine:
-        for _ in range(5):
-            for optimizer in (ours, theirs):
-                optimizer.zero_grad()
-            engine.forward_backward(inputs, targets, criterion)
-            criterion(plain(inputs), targets).backward()
-            for optimizer in (ours, theirs):
-                optimizer.step()
-    assert_near(model.parameters(), plain.parameters())
-
-
 def test_memory_that_runs_out_is_given_back():
     """Its allocator is none that ``torch.accelerator.empty_cache`` knows."""
     plain, model, inputs, targets = problem()
@@ -66,17 +51,6 @@ def test_memory_that_runs_out_is_given_back():
         assert engine.last_step.retries
     nn.CrossEntropyLoss()(plain(inputs), targets).backward()
     assert_near([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-
-
-def test_the_same_bits_on_one_device_and_on_two():
-    found = []
-    for places in ([0, 0], TWO):
-        _, model, inputs, targets = problem(nn.Dropout(0.5))
-        with ScatterOnceParallel(model, 3, places) as engine:
-            torch.manual_seed(5)
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        found.append([parameter.grad.cpu() for parameter in model.parameters()])
-    assert all(map(torch.equal, *found))
 
 
 def test_the_pair_on_two_devices_and_graphs_are_refused_in_words():

@@ -15,8 +15,16 @@ import torch
 from helpers.contrastive import clip, two_views
 from helpers.isolation import MixedMemories, guarded
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
-from helpers.module_cases import CASES, MODELS
-from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
+from helpers.module_cases import CASES, MODELS, Head
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    gradients,
+    randint,
+    randn,
+    whole_batch,
+)
 from helpers.weighted import CASES as LOSSES
 from pair.common import Pair
 from torch import nn
@@ -32,13 +40,16 @@ by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
 def check(
     monkeypatch, runner, model, inputs, targets, criterion, *, accum=2, ids=VIRTUAL, **options
 ):
-    expected_loss, expected = whole_batch(model, copy.deepcopy(inputs), targets, criterion)
-    modules = [model, *([criterion] if isinstance(criterion, nn.Module) else [])]
+    twin = copy.deepcopy(criterion)
+    heads = [getattr(one, "__self__", one) for one in (criterion, twin)]
+    expected_loss, expected = whole_batch(model, copy.deepcopy(inputs), targets, twin)
+    modules = [model, *([heads[0]] if isinstance(heads[0], nn.Module) else [])]
     devices = [torch.device(device) for device in ids]
     with ScatterOnceParallel(model, accum, ids) as engine, guarded(monkeypatch, *modules) as found:
         pair = Pair(model, criterion, ids)
         for _ in range(2):
-            model.zero_grad()
+            for module in modules:
+                module.zero_grad()
             if runner == "engine":
                 loss = engine.forward_backward(inputs, targets, criterion, **options)
             else:
@@ -47,10 +58,12 @@ def check(
                 loss = pair.criterion(outputs, targets, **options)
                 loss.backward()
         assert found.owner(loss) == MASTER
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        assert {found.owner(gradient) for gradient in gradients} == {MASTER}
+        given = [p.grad for p in model.parameters() if p.grad is not None]
+        assert {found.owner(gradient) for gradient in given} == {MASTER}
     assert_close(loss.detach(), expected_loss, "loss")
     assert_gradients(model, expected)
+    if len(modules) == 2:
+        assert_gradients(heads[0], gradients(heads[1]))
     assert set(found.checked) == set(devices)
 
 
@@ -85,29 +98,11 @@ def test_count_works_where_its_share_is(monkeypatch):
     check(monkeypatch, "pair", mlp(), *BATCH, nn.functional.cross_entropy, count=count)
 
 
-class Projected(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(randn(CLASSES, 1))
-        self.register_buffer("offset", randn(1))
-
-    def forward(self, output, targets):
-        return (output @ self.weight + self.offset - targets).square().mean()
-
-
 @by_both
 @pytest.mark.parametrize("bound", [False, True])
 def test_parameters_of_the_criterion(monkeypatch, bound, runner):
-    module = Projected()
-    criterion, targets, twin = module.forward if bound else module, randn(9, 1), Projected()
-    twin(mlp()(BATCH[0]), targets).backward()
-    model = mlp()
-    with ScatterOnceParallel(model, 2, VIRTUAL) as engine, guarded(monkeypatch, model, module):
-        if runner == "engine":
-            engine.forward_backward(BATCH[0], targets, criterion)
-        else:
-            Pair(model, criterion, VIRTUAL).loss(BATCH[0], targets).backward()
-    assert_close(module.weight.grad, twin.weight.grad, "weight")
+    head = Head()
+    check(monkeypatch, runner, mlp(), *BATCH, head.forward if bound else head)
 
 
 def test_averaged_buffers(monkeypatch):

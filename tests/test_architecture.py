@@ -40,6 +40,10 @@ def name_of(path):
     return ".".join(["scatterpar", *path.relative_to(PACKAGE).with_suffix("").parts])
 
 
+def sources():
+    return {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+
+
 @functools.cache
 def graph():
     return {name_of(path): set(imports(path)) for path in PACKAGE.rglob("*.py")}
@@ -78,21 +82,16 @@ print("transformers" in sys.modules)
 
 
 def test_all_threads_start_in_one_file():
-    starters = [
-        name_of(path)
-        for path in PACKAGE.rglob("*.py")
-        if re.search(r"\bThread\(", path.read_text(encoding="utf-8"))
-    ]
+    starters = [name for name, source in sources().items() if re.search(r"\bThread\(", source)]
     assert starters == ["scatterpar.threads.workers"]
 
 
 def test_private_parts_of_torch_are_named_in_one_file():
     named = [
         f"{module}: {line.strip()}"
-        for path in PACKAGE.rglob("*.py")
-        if (module := name_of(path)) != "scatterpar.torch_private"
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if re.search(r"torch\._(?!foreach)", line)
+        for module, source in sources().items()
+        for line in source.splitlines()
+        if module != "scatterpar.torch_private" and re.search(r"torch\._(?!foreach)", line)
     ]
     assert not named
 
@@ -134,7 +133,7 @@ def test_copies_between_memories_are_made_in_one_package():
 
 def test_every_operator_on_lists_is_asked_for_at_import():
     """So that a version of torch without one is refused in words."""
-    sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    asked = set(re.findall(r"\b_foreach_\w+", sources.pop(PACKAGE / "torch_private.py")))
-    used = [re.findall(r"torch\.(_foreach_\w+)", text) for text in sources.values()]
+    found = sources()
+    asked = set(re.findall(r"\b_foreach_\w+", found.pop("scatterpar.torch_private")))
+    used = [re.findall(r"torch\.(_foreach_\w+)", text) for text in found.values()]
     assert set(chain(*used)) == asked

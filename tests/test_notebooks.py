@@ -40,13 +40,9 @@ def test_it_runs(path, tmp_path, monkeypatch):
         startup.write_text(STARTUP, encoding="utf-8")
         monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     copied = Path(shutil.copy(path, tmp_path))
-    found = subprocess.run(
-        [sys.executable, FOLDER / "refresh.py", copied],
-        timeout=SECONDS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, FOLDER / "refresh.py", copied]
+    how = {"timeout": SECONDS, "capture_output": True, "text": True}
+    found = subprocess.run(command, check=False, **how)
     assert found.returncode == 0, found.stderr
     assert [kinds(cell) for cell in code_cells(copied)] == [kinds(c) for c in code_cells(path)]
 

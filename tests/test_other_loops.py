@@ -137,15 +137,9 @@ def test_monai(pooled):
     given = {"loader": DataLoader(rows, 4), "criterion": DiceLoss(sigmoid=True, batch=pooled)}
     world(model, **given).follow("MONAI")
     names = world(plain, **given)
-    trainer = SupervisedTrainer(
-        device=torch.device("cpu"),
-        max_epochs=2,
-        train_data_loader=names["loader"],
-        network=plain,
-        optimizer=names["optimizer"],
-        loss_function=names["criterion"],
-    )
-    trainer.run()
+    given = {"network": plain, "optimizer": names["optimizer"], "loss_function": names["criterion"]}
+    how = {"device": torch.device("cpu"), "max_epochs": 2, "train_data_loader": names["loader"]}
+    SupervisedTrainer(**how, **given).run()
     assert_parameters(model, plain, 1e-9)
 
 

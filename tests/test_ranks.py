@@ -64,11 +64,7 @@ LOSSES = {
     "mean": (nn.CrossEntropyLoss, lambda rows: randint(CLASSES, rows), {}),
     "sum": (Summed, lambda rows: randint(CLASSES, rows), {}),
     "weighted": (class_weighted, ignoring, {}),
-    "counted": (
-        lambda: counting,
-        lambda rows: randn(rows, seed=4).abs() + 0.1,
-        {"count": weights_of},
-    ),
+    "counted": (lambda: counting, lambda rows: randn(rows, seed=4) ** 2, {"count": weights_of}),
 }
 
 

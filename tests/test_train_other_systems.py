@@ -82,16 +82,9 @@ def python(request, tmp_path):
     environment |= {"PYTHONUTF8": "0", "PYTHONWARNDEFAULTENCODING": "1"}
 
     def run(*arguments: str, code: int = 0) -> str:
-        found = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=here,
-            env=environment,
-            timeout=SECONDS,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            check=False,
-        )
+        how = {"cwd": here, "env": environment, "timeout": SECONDS, "capture_output": True}
+        command = [sys.executable, *arguments]
+        found = subprocess.run(command, encoding="utf-8", check=False, **how)
         assert found.returncode == code, found.stdout + found.stderr
         warned = [line for line in found.stderr.splitlines() if "EncodingWarning" in line]
         ours = [line for line in warned if "site-packages" not in line]

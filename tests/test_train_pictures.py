@@ -280,11 +280,8 @@ def test_a_run_wants_the_rest_of_its_epochs_and_their_tests():
 def test_torchvisions_sets_are_found_by_name(tmp_path):
     """Fashion-MNIST, of which only the included test images are there, under both names."""
     raw, images = tmp_path / "FashionMNIST" / "raw", load()
-    refused(
-        rf"torch/fashion_mnist: Dataset not found.*--data-root {tmp_path}; --download fetches it",
-        *("torch/fashion_mnist",),
-        data_root=tmp_path,
-    )
+    words = rf"Dataset not found.*--data-root {tmp_path}; --download fetches it"
+    refused(f"torch/fashion_mnist: {words}", "torch/fashion_mnist", data_root=tmp_path)
     raw.mkdir(parents=True)
     for file in Path(data_module.__file__).with_name("embedded").glob("*.gz"):
         for part in ("train", "t10k"):
@@ -299,10 +296,8 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
-    refused(
-        r"needs torchvision and timm: pip install -c constraints.txt -e '.\[images\]'",
-        "torch/cifar10",
-    )
+    words = r"needs torchvision and timm: pip install -c constraints.txt -e '.\[images\]'"
+    refused(words, "torch/cifar10")
 
 
 def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch):

@@ -44,20 +44,15 @@ ROWS = 17  # in windows of 12: the last one is ragged, and so is a batch in it
 
 
 def collate_images(rows):
-    return {
-        "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
-        "labels": torch.tensor([row["labels"] for row in rows]),
-    }
+    pixels = torch.stack([row["pixel_values"] for row in rows])
+    return {"pixel_values": pixels, "labels": torch.tensor([row["labels"] for row in rows])}
 
 
+regression = partial(sequence_classifier, num_labels=1, problem_type="regression")
 CASES = {
     "causal language model": (language_model, sentences, padded),
     "sequence classifier": (sequence_classifier, sentences, partial(padded, kind="classes")),
-    "regression": (
-        partial(sequence_classifier, num_labels=1, problem_type="regression"),
-        sentences,
-        partial(padded, kind="numbers"),
-    ),
+    "regression": (regression, sentences, partial(padded, kind="numbers")),
     "token classifier": (token_classifier, sentences, partial(padded, kind="tokens")),
     "image classifier": (image_classifier, images, collate_images),
 }
@@ -102,14 +97,9 @@ def sizes(rows, k=1):
 def build(cls, folder, case, model=None, extra=None, **options):
     """A trainer of a case; ``extra`` beside the arguments' ``options``."""
     factory, data, collate = CASES[case] if isinstance(case, str) else case
-    return cls(
-        factory() if model is None else model,
-        arguments(folder, remove_unused_columns=False, **options),
-        data_collator=collate,
-        train_dataset=data(ROWS),
-        eval_dataset=data(7),
-        **(extra or {}),
-    )
+    args = arguments(folder, remove_unused_columns=False, **options)
+    given = {"data_collator": collate, "train_dataset": data(ROWS), "eval_dataset": data(7)}
+    return cls(factory() if model is None else model, args, **given, **(extra or {}))
 
 
 def ours(folder, case, devices=VIRTUAL, cls=ScatterOnceTrainer, sharded=False, **options):
@@ -410,9 +400,7 @@ LOSSES = {
     "divides": lambda losses, items: losses.sum() / items,
     "hides that it divides": lambda losses, items: losses.sum() / int(items),
     "ignores it": lambda losses, items: losses.mean(),
-    "an auxiliary mean too": lambda losses, items: (
-        losses.sum() / items + 0.1 * losses.sqrt().mean()
-    ),
+    "an auxiliary mean": lambda losses, items: losses.sum() / items + 0.1 * losses.sqrt().mean(),
 }
 
 
@@ -611,13 +599,9 @@ def flat(rows):
     together = [word for row in rows for word in row["input_ids"]]
     first = [0, *(len(row["input_ids"]) for row in rows)]
     labels = [word for row in rows for word in [PADDING, *row["input_ids"][1:]]]
-    return {
-        "input_ids": torch.tensor([together]),
-        "attention_mask": torch.ones(1, len(together), dtype=torch.long),
-        "labels": torch.tensor([labels]),
-        "cu_seq_lens": torch.tensor(first).cumsum(0),
-        "longest": max(first),
-    }
+    ids, mask = torch.tensor([together]), torch.ones(1, len(together), dtype=torch.long)
+    more = {"cu_seq_lens": torch.tensor(first).cumsum(0), "longest": max(first)}
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([labels])} | more
 
 
 class Packed(nn.Embedding):

@@ -134,12 +134,8 @@ def build(name, folder, devices, **changes):
         extra["reward_funcs"] = length
         if not devices:  # generations are shuffled, and cut into batches
             size, k = 2, 4
-    args = config(
-        output_dir=str(folder),
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=k,
-        **{**COMMON, **options, **changes},
-    )
+    options = COMMON | {"per_device_train_batch_size": size, **options, **changes}
+    args = config(output_dir=str(folder), gradient_accumulation_steps=k, **options)
     if name in ("DPO", "DPO ipo", "KTO"):
         extra["ref_model"] = other_language_model()
     with seeded():

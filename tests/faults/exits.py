@@ -136,14 +136,8 @@ STATES = {
     ),
 }
 # The exit codes of those that do not end with 0.
-CODES = {
-    "Ctrl-C twice, a replica stuck": -2,
-    "sys.exit": 7,
-    "sys.exit in a criterion": 9,
-    "an error in a criterion": 1,
-    "Ctrl-C": -2,
-    "SIGTERM": -15,
-}
+CODES = {"sys.exit": 7, "sys.exit in a criterion": 9, "an error in a criterion": 1, "SIGTERM": -15}
+CODES |= dict.fromkeys(["Ctrl-C", "Ctrl-C twice, a replica stuck"], -2)
 
 
 class Child:
@@ -166,12 +160,8 @@ class Child:
         self.log.seek(0)
         said, _, at = self.log.read().partition("LAST LINE ")
         line, _, rest = at.partition("\n")
-        found = {
-            "name": self.name,
-            "code": os.waitstatus_to_exitcode(status),
-            "said": said + rest,
-            "seconds": ended - float(line) if line else 0.0,
-        }
+        found = {"name": self.name, "code": os.waitstatus_to_exitcode(status), "said": said + rest}
+        found["seconds"] = ended - float(line) if line else 0.0
         print(json.dumps(found), flush=True)
         return True
 

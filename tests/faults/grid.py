@@ -225,13 +225,8 @@ def run(layout: str, extent: str = "all") -> Iterator[dict[str, Any]]:
         wrong += [f"next step: {name}" for name in bench.good_step(place, number % 2 == 0)]
         wrong, strays[:] = wrong + strays, []
         faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
-        yield {
-            "layout": layout,
-            "place": place.name,
-            "kind": kind,
-            "moment": moment,
-            "wrong": wrong,
-        }
+        tried = {"layout": layout, "place": place.name, "kind": kind, "moment": moment}
+        yield tried | {"wrong": wrong}
 
 
 def say(found: Iterable[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from helpers.forks import environment
 
@@ -29,13 +29,9 @@ class Outcome:
 
 
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-X", "faulthandler", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment() | variables,
-    )
+    command = [sys.executable, "-u", "-X", "faulthandler", *arguments]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment() | variables, **pipes)
 
 
 def finish(process: subprocess.Popen[str], silence: float = SILENCE) -> Outcome:

@@ -42,13 +42,12 @@ def found(request, extent):
     there = {n: start_forked(*script) for n, script in scripts.items() if n != "accelerator"}
     if extent == "all" and (built := request.getfixturevalue("simulated_accelerator")):
         there["accelerator"] = start(*scripts["accelerator"], **built)
-    return {
-        layout: (
-            [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")],
-            outcome,
-        )
-        for layout, outcome in finish_all(there).items()
-    }
+
+    def results(outcome):
+        lines = [line for line in outcome.out.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in lines], outcome
+
+    return {layout: results(outcome) for layout, outcome in finish_all(there).items()}
 
 
 def of(found, layout):
@@ -63,11 +62,8 @@ def test_nothing_changes_and_the_next_step_is_exact(found, layout, name):
     results, outcome = of(found, layout)
     mine = [result for result in results if result["place"] == name]
     assert mine, f"never came to this place:\n{outcome.err}"
-    wrong = [
-        f"{result['kind']} in {result['moment']}: {', '.join(result['wrong'])}"
-        for result in mine
-        if result["wrong"]
-    ]
+    bad = [result for result in mine if result["wrong"]]
+    wrong = [f"{one['kind']} in {one['moment']}: {', '.join(one['wrong'])}" for one in bad]
     assert not wrong, f"{len(mine) - len(wrong)} of {len(mine)} hold; the others:\n" + "\n".join(
         wrong
     )

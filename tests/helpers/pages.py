@@ -63,14 +63,9 @@ class World(dict[str, Any]):
     """Names that the snippets of a page take for granted, made anew for each of them."""
 
     def __init__(self, snippets: dict[str, list[str]], **names: Any) -> None:
-        super().__init__(
-            torch=torch,
-            scatterpar=scatterpar,
-            ScatterOnceParallel=scatterpar.ScatterOnceParallel,
-            device=torch.device("cpu"),
-            device_ids=["cpu:0", "cpu:1"],
-            **names,
-        )
+        super().__init__(torch=torch, scatterpar=scatterpar, device=torch.device("cpu"), **names)
+        self["ScatterOnceParallel"] = scatterpar.ScatterOnceParallel
+        self["device_ids"] = ["cpu:0", "cpu:1"]
         self._snippets = snippets
 
     def follow(self, title: str, number: int = 0) -> Any:

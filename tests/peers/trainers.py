@@ -33,14 +33,8 @@ CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SIZES = {
-    "vocab_size": 400,
-    "hidden_size": 8,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": 400, "hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 CAUSAL = {"tiny-Qwen2ForCausalLM-2.5": "Qwen2", "tiny-Qwen3ForCausalLM": "Qwen3"}
 CAUSAL |= {"tiny-LlamaForCausalLM-3.2": "Llama", "tiny-MistralForCausalLM-0.2": "Mistral"}
 SCORING = {"tiny-Qwen2ForSequenceClassification-2.5": "Qwen2"}
@@ -89,12 +83,8 @@ def tokenizer(texts: list[str], *special: str, chat: str | None = None) -> Any:
     words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    words.train_from_iterator(
-        texts,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=400, special_tokens=list(special), initial_alphabet=letters
-        ),
-    )
+    options = {"vocab_size": 400, "special_tokens": list(special), "initial_alphabet": letters}
+    words.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**options))
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token=special[0], eos_token=special[1], unk_token=special[0]
     )

@@ -294,25 +294,6 @@ def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
     assert_like((model, net), (twin, twin.holder.net[0]))
 
 
-def a_step_of_one_rank(group):
-    model = build(Held).eval()
-    net = model.holder.net[0].eval()
-    rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group) as engine:
-        engine.forward_backward(INPUTS[rows], TARGETS[rows], nn.MSELoss())
-    return all_of(model, net)
-
-
-def test_ranks_exchange_the_gradients_of_a_network_in_an_object():
-    """Each rank had those of its own rows."""
-    model = build(Held).eval()
-    net = model.holder.net[0].eval()
-    F.mse_loss(model(INPUTS), TARGETS).backward()
-    for grads in run_on_ranks(2, a_step_of_one_rank):
-        for name, gradient in all_of(model, net).items():
-            assert_close(grads[name], gradient, name)
-
-
 # --- ranks that share a criterion ---
 
 
@@ -335,36 +316,51 @@ def checkpointed(net):
     return lambda o, t: F.mse_loss(checkpoint(net, o, use_reentrant=True), t)
 
 
-SHARED = {  # the network, its criterion, and options
-    "closed over": (Scale, contrast, {"whole_batch": True}),
-    "in a reentrant checkpoint": (lambda: nn.Linear(CLASSES, CLASSES), checkpointed, {}),
-    "in slots": (Scale, contrast_in_slots, {"whole_batch": True}),
+def beside(make, criterion_of):
+    """The model, a network that only the criterion reaches, and the criterion."""
+
+    def parts():
+        net = build(make)
+        return mlp(), net, criterion_of(net)
+
+    return parts
+
+
+def held():
+    model = build(Held).eval()
+    return model, model.holder.net[0].eval(), nn.MSELoss()
+
+
+SHARED = {  # what is trained, and options
+    "closed over": (beside(Scale, contrast), {"whole_batch": True}),
+    "in a reentrant checkpoint": (beside(lambda: nn.Linear(CLASSES, CLASSES), checkpointed), {}),
+    "in slots": (beside(Scale, contrast_in_slots), {"whole_batch": True}),
+    "in an object of the model": (held, {}),
 }
 
 
 def on_each_rank(group, case):
-    make, hold, options = SHARED[case]
-    model, net = mlp(), build(make)
+    make, options = SHARED[case]
+    model, net, criterion = make()
     rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
-    with ScatterOnceParallel(
-        model, 2, ["cpu"] * 2, process_group=group, verify=bool(options)
-    ) as engine:
+    how = {"process_group": group, "verify": "checkpoint" not in case}
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, **how) as engine:
         try:
-            engine.forward_backward(INPUTS[rows], TARGETS[rows], hold(net), **options)
+            engine.forward_backward(INPUTS[rows], TARGETS[rows], criterion, **options)
         except (ValueError, RuntimeError) as error:
             return str(error), all_of(model, net)
     return None, all_of(model, net)
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_ranks_that_share_a_criterion_count_what_it_closes_over_once(case):
-    """Every rank added its own copy of the same gradient. What is hidden cannot be told apart.
+def test_ranks_count_a_network_that_all_of_them_reach_once(case):
+    """Each rank had the gradient of its own rows, or added its own copy of the same gradient.
 
     The graph does not show what a reentrant checkpoint has inside, so the criterion is searched.
+    What is hidden in slots cannot be told apart.
     """
-    make, hold, _ = SHARED[case]
-    model, net = mlp(), build(make)
-    hold(net)(model(INPUTS), TARGETS).backward()
+    model, net, criterion = SHARED[case][0]()
+    criterion(model(INPUTS), TARGETS).backward()
     for said, grads in run_on_ranks(2, on_each_rank, case):
         if case == "in slots":
             assert "the criterion reaches a parameter of shape ()" in said

@@ -213,48 +213,6 @@ def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices, ke
     assert_gradients(model, gradients(twin))
 
 
-def test_an_optimizer_in_the_backward_pass_steps_once(devices):
-    def step(parameter):
-        optimizers[parameter].step()
-        parameter.grad = None
-
-    model = mlp()
-    twin = copy.deepcopy(model)
-    parameters = [*model.parameters(), *twin.parameters()]
-    optimizers = {parameter: torch.optim.Adam([parameter], lr=0.1) for parameter in parameters}
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(step)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        for batch in (FIRST, SECOND):
-            engine.loss(*batch, CE).backward()
-            CE(twin(batch[0]), batch[1]).backward()
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(ours, theirs, name)
-
-
-def test_a_closure_of_lbfgs(devices):
-    model = mlp()
-    twin = copy.deepcopy(model)
-
-    def trained(one, loss_of):
-        optimizer = torch.optim.LBFGS(one.parameters(), max_iter=4, line_search_fn="strong_wolfe")
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of()
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        ours = trained(model, lambda: engine.loss(*FIRST, CE))
-    theirs = trained(twin, lambda: CE(twin(FIRST[0]), FIRST[1]))
-    assert_close(ours.detach(), theirs.detach(), "loss")
-    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(one, other, name, 1e-8)
-
-
 def test_what_changes_between_the_call_and_the_backward_pass(devices):
     """The gradient is that of the call: a step of an optimizer meanwhile is no error."""
     model = mlp()

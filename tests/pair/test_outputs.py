@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Columns, Returns, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, Columns, Returns, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import Tensor, nn
 
@@ -54,20 +54,15 @@ def test_model_outputs_of_transformers(placed):
 
 
 def test_keyword_inputs_and_parts_without_rows(placed):
-    class Call(nn.Linear):
-        def forward(self, inputs, *, scale, extra, flag, options):
-            assert flag is True
+    class Call(Classifier):
+        def forward(self, inputs, *, scale, extra, options):
             assert scale.ndim == 0
-            output = super().forward(inputs) * scale + extra["deep"][0] * options["factor"]
+            output = self.linear(inputs) * scale + extra["deep"][0] * options["factor"]
             return output, len(inputs)
 
-    model = build(lambda: Call(FEATURES, CLASSES))
-    call = {
-        "scale": torch.tensor(2.0).double(),
-        "extra": {"deep": [randn(9, CLASSES)]},
-        "flag": True,
-        "options": {"factor": 3},
-    }
+    model = build(Call)
+    extra = {"deep": [randn(9, CLASSES)]}
+    call = {"scale": torch.tensor(2.0).double(), "extra": extra, "options": {"factor": 3}}
     outputs = DataParallelModel(model, placed(4))(INPUTS, **call)
     expected, _ = model(INPUTS, **call)
     output, rows = gather(outputs, "cpu")

@@ -15,10 +15,11 @@ import pytest
 import torch
 from helpers.freed import FREE_THREADED, count_tensors, in_time
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_step, randint, randn
+from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import scatterpar.engine
 from scatterpar import Replicated, ScatterOnceParallel
 from scatterpar.threads.workers import Job, Workers
 
@@ -78,33 +79,39 @@ LIVES = {
 }
 
 
+@pytest.fixture
+def by_reference_counts_alone():
+    """What torch has imported since the file's start is not looked at either."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("end", ["del", pytest.param("close", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("life", LIVES)
-def test_no_thread_tensor_or_cycle_is_left(devices, life, end):
-    """All by reference counts: the cyclic collector is off, and finds nothing afterwards."""
+def test_no_thread_tensor_or_cycle_is_left(devices, by_reference_counts_alone, life, end):
+    """The cyclic collector is off, and finds nothing afterwards."""
     model = mlp()
     LIVES[life](ScatterOnceParallel(mlp(), 2, devices(2)))  # what torch makes once, is made
     gc.collect()
-    gc.freeze()  # what torch has imported since the file's start is not looked at either
-    gc.disable()
-    try:
-        tensors = count_tensors()
-        engine = ScatterOnceParallel(model, 2, devices(2))
-        LIVES[life](engine)
-        if end == "close":
-            engine.close()
-            assert workers() == []
-        gone = weakref.ref(engine)
-        del engine
-        assert in_time(lambda: gone() is None)
-        deadline = time.monotonic() + 60
-        while workers() and time.monotonic() < deadline:
-            time.sleep(0.01)
+    gc.freeze()
+    tensors = count_tensors()
+    engine = ScatterOnceParallel(model, 2, devices(2))
+    LIVES[life](engine)
+    if end == "close":
+        engine.close()
         assert workers() == []
-        model.zero_grad()
-        assert in_time(lambda: count_tensors() <= tensors)
-    finally:
-        gc.enable()
+    gone = weakref.ref(engine)
+    del engine
+    assert in_time(lambda: gone() is None)
+    deadline = time.monotonic() + 60
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert workers() == []
+    model.zero_grad()
+    assert in_time(lambda: count_tensors() <= tensors)
 
 
 def test_close_twice_and_close_before_use(devices):
@@ -232,3 +239,95 @@ def test_a_worker_keeps_nothing(devices, monkeypatch, lingers):
             assert in_time(lambda: [reference() for reference in alive] == [None] * 4)
         finally:
             ends.set()
+
+
+# What the workers made and the caller dropped is freed before anybody needs the memory. With the
+# interpreter's lock whoever drops an object last frees it. Without it the thread that made it does,
+# when it runs Python again: an idle worker, a tenth of a second later.
+
+
+@pytest.fixture
+def when_scattered(monkeypatch, by_reference_counts_alone):
+    """A list of what to call before each batch is scattered."""
+    calls = []
+    scatter = scatterpar.engine.scatter
+
+    def scattering(*args):
+        for call in calls:
+            call()
+        return scatter(*args)
+
+    monkeypatch.setattr(scatterpar.engine, "scatter", scattering)
+    return calls
+
+
+class Watched(nn.Linear):
+    """Lets others see whether its outputs are alive, and has memory for so many rows."""
+
+    def __init__(self, outputs, rows=10**9):
+        super().__init__(FEATURES, CLASSES)
+        self.outputs = outputs
+        self.rows = rows
+
+    def forward(self, inputs):
+        output = super().forward(inputs)
+        self.outputs.append(weakref.ref(output))
+        if len(inputs) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return output
+
+
+class Shared(list):
+    """Replicas share any object that is not a plain container."""
+
+    def alive(self):
+        return sum(reference() is not None for reference in self)
+
+
+def of_pairs(outputs, _):
+    return (outputs @ outputs.T).sigmoid().mean()
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("name", ["a step", "outputs kept", "inference"])
+def test_a_call_leaves_what_it_returns_and_no_more(devices, by_reference_counts_alone, name, accum):
+    with ScatterOnceParallel(mlp(), accum, devices(3)) as engine:
+        for _ in range(2):  # what is made once, is made
+            LIVES[name](engine)
+            engine.zero_grad()
+        gc.collect()
+        before = count_tensors()
+        returned = LIVES[name](engine)
+        engine.zero_grad()
+        most = before + 1 + (len(returned[1]) if name == "outputs kept" else 0)
+        assert in_time(lambda: count_tensors() <= most)
+        del returned  # idle workers made them, and have nothing else to wake them
+        assert in_time(lambda: count_tensors() <= before)
+
+
+def test_what_an_error_held_is_gone_when_the_next_step_begins(devices, when_scattered):
+    outputs, found = Shared(), []
+    with ScatterOnceParallel(build(lambda: Watched(outputs)), 1, devices(3)) as engine:
+        for _ in range(5):
+            fail(engine)
+            when_scattered[:] = [lambda: found.append(outputs.alive())]
+            engine.forward_backward(*data(24), LOSS)
+            when_scattered.clear()
+    assert found == [0] * 5
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_a_try_that_ran_out_of_memory_holds_nothing_when_the_next_is_scattered(
+    devices, when_scattered, whole_batch
+):
+    outputs, found = Shared(), []
+    when_scattered.append(lambda: found.append(outputs.alive()))
+    criterion = of_pairs if whole_batch else LOSS
+    model = build(lambda: Watched(outputs, rows=2))
+    with (
+        ScatterOnceParallel(model, "auto", devices(2)) as engine,
+        pytest.warns(UserWarning, match="accum=6 is the smallest that fits"),
+    ):
+        engine.forward_backward(*data(24), criterion, whole_batch=whole_batch)
+    assert len(found) > 2
+    assert not any(found)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from faults.state import capture, differences
 from helpers.agree import Case, agree
 from helpers.models import CLASSES, FEATURES, Classifier, linear, mlp
 from helpers.module_cases import Multiplies
@@ -40,11 +41,6 @@ pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
 def all_of(*named):
     """Gradients of several modules, by their number and name."""
     return {f"{i}.{k}": g for i, one in enumerate(named) for k, g in gradients(one).items()}
-
-
-def assert_like(modules, twins):
-    for module, twin in zip(modules, twins, strict=True):
-        assert_gradients(module, gradients(twin))
 
 
 # --- what a network leaves behind is read by who called it ---
@@ -118,25 +114,18 @@ def in_slots(net):
 
 
 def in_boxes(net):
-    box = net
-    for _ in range(6):
-        box = [box]
-
-    def loss(output, targets):
-        net = box
-        for _ in range(6):
-            (net,) = net
-        return F.mse_loss(net(output), targets)
-
-    return loss
+    box = [[[[[[net]]]]]]
+    return lambda output, targets: F.mse_loss(box[0][0][0][0][0][0](output), targets)
 
 
 HOLDERS = {
     "method": lambda net: Task(net).loss,
-    "closure": in_a_closure,
-    "slots": in_slots,
-    "boxes": in_boxes,
+    **{holder.__name__: holder for holder in (in_a_closure, in_slots, in_boxes)},
 }
+
+
+def square():
+    return nn.Linear(CLASSES, CLASSES)
 
 
 @pytest.fixture
@@ -146,17 +135,9 @@ def seen():
 
 @pytest.fixture
 def net(seen):
-    net = build(lambda: nn.Linear(CLASSES, CLASSES))
+    net = build(square)
     net.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     return net
-
-
-def plain_twins(*modules):
-    """Copies after a plain step; the hook is not theirs."""
-    twins = [build(lambda: nn.Linear(CLASSES, CLASSES)), *copy.deepcopy(modules[1:])]
-    twins[0].load_state_dict(modules[0].state_dict())
-    F.mse_loss(twins[0](twins[1](INPUTS)), TARGETS).backward()
-    return twins
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -165,14 +146,15 @@ def test_their_gradient_is_that_of_the_whole_batch_and_hooks_see_it_once(
     devices, net, seen, holder, whole
 ):
     """Hooks once ran at every sub-step."""
-    model = mlp()
-    net_twin, twin = plain_twins(net, model)
+    model, twin, net_twin = mlp(), mlp(), build(square)
+    F.mse_loss(net_twin(twin(INPUTS)), TARGETS).backward()
     options = {} if whole else {"measure_noise": True}
     with ScatterOnceParallel(model, 3, devices(2), verify=False, **options) as engine:
         engine.forward_backward(INPUTS, TARGETS, HOLDERS[holder](net), whole_batch=whole)
         if not whole:
             assert math.isnan(engine.last_step.noise.noise), "replicas have no gradient of it"
-    assert_like((net, model), (net_twin, twin))
+    assert_gradients(net, gradients(net_twin))
+    assert_gradients(model, gradients(twin))
     (gradient,) = seen
     assert_close(gradient, net_twin.weight.grad, "what the hook saw")
 
@@ -241,15 +223,14 @@ def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
             raise ValueError("boom")
         return F.mse_loss(output, features.detach())
 
-    before = copy.deepcopy(teacher.state_dict())
+    before = capture(teacher)
     with (
         ScatterOnceParallel(model, 3, devices(2), verify=False) as engine,
         pytest.raises(ValueError, match="boom"),
     ):
         engine.forward_backward(INPUTS, TARGETS, loss, whole_batch=whole)
     assert calls
-    for name, value in teacher.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert differences(before, capture(teacher)) == []
 
 
 class Held(Classifier):
@@ -271,7 +252,7 @@ def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
     """
     model = build(Held)
     twin, net = copy.deepcopy(model), model.holder.net[0]
-    before, calls = copy.deepcopy(net.state_dict()), []
+    before, calls = capture(net), []
 
     def fails(output, targets):
         calls.append(len(output))
@@ -282,16 +263,15 @@ def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
     with ScatterOnceParallel(model, 3, ["cpu"] * 2, verify=False) as engine:
         with pytest.raises(ValueError, match="boom"):
             engine.forward_backward(INPUTS, TARGETS, fails)
-        assert all(parameter.grad is None for parameter in net.parameters())
-        for name, value in net.state_dict().items():
-            assert torch.equal(value, before[name]), name
+        assert differences(before, capture(net)) == []
         (model.eval(), net.eval(), twin.eval(), twin.holder.net[0].eval())
         assert engine.check(INPUTS, TARGETS, nn.MSELoss()).passed
         engine.loss(INPUTS, TARGETS, nn.MSELoss())
         assert all(parameter.grad is None for parameter in net.parameters())
         engine.loss(INPUTS, TARGETS, nn.MSELoss()).mul(3).backward()
     F.mse_loss(twin(INPUTS), TARGETS).mul(3).backward()
-    assert_like((model, net), (twin, twin.holder.net[0]))
+    assert_gradients(model, gradients(twin))
+    assert_gradients(net, gradients(twin.holder.net[0]))
 
 
 # --- ranks that share a criterion ---
@@ -333,7 +313,7 @@ def held():
 
 SHARED = {  # what is trained, and options
     "closed over": (beside(Scale, contrast), {"whole_batch": True}),
-    "in a reentrant checkpoint": (beside(lambda: nn.Linear(CLASSES, CLASSES), checkpointed), {}),
+    "in a reentrant checkpoint": (beside(square, checkpointed), {}),
     "in slots": (beside(Scale, contrast_in_slots), {"whole_batch": True}),
     "in an object of the model": (held, {}),
 }

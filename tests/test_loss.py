@@ -191,8 +191,7 @@ def test_random_numbers_are_drawn_in_the_call(devices):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices, kept):
-    model = mlp()
-    twin = copy.deepcopy(model)
+    model, twin = mlp(), mlp()
     seen = {model: [], twin: []}
     for one, calls in seen.items():
         weight, bias = one[0].weight, one[0].bias
@@ -273,9 +272,8 @@ def test_statistics_move_without_grad_as_in_plain_torch(devices):
 
 @pytest.mark.filterwarnings("ignore:no label of this batch counts")
 def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
-    targets = torch.full((9,), -100)
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        engine.loss(FIRST[0], targets, CE).backward()
+        engine.loss(FIRST[0], torch.full((9,), -100), CE).backward()
         assert all(p.grad is None for p in engine.module.parameters())
 
 
@@ -300,8 +298,7 @@ def test_a_call_that_fails_changes_nothing(devices):
 @pytest.mark.parametrize("upstream", [1.0, 0.25])
 def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
     """Inside, the scale keeps small gradients; outside, the loop's own scaling brings it back."""
-    model = mlp().float()
-    twin = copy.deepcopy(model)
+    model, twin = mlp().float(), mlp().float()
     inputs, labels = FIRST[0].float(), FIRST[1]
 
     def losses_of(one, loss_of):
@@ -337,15 +334,14 @@ def test_a_scaler_changes_no_bit_and_not_passing_one_to_backward_unscales(device
 
 def test_a_scaler_keeps_what_half_precision_would_lose_and_finds_what_overflows(devices):
     tiny = lambda outputs, _: outputs.float().mean() * 1e-7  # noqa: E731
-    model = build(lambda: nn.Linear(FEATURES, 1)).half()
-    inputs = FIRST[0].half()
+    model, inputs = build(lambda: nn.Linear(FEATURES, 1)).half(), FIRST[0].half()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         engine.loss(inputs, None, tiny).backward()
         assert not model.weight.grad.any()  # what fp16 cannot hold
         model.zero_grad()
         scaler.scale(engine.loss(inputs, None, tiny, scaler=scaler)).backward()
-        expected = FIRST[0].half().double().mean(0) * 1e-7 * 2**14
+        expected = inputs.double().mean(0) * 1e-7 * 2**14
         assert torch.allclose(model.weight.grad[0].double(), expected, rtol=1e-2)
     model = build(lambda: nn.Linear(FEATURES, 1)).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -411,8 +407,8 @@ def test_nothing_is_held_after_the_backward_pass(devices, end, by_reference_coun
 
 
 def tensors():
-    found = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
-    return [t for t in found if t.is_floating_point()]
+    objects = gc.get_objects()
+    return [t for t in objects if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
 def step_of_a_rank(group, devices):

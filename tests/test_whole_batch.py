@@ -74,19 +74,14 @@ def recorded(accum, devices, rows):
     Recorder.calls.clear()
     numbers = torch.arange(rows, dtype=torch.float64)[:, None]
     with ScatterOnceParallel(build(Recorder), accum, devices) as engine:
-        assert_close(
-            engine.forward_backward(numbers, None, pairs, whole_batch=True),
-            pairs(engine.module.linear(numbers).tanh(), None).detach(),
-            "loss",
-        )
+        loss = engine.forward_backward(numbers, None, pairs, whole_batch=True)
+        assert_close(loss, pairs(engine.module.linear(numbers).tanh(), None).detach(), "loss")
     return list(Recorder.calls)
 
 
 def test_with_one_micro_batch_per_replica_nothing_is_computed_twice(devices):
-    calls = recorded(1, devices(3), 6)
-    assert sorted(calls) == [
-        (what, first) for what in ("backward", "forward") for first in (0, 2, 4)
-    ]
+    expected = [(what, first) for what in ("backward", "forward") for first in (0, 2, 4)]
+    assert sorted(recorded(1, devices(3), 6)) == expected
 
 
 def test_the_last_graph_is_kept_and_the_others_are_computed_again_in_order():
@@ -101,10 +96,9 @@ def test_what_has_no_gradient_is_not_computed_again():
     """Only the criterion is trained: the second pass has nothing to do."""
     calls, numbers = [], randn(6, FEATURES)
     model = linear().requires_grad_(False)
-    model.register_forward_pre_hook(lambda *_: calls.append(0))
     criterion, plain = build(Tempered), build(Tempered)
     plain(model(numbers), None).backward()
-    calls.clear()
+    model.register_forward_pre_hook(lambda *_: calls.append(0))
     with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
         engine.forward_backward(numbers, None, criterion, whole_batch=True)
     assert len(calls) == 3
@@ -128,9 +122,8 @@ def test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step(d
             engine.forward_backward(randn(20, 5), None, pairs, whole_batch=whole)
             found.append(gradients(engine.module))
             states.append(torch.get_rng_state())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert torch.equal(states[0], states[1])
-    assert torch.equal(states[0], states[2])
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+    assert all(torch.equal(states[0], state) for state in states)
 
 
 @pytest.mark.draws
@@ -300,9 +293,8 @@ def of_everything(outputs, _):
     assert outputs["doubled"].shape[0] == 2 * len(classes)
     total = pairs(outputs["z"] + outputs["again"], None) * outputs["scale"]
     total = total + (square * classes[:, None]).mean() * outputs["itself"]
-    return (
-        total + (outputs["doubled"] @ outputs["doubled"].T).sin().mean() + outputs["constant"].sum()
-    )
+    total = total + (outputs["doubled"] @ outputs["doubled"].T).sin().mean()
+    return total + outputs["constant"].sum()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -313,10 +305,8 @@ def test_a_criterion_may_work_in_place(devices, replicas, accum):
         outputs.mul_(2).sub_(outputs.mean(0, keepdim=True).detach())
         return cross_entropy(outputs @ outputs.T, labels)
 
-    model = linear()
-    labels = torch.arange(9) - 1
-    loss, expected = in_place, copy.deepcopy(model)
-    loss(expected(randn(9, FEATURES)), labels.clone()).backward()
+    model, expected, labels = linear(), linear(), torch.arange(9) - 1
+    in_place(expected(randn(9, FEATURES)), labels.clone()).backward()
     with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
         _, outputs = engine.forward_backward(
             randn(9, FEATURES), labels, in_place, whole_batch=True, return_outputs=True
@@ -517,9 +507,7 @@ def test_a_scaler_scales_the_gradients(devices):
         model.zero_grad()
         scaled_loss = engine.forward_backward(*batch(9), nt_xent, scaler=scaler, whole_batch=True)
     assert torch.equal(loss, scaled_loss)
-    for name, gradient in plain.items():
-        if gradient is not None:
-            assert_close(dict(model.named_parameters())[name].grad, 1024 * gradient, name)
+    assert_gradients(model, {k: None if g is None else 1024 * g for k, g in plain.items()})
 
 
 def test_there_is_no_noise_scale_to_measure():
@@ -532,10 +520,9 @@ def test_there_is_no_noise_scale_to_measure():
 def test_check_finite(devices):
     model = two_views()
     with ScatterOnceParallel(model, 2, devices(2), check_finite=True) as engine:
+        is_nan = lambda *both: nt_xent(*both) * torch.nan  # noqa: E731
         with pytest.raises(FloatingPointError, match="the loss is nan; nothing was changed"):
-            engine.forward_backward(
-                *batch(9), lambda *both: nt_xent(*both) * torch.nan, whole_batch=True
-            )
+            engine.forward_backward(*batch(9), is_nan, whole_batch=True)
         assert all(p.grad is None for p in model.parameters())
         assert_step(engine, *batch(9), nt_xent, whole_batch=True)
 
@@ -564,9 +551,7 @@ def test_the_criterion_s_error_is_the_user_s_with_a_note():
 
 def test_a_loss_of_versions_of_the_same_pictures():
     """Micro-batches of a number that three divides were cut into other versions, in silence."""
-    module = build(lambda: nn.Linear(5, 3))
-    inputs, targets = randn(24, 5), randint(3, 24)
-    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
+    with ScatterOnceParallel(linear(), 2, ["cpu:0", "cpu:1"]) as engine:
         words = "Versions splits its rows into 3 versions.*pass whole_batch=True"
         with pytest.raises(ValueError, match=words):
-            engine.forward_backward(inputs, targets, Versions())
+            engine.forward_backward(randn(24, FEATURES), randint(3, 24), Versions())

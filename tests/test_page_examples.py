@@ -41,6 +41,7 @@ CRITERION = nn.CrossEntropyLoss()
 IMAGES, LABELS = randn(25, 4), randint(3, 25)  # batches of 16 and 9
 LENGTHS = [3, 1, 4, 2, 5]
 IDS, FOLLOWING = randint(6, 5, 7), randint(6, 5, 7, seed=5)
+TEXTS = {"ids": IDS, "labels": FOLLOWING}
 
 
 def classifier(columns=3):
@@ -131,6 +132,10 @@ def plain_step(model, names):
     return CRITERION(model(names["images"]), names["labels"])
 
 
+def classified(inputs):
+    return lambda model, names: CRITERION(model(inputs), names["labels"])
+
+
 def thawed(model, names):
     """Two steps, the first one of the head alone; the loss is that of the second."""
     frozen = CRITERION(model.head(model.body(IMAGES).detach()), LABELS)
@@ -186,6 +191,7 @@ IMAGES_OF_SIZES = [randn(3, 4 + n, 5, seed=n) for n in LENGTHS]
 BOXES = [{"boxes": randn(n, 4, seed=n)} for n in LENGTHS]
 FOUND = [{"boxes": randn(n, 4, seed=n)} for n in (1, 3, 0, 2, 5, 1, 0, 0, 2)]
 FEW = {"labels": randint(4, 5)}
+WINDOW = [{"ids": randint(6, n, n + 1, seed=n), "labels": randint(6, n)} for n in (4, 3, 2)]
 PADDING = torch.arange(7) >= torch.tensor([6, 3, 5, 2, 4])[:, None]
 
 
@@ -220,17 +226,13 @@ EXAMPLES = [
         "Sequences of different lengths",
         lambda: Of(lambda model, x: model.linear(x).sum(1), linear=nn.Linear(3, 4, bias=False)),
         {"sequences": SEQUENCES, **FEW},
-        lambda model, names: CRITERION(
-            model(pad_sequence(SEQUENCES, batch_first=True)), names["labels"]
-        ),
+        classified(pad_sequence(SEQUENCES, batch_first=True)),
     ),
     batches(
         "Packed sequences",
         lambda: Of(lambda model, packed: model.rnn(packed)[1][0][0], rnn=nn.LSTM(3, 4)),
         {"sequences": SEQUENCES, **FEW},
-        lambda model, names: CRITERION(
-            model(pack_sequence(SEQUENCES, enforce_sorted=False)), names["labels"]
-        ),
+        classified(pack_sequence(SEQUENCES, enforce_sorted=False)),
     ),
     batches(
         "Detection: a list of images and a list of dicts",
@@ -241,12 +243,7 @@ EXAMPLES = [
     batches(
         "A window of batches",
         language(lambda model, ids: model.head(model.words(ids).mean(1))),
-        {
-            "loader": [
-                {"ids": randint(6, n, n + 1, seed=n), "labels": randint(6, n)} for n in (4, 3, 2)
-            ],
-            "count": None,
-        },
+        {"loader": WINDOW, "count": None},
         windowed,
     ),
     batches(
@@ -256,12 +253,7 @@ EXAMPLES = [
         lambda model, names: model(IDS, names["labels"])[1],
     ),
     *(
-        batches(
-            title,
-            language(logits_and_router),
-            {"ids": IDS, "labels": FOLLOWING},
-            whole(loss, "ids", targets="labels"),
-        )
+        batches(title, language(logits_and_router), TEXTS, whole(loss, "ids", targets="labels"))
         for title, loss in (
             ("Auxiliary losses of a router", "with_router"),
             ("A router's load balance", "balanced"),
@@ -299,11 +291,7 @@ EXAMPLES = [
     ),
     of_recipe("Freezing and unfreezing parts", thawed, name="two_parts", make=two_parts),
     of_recipe(
-        "Half-precision parameters",
-        lambda model, names: CRITERION(model(IMAGES.bfloat16()), LABELS),
-        name="half",
-        make=classifier,
-        relative=2e-2,
+        *("Half-precision parameters", classified(IMAGES.bfloat16())), name="half", relative=2e-2
     ),
     dice(0),
     dice(1),
@@ -442,20 +430,13 @@ def recipe(title, model=None, dtype=torch.float64, **names):
 
 
 def plain_loop(
-    model,
-    *optimizers,
-    autocast=None,
-    scaler=None,
-    clip=None,
-    schedule=None,
-    average=None,
-    batches=(),
+    model, *optimizers, autocast=None, scaler=None, clip=None, schedule=None, average=None, data=()
 ):
     """The same training without the engine."""
     optimizers = optimizers or [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
     schedule = schedule and schedule(optimizers[0])
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for images, labels in batches or loader(next(model.parameters()).dtype):
+    for images, labels in data or loader(next(model.parameters()).dtype):
         model.zero_grad()
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
             loss = CRITERION(model(images), labels)
@@ -646,7 +627,7 @@ def test_resumed_in_the_middle_of_an_epoch():
     assert (again["sampler"].epoch, again["sampler"].done) == (1, 0)
     plain = build(classifier)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
-    plain_loop(plain, batches=[dataset[rows] for rows in order.split(8)])
+    plain_loop(plain, data=[dataset[rows] for rows in order.split(8)])
     assert_parameters(again["model"], plain)
 
 

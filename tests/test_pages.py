@@ -16,6 +16,7 @@ from helpers.pages import ROOT, blocks, namespace, read, run, sections
 from helpers.stock_parallel import gradient
 from helpers.trainers import language_model, padded, sentences, sequence_classifier
 from helpers.trainers import token_classifier as token_model
+from test_page_examples import plain_loop
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -140,26 +141,16 @@ def test_the_table_of_trainers_is_found():
 def test_the_recipes_for_other_loops(title, package, relative):
     pytest.importorskip(package)
     code = blocks(sections("docs/trainer.md")[title], "python")[0]
-    clips, schedules = "clip_grad_norm_" in code, "scheduler.step()" in code
     model = build(mlp).float()
     twin = copy.deepcopy(model)
     loader = [(randn(9, FEATURES, seed=n).float(), randint(CLASSES, 9, seed=n)) for n in range(3)]
     names = {"model": model, "loader": loader, "criterion": nn.CrossEntropyLoss()}
-    optimizers, schedulers = [], []
-    for one in (model, twin):
-        optimizers.append(torch.optim.SGD(one.parameters(), lr=0.1))
-        schedulers.append(torch.optim.lr_scheduler.ConstantLR(optimizers[-1], 0.5, 2))
-    if not schedules:
-        optimizers[0] = torch.optim.SGD(model.parameters(), lr=0.05)
-    names |= {"optimizer": optimizers[0], "scheduler": schedulers[0]}
-    for inputs, targets in loader:
-        optimizers[1].zero_grad()
-        cross_entropy(twin(inputs), targets).backward()
-        if clips:
-            nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        optimizers[1].step()
-        if schedules:
-            schedulers[1].step()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    names["optimizer"], plain = optimizers[0], {"clip": 1.0 if "clip_grad_norm_(" in code else None}
+    if "scheduler.step()" in code:
+        plain["schedule"] = lambda one: torch.optim.lr_scheduler.ConstantLR(one, 0.5, 2)
+        names["scheduler"] = plain["schedule"](optimizers[0])
+    plain_loop(twin, optimizers[1], data=loader, **plain)
     names["device_ids"] = ["cpu:0", "cpu:1"]
     exec(code, names)
     names["engine"].close()

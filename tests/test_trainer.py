@@ -58,12 +58,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_garbage_collection(monkeypatch):
-    """Trainers collect garbage at each start: half of a test's time."""
-    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **_: None)
-
-
 class Heard(transformers.TrainerCallback):
     def __init__(self):
         self.events = []

@@ -52,12 +52,8 @@ ROWS = 17  # in steps of 12 rows: the last one of an epoch is ragged
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **_: None)
-    monkeypatch.setattr(
-        "sentence_transformers.base.model_card.BaseModelCardCallback.on_init_end",
-        lambda *_, **__: None,
-        raising=False,
-    )
+    card = "sentence_transformers.base.model_card.BaseModelCardCallback.on_init_end"
+    monkeypatch.setattr(card, lambda *_, **__: None, raising=False)
 
 
 @pytest.fixture(scope="module")

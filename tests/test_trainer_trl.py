@@ -37,7 +37,6 @@ COMMON |= {"activation_checkpointing": False}
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # a thread
-    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **_: None)
 
 
 def tokens():

@@ -63,6 +63,7 @@ for name in (  # the subject itself knows these
     place(name)(_nothing)
 
 
+@place("outputs asked for")
 @place("criterion, a function")
 def _function(subject: Subject, step: Step, name: str) -> Iterator[None]:
     def criterion(output: Tensor, targets: Tensor) -> Tensor:
@@ -70,6 +71,7 @@ def _function(subject: Subject, step: Step, name: str) -> Iterator[None]:
         return nn.functional.cross_entropy(output, targets)
 
     step.criterion = criterion
+    step.options["return_outputs"] = name == "outputs asked for"
     yield
 
 
@@ -93,9 +95,12 @@ class Centred(nn.Module):
         return loss
 
 
+@place("whole batch: criterion", counted=True)
 @place("criterion, a module with buffers")
 def _module(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    step.criterion = centred = Centred().to(subject.enter.weight.device)
+    whole = name.startswith("whole")
+    step.criterion = centred = Centred(name if whole else None).to(subject.enter.weight.device)
+    step.options["whole_batch"] = whole
     yield
     if trap.sprung:
         assert centred.shift.grad is None
@@ -208,24 +213,22 @@ _parameter_hook("hook on a parameter", "register_hook")
 _parameter_hook("post-accumulate hook on a parameter", "register_post_accumulate_grad_hook")
 
 
-@place("saved-tensor hook, pack")
-def _pack(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    def pack(tensor: Tensor) -> Tensor:
-        trap.at(name)
-        return tensor
+def _saved_tensor_hook(name: str, number: int) -> None:
+    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
+        def hook(tensor: Tensor) -> Tensor:
+            trap.at(name)
+            return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
+        hooks: list[Any] = [lambda tensor: tensor] * 2
+        hooks[number] = hook
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            yield
+
+    place(name)(prepare)
 
 
-@place("saved-tensor hook, unpack")
-def _unpack(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    def unpack(tensor: Tensor) -> Tensor:
-        trap.at(name)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        yield
+_saved_tensor_hook("saved-tensor hook, pack", 0)
+_saved_tensor_hook("saved-tensor hook, unpack", 1)
 
 
 class Copied(nn.Module):
@@ -243,45 +246,18 @@ def _replication(subject: Subject, step: Step, name: str) -> Iterator[None]:
     del subject.extra
 
 
-@place("outputs asked for", counted=False)
-def _outputs(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    """As the plain criterion, with the outputs of earlier sub-steps in hand."""
-    _function_of_outputs = nn.functional.cross_entropy
+def _whole_batch_hook(name: str, method: str) -> None:
+    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
+        step.criterion = _of_all_rows
+        step.options["whole_batch"] = True
+        with _removed(getattr(subject.leave, method)(lambda *_: trap.count(name))):
+            yield
 
-    def criterion(output: Tensor, targets: Tensor) -> Tensor:
-        trap.at(name)
-        return _function_of_outputs(output, targets)
-
-    step.criterion = criterion
-    step.options["return_outputs"] = True
-    yield
+    place(name, counted=True)(prepare)
 
 
-@place("whole batch: forward, either pass", counted=True)
-def _either_pass(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    step.criterion = _of_all_rows
-    step.options["whole_batch"] = True
-    with _removed(subject.leave.register_forward_hook(lambda *_: trap.count(name))):
-        yield
-
-
-@place("whole batch: backward", counted=True)
-def _backward_of_whole(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    step.criterion = _of_all_rows
-    step.options["whole_batch"] = True
-    with _removed(subject.leave.register_full_backward_hook(lambda *_: trap.count(name))):
-        yield
-
-
-@place("whole batch: criterion", counted=True)
-def _whole_criterion(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    """A criterion that draws, with buffers, before the loss and in its backward."""
-    step.criterion = centred = Centred(name).to(subject.enter.weight.device)
-    step.options["whole_batch"] = True
-    yield
-    if trap.sprung:
-        assert centred.shift.grad is None
-        assert not centred.centre.any()
+_whole_batch_hook("whole batch: forward, either pass", "register_forward_hook")
+_whole_batch_hook("whole batch: backward", "register_full_backward_hook")
 
 
 def _of_all_rows(output: Tensor, targets: Tensor) -> Tensor:

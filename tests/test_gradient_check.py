@@ -14,7 +14,7 @@ from helpers.weighted import classes, padded
 from torch import nn
 from torch.nn import functional as F
 
-from scatterpar import Rows, ScatterOnceParallel, count_labels
+from scatterpar import ScatterOnceParallel, count_labels
 
 ROWS = 23
 INPUTS = randn(ROWS, FEATURES)
@@ -146,8 +146,6 @@ def test_a_loss_that_compares_rows(devices):
         assert report.worst < 1e-10
         assert not engine.check(*batch).passed
         assert differences(before, capture(engine.module)) == []
-        with pytest.raises(ValueError, match="whole_batch=True"):
-            engine.check(*batch, whole_batch=True, count=count_labels())
 
 
 def test_what_the_module_ties_to_each_other_is_named():
@@ -170,12 +168,3 @@ def checks_its_own_rows(group):
 
 def test_each_rank_compares_its_own_rows():
     assert max(run_on_ranks(2, checks_its_own_rows)) < 1e-10
-
-
-def test_several_batches_are_refused_in_words():
-    window = Rows.from_batches([INPUTS[:4], INPUTS[4:9]])
-    with (
-        ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine,
-        pytest.raises(ValueError, match=r"check takes one batch.*got 2 in one"),
-    ):
-        engine.check(window, None, lambda o, t: o.mean())

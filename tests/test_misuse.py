@@ -195,14 +195,6 @@ def test_a_module_that_returns(devices, case):
         assert_step(engine, data(6)[0], None, criterion)
 
 
-def test_a_module_with_nothing_to_train(devices):
-    model = mlp().requires_grad_(False)
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        words = r"has no parameter that requires grad: there is nothing to train; call .requires"
-        with pytest.raises(ValueError, match=words):
-            engine.forward_backward(data(6)[0], None, lambda output, _: output.mean())
-
-
 @pytest.mark.parametrize("device", ["cuda:99", "meta"])
 def test_devices_that_are_not_here(device):
     with pytest.raises(ValueError, match=f"device_ids: {device} is not here"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 
@@ -295,19 +294,3 @@ def test_what_a_criterion_and_a_checkpoint_do_is_put_back(devices):
     assert torch.equal(model.linear.weight.grad, torch.ones_like(model.linear.weight))
     assert all(p.grad is None for p in head.parameters())
     assert model.seen == 0
-
-
-def test_what_is_not_there_is_refused(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        for place, words in [
-            ((2, 0), "replica=2: 13 rows are those of replicas 0 to 1"),
-            ((-1, 0), "replica=-1: 13 rows"),
-            ((1, 2), "sub_step=2: of 13 rows, replica 1 has the sub-steps 0 to 1"),
-        ]:
-            with pytest.raises(ValueError, match=words):
-                engine.replay(ROWS, LABELS, LOSS, replica=place[0], sub_step=place[1])
-        with pytest.raises(TypeError, match="replica must be an int"):
-            engine.replay(ROWS, LABELS, LOSS, replica="1", sub_step=0)
-        with pytest.raises(ValueError, match="the batch disagrees in its rows"):
-            engine.replay(ROWS, LABELS[:3], LOSS, replica=0, sub_step=0)
-        copy.deepcopy(engine).close()

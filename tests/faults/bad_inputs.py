@@ -22,6 +22,7 @@ from scatterpar import (
     Rows,
     ScatterOnceParallel,
     ShardedOptimizer,
+    count_labels,
     gather,
 )
 
@@ -73,6 +74,7 @@ def world() -> dict[str, Any]:
         "Replicated": Replicated,
         "Sharded": ShardedOptimizer,
         "gather": gather,
+        "count_labels": count_labels,
         "namedtuple": collections.namedtuple,
     }
 

@@ -18,37 +18,30 @@ from scatterpar import ScatterOnceParallel
 LAYOUTS = (["cpu"], ["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"])
 
 
-class MakesItsHead(nn.Module):
+def makes_its_head(model, inputs):
     """Its head comes with the first batch, as wide as that."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(4, 6)
-        self.head = None
-
-    def forward(self, inputs):
-        if self.head is None:
-            self.head = nn.Linear(6, 2).double()
-        return self.head(self.enter(inputs))
+    if model.head is None:
+        model.head = nn.Linear(6, 2).double()
+    return model.head(model.enter(inputs))
 
 
-class ExchangesItsWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(4, 2)
-        self.exchanges = True
+def exchanges_its_weight(model, inputs):
+    if model.exchanges:
+        model.head.weight = nn.Parameter(model.head.weight * 0.5)
+    return model.head(inputs)
 
-    def forward(self, inputs):
-        if self.exchanges:
-            self.head.weight = nn.Parameter(self.head.weight * 0.5)
-        return self.head(inputs)
+
+MAKERS = {
+    "a head": lambda: Of(makes_its_head, enter=nn.Linear(4, 6), head=None),
+    "a weight": lambda: Of(exchanges_its_weight, head=nn.Linear(4, 2), exchanges=True),
+}
 
 
 @pytest.mark.parametrize("device_ids", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", [MakesItsHead, ExchangesItsWeight])
+@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("whole_batch", [False, True])
 def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, kind, whole_batch):
-    model = build(kind)
+    model = build(MAKERS[kind])
     inputs, targets, criterion = randn(9, 4), randn(9, 2), nn.MSELoss()
     engine = ScatterOnceParallel(model, 2, device_ids)
     for _ in range(2):

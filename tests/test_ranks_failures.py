@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Of, mlp
 from helpers.oracle import assert_gradients, build, randint, randn, whole_batch
 from helpers.rank_processes import failure, run_on_ranks
 from torch import nn
@@ -215,22 +215,19 @@ def test_ranks_that_disagree_are_told_so(how):
         assert how in ("call", "labels") or "which tensors are trained, on their shapes" in words
 
 
-class Hungry(nn.Module):
-    """Runs out of memory on one rank for more than two rows at a time."""
+def hungry_model(most):
+    """Runs out of memory for more than so many rows at a time."""
 
-    def __init__(self, most):
-        super().__init__()
-        self.body = build(mlp)
-        self.most = most
-
-    def forward(self, inputs):
-        if len(inputs) > self.most:
+    def forward(model, inputs):
+        if len(inputs) > most:
             raise torch.OutOfMemoryError("out of memory")
-        return self.body(inputs)
+        return model.body(inputs)
+
+    return Of(forward, body=build(mlp))
 
 
 def hungry(group):
-    module = Hungry(2 if group.rank() == 1 else 100)
+    module = hungry_model(2 if group.rank() == 1 else 100)
     batch = randn(16, FEATURES), randint(CLASSES, 16)
     mine = [tensor.chunk(2)[group.rank()] for tensor in batch]
     expected = whole_batch(module.body, *batch, CRITERION)[1]
@@ -248,7 +245,7 @@ def test_a_rank_alone_may_need_more_sub_steps():
 
 
 def starve(group):
-    module = Hungry(0 if group.rank() == 1 else 100)
+    module = hungry_model(0 if group.rank() == 1 else 100)
     with ScatterOnceParallel(module, "auto", process_group=group) as engine:
         return failure(engine.forward_backward, randn(4, FEATURES), randint(CLASSES, 4), CRITERION)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,18 +29,10 @@ VIRTUAL = ["cpu:0", "cpu:1", "cpu:2"]  # the first is not the host either: all s
 LOSS = nn.CrossEntropyLoss()
 
 
-class Room:
-    """How many rows a device takes at once; and in which order it was given how many."""
-
-    def __init__(self):
-        self.rows = 4
-        self.refused = 0
-        self.log = []
-
-
 @pytest.fixture
 def room(monkeypatch):
-    room, copied = Room(), Transfers.copy
+    """How many rows a device takes at once; and in which order it was given how many."""
+    room, copied = SimpleNamespace(rows=4, refused=0, log=[]), Transfers.copy
 
     def refusing(transfers, tensor, device, phase):
         rows = len(tensor) if tensor.ndim else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 import weakref
 
@@ -112,14 +113,10 @@ def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(devices, form, w
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 11, 12])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_the_fewest_sub_steps_that_fit_are_found_and_kept(replicas, rows):
-    model = budget(rows)
+    model, batch = budget(rows), 24
     model.norm.eval()
-    model.norm.momentum = 0.0
-    batch = 24
-    share = -(-batch // replicas)
-    fewest = -(-share // rows)
+    fewest = math.ceil(math.ceil(batch / replicas) / rows)
     with ScatterOnceParallel(model, "auto", ["cpu"] * replicas) as engine:
-        model.norm.eval()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(engine, batch)
@@ -140,7 +137,6 @@ def test_one_row_that_does_not_fit_reaches_the_user_and_changes_nothing(devices,
     model = budget(0, where=where)
     model.norm.eval()
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
-        model.norm.eval()
         torch.manual_seed(1)
         before = capture(model)
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:

@@ -331,21 +331,6 @@ def test_a_right_one_is_verified_once_and_exact(devices, name):
     assert_gradients(model, gradients(twin))
 
 
-def test_the_numbers_are_those_of_the_labels():
-    targets = torch.tensor([0, 1, 2, 3, -100, -100, -100, 1])
-    engine = ScatterOnceParallel(mlp(), 2, ["cpu"])
-    with pytest.raises(ValueError, match="count=") as caught:
-        step(engine, in_a_def, targets, INPUTS[:8])
-    assert str(caught.value) == (
-        "the criterion in_a_def: your loss of 8 rows is not the mean of the losses of 3 + 3 + 2 "
-        "rows, but the engine assumes it is: the gradient would be off by 35 %. "
-        "It seems to be a mean over the labels that are not -100: pass "
-        'reduction="mean" and count=scatterpar.count_labels(); or whole_batch=True. '
-        "(Rows 7, 1, 2, 3, 0, 6, 4, 5 of 8.) "
-        "Nothing was changed; an engine made with verify=False does not check."
-    )
-
-
 # --- the first batch hides it ---
 
 

@@ -50,21 +50,20 @@ def strike_twice():
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
         heard.acquire()  # two that wait are one
+def daemon(target, *args):
+    threading.Thread(target=target, args=args, daemon=True).start()
+def later(number):
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
 """
 
 STATES = {
     # These two wait for their replica, while the others run.
     "Ctrl-C twice, a replica stuck": (
-        "engine = make()\n"
-        "signal.signal(signal.SIGINT, hear)\n"
-        "threading.Thread(target=strike_twice, daemon=True).start()\n"
+        "engine = make(); signal.signal(signal.SIGINT, hear); daemon(strike_twice)\n"
         "step(engine, stuck)"
     ),
-    "a stuck replica in a daemon thread": (
-        "engine = make()\n"
-        # Not earlier: an interpreter ends a thread that comes back from C++ then with an abort.
-        "threading.Thread(target=step, args=(engine, stuck), daemon=True).start(); inside.wait()"
-    ),
+    # Not earlier: an interpreter ends a thread that comes back from C++ then with an abort.
+    "a stuck replica in a daemon": "engine = make(); daemon(step, engine, stuck); inside.wait()",
     "unused": "engine = make()",
     "used": "engine = make(); step(engine)",
     "used, virtual devices": "engine = make(['cpu:0', 'cpu:1']); step(engine)",
@@ -72,23 +71,18 @@ STATES = {
     "closed": "engine = make(); step(engine); engine.close()",
     "in a cycle": "engine = make(); step(engine); engine.me = [engine]; del engine",
     "sys.exit": "engine = make(); step(engine); sys.exit(7)",
-    "sys.exit in a criterion": (
-        "engine = make()\ndef leave(output, targets): sys.exit(9)\nstep(engine, leave)"
-    ),
-    "an error in a criterion": (
-        "engine = make()\ndef fail(output, targets): raise ValueError('boom')\nstep(engine, fail)"
-    ),
+    "sys.exit in a criterion": "engine = make()\ndef leave(*_): sys.exit(9)\nstep(engine, leave)",
+    "an error in a criterion": "engine = make()\ndef fail(*_): 1 / 0\nstep(engine, fail)",
     "a step in a daemon thread": (
-        "engine = make()\n"
-        "def forever():\n"
+        "def forever(engine):\n"
         "    while True: step(engine, slow)\n"
-        "threading.Thread(target=forever, daemon=True).start(); time.sleep(0.2)"
+        "engine = make(); daemon(forever, engine); time.sleep(0.2)"
     ),
     "steps in many daemon threads": (
         "def begin():\n"
         "    model = nn.Sequential(nn.Linear(4, 100_000), nn.Linear(100_000, 2))\n"
         "    engine = ScatterOnceParallel(model, 1, ['cpu:0', 'cpu:1'])\n"
-        "    threading.Thread(target=forever, args=(engine,), daemon=True).start()\n"
+        "    daemon(forever, engine)\n"
         "def forever(engine):\n"
         "    while True: step(engine); inside.set()\n"
         "for _ in range(4): begin()\n"
@@ -99,7 +93,7 @@ STATES = {
         "engines = [make() for _ in range(300)]\n"
         "def forever():\n"
         "    while True: engines.append(make()); engines.pop(0)\n"
-        "for _ in range(2): threading.Thread(target=forever, daemon=True).start()\n"
+        "for _ in range(2): daemon(forever)\n"
         "for _ in range(200): atexit.register(Workers.exit)"
     ),
     "a step in a thread that goes on": (
@@ -108,16 +102,8 @@ STATES = {
     "a step at exit": "engine = make(); step(engine); atexit.register(step, engine)",
     "a first step at exit": "engine = make(); atexit.register(step, engine)",
     "closed at exit": "engine = make(); step(engine); atexit.register(engine.close)",
-    "Ctrl-C": (
-        "engine = make()\n"
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        "while True: step(engine, slow)"
-    ),
-    "SIGTERM": (
-        "engine = make(); step(engine)\n"
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "while True: step(engine, slow)"
-    ),
+    "Ctrl-C": "engine = make(); later(signal.SIGINT)\nwhile True: step(engine, slow)",
+    "SIGTERM": "engine = make(); step(engine); later(signal.SIGTERM)\nwhile 1: step(engine, slow)",
     "a forked child": (
         "engine = make(); step(engine)\n"
         "child = os.fork()\n"
@@ -126,7 +112,7 @@ STATES = {
     "a traceback keeps it": (
         "try:\n"
         "    engine = make()\n"
-        "    def fail(output, targets): raise ValueError('boom')\n"
+        "    def fail(*_): raise ValueError\n"
         "    step(engine, fail)\n"
         "except ValueError as error:\n"
         "    kept = error"

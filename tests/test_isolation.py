@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.contrastive import clip, two_views
 from helpers.isolation import MixedMemories, guarded
-from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.models import CLASSES, FEATURES, Returns, mlp
 from helpers.module_cases import CASES, MODELS, Head
 from helpers.oracle import (
     assert_close,
@@ -148,30 +148,19 @@ def test_batch_statistics_and_the_gradient_of_the_inputs_of_the_pair(monkeypatch
     assert_close(inputs.grad, same.grad, "inputs")
 
 
-class Smuggler(Classifier):
-    """Replica 0 leaves a tensor where replica 1 picks it up: an error on GPUs."""
-
-    passed: list = []  # noqa: RUF012
-    ready = threading.Event()
-
-    def __init__(self):
-        super().__init__()
-        self.number = 0
-
-    def forward(self, inputs):
-        outputs = self.linear(inputs)
-        if inputs[0, 0] == 0:
-            Smuggler.passed.append(outputs.detach())
-            Smuggler.ready.set()
-            return outputs
-        Smuggler.ready.wait(120)
-        return outputs + Smuggler.passed[0]
-
-
 def test_the_guard_can_fail(monkeypatch):
-    Smuggler.passed.clear()
-    Smuggler.ready.clear()
-    model = build(Smuggler)
+    """Replica 0 leaves a tensor where replica 1 picks it up: an error on GPUs."""
+    passed, ready = [], threading.Event()
+
+    def smuggle(logits, inputs):
+        if inputs[0, 0] == 0:
+            passed.append(logits.detach())
+            ready.set()
+            return logits
+        ready.wait(120)
+        return logits + passed[0]
+
+    model = build(lambda: Returns(smuggle))
     inputs = randn(4, FEATURES)
     inputs[:, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
     with (
@@ -181,7 +170,6 @@ def test_the_guard_can_fail(monkeypatch):
     ):
         engine.forward_backward(inputs, randint(CLASSES, 4), nn.CrossEntropyLoss())
     assert "in replica 1 on cpu:1, sub-step 0 of 1" in caught.value.__notes__[0]
-    Smuggler.passed.clear()
 
 
 @pytest.mark.parametrize("accum", [1, 3])

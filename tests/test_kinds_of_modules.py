@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Classifier
+from helpers.models import CLASSES, FEATURES, Classifier, Returns
 from helpers.module_cases import Graph, small
 from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
 from torch import nn
@@ -56,24 +56,14 @@ def test_zero_grad_in_forward_does_not_wipe_earlier_sub_steps(devices):
     assert_close(model.linear.weight.grad, expected["linear.weight"], "gradient")
 
 
-class Yields(nn.Linear):
-    def forward(self, inputs):
-        return {"logits": (row for row in super().forward(inputs))}
-
-
-class Maps(nn.Linear):
-    def forward(self, inputs):
-        return map(super().forward, inputs)
-
-
 def test_a_generator_as_an_output_is_refused_in_words(devices):
-    model = build(lambda: Yields(FEATURES, CLASSES)).eval()
+    model = build(lambda: Returns(lambda logits, _: {"logits": (row for row in logits)})).eval()
     words = "output contains a generator that has not been consumed; return a list"
     with ScatterOnceParallel(model, 2, devices(2)) as engine, pytest.raises(TypeError, match=words):
         engine(BATCH[0])
     with pytest.raises(TypeError, match=words):
         DataParallelModel(model, devices(2))(BATCH[0])
-    pair = DataParallelModel(build(lambda: Maps(FEATURES, CLASSES)), devices(2))
+    pair = DataParallelModel(build(lambda: Returns(lambda y, _: map(abs, y))), devices(2))
     with pytest.raises(TypeError, match="output contains a map that has not been consumed"):
         pair(BATCH[0])
 

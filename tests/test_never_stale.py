@@ -118,26 +118,6 @@ def test_what_a_hook_wrote_is_gone_with_the_hook(devices):
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
 
 
-def test_train_and_eval_of_submodules(devices):
-    model = build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-    )
-    seen = []
-    model[1].register_forward_hook(lambda module, args, output: seen.append(module.training))
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.train()
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        model[1].eval()
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        assert [replica.training for replica in engine.replicas] == [True, True]
-        engine.eval()
-        engine(BATCH[0])
-        model[1].train()
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert seen == [True, True, False, False, False, False, True, True]
-    assert model[1].num_batches_tracked == 2
-
-
 def test_another_module_in_the_engine(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         first = assert_step(engine, *BATCH, nn.CrossEntropyLoss())

@@ -37,6 +37,7 @@ class Model(nn.Module):
         for name, buffer in self.named_buffers(recurse=False):
             if name.startswith("extra"):
                 hidden = hidden + buffer
+        hidden = hidden if self.head.training else hidden * 2
         return self.head(hidden) * getattr(self, "bonus", 1.0)
 
 
@@ -106,6 +107,7 @@ CHANGES = {
     ),
     "freeze": lambda model: model.blocks.requires_grad_(False),
     "freeze and thaw": freeze_and_thaw,
+    "evaluate a layer": lambda model: model.head.eval(),
     "rebind an attribute": sets("p", lambda _: 0.2),
     "rebind it to a tensor": sets("p", lambda _: randn(6, seed=11)),
     "rebind a function": sets("act", lambda _: torch.sin),

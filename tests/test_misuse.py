@@ -24,6 +24,7 @@ from helpers.oracle import (
 )
 from helpers.stop_iteration import RaisesStopIteration, assert_arrives_from_everywhere
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
@@ -263,11 +264,7 @@ print("parent:", os.waitstatus_to_exitcode(status), engine.module.weight.grad.to
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize(
     ("devices", "used", "abrupt"),
-    [
-        ('["cpu"] * 2', True, False),
-        ('["cpu:0", "cpu:1"]', True, True),
-        ('["cpu"] * 2', False, False),
-    ],
+    [(["cpu"] * 2, True, False), (["cpu:0", "cpu:1"], True, True), (["cpu"] * 2, False, False)],
 )
 def test_in_a_forked_child(devices, used, abrupt):
     outcome = run_forked("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt))
@@ -319,30 +316,10 @@ def test_forked_children_compute_at_once(compute):
 # --- modules that cannot be replicated ---
 
 
-class Packed(torch.Tensor):
-    """A tensor that is made of another one, as quantised ones are."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
-        def inner_of(value):
-            return value.inner if isinstance(value, cls) else value
-
-        result = operator(*map(inner_of, args), **(kwargs or {}))
-        return cls(result) if isinstance(result, torch.Tensor) else result
-
-
 def packed(model):
-    model[0].weight = nn.Parameter(Packed(torch.randn(3, 4)), requires_grad=False)
+    model[0].weight = nn.Parameter(
+        TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), requires_grad=False
+    )
 
 
 def quantised(model):
@@ -363,7 +340,10 @@ def integers(model):
     ("change", "words"),
     [
         (integers, r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr"),
-        (packed, r"has the parameter '0.weight', a Packed, .* made of other tensors, as torchao's"),
+        (
+            packed,
+            r"the parameter '0.weight', a TwoTensor, .* made of other tensors, as torchao's",
+        ),
         (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
         (
             scripted,

@@ -15,9 +15,9 @@ import json
 import random
 import sys
 import warnings
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count as numbers
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,31 +61,14 @@ PRECISIONS = words("float64, float32, float32, bfloat16, float16, autocast")
 COUNTED = words("ignored, ignored literal, class weights, sample weights, masked, shifted")
 
 
-@dataclass
-class Program:
+class Program(SimpleNamespace):
     """One random program: a task, a loss, what is passed for it, and its surroundings."""
-
-    seed: int
-    task: str = ""
-    loss: str = ""
-    passed: str = ""
-    place: str = ""
-    extra: str = ""
-    precision: str = ""
-    layers: tuple[str, ...] = ()
-    rows: int = 0
-    replicas: int = 1
-    accum: int = 1
-    virtual: bool = False
-    ranks: bool = False
-    holes: str = ""
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 def draw(seed: int) -> Program:
     """The program of a seed: the same in every version, so the order of the draws is fixed."""
     pick = random.Random(seed)
-    program = Program(seed, task=pick.choice(list(LOSSES)))
+    program = Program(seed=seed, task=pick.choice(list(LOSSES)))
     program.loss = pick.choice(LOSSES[program.task])
     program.passed = pick.choice(PASSED)
     if program.loss.startswith("sum") and pick.random() < 0.6:
@@ -428,7 +411,7 @@ def judge(seed: int, group: Any) -> dict[str, Any] | None:
         said, step = told(program, STEPS, group)
     except Exception as error:  # such as a loss that this precision has no kernel for
         return {"seed": seed, "failed": f"{type(error).__name__}: {error}"[:120]}
-    return asdict(program) | {"right": is_right, "off": off[0], "said": said, "step": step}
+    return vars(program) | {"right": is_right, "off": off[0], "said": said, "step": step}
 
 
 def judged(seeds: range) -> Any:

@@ -30,13 +30,6 @@ def test_the_criterion_gets_each_output_with_its_own_targets(placed):
     assert sorted(rows for _, rows in seen) == [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
 
 
-def test_the_criterion_finds_its_devices_in_the_outputs():
-    model = mlp()
-    outputs = DataParallelModel(model, ["cpu"] * 4)(INPUTS)
-    loss = DataParallelCriterion(cross_entropy)(outputs, TARGETS)
-    assert_close(loss, cross_entropy(model(INPUTS), TARGETS), "loss")
-
-
 @pytest.mark.parametrize("share", [slice(0, 3), slice(3, 5), slice(7, 9)])
 def test_a_share_that_is_all_ignored_adds_nothing(placed, share):
     """Its own mean is 0 / 0: weight zero takes out even NaN, from the gradients too."""

@@ -69,10 +69,9 @@ def weighted(output, targets):
     return F.cross_entropy(output, targets, weight=CLASS_WEIGHTS)
 
 
-def with_forward(forward):
-    """Torch's own loss, which counts no label 1, with another forward."""
+def with_forward():
     loss = nn.CrossEntropyLoss(ignore_index=1)
-    loss.forward = forward
+    loss.forward = in_a_def
     return loss
 
 
@@ -122,9 +121,7 @@ def masked_mean(output, targets):
 
 def without_first(value):
     """The mean of a micro-batch without labels, and of another one, is also their sum."""
-    targets = classes(ROWS)
-    targets[0] = value
-    return targets
+    return classes(ROWS).where(torch.arange(ROWS) > 0, value)
 
 
 MEANS = {-100: in_a_def, LEFT_OUT: masked_mean}
@@ -196,7 +193,7 @@ WRONG: dict[str, tuple[Case, str]] = {
         'seems to be a mean over rows: pass reduction="mean", without count=',
     ),
     "a wrong count": (loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()), MEAN),
-    "torch's own loss with another forward": (loss_of(with_forward(in_a_def)), MEAN),
+    "torch's own loss with another forward": (loss_of(with_forward()), MEAN),
     "torch's own loss with a hook": (loss_of(hooked()), "whole_batch=True"),
     "rows compared with each other": (loss_of(lambda o, t: o.std(0).sum()), COUPLED),
     "the root of a mean": (loss_of(lambda o, t: o.pow(2).mean().sqrt()), COUPLED),
@@ -453,16 +450,13 @@ def with_own_generator(reduction):
 
 def behind(layer):
     """A language model with this layer: refused as it is, and right where count= is given."""
-    make = functools.partial(lambda: OwnLoss(layer()))
+
+    def case(batch, **options):
+        return in_a_module(lambda: OwnLoss(layer()), batch=batch, **options)
+
     unpadded = {key: value.abs() % 4 for key, value in tokens().items()}
-    return (
-        in_a_module(make, batch=tokens()),
-        SHIFTED,
-        [
-            in_a_module(make, batch=tokens(), count=count_labels(shifted=True)),
-            in_a_module(make, batch=unpadded),
-        ],
-    )
+    right = [case(tokens(), count=count_labels(shifted=True)), case(unpadded)]
+    return case(tokens()), SHIFTED, right
 
 
 REFUSED: dict[str, tuple[Case, str, list[Case]]] = {
@@ -521,5 +515,4 @@ def test_count_labels_counts_what_the_loss_averages_over():
     assert count_labels(5)(None, labels) == 7
     assert count_labels()({"labels": labels}, None) == 5
     assert count_labels(key="y")({"labels": labels}, {"y": labels[:1]}) == 3
-    again = pickle.loads(pickle.dumps(count_labels(shifted=True)))
-    assert again(None, labels) == 3
+    assert pickle.loads(pickle.dumps(count_labels(shifted=True)))(None, labels) == 3

@@ -86,14 +86,10 @@ def test_without_grad_there_is_no_graph(placed, mode):
 def test_eval_and_train_reach_the_replicas(placed):
     model = nn.Sequential(mlp(), nn.Dropout(1.0))
     pair = DataParallelModel(model, placed(3))
-    pair.eval()
-    assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
-    pair.train()
-    model[1].p = 0.0
-    assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
-    model[1].eval()
-    model[1].p = 1.0
-    assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
+    for mode, p in ((model.eval, 1.0), (model.train, 0.0), (model[1].eval, 1.0)):
+        mode()
+        model[1].p = p
+        assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
 
 
 def test_nothing_of_a_forward_survives_its_outputs(placed):

@@ -24,7 +24,6 @@ class Unusual(Exception):
 
     def __init__(self, code, reason):
         super().__init__(code, reason)
-        self.code = code
 
 
 class Fails(nn.Module):
@@ -32,7 +31,7 @@ class Fails(nn.Module):
 
     def __init__(self, *rows):
         super().__init__()
-        self.rows, self.raised = {float(INPUTS[row, 0]): row for row in rows}, Shared()
+        self.rows, self.raised = {float(INPUTS[row, 0]) for row in rows}, Shared()
 
     def forward(self, output, targets=None):
         if float(output.flatten()[0]) in self.rows:
@@ -60,7 +59,7 @@ def test_the_user_s_exception_object_traceback_and_a_note(placed, part, replicas
     with pytest.raises(Unusual) as caught:
         run(part, module, devices)
     assert caught.value is module.raised.found[0]
-    assert caught.value.code == 42
+    assert caught.value.args == (42, "a reason")
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[-2:] == ["forward", "fail"]
     assert caught.value.__notes__[0].startswith(f"in replica {replica} on {devices[replica]}")
@@ -81,17 +80,16 @@ def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_call_from_inside_a_call_is_an_error_and_no_hang(placed, part, replicas):
     class Again(nn.Module):
-        def forward(self, output, targets=None):
-            if targets is None:
-                return wrapper[0](output)
-            return wrapper[0]((output,) * replicas, targets)
+        def forward(self, *_):
+            return wrapper[0](*given)
 
     kind = DataParallelModel if part == "model" else DataParallelCriterion
     wrapper = [kind(Again(), placed(replicas))]
     outputs = DataParallelModel(nn.Identity(), placed(replicas))(INPUTS)
+    given = (INPUTS,) if part == "model" else (outputs, TARGETS)
     words = rf"this {kind.__name__} is in the middle of a step: another cannot start from inside"
     with pytest.raises(RuntimeError, match=words):
-        wrapper[0](INPUTS) if part == "model" else wrapper[0](outputs, TARGETS)
+        wrapper[0](*given)
     wrapper.clear()
 
 

@@ -78,17 +78,10 @@ class Walk(RuleBasedStateMachine):
         def action():
             raise raised
 
-        pieces = self.engine.accum * len(self.engine.device_ids)
-        fuse.light(place, min(after, pieces - 1), action)
-        handle = self.model.leave.register_forward_hook(lambda *_: fuse.at("hook"))
-        before = capture(self.model, self.optimizers[0])
         if place == "backward" and not self.model.enter.weight.requires_grad:
-            fuse.place = "forward"
-        with pytest.raises(BaseException) as caught:  # noqa: PT011
-            self.engine.forward_backward(*self.batch(rows, 0), criterion, count=count)
-        assert caught.value is raised
-        assert differences(before, capture(self.model, self.optimizers[0])) == []
-        fuse.light("", 0, None)
+            place = "forward"
+        handle = self.model.leave.register_forward_hook(lambda *_: fuse.at("hook"))
+        assert self.failed_step(place, after, action, rows, count=count) is raised
         handle.remove()
 
     @rule(after=st.integers(0, 2), rows=st.integers(6, 30), times=st.integers(1, 2))
@@ -97,14 +90,19 @@ class Walk(RuleBasedStateMachine):
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
 
+        error = self.failed_step("forward", after, action, rows)
+        assert type(error) is KeyboardInterrupt
+
+    def failed_step(self, place, after, action, rows, **options):
+        """What a step raises that leaves no trace."""
         pieces = self.engine.accum * len(self.engine.device_ids)
-        inputs, targets = self.batch(rows, 1)
-        before = capture(self.model, self.optimizers[0])
-        fuse.light("forward", min(after, pieces - 1), action)
-        with pytest.raises(KeyboardInterrupt):
-            self.engine.forward_backward(inputs, targets, criterion)
+        batch, before = self.batch(rows, 0), capture(self.model, self.optimizers[0])
+        fuse.light(place, min(after, pieces - 1), action)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            self.engine.forward_backward(*batch, criterion, **options)
         fuse.light("", 0, None)
         assert differences(before, capture(self.model, self.optimizers[0])) == []
+        return caught.value
 
     @rule()
     def optimize(self):

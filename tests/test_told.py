@@ -198,10 +198,16 @@ class Queue(Normed):
 
 
 @pytest.mark.filterwarnings("error")
-def test_state_that_sub_steps_move_is_told_once_by_name(devices):
+@pytest.mark.parametrize(
+    ("accum", "words"),
+    [
+        (3, "the buffer 'queue', the attribute 'calls', the attribute 'last': at each of the 6"),
+        (1, "move the buffer 'queue', the attribute 'last': at"),  # the counter is one device's
+    ],
+)
+def test_state_that_sub_steps_move_is_told_once_by_name(devices, accum, words):
     """A queue of MoCo's was off by 0.45 to 1.96, and nobody was told."""
-    words = "(?s)buffer 'queue', the attribute 'calls', the attribute 'last': at each of the 6"
-    with ScatterOnceParallel(build(Queue), 3, devices(2)) as engine:
+    with ScatterOnceParallel(build(Queue), accum, devices(2)) as engine:
         with pytest.warns(UserWarning, match=words) as caught:
             engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
         assert len(caught) == 1
@@ -225,16 +231,6 @@ class Rotates(Classifier):
         return self.linear(rows * self.table)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("replicas", "accum"), [(2, 3), (1, 3), (2, 1)])
-def test_a_table_that_grows_once_is_no_state_that_moves(devices, replicas, accum):
-    """It was told to move at each of the sub-steps."""
-    with ScatterOnceParallel(build(Rotates), accum, devices(replicas)) as engine:
-        for _ in range(2):
-            engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
-            engine.forward_backward(INPUTS, VALUES, F.mse_loss, whole_batch=True)
-
-
 class Fills(Classifier):
     """Fills a buffer in the first sub-step, in place, so that graphs can do it too."""
 
@@ -249,28 +245,28 @@ class Fills(Classifier):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("graphs", [False, True])
-def test_a_buffer_that_is_filled_once_is_no_state_that_moves(graphs):
-    """With graphs it was told to move at each of the sub-steps."""
-    with ScatterOnceParallel(build(Fills), 3, ["cpu"] * 2, graphs=graphs) as engine:
+def test_a_buffer_that_is_filled_once_is_no_state_that_moves_with_graphs():
+    """It was told to move at each of the sub-steps."""
+    with ScatterOnceParallel(build(Fills), 3, ["cpu"] * 2, graphs=True) as engine:
         engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
 
 
-def test_state_that_differs_between_replicas_is_told(devices):
-    """With one sub-step each, a counter is that of one device, and a queue is not."""
-    words = "move the buffer 'queue', the attribute 'last': at"
-    with (
-        ScatterOnceParallel(build(Queue), 1, devices(2)) as engine,
-        pytest.warns(UserWarning, match=words),
-    ):
-        engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+STEADY = {
+    "a table that grows once": lambda: build(Rotates),
+    "a buffer that is filled once": lambda: build(Fills),
+    "weights that each pass computes": lambda: torch.nn.utils.weight_norm(linear()),
+}
 
 
 @pytest.mark.filterwarnings("error", "ignore:.*weight_norm")
-def test_weights_that_each_pass_computes_are_no_state(devices):
-    layer = torch.nn.utils.weight_norm(linear())
-    with ScatterOnceParallel(layer, 3, devices(2)) as engine:
-        engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+@pytest.mark.parametrize(("replicas", "accum"), [(2, 3), (1, 3), (2, 1)])
+@pytest.mark.parametrize("case", STEADY)
+def test_what_is_no_state_that_moves(devices, case, replicas, accum):
+    """It was told to move at each of the sub-steps."""
+    with ScatterOnceParallel(STEADY[case](), accum, devices(replicas)) as engine:
+        for _ in range(2):
+            engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+            engine.forward_backward(INPUTS, VALUES, F.mse_loss, whole_batch=True)
 
 
 # --- what forward passes leave on the module ---

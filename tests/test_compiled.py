@@ -338,38 +338,25 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
 
 
 def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
-    """Two engines of two threads looked at their criteria: then the whole process ran eager.
-
-    ``torch.compiler.set_stance`` belongs to the process. Each look put back what it had found, and
-    the one that ended last had found the other's ``force_eager``.
-    """
+    """``set_stance`` is the process's: the last of two looks put back the other's eager stance."""
     function = torch.compile(lambda rows: rows.sin(), backend=graphs)
     rows, here = randn(3), threading.get_ident()
-    entered = [threading.Event() for _ in range(4)]
+    begun, may_end = ([threading.Event(), threading.Event()] for _ in range(2))
 
-    def first():
+    def look(number):
         with uncompiled():
-            entered[0].set()
-            assert entered[1].wait(60)
-            function(rows)
-        entered[2].set()
-
-    def second():
-        assert entered[0].wait(60)
-        with uncompiled():
-            entered[1].set()
-            assert entered[2].wait(60)
-            assert entered[3].wait(60)
+            begun[number].set()
+            assert may_end[number].wait(60)
             function(rows)
 
-    threads = [threading.Thread(target=look) for look in (first, second)]
-    for thread in threads:
+    threads = [threading.Thread(target=look, args=[number]) for number in range(2)]
+    for thread, event in zip(threads, begun, strict=True):
         thread.start()
-    assert entered[1].wait(60)
-    function(rows)
-    assert not graphs.calls, "in the midst of both"
-    entered[3].set()
-    for thread in threads:
+        assert event.wait(60)
+    for thread, event in zip(threads, may_end, strict=True):  # the first one ends first
+        function(rows)
+        assert not graphs.calls, "in the midst of a look"
+        event.set()
         thread.join()
     function(rows)
     assert graphs.calls == {here: 1}, "after both, and in none"

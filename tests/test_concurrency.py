@@ -196,10 +196,6 @@ def look_at_threads():
 )
 @pytest.mark.slow
 def test_where_another_thread_is_can_be_looked_at():
-    """A collection while CPython 3.11 made a frame's object let the thread leave that frame.
-
-    The step then failed with "'builtin_function_or_method' object has no attribute 'f_code'", or
-    the process could have crashed.
-    """
+    """A collection while CPython 3.11 made a frame's object let the thread leave that frame."""
     outcome = run("-c", "import test_concurrency; test_concurrency.look_at_threads()")
     assert outcome.code == 0, outcome.err

@@ -83,10 +83,7 @@ print("exact")
 
 @pytest.mark.slow
 def test_control_flow():
-    """In a process of its own: what two threads' tracing once broke stayed broken.
-
-    Later a replica's first call failed in every third process, while another replica compiled.
-    """
+    """In a process of its own: what two threads' tracing once broke stayed broken."""
     outcome = run("-c", CONTROL_FLOW, silence=300.0)
     assert outcome.out == "exact\n", outcome.err
 

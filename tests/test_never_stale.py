@@ -89,10 +89,9 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_every_write_is_followed_however_often(write):
-    """Python 3.13 keeps attributes beside the dictionary, and no watcher of it heard of a write.
+    """From Python 3.13 on attributes lie beside the dictionary, and its watcher hears of no write.
 
-    The engine asked one, so replicas kept the values of some steps ago. What Python does with a
-    write may change once it has run a few times: so there are many.
+    What Python does with a write may change once it has run a few times: so there are many.
     """
     model = build(Written)
     with ScatterOnceParallel(model, 1, MIXED) as engine:
@@ -274,11 +273,7 @@ class Scales(nn.Linear):
 
 
 class Flattens(nn.Module):
-    """What ``flatten_parameters`` does on an accelerator, on any device.
-
-    It leaves the Parameter in place and exchanges its storage. The replica stayed where that pass
-    had left it, and trained on the weights of the first step for ever.
-    """
+    """Exchanges storages as ``flatten_parameters`` does: replicas kept the first step's weights."""
 
     def __init__(self, exchange):
         super().__init__()

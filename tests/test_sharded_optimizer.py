@@ -134,14 +134,10 @@ def test_each_device_has_its_part_of_the_state():
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
         optimizer = ShardedOptimizer(engine, optim.AdamW)
         assert optimizer.state_bytes == {torch.device(name): 0 for name in VIRTUAL}
-        engine.forward_backward(randn(4, 16), None, total)
+        engine.forward_backward(randn(4, 16), None, lambda output, _: output.square().mean())
         optimizer.step()
         of_one = 2 * model[0].weight.nbytes + 4
         assert optimizer.state_bytes == {torch.device(name): 2 * of_one for name in VIRTUAL}
-
-
-def total(output, _):
-    return output.square().mean()
 
 
 def test_the_master_comes_last_and_what_has_no_gradient_has_no_owner():

@@ -270,10 +270,7 @@ class Complex(nn.Module):
 
 
 class Factor(Classifier):
-    """A parameter whose memory holds the conjugates, or the negatives, of its elements.
-
-    The look at what a forward pass wrote once failed with words of torch's about these.
-    """
+    """Its parameter's memory holds conjugates, or negatives: what forwards write is looked at."""
 
     def __init__(self, lazy):
         super().__init__()
@@ -378,10 +375,7 @@ class OwnParameters(Classifier):
 
 
 class Masked(nn.Linear):
-    """Reaches a buffer, and itself, through attributes of its weight.
-
-    A replica's parameter once led to the user's buffer, and to the user's module.
-    """
+    """A weight's attributes lead to a buffer and the module: they once were the user's own."""
 
     def __init__(self):
         super().__init__(FEATURES, CLASSES)
@@ -533,10 +527,7 @@ class Gated(Classifier):
 
 
 class Constants(Classifier):
-    """A causal mask, a table of frequencies and an id: buffers that nobody writes.
-
-    A weighted mean of equal numbers is not that number in floating point; inf - inf is NaN.
-    """
+    """A causal mask, a table of frequencies and an id: buffers that nobody writes."""
 
     def __init__(self):
         super().__init__()
@@ -590,10 +581,7 @@ class Rebinds(Classifier):
 
 
 class OfComplex(Classifier):
-    """Writes complex numbers, and reads what is made of the same memory.
-
-    torch's own operator refuses to copy into the lists that hold a conjugate.
-    """
+    """Writes complex numbers, and reads a view: torch refuses to copy into lists of conjugates."""
 
     def __init__(self, other):
         super().__init__()

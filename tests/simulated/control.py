@@ -84,10 +84,9 @@ def paced(link: float, memory: float) -> Iterator[None]:
 
 
 def seconds() -> float:
-    """What cards of the pace that was set would have taken for all that they were given since.
+    """What cards of the pace that was set would have taken for what they were given since.
 
-    Kernels take the time in which memory moves what they read and write. The host's own work takes
-    none, but a thread of it waits where it synchronises, or copies memory that is not pinned.
+    The host's own work takes no time, but a thread of it waits where it synchronises.
     """
     found: float = torch.ops.simulated.seconds()
     return found
@@ -151,11 +150,7 @@ class Counters:
 
 
 def host_seconds() -> tuple[float, float]:
-    """CPU seconds that went into anything but simulating: of the calling thread, and of all.
-
-    What is left out is what kernels, copies, queues and memory take here: the work of a card and
-    of its driver.
-    """
+    """CPU seconds that went into anything but simulating: of the calling thread, and of all."""
     mine, everyone = torch.ops.simulated.own_nanoseconds()
     return time.thread_time() - 1e-9 * mine, time.process_time() - 1e-9 * everyone
 

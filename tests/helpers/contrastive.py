@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize, relu, softplus
+from torch.nn.functional import cross_entropy, normalize, softplus
 
 from helpers.oracle import build
 
@@ -46,16 +46,6 @@ def clip(outputs, labels):
     return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
 
 
-def supervised_contrastive(outputs, labels):
-    z = normalize(outputs["one"], dim=1)
-    itself = torch.eye(len(labels), dtype=torch.bool)
-    similarity = (z @ z.T / 0.5).masked_fill(itself, -1e9)
-    positive = (labels[:, None] == labels) & ~itself
-    log_likelihood = similarity.log_softmax(1)
-    each = -(log_likelihood * positive).sum(1) / positive.sum(1).clamp(min=1)
-    return each.sum() / positive.any(1).sum().clamp(min=1)
-
-
 def batch_hard_triplet(outputs, labels):
     z = outputs["one"]
     distance = (z[:, None] - z).square().sum(2)
@@ -75,16 +65,6 @@ def barlow_twins(outputs, labels):
     return off.square().mul(0.1 + 0.9 * torch.eye(EMBEDDING)).mean()
 
 
-def vicreg(outputs, labels):
-    total = 25 * (outputs["one"] - outputs["other"]).square().mean()
-    for view in (outputs["one"], outputs["other"]):
-        centred = view - view.mean(0)
-        covariance = centred.T @ centred / max(len(labels) - 1, 1)
-        total = total + 25 * relu(2 - (covariance.diagonal() + 1e-2).sqrt()).mean()
-        total = total + (covariance - covariance.diagonal().diag()).square().sum() / EMBEDDING
-    return total
-
-
 def ranking(outputs, labels):
     """RankNet: every pair of rows whose labels differ should have scores in that order."""
     scores = outputs["one"].sum(1)
@@ -93,5 +73,4 @@ def ranking(outputs, labels):
     return pairs.sum() / higher.sum().clamp(min=1)
 
 
-_LOSSES = nt_xent, clip, supervised_contrastive, batch_hard_triplet, barlow_twins, vicreg, ranking
-LOSSES = {loss.__name__: loss for loss in _LOSSES}
+LOSSES = {f.__name__: f for f in (nt_xent, clip, batch_hard_triplet, barlow_twins, ranking)}

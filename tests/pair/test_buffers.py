@@ -11,7 +11,7 @@ from helpers.oracle import assert_close, build, randn
 from torch import nn
 
 from pair.common import Pair, assert_alike
-from scatterpar import DataParallelCriterion, DataParallelModel
+from scatterpar import DataParallelModel
 
 INPUTS = randn(9, FEATURES)
 
@@ -59,11 +59,10 @@ def test_buffers_of_the_criterion(placed):
             self.rows += len(targets)
             return (output - targets).square().mean()
 
-    criterion = Counts()
-    pair = DataParallelCriterion(criterion, placed(4))
+    pair = Pair(nn.Identity(), Counts(), placed(4))
     for _ in range(2):
-        pair(DataParallelModel(nn.Identity(), placed(4))(INPUTS), INPUTS)
-    assert criterion.rows == 6
+        pair.loss(INPUTS, INPUTS)
+    assert pair.plain_criterion.rows == 6
 
 
 def test_a_failed_forward_leaves_them_as_they_were(placed):

@@ -20,7 +20,7 @@ from helpers.oracle import (
 )
 from pair.common import Pair
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
 from scatterpar.step.markers import Marker
@@ -323,74 +323,6 @@ def test_return_outputs_keeps_what_a_function_makes_of_them(devices):
     assert torch.equal(torch.cat([k["right"] for k in kept]), model(ROWS).argmax(1))
     assert kept[0]["largest"].shape == ()
     assert graphs == [(False, False)] * 4
-
-
-REFUSED = {
-    "a marker in an entry": (  # which stayed behind where the entries went to another device
-        Rows([{"mask": Replicated(torch.ones(3))}] * 4),
-        r"Rows\(4 x dict\) has Replicated\(Tensor of shape \(3,\)\) in it; give the two side by",
-    ),
-    "images in a list": (
-        [randn(3, 8, 8)] * 4,
-        r"list of 4 tensors such as \(3, 8, 8\) looks like images.*Rows\(images\)",
-    ),
-    "images in a list of an argument": ({"images": [randn(3, 8, 8)] * 3}, "Rows"),
-    "a packed sequence": (
-        {"packed": pack_sequence([ROWS[:4], ROWS[:2]])},
-        r"inputs: a PackedSequence cannot be split into rows; pass Rows\(sequences, pack\)",
-    ),
-    "a packed sequence of one": ((pack_sequence([ROWS]),), "inputs: a PackedSequence cannot be"),
-    "a mask among rows": (
-        (ROWS, randn(5, 5)),
-        r"disagrees in its rows along dim=0: inputs with 7.*with 5.*Replicated\(value\).*Rows\(ent",
-    ),
-    "rows of many lengths": (
-        [randn(n, 4) for n in range(7, 17)],
-        r"inputs with 7 .*, inputs with 8 .*, inputs with 9 .* and 7 more; mark .*Rows",
-    ),
-    "strings": (["a", "b"], r"no tensor with rows: inputs is list.*Rows\(entries\)"),
-    "texts beside rows": (
-        {"pairs": [["a", "b"]] * 7, "scores": ROWS},
-        r"inputs: a list of 7 texts, or lists of them, beside 7 rows would go whole.*Rows\(texts\)",
-    ),
-    "graphs in one": (
-        type("DataBatch", (), {"__module__": "torch_geometric.data.batch"})(),
-        r"inputs: a DataBatch cannot be split.*Rows\(graphs, Batch.from_data_list\)",
-    ),
-    "no entries": (Rows([]), r"batch is empty: inputs with 0 \(Rows\(0 x nothing\)\)"),
-    "all replicated": (Replicated(ROWS), "no tensor with rows: inputs is Replicated"),
-    "entries with grad": (
-        Rows([ROWS.clone().requires_grad_()]),
-        "a tensor of shape .* requires grad",
-    ),
-    "replicated with grad": ((ROWS, Replicated(ROWS.clone().requires_grad_())), "requires grad"),
-    "entries and rows disagree": (
-        (ROWS, Rows(["a"])),
-        r"inputs with 7 \(shape \(7, 5\)\), inputs with 1 \(Rows\(1 x str\)\)",
-    ),
-    "a window among other inputs": (
-        (ROWS, Rows.from_batches([ROWS[:4], ROWS[4:]])),
-        "inputs: Rows.from_batches must be the whole inputs, or the whole targets",
-    ),
-    "a window in a window": (
-        Rows.from_batches([Rows.from_batches([ROWS])]),
-        "inputs, batch 0: Rows.from_batches must be the whole inputs",
-    ),
-    "a batch disagrees inside": (
-        Rows.from_batches([ROWS, (ROWS, ROWS[:2])]),
-        "inputs, batch 1 with 7 .*inputs, batch 1 with 2",
-    ),
-    "a batch is empty": (Rows.from_batches([ROWS, ROWS[:0]]), "is empty: inputs, batch 1 with 0"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_in_words(devices, case):
-    inputs, words = REFUSED[case]
-    error = TypeError if case == "a marker in an entry" else ValueError
-    refused = pytest.raises(error, match=words)
-    with ScatterOnceParallel(build(mlp), 1, devices(2)) as engine, refused:
-        engine.forward_backward(inputs, criterion=lambda o, t: o.mean())
 
 
 def test_markers_print_and_pickle():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 
@@ -259,34 +258,3 @@ def test_the_same_costs_and_seed_give_the_same_bits_on_any_layout():
         ["cpu:0", "cpu:0", "cpu:1", "cpu:1"],
     ):
         assert all(torch.equal(g, first[name]) for name, g in step(layout).items())
-
-
-def test_what_costs_cannot_be_is_said(devices):
-    batch = randn(4, FEATURES), randint(CLASSES, 4), LOSS
-    wrong = [
-        ([1, 2, 3], ValueError, "costs has 3 numbers for 4 rows; pass one per row"),
-        ([1, -2, 3, 4], ValueError, "not negative, got -2 for row 1"),
-        ([1, 2, math.nan, 4], ValueError, "must be finite and not negative, got nan for row 2"),
-        (torch.tensor([1, 2, math.inf, 4]), ValueError, "got inf for row 2"),
-        (None, ValueError, "micro_batch_cost=8 cuts by what rows cost; pass costs="),
-        (torch.ones(4, 2), TypeError, "costs must be numbers, got \\[1.0, 1.0\\] for row 0"),
-        (5, TypeError, "costs must be one number per row"),
-        ("abcd", TypeError, "costs must be one number per row"),
-    ]
-    with engine_of(mlp(), devices, budget=8) as engine:
-        before = copy.deepcopy(engine.module.state_dict())
-        for costs, kind, words in wrong:
-            for run in (
-                lambda costs=costs: engine.forward_backward(*batch, costs=costs),
-                lambda costs=costs: engine.check(*batch, costs=costs),
-                lambda costs=costs: engine.plan(4, costs=costs),
-            ):
-                with pytest.raises(kind, match=words):
-                    run()
-        several = Rows.from_batches([batch[0][:2], batch[0][2:]])
-        with pytest.raises(ValueError, match=r"Rows.from_batches keeps 2 batches apart; pass all"):
-            engine.forward_backward(several, *batch[1:], costs=[1] * 4)
-        with pytest.raises(ValueError, match="pass costs="):
-            engine.eval()(batch[0])
-        assert all(torch.equal(v, before[k]) for k, v in engine.module.state_dict().items())
-        assert all(p.grad is None for p in engine.parameters())

@@ -174,12 +174,6 @@ def test_the_average_goes_on_from_a_checkpoint():
     assert other.state_dict() == average.state_dict()
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.0, math.nan])
-def test_a_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match="decay must be at least 0 and below 1"):
-        NoiseScale(decay)
-
-
 def test_a_step_that_did_not_measure_is_refused():
     batch = randn(4, 6), randint(3, 4), nn.CrossEntropyLoss()
     report = step(build(mlp), *batch, DEVICES[0], {"measure_noise": False})

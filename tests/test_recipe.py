@@ -181,53 +181,6 @@ def test_the_groups_train_also_when_one_is_empty():
     torch.testing.assert_close(model.weight.detach(), before / 2)
 
 
-def stepped(optimizer):
-    after = lr_scheduler.StepLR(optimizer, 1)
-    advance(optimizer, after)
-    return after
-
-
-def warm(*args):
-    return gradual_warmup(make_optimizer(), *args)
-
-
-POSITIVE = "must be above zero and finite, but is"
-REFUSED = [
-    (lambda: warm(0, 0.1), f"warmup_steps {POSITIVE} 0"),
-    (lambda: warm(-3, 0.1), f"warmup_steps {POSITIVE} -3"),
-    (lambda: warm(5, 0.0), f"start_lr {POSITIVE} 0.0"),
-    (lambda: warm(5, math.nan), f"start_lr {POSITIVE} nan"),
-    (lambda: linear_scaled_lr(0.0, 256), f"base_lr {POSITIVE} 0.0"),
-    (lambda: linear_scaled_lr(math.inf, 256), f"base_lr {POSITIVE} inf"),
-    (lambda: linear_scaled_lr(0.1, 0), f"batch_size {POSITIVE} 0"),
-    (lambda: linear_scaled_lr(0.1, 256, -1), f"base_batch_size {POSITIVE} -1"),
-    *(
-        (lambda d=d: weight_decay_groups(nn.Linear(2, 1), d), f"zero or above, but is {d}")
-        for d in (-0.1, math.nan, math.inf)
-    ),
-    (lambda: warm(5, 0.1, lr_scheduler.StepLR(make_optimizer(), 1)), "belongs to another optim"),
-    (
-        lambda: gradual_warmup(one := make_optimizer(), 5, 0.1, stepped(one)),
-        "must be at its step 0, but is at step 1",
-    ),
-    (
-        lambda: warm(5, 0.1, lr_scheduler.ReduceLROnPlateau(make_optimizer())),
-        "ReduceLROnPlateau, which needs a metric",
-    ),
-    (lambda: warm(5, 0.1).step(3), "takes no epoch, but 3 was given"),
-    (
-        lambda: warm(5, 0.1).load_state_dict(make_warmup(make_optimizer(), "StepLR").state_dict()),
-        "with an `after` scheduler, but this one was built without",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_is_refused(call, words):
-    with pytest.raises(TypeError if "metric" in words else ValueError, match=words):
-        call()
-
-
 class Block(nn.Module):
     def __init__(self, norms, residual=True):
         super().__init__()

@@ -24,6 +24,7 @@ from scatterpar import (
     ShardedOptimizer,
     count_labels,
     gather,
+    recipe,
 )
 
 PAGE = Path(__file__).parent.parent / "bad_inputs.md"
@@ -31,10 +32,11 @@ PASSED_ON = "(torch's own words)"
 HEAD = """# Bad inputs
 
 What was tried, and what it says. `model` is `nn.Linear(4, 2)`, `engine` has two replicas on the
-CPU, `x` holds 6 rows of 4 features, `y` 6 classes, `loss` is `nn.CrossEntropyLoss()`. `pair` is
-`Pair(model)` (`DataParallelModel`) on the same replicas, `judge` is `Judge(loss)`
-(`DataParallelCriterion`), `outputs` is `pair(x)`, `Sharded` is `ShardedOptimizer`. After each of
-them the model is bit for bit what it was, and the engine's next step is exact.
+CPU, `by_cost` too, with `micro_batch_cost=8`. `x` holds 6 rows of 4 features, `y` 6 classes,
+`loss` is `nn.CrossEntropyLoss()`. `pair` is `Pair(model)` (`DataParallelModel`) on the same
+replicas, `judge` is `Judge(loss)` (`DataParallelCriterion`), `outputs` is `pair(x)`, `Sharded` is
+`ShardedOptimizer`, `SGD(lr)` is an optimizer of its own. After each of them the model is bit for
+bit what it was, and the engine's next step is exact.
 
 A test tries every row of this page and fails when one says anything else.
 
@@ -62,6 +64,7 @@ def world() -> dict[str, Any]:
         "Pair": DataParallelModel,
         "Judge": DataParallelCriterion,
         "engine": ScatterOnceParallel(model, 2, ["cpu"] * 2),
+        "by_cost": ScatterOnceParallel(model, device_ids=["cpu"] * 2, micro_batch_cost=8),
         "x": inputs,
         "y": torch.randint(2, (6,), generator=generator),
         "loss": nn.CrossEntropyLoss(),
@@ -73,6 +76,9 @@ def world() -> dict[str, Any]:
         "Rows": Rows,
         "Replicated": Replicated,
         "Sharded": ShardedOptimizer,
+        "SGD": lambda lr: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr),
+        "recipe": recipe,
+        "schedules": torch.optim.lr_scheduler,
         "gather": gather,
         "count_labels": count_labels,
         "namedtuple": collections.namedtuple,

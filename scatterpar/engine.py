@@ -124,8 +124,9 @@ class ScatterOnceParallel(Wrapper):
         verify: before the sub-steps, check on some rows, as many as are cheap, that losses combine
             as ``reduction`` and ``count`` say, and that the user's own module and criterion give
             the loss that a replica gives. If not, a ``ValueError`` before anything changes. An
-            inconclusive check warns once. One more warning names state that sub-steps change.
-            Torch's cross entropy with its own reduction is not checked unless ``count`` is passed.
+            inconclusive check warns once. So do state that sub-steps change, and outputs that
+            depend on the other rows. Losses of torch's cross entropy with its own reduction are not
+            checked unless ``count`` is passed.
             Checks run in the first eight steps of a kind of criterion and batch (in the first one
             if checks are slow), when labels go beyond the range that was verified, and whenever
             checks have taken less than 1 % of the time.

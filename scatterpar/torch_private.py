@@ -196,7 +196,8 @@ def edges_to_leaves(loss: Tensor, nodes: Sequence[Any]) -> list[tuple[Tensor, An
     if loss.grad_fn is None:
         return [(loss, None, 0)] if loss.requires_grad else []
     edges: list[tuple[Tensor, Any, int]] = []
-    seen, pending = {*nodes, loss.grad_fn}, [loss.grad_fn]
+    seen = set(nodes)
+    pending = [] if loss.grad_fn in seen else [loss.grad_fn]
     while pending:
         node: Any = pending.pop()
         for position, (following, _) in enumerate(node.next_functions):

@@ -193,7 +193,10 @@ WRONG: dict[str, tuple[Case, str]] = {
         'seems to be a mean over rows: pass reduction="mean", without count=',
     ),
     "a wrong count": (loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()), MEAN),
-    "torch's own loss with another forward": (loss_of(with_forward()), MEAN),
+    "torch's own loss with another forward": (
+        loss_of(with_forward()),
+        r"count=lambda inputs, targets: len\(targets\)",
+    ),
     "torch's own loss with a hook": (loss_of(hooked()), "whole_batch=True"),
     "rows compared with each other": (loss_of(lambda o, t: o.std(0).sum()), COUPLED),
     "the root of a mean": (loss_of(lambda o, t: o.pow(2).mean().sqrt()), COUPLED),

@@ -106,6 +106,10 @@ def has_known_term_count(request: Request) -> bool:
         return False
     if request.reduction != (option_of(criterion, "reduction", None) or "mean"):
         return False
+    if isinstance(criterion, partial) and not {"size_average", "reduce"}.isdisjoint(
+        criterion.keywords  # deprecated names for a reduction
+    ):
+        return False
     loss = module_of(criterion)
     if loss is None:
         return True

@@ -6,6 +6,7 @@ import copy as copying
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from numbers import Number
 from typing import Any, Self
 
 import torch
@@ -402,8 +403,8 @@ def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) ->
     """Refuse values that would silently be split along something other than rows, or not at all.
 
     A packed sequence would be split inside its tensors, a list of ``[3, H, W]`` images along the
-    channels. Every replica would get the whole of a list with as many texts, or lists of texts, as
-    there are rows.
+    channels. Every replica would get the whole of a list with as many texts or numbers, or lists of
+    them, as there are rows.
     """
     if isinstance(value, PackedSequence):
         raise ValueError(
@@ -416,18 +417,33 @@ def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) ->
             f"images, which would be split over their 3 channels; pass Rows(images) for one "
             f"image per row, or a tuple if dimension 0 does hold 3 rows"
         )
-    if isinstance(value, list) and len(value) > 1 and len(value) in sizes:
-        texts = [text for item in value for text in (item if isinstance(item, list) else [item])]
-        if texts and all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                f"{name}: a list of {len(value)} texts, or lists of them, beside {len(value)} rows "
-                f"would go whole to every replica; pass Rows(texts) for one per row, or "
-                f"Replicated(texts)"
-            )
+    kind = _kind_of_entries(value) if isinstance(value, (list, tuple)) else ""
+    if kind and len(value) > 1 and len(value) in sizes:
+        raise ValueError(
+            f"{name}: a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
+            f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "
+            f"row, or Replicated({kind})"
+        )
     items = value.values() if isinstance(value, Mapping) else value
     if not isinstance(value, Tensor) and isinstance(value, (list, tuple, Mapping)):
         for item in items:
             _refuse_ambiguous(name, item, dim, sizes)
+
+
+def _kind_of_entries(value: Sequence[Any]) -> str:
+    """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else nothing.
+
+    Up to four numbers are taken for a size, such as ``(height, width)``.
+    """
+    nest = list, tuple
+    flat = [one for item in value for one in (item if isinstance(item, nest) else [item])]
+    if flat and isinstance(value, list) and all(isinstance(one, str) for one in flat):
+        return "texts"
+    is_nested = any(isinstance(item, nest) for item in value)
+    are_numbers = all(
+        isinstance(one, Number) or (isinstance(one, Tensor) and not one.ndim) for one in flat
+    )
+    return "numbers" if flat and are_numbers and (is_nested or len(value) > 4) else ""
 
 
 def _is_image(entry: Any) -> bool:

@@ -179,7 +179,7 @@ class Request:
             raise ValueError(
                 "whole_batch=True without a criterion: pass criterion=, which is called once as "
                 "criterion(outputs, targets) with all rows; a loss that the module computes sees "
-                "one micro-batch"
+                "one micro-batch: return the outputs of the rows from forward instead"
             )
         for name, value in (("reduction", self.reduction), ("count", self.count)):
             if value is not None:

@@ -314,6 +314,8 @@ def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | No
             devices = [tensor.device for tensor in nested.tensors(output)]
             if devices:
                 note_wrong_devices(error, criterion, devices[0])
+            if isinstance(error, TypeError) and "positional argument" in str(error):
+                add_note(error, "the criterion is called as criterion(output, targets)")
             raise
     else:
         source = "the module"

@@ -15,6 +15,7 @@ from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step.substeps import ReplicaTask
 
 _SHOWN = 5  # at most so many names in a warning
+_OF_TORCH = vars(nn.Module()).keys()
 
 
 class StateWatch:
@@ -59,8 +60,9 @@ class StateWatch:
             roots = [root for root in replica_set.roots if isinstance(root, nn.Module)]
             for prefix, module in (each for root in roots for each in root.named_modules()):
                 own = vars(replica.copy_of(module))
-                named = [("buffer", n, v) for n, v in own["_buffers"].items() if n not in RUNNING]
-                named += [("attribute", n, v) for n, v in own.items() if n[0] != "_"]
+                left_out = RUNNING if isinstance(module, nn.modules.batchnorm._BatchNorm) else ()
+                named = [("buffer", n, v) for n, v in own["_buffers"].items() if n not in left_out]
+                named += [("attribute", n, v) for n, v in own.items() if n not in _OF_TORCH]
                 for kind, name, value in named:
                     place = f"the {kind} {f'{prefix}.' * bool(prefix) + name!r}"
                     if isinstance(value, Tensor) and value.grad_fn is None:
@@ -81,9 +83,10 @@ def warning_about(changed: Sequence[str], sub_steps: int) -> str:
     more = len(changed) - _SHOWN
     names = ", ".join(changed[:_SHOWN]) + f" and {more} more" * (more > 0)
     return (
-        f"forward passes move {names}: at each of the {sub_steps} sub-steps, and on each replica "
-        f"apart, where one pass over the whole batch moves state once. What a later sub-step reads "
-        f"there, and what your module holds after the step, is not what one device would have. "
-        f"Move such state once per step, outside of forward, or train with one sub-step "
-        f"(docs/limits.md, State in modules)"
+        f"forward passes move {names}: at each of the {sub_steps} sub-steps, and on "
+        f"each replica apart, where one pass over the whole batch moves state once. What a later "
+        f"sub-step reads there, and what your module holds after the step, is not what one device "
+        f"would have. "
+        f"Move such state once per step, outside of forward, or keep it in a buffer and train with "
+        f"one sub-step (docs/limits.md, State in modules)"
     )

@@ -45,7 +45,7 @@ def informative_tensors(request: Request) -> list[Tensor]:
         [*nested.tensors(nested.map_leaves(one, value))]
         for value in (request.targets, request.inputs)
     )
-    few = [t for t in inputs if t.ndim <= (3 if may_be_labels(t) else 2)]
+    few = [t for t in inputs if sum(n > 1 for n in t.shape[1:]) <= (2 if may_be_labels(t) else 1)]
     found = targets + [t for t in few if not (targets and t.is_floating_point())]
     found.sort(key=may_be_labels, reverse=True)
     return [t for t in found if not t.is_complex() and 0 < t.numel() <= _LARGEST]
@@ -132,6 +132,13 @@ def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Par
     taken.sort(key=to_numbers(score).__getitem__, reverse=bool(seed % 2))
     some, more = wanted * 4 // 9, wanted * 4 // 9 - (-wanted // 3)
     return [part for part in (taken[:some], taken[some:more], taken[more:]) if part]
+
+
+def halves(parts: Parts) -> Parts:
+    """Two parts of equal size, a multiple of four if there are eight rows."""
+    rows = [*chain(*parts)]
+    half = len(rows) // 2 if len(rows) < 8 else len(rows) // 8 * 4
+    return [rows[:half], rows[half : 2 * half]]
 
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:

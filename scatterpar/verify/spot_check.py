@@ -36,9 +36,10 @@ from scatterpar.step.markers import all_tensors, select_rows, unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import ReplicaTask, as_call, loss_of
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.gradient_check import relative_difference, uses_batch_statistics
-from scatterpar.verify.row_choice import Parts, may_be_labels
+from scatterpar.verify.row_choice import Parts, halves, may_be_labels
 from scatterpar.verify.user_state import preserve_user_state
 
 # Correct gradients agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
@@ -50,12 +51,17 @@ _SMALL = 2**20  # elements of parameters that are compared; larger modules: chec
 # Elements of inputs and outputs: never more than _MANY; more than _CHEAP up to 1/8 of the rows.
 _MANY, _CHEAP = 2**20, 2**16
 _FEWEST = 2  # rows of a check, even if they are large
+_UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 _DRAWN = 0.618  # instead of random floating-point numbers
 _SMALLEST_LOSS = 1e-2  # smaller losses may be sums that cancel: their tolerance is absolute
+
+# Relative differences of outputs that are only rounding, in deep models.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 Gradients = list[Tensor]
 Loss = Callable[[Sequence[int]], Tensor]  # from rows to their loss
 Choose = Callable[[int], Iterator[Parts]]  # from a maximal number of rows to two choices
+Compare = Callable[[Parts], "tuple[Finding | None, Gradients]"]
 
 
 class Inconclusive(Exception):
@@ -147,7 +153,7 @@ class SpotCheck:
         wrong, doubt = None, Inconclusive("there are no rows")
         for parts in choose(max(_FEWEST, min(max_rows, self._cheap_rows()))):
             try:
-                if (finding := self._check(parts)) is None:
+                if (finding := self._check_parts(parts)) is None:
                     return None
                 wrong = wrong or finding
             except Inconclusive as error:
@@ -157,6 +163,17 @@ class SpotCheck:
         if wrong is None:
             raise doubt
         return wrong
+
+    def _check_parts(self, parts: Parts) -> Finding | None:
+        try:
+            return self._check(parts)
+        except Inconclusive:
+            raise
+        except Exception as error:  # user code may need parts of even size: for pairs, groups
+            if is_out_of_memory(error) or len([*chain(*parts)]) < 2:
+                raise
+        self._restore()
+        return self._check(halves(parts))
 
     def _cheap_rows(self) -> int:
         """How many rows are cheap to check."""
@@ -174,8 +191,12 @@ class SpotCheck:
 
     def forward(self, rows: Sequence[int]) -> Any:
         """The module's output for some rows, without a graph. Updates ``shares_state``."""
-        with torch.no_grad():
-            output = self._output(rows)
+        try:
+            with torch.no_grad():
+                output = self._output(rows)
+        except RuntimeError:  # forward calls autograd.grad, perhaps
+            self._restore()
+            output = nested.map_tensors(Tensor.detach, self._output(rows))
         is_shared = root_to_replicate(self._request.criterion) is None  # replicas have no copies
         self.shares_state |= is_shared and self._criterion_state.is_changed()
         self._restore()
@@ -198,8 +219,8 @@ class SpotCheck:
     ) -> tuple[float, float] | None:
         """The loss of some rows by the user's own module and criterion, and by the replica.
 
-        ``None`` if only rounding differs, if one of them gives another loss each time, or if user
-        code raises an error for these rows.
+        The latter is NaN if only the replica raises an error. ``None`` if only rounding differs, if
+        one of them gives another loss each time, or if both raise an error for these rows.
         """
 
         def loss(module: nn.Module, criterion: Any) -> float:
@@ -210,18 +231,82 @@ class SpotCheck:
             return value
 
         def both() -> tuple[float, float]:
-            found = loss(self._module, self._task.criterion)
+            found = math.nan
+            try:
+                found = loss(self._module, self._task.criterion)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+            self._restore()
             with preserve_user_state([model, self._request.criterion], [self.device]):
                 return loss(model, self._request.criterion), found
 
         def differ(one: float, other: float) -> bool:
-            return abs(one - other) > _SAME_LOSS * max(abs(one), abs(other), _SMALLEST_LOSS)
+            return not abs(one - other) <= _SAME_LOSS * max(abs(one), abs(other), _SMALLEST_LOSS)
 
         with contextlib.suppress(Exception):  # raised by user code for these rows
-            first = both()
-            if differ(*first) and not any(map(differ, first, both())):
-                return first
+            first = expected, found = both()
+            again = both()
+            if not differ(expected, again[0]) and differ(expected, found):
+                return first if math.isnan(found) or not differ(found, again[1]) else None
         return None
+
+    def part_difference(self, rows: Sequence[int]) -> float:
+        """How far the outputs for some rows are from the joined outputs for two parts of them.
+
+        The largest relative difference of a tensor; with ``whole_batch`` also of numbers, which are
+        averaged. Zero for rounding, or if user code raises an error for these rows.
+        """
+        half = (len(rows) + 1) // 2
+        choices = [rows, rows[:half], rows[half:]]
+        errors = [0.0]
+
+        def compare(leaves: list[Any]) -> None:
+            if all(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
+                tensors = [*map(_finite, leaves)]
+                errors.append(_part_error(tensors, [*map(len, choices)], self._request.whole_batch))
+
+        with contextlib.suppress(Exception):
+            self._criterion_state.drawn = False
+            outputs = [*map(self.forward, choices)]
+            if self._criterion_state.drawn:
+                with SameNumbers():
+                    outputs = [*map(self.forward, choices)]
+            nested.merge(compare, outputs)
+        return max(errors) if max(errors) > self._rounding else 0.0
+
+    def keeps_state(self, rows: Sequence[int]) -> tuple[bool, bool]:
+        """Whether second calls of the module, and of the criterion, give other results.
+
+        They then read what the first calls left. False if random numbers are drawn, and for a
+        criterion that replicas have copies of: ``StateWatch`` finds its state.
+        """
+        criterion = self._task.criterion
+        if root_to_replicate(self._request.criterion) is not None:
+            criterion = None
+        outputs, losses = [], [0.0, 0.0]
+        with contextlib.suppress(Exception):
+            self._criterion_state.drawn = False
+            for call in range(2):
+                outputs.append(nested.map_tensors(Tensor.detach, self._output(rows)))
+                if criterion is not None:
+                    targets = self._move(self._request.targets, rows)
+                    given = unwrap_markers(outputs[0], copy=True)
+                    losses[call] = float(loss_of(given, targets, criterion).detach())
+            self._restore()
+            if not self._criterion_state.drawn and math.isfinite(sum(losses)):
+                first, second = ([*map(_finite, nested.tensors(each))] for each in outputs)
+                changed = relative_difference(second, first)[0] > self._rounding
+                return changed, not math.isclose(*losses, rel_tol=_SAME_LOSS, abs_tol=1e-12)
+        self._restore()
+        return False, False
+
+    @property
+    def _rounding(self) -> float:
+        """The relative difference of outputs that rounding explains."""
+        dtypes = {p.dtype for p in self._module.parameters()}
+        dtypes.update(map(torch.get_autocast_dtype, autocast_types()))
+        return max((_ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
     @property
     def _has_outputs(self) -> bool:
@@ -246,6 +331,7 @@ class SpotCheck:
 
     def _check_by_outputs(self, parts: Parts, output: Any) -> Finding | None:
         rows, dim = [*chain(*parts)], self._request.dim
+        targets_of_all = self._move(self._request.targets, rows)
         place = {row: k for k, row in enumerate(rows)}
         leaves: list[Tensor] = []
         # Counts of half-precision targets are rounded; then the loss must be, too.
@@ -275,6 +361,10 @@ class SpotCheck:
         own = [t for one in self._task.replicas[1:] for t in one.tensors if t.requires_grad]
         compare = partial(self._compare, loss, [*leaves, *_small(own)])
         finding, gradients = compare(parts)
+        if finding is None and self._request.count is not None:
+            finding = self._check_uncounted(compare, rows[:_UNCOUNTED])
+        if finding and (shapes := _broadcast(output, targets_of_all)):
+            finding = finding._replace(advice=f"{_BROADCAST.format(*shapes)} {finding.advice}")
         if finding or len(rows) <= 9:
             return finding
         # Many rows may hide a wrong weight: compare the rows with the largest gradients with those
@@ -284,6 +374,15 @@ class SpotCheck:
         with contextlib.suppress(Inconclusive):
             finding, _ = compare([order[-2:], order[:1]])
             return finding and compare([order[-4:-2], order[1:2]])[0]
+        return None
+
+    def _check_uncounted(self, compare: Compare, rows: Sequence[int]) -> Finding | None:
+        """Compare rows for which ``count=`` gives zero with the others: they must add nothing."""
+        with contextlib.suppress(Inconclusive):
+            weights = self._engine_weights([[row] for row in rows])
+            without = [row for row, weight in zip(rows, weights, strict=True) if not weight]
+            if without and len(without) < len(rows):
+                return compare([without, [row for row in rows if row not in without]])[0]
         return None
 
     def _check_by_parameters(self, parts: Parts) -> Finding | None:
@@ -344,10 +443,12 @@ class SpotCheck:
                 raise Inconclusive("its gradient is nothing but rounding")
             tolerance = max(tolerance, 4 * rounding)
         if error > tolerance:
-            advice = _OTHER
+            advice = _OTHER if self._task.criterion is not None else _OTHER_OF_MODULE
             if len(counted) == len(parts) and error < math.inf:
 
                 def fits(factors: Sequence[float]) -> bool:
+                    if all(map(math.isclose, factors, weights)):  # what the engine does already
+                        return False
                     return differ(_combined(factors, apart), joined)[0] <= 10 * tolerance
 
                 advice = self._advice(parts, fits, num_nonzero > 1)
@@ -366,21 +467,22 @@ class SpotCheck:
 
         ``several``: more than one part has a gradient.
         """
+        if several and fits([len(part) / sum(map(len, parts)) for part in parts]):
+            is_default = self._request.is_mean and self._request.count is None
+            return _MEAN_OF_ROWS if is_default else _MEAN
+        if several and fits([1.0] * len(parts)):
+            return _SUM
         labelled = filter(may_be_labels, self._tensors)
         for labels, value, shifted in product(labelled, self._ignored, (0, 1)):
             if shifted and labels.ndim < 2:
                 continue
             counted = (labels[:, 1:] if shifted else labels) != value
             terms = [sum(int(counted[row].sum()) for row in part) for part in parts]
-            is_all = not shifted and all(counted[row].all() for part in parts for row in part)
+            is_all = all(counted[row].all() for part in parts for row in part)
             if sum(terms) and not is_all and fits([n / sum(terms) for n in terms]):
                 said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
                 return _LABELS.format(value=value, said=said)
-        if several and fits([1.0] * len(parts)):
-            return _SUM
-        if several and fits([len(part) / sum(map(len, parts)) for part in parts]):
-            return _MEAN
-        return _OTHER
+        return _OTHER if self._task.criterion is not None else _OTHER_OF_MODULE
 
     def _engine_weights(self, parts: Parts) -> list[float]:
         """The factors by which the engine would multiply the losses of the parts.
@@ -425,6 +527,10 @@ _MEAN = (
     'It seems to be a mean over rows: pass reduction="mean", without count= '
     "(whole_batch=True for a loss that compares rows)."
 )
+_MEAN_OF_ROWS = (
+    "It seems to be a mean over rows, whatever the labels: pass count=lambda inputs, targets: "
+    'len(targets) (reduction="sum" for a sum, whole_batch=True for a loss that compares rows).'
+)
 _LABELS = (
     "It seems to be a mean over the labels that are not {value}: pass "
     'reduction="mean" and count=scatterpar.count_labels({said}); or whole_batch=True.'
@@ -434,12 +540,30 @@ _PENALTY = (
     "which every micro-batch would add once more: multiply that by len(output) / the number of all "
     "rows (no count= or reduction= says that, and whole_batch=True needs none)."
 )
-_OTHER = (
-    "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True, which "
-    "calls it once with all rows. If it is a mean over something else than what was counted, pass "
-    "count=, a function of (inputs, targets) that gives the number of its terms, such as "
-    'scatterpar.count_labels(); for a sum, reduction="sum". Or make it a mean of one loss per row.'
+_OTHER_MEAN = (
+    " If it is a mean over something else than what was counted, pass count=, a function of "
+    "(inputs, targets) that gives the number of its terms, such as scatterpar.count_labels(); for "
+    'a sum, reduction="sum". Or make it a mean of one loss per row.'
 )
+_COMPARES = "If it compares rows with each other, or is a ratio of sums, "
+_OTHER = _COMPARES + "pass whole_batch=True, which calls it once with all rows." + _OTHER_MEAN
+_OTHER_OF_MODULE = (
+    _COMPARES + "return the outputs of the rows from forward, and pass the loss as criterion= with "
+    "whole_batch=True." + _OTHER_MEAN
+)
+_BROADCAST = (
+    "The output has shape {} and the targets {}: operators broadcast them to a matrix of all pairs "
+    "of rows; pass targets of the output's shape, or the other way round."
+)
+
+
+def _broadcast(output: Any, targets: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes of an output and of its targets if they broadcast to all pairs of rows."""
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+        return None
+    one, other = tuple(output.shape), tuple(targets.shape)
+    is_likely = {len(one), len(other)} == {1, 2} and output.numel() == targets.numel()
+    return (one, other) if is_likely else None
 
 
 class SameNumbers(TorchDispatchMode):
@@ -484,6 +608,30 @@ def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
         return select_rows(leaf, rows, dim)
 
     return nested.map_leaves(select, value)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().nan_to_num() if tensor.numel() else tensor.detach()
+
+
+def _part_error(tensors: Sequence[Tensor], sizes: Sequence[int], averages: bool) -> float:
+    """The relative error of the joined parts of an output; the first of ``tensors`` is the whole.
+
+    ``sizes`` are their numbers of rows. Infinite if two dimensions have these sizes, such as those
+    of a matrix of scores. With ``averages``, 0-dim tensors are averaged; other tensors without rows
+    have no error.
+    """
+    whole, *parts = tensors
+    if not whole.ndim:
+        weighted = [part * (size / sizes[0]) for part, size in zip(parts, sizes[1:], strict=True)]
+        return relative_difference([torch.stack(weighted).sum()], [whole])[0] if averages else 0.0
+    dims = [dim for dim in range(whole.ndim) if [t.size(dim) for t in tensors] == sizes]
+    if len(dims) != 1:
+        return math.inf if dims else 0.0
+    shapes = {t.movedim(dims[0], 0).shape[1:] for t in tensors}
+    if len(shapes) > 1:  # for example sequences, padded to the longest
+        return 0.0
+    return relative_difference([torch.cat(parts, dims[0])], [whole])[0]
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Gradients:

@@ -6,7 +6,8 @@ checks have taken less than half a second together. It is also checked at any co
 - until a check agrees (eight checks at most),
 - after a refusal, until a check agrees,
 - if labels leave the range that was checked,
-- if a number of the criterion changes that had stayed the same,
+- if a number of the criterion changes that had stayed the same; if it changes in every step, in
+  steps 16, 32, 64 and so on,
 
 and whenever all checks have taken less than 1 % of the time. The only error of a check is its
 ``ValueError``. If checks stay inconclusive, one warning says so.
@@ -68,6 +69,7 @@ class _Kind:
     seconds: float = 0.0  # of all checks except the first
     inconclusive: int = 0  # inconclusive checks in a row
     verified_ranges: list[float] | None = None  # of labels, masks, lengths: see value_ranges
+    steps: int = 0
     numbers: Hashable = None  # to which the criterion referred in the last step
     are_steady: bool = False  # the numbers did not change in the last step
     is_refused: bool = False  # refused, and has not agreed since
@@ -78,11 +80,13 @@ class _Kind:
         """Whether this step must be checked at any cost. Remembers its ``numbers``."""
         changed, was_steady = numbers != self.numbers, self.are_steady
         self.numbers, self.are_steady = numbers, not changed
+        self.steps += 1
         known = self.verified_ranges
         if self.is_refused or known is None:
             return self.is_refused or self.checks < _FIRST
         beyond = len(ranges) != len(known) or not all(map(float.__le__, ranges, known))
-        return beyond or (changed and was_steady)
+        # Of numbers that always change: in steps 16, 32, 64, …
+        return beyond or (changed and (was_steady or not self.steps & (self.steps - 1)))
 
     def agree(self, ranges: list[float]) -> None:
         """Record that losses agree for labels within ``ranges``."""
@@ -98,6 +102,7 @@ class Verifier:
         self._kinds: dict[Hashable, _Kind] = {}
         self._layouts: dict[Hashable, Any] = {}
         self._state_steps = 0
+        self._outputs_checked = self._keeps_state = False
         self._warned: set[str] = set()  # beginnings of warnings given, and names of changed state
         self._start, self._seconds = 0.0, 0.0  # when the first check began; time of all checks
 
@@ -115,10 +120,13 @@ class Verifier:
         watch = StateWatch(replica_sets[:1] if request.whole_batch else replica_sets, tasks)
 
         def tell() -> None:
-            changed = [name for name in watch.changed() if name not in self._warned]
-            if changed:
-                warn(warning_about(changed, sub_steps))
-                self._warned.update(changed)
+            changed = watch.changed()
+            new = [name for name in changed if name not in self._warned]
+            if new:
+                warn(warning_about(new, sub_steps))
+                self._warned.update(new)
+            elif self._keeps_state and not changed:
+                self._warn_once(_module_state_text(tasks[0].module))
 
         return tell
 
@@ -174,11 +182,19 @@ class Verifier:
                 criterion give another loss than a replica; or, with ``whole_batch``, the criterion
                 reads state that each forward pass overwrites.
         """
-        if not request.verify or has_known_term_count(request):
+        if not request.verify:
             return
-        single = sum(len(task.share.micro_batches) for task in tasks) == 1
-        combines = not request.whole_batch and not (single and peers is None)
-        kind, numbers = self._kind_of(request, combines)
+        is_split = peers is not None or sum(len(t.share.micro_batches) for t in tasks) > 1
+        is_known = has_known_term_count(request)
+        # In the second step if the first has no other check, so that it costs what it should.
+        is_due = self._state_steps or not (is_known or request.whole_batch)
+        if is_split and is_due and not self._outputs_checked:
+            self._outputs_checked = True
+            self._check_outputs(attempt, request.of_largest(), tasks)
+        if is_known:
+            return
+        combines = is_split and not request.whole_batch
+        kind, numbers = self._kind_of(request, combines, replica_sets[0].flags)
         few = request.of_largest()
         tensors = informative_tensors(few)
         ranges, now = value_ranges(tensors), time.perf_counter()
@@ -208,6 +224,27 @@ class Verifier:
                 kind.checks += 1
         if kind.is_serial and tasks[0].stash is not None:
             tasks[0].stash.run_serially()
+
+    def _check_outputs(
+        self, attempt: Attempt, request: Request, tasks: Sequence[ReplicaTask]
+    ) -> None:
+        """Warn if outputs depend on other rows, or if the criterion keeps state between calls."""
+        micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
+        number = min(request.rows, max(2, min(_FEW - 1, micro)))
+        if number < 2:
+            return
+        rows = [k * (request.rows - 1) // (number - 1) for k in range(number)]
+
+        def look(check: SpotCheck) -> tuple[float, tuple[bool, bool]]:
+            with check.isolated():
+                return check.part_difference(rows), check.keeps_state(rows)
+
+        checks = [SpotCheck(request, task) for task in tasks]
+        error, (self._keeps_state, by_criterion) = _run_spot_check(attempt.workers, checks, look)
+        if error:
+            self._warn_once(_rows_depend_text(tasks[0].module, number, error))
+        if by_criterion and not request.whole_batch:
+            self._warn_once(_criterion_state_text(request))
 
     def _check(
         self,
@@ -282,14 +319,22 @@ class Verifier:
             warn(text)
             self._warned.add(text[:60])
 
-    def _kind_of(self, request: Request, combines: bool) -> tuple[_Kind, Hashable]:
-        """The results for the request's kind, and the numbers that its criterion refers to."""
+    def _kind_of(self, request: Request, combines: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
+        """The results for the request's kind, and the numbers that its criterion refers to.
+
+        ``flags`` are the switches of the model.
+        """
         if len(self._kinds) > _KINDS:
             self._kinds.clear()
         made_of, numbers = describe(request.criterion, request.count, request.reduction)
         leaves = islice(nested.leaves((request.inputs, request.targets)), 32)
-        batch = [(t.dtype, t.ndim) if isinstance(t, Tensor) else type(t) for t in leaves]
-        key = made_of, combines, request.whole_batch, hash(tuple(batch))
+        batch = [
+            (t.dtype, t.ndim)
+            if isinstance(t, Tensor)
+            else (type(t), t if isinstance(t, (bool, str)) else None)
+            for t in leaves
+        ]
+        key = made_of, combines, request.whole_batch, hash(tuple(batch)), flags
         return self._kinds.setdefault(key, _Kind()), numbers
 
 
@@ -363,11 +408,45 @@ def _refers_to(criterion: Any, model: nn.Module) -> bool:
 # --- texts ---
 
 
+def _rows_depend_text(module: Any, number: int, error: float) -> str:
+    """The warning if the outputs for some rows depend on the rows beside them."""
+    size = f"by {error:.2g} of the largest entry" if math.isfinite(error) else "in shape"
+    return (
+        f"{type(module).__name__} gives other outputs for {number} rows than for two halves of "
+        f"them: they differ {size}. So an output depends on the rows beside it, and micro-batches "
+        f"do not have the whole batch's gradient. Is batch_first=True forgotten, or dim=? A tensor "
+        f"or list that has no rows is passed as Replicated(value), one with an entry per row as "
+        f"Rows(list). A number that compares rows is computed in the criterion, with "
+        f"whole_batch=True. If it is meant (a home-made batch normalisation), ignore this"
+    )
+
+
+def _module_state_text(module: Any) -> str:
+    """The warning if a module reads what its earlier calls have left in objects."""
+    return (
+        f"{type(module).__name__} gives other outputs when it is called again with the same rows: "
+        f"it keeps state (a hidden state, a list), which every sub-step changes on each replica "
+        f"apart, and which your module does not get. Return it from forward, and pass it as an "
+        f"input (docs/limits.md, State in modules)"
+    )
+
+
+def _criterion_state_text(request: Request) -> str:
+    """The warning if a criterion reads what its earlier calls have left."""
+    return (
+        f"{_name_of(request)} gives another loss when it is called again with the same rows: it "
+        f"keeps state, which the call of every micro-batch changes, where one pass over the whole "
+        f"batch changes it once. Change that state once per step, outside of the criterion, or "
+        f"pass whole_batch=True, which calls it once"
+    )
+
+
 def _replica_differs_text(request: Request, expected: float, found: float) -> str:
     """The error text if a replica's loss is not that of the user's own module."""
+    on_replica = "an error" if math.isnan(found) else f"{found:.4g}"
     return (
         f"{_name_of(request)} leads to the module that is trained, and the loss of a few rows is "
-        f"{expected:.4g} with your own module in plain torch, but {found:.4g} on a replica: it "
+        f"{expected:.4g} with your own module in plain torch, but {on_replica} on a replica: it "
         f"reads what the forward pass leaves on the module, such as an auxiliary loss, or asks "
         f"autograd for gradients by your own parameters, of which replicas have copies. {_RETURN}; "
         f"forward can compute gradients, too. No count=, reduction= or whole_batch= says that. "

@@ -59,6 +59,7 @@ from scatterpar.step.request import (
     check_synchronised,
 )
 from scatterpar.step.scatter import micro_batches, row_routes, scatter
+from scatterpar.step.substeps import call_inputs
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.trace import Trace
@@ -345,7 +346,7 @@ class ScatterOnceParallel(Wrapper):
             outcome = self._ranks.reduce_outcome(compute) if self._ranks else compute()
             attempt = outcome.attempt
             with attempt, attempt.clock.span("commit"):
-                noise = outcome.noise() if self.measure_noise and request.backward else None
+                noise = outcome.noise() if self.measure_noise else None
                 loss = commit(outcome, deferred=deferred)  # 6
             self._share_balancer.observe(attempt.plan, attempt.clock.replica_spans)
             self.last_step = outcome.report(noise, waited)
@@ -456,7 +457,7 @@ class ScatterOnceParallel(Wrapper):
                 costs = kwargs.pop("costs")
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
-            request = self._request((inputs, kwargs)).in_order(plan.order)
+            request = self._request(call_inputs(inputs, kwargs)).in_order(plan.order)
             with self._attempt(request, plan) as attempt:
                 return infer(attempt, self._replica_set, self.module, self._verifier)
 

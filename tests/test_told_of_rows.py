@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from scatterpar import Rows, ScatterOnceParallel
+from scatterpar import DataParallelModel, Rows, ScatterOnceParallel, gather
 
 ROWS, LENGTH = 12, 5
 INPUTS, VALUES, LABELS = randn(ROWS, FEATURES), randn(ROWS, CLASSES), randint(CLASSES, ROWS)
@@ -427,3 +427,27 @@ def test_a_criterion_with_other_arguments_is_told_how_it_is_called(devices):
     ):
         engine.forward_backward(INPUTS, VALUES, lambda output: output.mean())
     assert any("criterion(output, targets)" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_collate_may_return_several_arguments_in_inference_too(devices, kind):
+    """It could in training only; inference and the pair passed the tuple as one argument."""
+    sequences = [randn(1 + i % LENGTH, FEATURES) for i in range(ROWS)]
+
+    def collate(few):
+        mask = pad([torch.ones(len(one), 1).double() for one in few])
+        return {"rows": pad(few), "mask": mask} if kind is dict else (pad(few), mask)
+
+    model = build(lambda: Net(lambda net, rows, mask: net.linear((rows * mask).sum(1))))
+    rows, expected = Rows(sequences, collate), model.linear(pad(sequences).sum(1))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(rows, LABELS, nn.CrossEntropyLoss())
+        torch.testing.assert_close(engine.eval()(rows), expected)
+    outputs = DataParallelModel(model, devices(2))(rows)
+    torch.testing.assert_close(gather(outputs, "cpu"), expected)
+
+
+def test_a_comparison_of_nan_says_so(devices):
+    with ScatterOnceParallel(build(linear), 2, devices(2)) as engine:
+        report = engine.check(INPUTS * float("nan"), VALUES, nn.MSELoss())
+    assert "plain backward pass has NaN" in str(report)

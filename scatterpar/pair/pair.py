@@ -46,7 +46,7 @@ from scatterpar.step.request import (
     resolve_reduction,
 )
 from scatterpar.step.scatter import row_routes
-from scatterpar.step.substeps import scalar_loss
+from scatterpar.step.substeps import call_inputs, scalar_loss
 from scatterpar.threads.locks import ProgressLock, make_criterion_lock
 from scatterpar.threads.workers import Workers
 
@@ -133,7 +133,7 @@ class DataParallelModel(Wrapper):
             check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
             replicas, guard = replicate(self.module, devices, self._checked_modes)
             modules = [replica.copy_of(self.module) for replica in replicas]
-            calls = scatter_owned((inputs, kwargs), plan, self.dim, transfers)
+            calls = scatter_owned(call_inputs(inputs, kwargs), plan, self.dim, transfers)
             functions = [
                 partial(module, *args, **kw)
                 for module, (args, kw) in zip(modules, calls, strict=True)

@@ -67,7 +67,8 @@ class Outcome:
         """The gradient's noise; NaN if there is nothing to compare. Call it before the commit."""
         spread, is_mean = self.spread, self.request.is_mean
         square = math.nan
-        if spread.replicas > 1 and spread.terms and math.isfinite(spread.squares):
+        is_known = self.request.backward and math.isfinite(spread.squares)
+        if spread.replicas > 1 and spread.terms and is_known:
             gradients = [gradient for _, gradient in self.gradients if gradient is not None]
             factor = self.request.scale * (1.0 if is_mean else spread.terms)
             square = _squared_norm(gradients) / factor**2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.devices.runtime import synchronize_stream
 from scatterpar.devices.transfers import to_numbers
@@ -19,6 +21,7 @@ from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import note_wrong_devices
+from scatterpar.step.markers import Marker
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.stash import Stash
@@ -121,11 +124,24 @@ def _both(
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a module: a mapping by name, a tuple by position, any other value alone."""
-    if isinstance(inputs, tuple):
+    if isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
         return inputs, {}
     if not isinstance(inputs, Tensor) and isinstance(inputs, Mapping):  # the Mapping check is slow
         return (), dict(inputs)
     return (inputs,), {}
+
+
+def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call as inputs: a pair, or a marker that becomes one.
+
+    The ``collate`` of a single argument may return several, as in ``forward_backward``.
+    """
+    collate = args[0].collate if len(args) == 1 and isinstance(args[0], Marker) else None
+    if collate is None or kwargs:
+        return args, kwargs
+    marker = copy.copy(args[0])
+    marker.collate = lambda value: as_call(collate(value))
+    return marker
 
 
 _ONE_ROW = (

@@ -100,9 +100,10 @@ def compare(
     place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
     dtypes = {dtype, *map(torch.get_autocast_dtype, autocast_types()), *(t.dtype for t in tensors)}
     limit = max(_LIMITS.get(each, 0.0) for each in dtypes)
-    return GradientCheck(
-        request.rows, worst, place, limit, _meaning(module, request, drawn or state.drawn)
-    )
+    meaning = _meaning(module, request, drawn or state.drawn)
+    if not all(map(math.isfinite, map(_magnitude, expected))):
+        meaning = "The plain backward pass has NaN or infinite gradients, too."
+    return GradientCheck(request.rows, worst, place, limit, meaning)
 
 
 def uses_batch_statistics(layer: nn.Module) -> bool:

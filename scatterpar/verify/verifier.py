@@ -460,7 +460,8 @@ def _refusal_text(request: Request, finding: Finding | None) -> str:
         return ""
     sizes = " + ".join(str(len(part)) for part in finding.parts)
     error = finding.relative_error
-    size = f"off by {100 * error:.2g} %" if math.isfinite(error) else "NaN or infinite"
+    percent = f"{100 * error:.2g}" if error < 1 else f"{100 * error:,.0f}"
+    size = f"off by {percent} %" if math.isfinite(error) else "NaN or infinite"
     if math.isfinite(error) and not finding.of_losses and not 0.5 < finding.factor < 2:
         size += f" (a factor of {finding.factor:.2g})"
     rows = [*chain(*finding.parts)]

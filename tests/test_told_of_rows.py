@@ -451,3 +451,15 @@ def test_a_comparison_of_nan_says_so(devices):
     with ScatterOnceParallel(build(linear), 2, devices(2)) as engine:
         report = engine.check(INPUTS * float("nan"), VALUES, nn.MSELoss())
     assert "plain backward pass has NaN" in str(report)
+
+
+def test_a_name_in_each_batch_does_not_make_each_step_the_first_of_its_kind():
+    model, calls = build(lambda: Net(lambda net, rows, path: net.linear(rows).square().mean())), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
+        numbers = []
+        for step in range(90):
+            calls.clear()
+            engine.forward_backward({"rows": INPUTS, "path": f"{step}.png"})
+            numbers.append(len(calls))
+    assert numbers[-10:].count(2) >= 8

@@ -611,7 +611,7 @@ def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    return tensor.detach().double().nan_to_num() if tensor.numel() else tensor.detach()
+    return _widen(tensor.detach()).nan_to_num()
 
 
 def _part_error(tensors: Sequence[Tensor], sizes: Sequence[int], averages: bool) -> float:

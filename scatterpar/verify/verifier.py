@@ -54,6 +54,7 @@ _SHARE = 0.01  # maximal part of the time for later checks
 _FREE_SECONDS = 0.5  # for the checks of a kind in its second to eighth step
 _FEW, _MANY = 9, 2  # rows of a check, at least; micro-batches of rows in the first check
 _KINDS = 1000  # maximal number of remembered kinds
+_KINDS_BY_SWITCHES = 64  # maximal number of kinds that may differ in switches
 _OFF = "Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "Return it from forward, and take it from the output that the criterion is given"
 _PATIENCE_SECONDS = 20.0  # a check that takes longer runs on the other replicas, too
@@ -327,14 +328,12 @@ class Verifier:
         if len(self._kinds) > _KINDS:
             self._kinds.clear()
         made_of, numbers = describe(request.criterion, request.count, request.reduction)
-        leaves = islice(nested.leaves((request.inputs, request.targets)), 32)
-        batch = [
-            (t.dtype, t.ndim)
-            if isinstance(t, Tensor)
-            else (type(t), t if isinstance(t, (bool, str)) else None)
-            for t in leaves
-        ]
-        key = made_of, combines, request.whole_batch, hash(tuple(batch)), flags
+        leaves = list(islice(nested.leaves((request.inputs, request.targets)), 32))
+        batch = [(t.dtype, t.ndim) if isinstance(t, Tensor) else type(t) for t in leaves]
+        switches: Hashable = None
+        if len(self._kinds) < _KINDS_BY_SWITCHES:  # else one of them changes in every step
+            switches = hash((flags, *(t for t in leaves if isinstance(t, (bool, str)))))
+        key = made_of, combines, request.whole_batch, hash(tuple(batch)), switches
         return self._kinds.setdefault(key, _Kind()), numbers
 
 

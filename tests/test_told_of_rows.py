@@ -89,7 +89,7 @@ def test_a_module_that_mixes_rows_is_told_once(devices, name):
     make, inputs, criterion, targets = MIXED[name]
     with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
         try:
-            texts = said(engine, inputs, targets, criterion, steps=3)
+            texts = said(engine, inputs, targets, criterion, steps=10)
         except ValueError as error:  # the losses differ, too
             texts = [str(error)]
     assert len([text for text in texts if "other outputs for 3 rows" in text]) == 1 or (
@@ -139,7 +139,7 @@ def pad(few):
 def test_a_module_that_keeps_rows_apart_is_not(devices, name):
     make, inputs, criterion, targets = APART[name]
     with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
-        for _ in range(3):
+        for _ in range(10):
             engine.forward_backward(inputs, targets, criterion)
 
 
@@ -156,7 +156,7 @@ def test_a_number_of_a_micro_batch_is_told_with_whole_batch(devices):
     model = build(lambda: Net(lambda net, rows: (net.linear(rows), net.linear(rows).std(0).sum())))
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         options = {"criterion": lambda o, t: F.mse_loss(o[0], t) + o[1], "whole_batch": True}
-        texts = said(engine, INPUTS, VALUES, **options)
+        texts = said(engine, INPUTS, VALUES, steps=10, **options)
     assert ["is computed in the criterion" in text for text in texts] == [True]
 
 

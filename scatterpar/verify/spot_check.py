@@ -272,6 +272,8 @@ class SpotCheck:
             if self._criterion_state.drawn:
                 with SameNumbers():
                     outputs = [*map(self.forward, choices)]
+                    if self._differ(outputs[0], self.forward(rows)):  # drawn in another way
+                        return 0.0
             nested.merge(compare, outputs)
         return max(errors) if max(errors) > self._rounding else 0.0
 
@@ -295,11 +297,15 @@ class SpotCheck:
                     losses[call] = float(loss_of(given, targets, criterion).detach())
             self._restore()
             if not self._criterion_state.drawn and math.isfinite(sum(losses)):
-                first, second = ([*map(_finite, nested.tensors(each))] for each in outputs)
-                changed = relative_difference(second, first)[0] > self._rounding
-                return changed, not math.isclose(*losses, rel_tol=_SAME_LOSS, abs_tol=1e-12)
+                changed = not math.isclose(*losses, rel_tol=_SAME_LOSS, abs_tol=1e-12)
+                return self._differ(*outputs), changed
         self._restore()
         return False, False
+
+    def _differ(self, output: Any, again: Any) -> bool:
+        """Whether two outputs differ by more than rounding."""
+        first, second = ([*map(_finite, nested.tensors(each))] for each in (output, again))
+        return relative_difference(second, first)[0] > self._rounding
 
     @property
     def _rounding(self) -> float:

@@ -187,8 +187,8 @@ class Verifier:
             return
         is_split = peers is not None or sum(len(t.share.micro_batches) for t in tasks) > 1
         is_known = has_known_term_count(request)
-        # In the second step if the first has no other check, so that it costs what it should.
-        is_due = self._state_steps or not (is_known or request.whole_batch)
+        # Steps without another check get this one late: the first ones compute nothing else.
+        is_due = self._state_steps >= _FIRST or not (is_known or request.whole_batch)
         if is_split and is_due and not self._outputs_checked:
             self._outputs_checked = True
             self._check_outputs(attempt, request.of_largest(), tasks)
@@ -241,7 +241,12 @@ class Verifier:
                 return check.part_difference(rows), check.keeps_state(rows)
 
         checks = [SpotCheck(request, task) for task in tasks]
-        error, (self._keeps_state, by_criterion) = _run_spot_check(attempt.workers, checks, look)
+        try:
+            error, (self._keeps_state, by_criterion) = _run_spot_check(
+                attempt.workers, checks, look
+            )
+        except Exception:  # the step itself raises it, with notes
+            return
         if error:
             self._warn_once(_rows_depend_text(tasks[0].module, number, error))
         if by_criterion and not request.whole_batch:

@@ -10,7 +10,7 @@ Before the sub-steps the check runs on some rows, and everything that it changes
         raise ValueError(what the criterion seems to do, what to pass)
 
 If the criterion refers to the module, the replica's loss of a few rows must equal that of the
-user's own module in plain torch. ``engine.check`` compares the gradients of a whole batch when the
-user asks. The engine imports this package; of the integrations, only ``trainer_base.py`` does.
-Nothing that is computed here becomes part of a step.
+user's own module in plain torch (``few_rows``, which also tells of outputs that depend on other
+rows). ``engine.check`` compares the gradients of a whole batch when the user asks. The engine
+imports this package; of the integrations, only ``trainer_base.py`` does.
 """

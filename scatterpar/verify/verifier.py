@@ -44,10 +44,11 @@ from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Workers
+from scatterpar.verify.few_rows import Inconclusive
 from scatterpar.verify.layout import measure_layout
 from scatterpar.verify.moving_state import StateWatch, warning_about
 from scatterpar.verify.row_choice import choose_rows, informative_tensors, value_ranges
-from scatterpar.verify.spot_check import Finding, Inconclusive, SpotCheck
+from scatterpar.verify.spot_check import Finding, SpotCheck
 
 _FIRST = 8  # the first steps are checked
 _SHARE = 0.01  # maximal part of the time for later checks

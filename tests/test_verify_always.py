@@ -137,7 +137,7 @@ def test_what_no_label_shows_is_looked_at_again_in_later_steps(steps, monkeypatc
 def test_what_is_counted_needs_no_look():
     """What the engine counts as torch does, is right by construction.
 
-    The ninth step of an engine checks whether outputs depend on other rows.
+    The eighth step of an engine checks whether outputs depend on other rows.
     """
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
         for criterion in (nn.CrossEntropyLoss(), functools.partial(F.cross_entropy)):

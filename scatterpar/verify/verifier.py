@@ -188,8 +188,8 @@ class Verifier:
             return
         is_split = peers is not None or sum(len(t.share.micro_batches) for t in tasks) > 1
         is_known = has_known_term_count(request)
-        # Steps without another check get this one late: the first ones compute nothing else.
-        is_due = self._state_steps >= _FIRST or not (is_known or request.whole_batch)
+        # Steps without another check get this one in the eighth: the first compute nothing else.
+        is_due = self._state_steps >= _FIRST - 1 or not (is_known or request.whole_batch)
         if is_split and is_due and not self._outputs_checked:
             self._outputs_checked = True
             self._check_outputs(attempt, request.of_largest(), tasks)

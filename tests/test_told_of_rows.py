@@ -6,8 +6,10 @@ Each test names a program that gave another gradient than plain torch, without a
 from __future__ import annotations
 
 import functools
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, linear
@@ -28,6 +30,7 @@ class Net(nn.Module):
 
     def __init__(self, function, *parts):
         super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
         self.linear, self.function = nn.Linear(FEATURES, CLASSES).double(), function
         self.parts = nn.ModuleList(parts).double()
 
@@ -63,6 +66,15 @@ MIXED = {
         nn.CrossEntropyLoss(),
         LABELS,
     ),
+    "the same, with dropout": (
+        lambda: Net(
+            lambda net, rows: net.linear(net.parts[0](rows)[:, -1]),
+            nn.TransformerEncoderLayer(FEATURES, 1, 8),
+        ),
+        SEQUENCES,
+        nn.MSELoss(),
+        VALUES,
+    ),
     "a mean over rows": (
         lambda: Net(lambda net, rows: net.linear(rows - rows.mean(0))),
         INPUTS,
@@ -84,6 +96,7 @@ MIXED = {
 }
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("name", MIXED)
 def test_a_module_that_mixes_rows_is_told_once(devices, name):
     make, inputs, criterion, targets = MIXED[name]
@@ -106,7 +119,26 @@ def ctc(output, targets):
     return F.ctc_loss(output, targets, lengths, torch.ones_like(lengths))
 
 
+def masked_by_python(net, rows):
+    """As some models mask time steps in training: row by row, with the host's numbers."""
+    keep = [[random.random() > 0.3 for _ in row] for row in rows]
+    return net.linear(rows * torch.tensor(keep))
+
+
+def masked_by_a_generator_of_its_own(net, rows):
+    return net.linear(rows * torch.rand(rows.shape, generator=net.generator).double())
+
+
+def masked_by_numpy(net, rows):
+    return net.linear(rows * torch.from_numpy(np.random.default_rng().random(rows.shape)))
+
+
 APART = {
+    **{
+        f.__name__: (functools.partial(Net, f), INPUTS, criterion, VALUES)
+        for f in (masked_by_python, masked_by_a_generator_of_its_own, masked_by_numpy)
+        for criterion in (nn.MSELoss(),)
+    },
     "padding": (
         lambda: Net(lambda net, rows: net.linear(rows.sum(1))),
         Rows([row[: 2 + i % 4] for i, row in enumerate(SEQUENCES)], lambda few: pad(few)),
@@ -234,12 +266,15 @@ def test_a_criterion_that_only_writes_is_not(devices):
             assert_step(engine, INPUTS, VALUES, criterion)
 
 
-def test_a_module_that_reads_what_an_attribute_did_not_hold_is_told_once(devices):
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_module_that_reads_what_an_attribute_did_not_hold_is_told_once(devices, more):
     """Only attributes that held a number or tensor at the start were watched."""
-    model = build(lambda: Net(remembering))
+    model = build(
+        lambda: Net(lambda net, rows: (remembering(net, rows), rows.argmax(1))[: 1 + more])
+    )
     model.past = None
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        texts = said(engine, INPUTS, VALUES, nn.MSELoss(), steps=3)
+        texts = said(engine, INPUTS, VALUES, lambda o, t: F.mse_loss(o[0], t), steps=3)
         assert ["other outputs when it is called again" in text for text in texts] == [True]
 
 

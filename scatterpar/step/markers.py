@@ -417,8 +417,9 @@ def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) ->
             f"images, which would be split over their 3 channels; pass Rows(images) for one "
             f"image per row, or a tuple if dimension 0 does hold 3 rows"
         )
-    kind = _kind_of_entries(value) if isinstance(value, (list, tuple)) else ""
-    if kind and len(value) > 1 and len(value) in sizes:
+    is_as_long = isinstance(value, (list, tuple)) and len(value) > 1 and len(value) in sizes
+    kind = _kind_of_entries(value) if is_as_long else ""
+    if kind:
         raise ValueError(
             f"{name}: a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
             f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "

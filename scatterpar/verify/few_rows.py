@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.step import nested
@@ -89,14 +92,18 @@ class FewRows:
         torch.clear_autocast_cache()  # it may hold parameters without a graph
         self._criterion_state.restore()
 
-    def forward(self, rows: Sequence[int]) -> Any:
-        """The module's output for some rows, without a graph. Updates ``shares_state``."""
+    def forward(self, rows: Sequence[int], *, evaluate: bool = False) -> Any:
+        """The module's output for some rows, without a graph. Updates ``shares_state``.
+
+        With ``evaluate``, in evaluation mode.
+        """
+        output_of = partial(self._output, rows, evaluate=evaluate)
         try:
             with torch.no_grad():
-                output = self._output(rows)
+                output = output_of()
         except RuntimeError:  # forward calls autograd.grad, perhaps
             self._restore()
-            output = nested.map_tensors(Tensor.detach, self._output(rows))
+            output = nested.map_tensors(Tensor.detach, output_of())
         is_shared = root_to_replicate(self._request.criterion) is None  # replicas have no copies
         self.shares_state |= is_shared and self._criterion_state.is_changed()
         self._restore()
@@ -168,14 +175,14 @@ class FewRows:
 
         with contextlib.suppress(Exception):
             self._criterion_state.drawn = False
-            outputs = [*map(self.forward, choices)]
-            if self._criterion_state.drawn:
-                with SameNumbers():
-                    outputs = [*map(self.forward, choices)]
-                    if self._differ(outputs[0], self.forward(rows)):  # drawn in another way
-                        return 0.0
+            outputs, evaluate = [*map(self.forward, choices)], False
+            if self._criterion_state.drawn:  # dropout, probably
+                evaluate = True
+                outputs = [self.forward(few, evaluate=True) for few in choices]
             nested.merge(compare, outputs)
-        return max(errors) if max(errors) > self._rounding else 0.0
+            if max(errors) > self._rounding and self._is_steady(rows, evaluate=evaluate):
+                return max(errors)
+        return 0.0
 
     def keeps_state(self, rows: Sequence[int]) -> tuple[bool, bool]:
         """Whether second calls of the module, and of the criterion, give other results.
@@ -198,13 +205,25 @@ class FewRows:
             self._restore()
             if not self._criterion_state.drawn and math.isfinite(sum(losses)):
                 changed = not math.isclose(*losses, rel_tol=_SAME_LOSS, abs_tol=1e-12)
-                return self._differ(*outputs), changed
+                return self._differ(*outputs) and self._is_steady(rows), changed
         self._restore()
         return False, False
 
+    def _is_steady(self, rows: Sequence[int], *, evaluate: bool = False) -> bool:
+        """Whether two calls in the same state agree, whatever the process's generators give."""
+        first = self.forward(rows, evaluate=evaluate)
+        random.random()
+        torch.rand((), device=physical(self.device))
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.random()
+        return not self._differ(first, self.forward(rows, evaluate=evaluate))
+
     def _differ(self, output: Any, again: Any) -> bool:
         """Whether two outputs differ by more than rounding."""
-        first, second = ([*map(_finite, nested.tensors(each))] for each in (output, again))
+        first, second = (
+            [_finite(t) for t in nested.tensors(each) if t.is_floating_point()]
+            for each in (output, again)
+        )
         return relative_difference(second, first)[0] > self._rounding
 
     @property
@@ -214,12 +233,20 @@ class FewRows:
         dtypes.update(map(torch.get_autocast_dtype, autocast_types()))
         return max((_ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
-    def _output(self, rows: Sequence[int], output_of: Callable[[Any], Any] | None = None) -> Any:
+    def _output(
+        self,
+        rows: Sequence[int],
+        output_of: Callable[[Any], Any] | None = None,
+        *,
+        evaluate: bool = False,
+    ) -> Any:
         """The module's output for some rows, with running statistics in batch normalisation."""
         for layer in self._module.modules():
             if uses_batch_statistics(layer):
                 if layer.running_mean is None and output_of is None:
                     raise Inconclusive("batch normalisation ties rows together", lasting=True)
+                layer.training = False
+            if evaluate:
                 layer.training = False
         return (output_of or self._task.output_of)(self._move(self._request.inputs, rows))
 

@@ -55,7 +55,7 @@ _SHARE = 0.01  # maximal part of the time for later checks
 _FREE_SECONDS = 0.5  # for the checks of a kind in its second to eighth step
 _FEW, _MANY = 9, 2  # rows of a check, at least; micro-batches of rows in the first check
 _KINDS = 1000  # maximal number of remembered kinds
-_KINDS_BY_SWITCHES = 64  # maximal number of kinds that may differ in switches
+_KINDS_BY_SWITCHES = 8  # maximal number of kinds that may differ in switches
 _OFF = "Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "Return it from forward, and take it from the output that the criterion is given"
 _PATIENCE_SECONDS = 20.0  # a check that takes longer runs on the other replicas, too
@@ -88,7 +88,9 @@ class _Kind:
             return self.is_refused or self.checks < _FIRST
         beyond = len(ranges) != len(known) or not all(map(float.__le__, ranges, known))
         # Of numbers that always change: in steps 16, 32, 64, …
-        return beyond or (changed and (was_steady or not self.steps & (self.steps - 1)))
+        return beyond or (
+            changed and (was_steady or (self.steps > _FIRST and not self.steps & (self.steps - 1)))
+        )
 
     def agree(self, ranges: list[float]) -> None:
         """Record that losses agree for labels within ``ranges``."""
@@ -418,11 +420,11 @@ def _rows_depend_text(module: Any, number: int, error: float) -> str:
     size = f"by {error:.2g} of the largest entry" if math.isfinite(error) else "in shape"
     return (
         f"{type(module).__name__} gives other outputs for {number} rows than for two halves of "
-        f"them: they differ {size}. So an output depends on the rows beside it, and micro-batches "
-        f"do not have the whole batch's gradient. Is batch_first=True forgotten, or dim=? A tensor "
-        f"or list that has no rows is passed as Replicated(value), one with an entry per row as "
-        f"Rows(list). A number that compares rows is computed in the criterion, with "
-        f"whole_batch=True. If it is meant (a home-made batch normalisation), ignore this"
+        f"them: they differ {size}. So an output depends on the rows beside it; if the loss uses "
+        f"it, micro-batches do not have the whole batch's gradient. Is batch_first=True forgotten, "
+        f"or dim=? A tensor or list that has no rows is passed as Replicated(value), one with an "
+        f"entry per row as Rows(list). A number that compares rows is computed in the criterion, "
+        f"with whole_batch=True. If it is meant (a home-made batch normalisation), ignore this"
     )
 
 

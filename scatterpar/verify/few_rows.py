@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.runtime import HOST, physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.step import nested
@@ -213,7 +213,8 @@ class FewRows:
         """Whether two calls in the same state agree, whatever the process's generators give."""
         first = self.forward(rows, evaluate=evaluate)
         random.random()
-        torch.rand((), device=physical(self.device))
+        for device in (HOST, physical(self.device)):
+            torch.rand((), device=device)
         if numpy := sys.modules.get("numpy"):
             numpy.random.random()
         return not self._differ(first, self.forward(rows, evaluate=evaluate))

@@ -498,3 +498,21 @@ def test_a_name_in_each_batch_does_not_make_each_step_the_first_of_its_kind():
             engine.forward_backward({"rows": INPUTS, "path": f"{step}.png"})
             numbers.append(len(calls))
     assert numbers[-10:].count(2) >= 8
+
+
+def with_its_own_backward(net, rows):
+    assert torch.is_grad_enabled()
+    net.linear(rows).square().mean().backward()
+    return net.linear(rows)
+
+
+def test_a_backward_pass_of_forward_leaves_nothing_of_a_check(devices):
+    """The eighth step had the gradients that its check had computed on a few rows, too."""
+    found = []
+    for verify in (True, False):
+        model = build(lambda: Net(with_its_own_backward))
+        with ScatterOnceParallel(model, 2, devices(2), verify=verify) as engine:
+            for _ in range(9):
+                engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
+        found.append(model.linear.weight.grad)
+    assert torch.equal(*found)

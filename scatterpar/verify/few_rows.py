@@ -55,11 +55,7 @@ class FewRows:
     All methods except ``outputs`` are called inside ``isolated``.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        task: ReplicaTask,
-    ) -> None:
+    def __init__(self, request: Request, task: ReplicaTask) -> None:
         self._request, self._task = request, task
         self._module: Any = task.module
         self.device = task.share.device

@@ -194,7 +194,10 @@ class Verifier:
         is_due = self._state_steps >= _FIRST - 1 or not (is_known or request.whole_batch)
         if is_split and is_due and not self._outputs_checked:
             self._outputs_checked = True
-            self._check_outputs(attempt, request.of_largest(), tasks)
+            try:
+                self._check_outputs(attempt, request.of_largest(), tasks)
+            finally:
+                _drop_gradients(tasks, replica_sets)
         if is_known:
             return
         combines = is_split and not request.whole_batch
@@ -218,10 +221,7 @@ class Verifier:
                 kind.is_refused = True
                 raise
             finally:
-                for replica_set in replica_sets:
-                    replica_set.clear_gradients()
-                if tasks[0].stash is not None:
-                    tasks[0].stash.drop_gradients()
+                _drop_gradients(tasks, replica_sets)
                 elapsed = time.perf_counter() - now
                 kind.seconds += elapsed if kind.checks else 0.0
                 self._seconds += elapsed
@@ -402,6 +402,14 @@ def _run_spot_check(
         each, devices = [(one,) for one in checks], [one.device for one in checks]
         found = workers.parallel_apply([check] * len(checks), each, devices=devices)
         return cast(_Result, found[0])
+
+
+def _drop_gradients(tasks: Sequence[ReplicaTask], replica_sets: Sequence[ReplicaSet]) -> None:
+    """Drop the gradients that user code computed in a check."""
+    for replica_set in replica_sets:
+        replica_set.clear_gradients()
+    if tasks[0].stash is not None:
+        tasks[0].stash.drop_gradients()
 
 
 def _refers_to(criterion: Any, model: nn.Module) -> bool:

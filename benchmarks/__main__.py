@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.card import main as card
 from benchmarks.readme import write
-from scatterpar.checkup.card.__main__ import main as card
 
 HERE = Path(__file__).parent
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.per_call import PerCall
+from benchmarks.ranks import Ranks
 from scatterpar import ScatterOnceParallel
-from scatterpar.checkup.card.ranks import Ranks
 
 IGNORED = -100
 CASES = {

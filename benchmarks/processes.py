@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from benchmarks import peers
 from benchmarks.models import CASES, Case
 from benchmarks.peers import Peer, criterion
-from scatterpar.checkup.card.ranks import Ranks
+from benchmarks.ranks import Ranks
 
 _SECONDS = 300.0  # the longest wait for a step
 _workers: list[Any] = []  # the worker of this process

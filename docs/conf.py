@@ -1,9 +1,11 @@
 """How Sphinx builds the guide: ``sphinx-build -c docs . build/guide``.
 
-The source folder is that of the whole repository. So links between these pages, those of the
-benchmarks and the CHANGELOG lead to the same place in a clone and in the guide. Nothing is fetched,
-neither when the guide is built nor when it is read.
+The source folder is that of the whole repository. So links between these pages and the CHANGELOG
+lead to the same place in a clone and in the guide. Nothing is fetched, neither when the guide is
+built nor when it is read.
 """
+
+import re
 
 from scatterpar import __version__
 
@@ -18,10 +20,7 @@ nb_merge_streams = True
 root_doc = "docs/index"
 include_patterns = [
     "docs/**",
-    "benchmarks/README.md",
-    "benchmarks/*/README.md",
     "notebooks/*.ipynb",
-    "tests/nullcuda/README.md",
     "*.md",
 ]
 # The README is the page before the guide; docs/package.md is the one that an index shows.
@@ -48,3 +47,16 @@ html_static_path = ["static"]
 html_css_files = ["guide.css"]
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
+
+# Pages that lie beside their code are no pages of the guide: links hand out the file.
+BESIDE_CODE = re.compile(r"\]\(((?:\.\./)*(?:benchmarks|tests)/[\w/]*README\.md)(?:#[^)]*)?\)")
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("source-read", link_to_files)
+
+
+def link_to_files(app, page, source):
+    """Let links to pages beside code lead to the files themselves."""
+    source[0] = BESIDE_CODE.sub(r"](path:\1)", source[0])

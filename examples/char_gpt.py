@@ -26,7 +26,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, RandomSampler
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import parse_devices
 
 IGNORED = -1
 TEXTS = Path(__file__).parent.parent / "docs"
@@ -111,19 +110,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--accum", type=int, default=1, help="sub-steps of each replica")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--devices", nargs="+", help="such as cuda:0,cuda:1 or 0 1")
+    parser.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1")
     parser.add_argument("--stock", action="store_true", help="one device, plain torch")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
-    devices = parse_devices(args.devices or ()) or None
 
     torch.manual_seed(1)
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = devices[0] if devices else default
+    device = args.devices[0] if args.devices else default
     dtype = torch.float64 if args.double else torch.float32
     characters, text = lines(args.longest)
     model = GPT(characters, args.longest, args.size, dropout=args.dropout).to(device, dtype)
-    engine = None if args.stock else ScatterOnceParallel(model, args.accum, devices)
+    engine = None if args.stock else ScatterOnceParallel(model, args.accum, args.devices)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     order = torch.Generator().manual_seed(1)
     sampler = RandomSampler(text, True, args.steps * args.rows, generator=order)

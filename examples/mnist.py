@@ -15,18 +15,18 @@ masks.
 from __future__ import annotations
 
 import argparse
+import gzip
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.resources import files
 from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import parse_devices
-from scatterpar.train.data import load
 
 Batches = Iterable[Sequence[Tensor]]
 
@@ -83,13 +83,20 @@ def accuracy(model: nn.Module, loader: Batches) -> float:
     return torch.cat(hits).double().mean().item()
 
 
+def content(name: str, header: int) -> Tensor:
+    """The bytes of one of the included files, in MNIST's format, as integers."""
+    file = files("scatterpar") / "train" / "embedded" / f"t10k-{name}"
+    return torch.frombuffer(
+        bytearray(gzip.decompress(file.read_bytes())[header:]), dtype=torch.uint8
+    )
+
+
 def loaders(rows: int, dtype: torch.dtype) -> tuple[Batches, Batches]:
     """Batches to train and to test on, in the same order in every run."""
-    data = load()
-    parts = [
-        TensorDataset(data.standardise(split.images).to(dtype), split.labels)
-        for split in (data.train, data.test)
-    ]
+    images = content("images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28).to(dtype) / 255
+    images = (images - images[:8192].mean()) / images[:8192].std()
+    data = TensorDataset(images, content("labels-idx1-ubyte.gz", 8).long())
+    parts = [Subset(data, range(8192)), Subset(data, range(8192, len(data)))]
     order = torch.Generator().manual_seed(1)
     return DataLoader(parts[0], rows, shuffle=True, generator=order), DataLoader(parts[1], 1000)
 
@@ -102,18 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="most steps of an epoch")
     parser.add_argument("--dropout", type=float, default=0.25)
-    parser.add_argument("--devices", nargs="+", help="such as cuda:0,cuda:1 or 0 1")
+    parser.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1")
     parser.add_argument("--stock", action="store_true", help="one device, plain torch")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
-    devices = parse_devices(args.devices or ()) or None
 
     torch.manual_seed(1)
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = devices[0] if devices else default
+    device = args.devices[0] if args.devices else default
     dtype = torch.float64 if args.double else torch.float32
     model = Net(args.dropout).to(device, dtype)
-    engine = None if args.stock else ScatterOnceParallel(model, args.accum, devices)
+    engine = None if args.stock else ScatterOnceParallel(model, args.accum, args.devices)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
     batches, held_out = loaders(args.rows, dtype)

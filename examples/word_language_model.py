@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel, gather
-from scatterpar.devices.runtime import parse_devices
 
 Hidden = tuple[Tensor, ...]
 TEXTS = Path(__file__).parent.parent / "docs"
@@ -138,21 +137,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="most steps of an epoch")
     parser.add_argument("--dropout", type=float, default=0.2)
-    parser.add_argument("--devices", nargs="+", help="such as cuda:0,cuda:1 or 0 1")
+    parser.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1")
     parser.add_argument("--stock", action="store_true", help="one device, plain torch")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
-    devices = parse_devices(args.devices or ()) or None
 
     torch.manual_seed(1)
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = devices[0] if devices else default
+    device = args.devices[0] if args.devices else default
     dtype = torch.float64 if args.double else torch.float32
     words, text, held_out = corpus(args.rows)
     model = RNNModel(words, args.size, dropout=args.dropout).to(device, dtype)
     engine = None
     if not args.stock:
-        engine = ScatterOnceParallel(model, args.accum, devices, dim=1)
+        engine = ScatterOnceParallel(model, args.accum, args.devices, dim=1)
     lr, best = 20.0, math.inf
     for epoch in range(args.epochs):
         losses = train(model, engine, text, args.length, lr)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from PIL import Image
 
 HERE = Path(__file__).parent
 
@@ -22,8 +25,19 @@ def run(path: Path, seconds: int = 600) -> nbformat.NotebookNode:
         record_timing=False,
     )
     client.execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                output.data["image/png"] = smaller(output.data["image/png"])
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
+
+
+def smaller(picture: str) -> str:
+    """A PNG in base64 with 64 colours, a third of its size."""
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64)
+    image.save(file := io.BytesIO(), "PNG", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from typing import NoReturn
 
@@ -59,23 +58,10 @@ def _tool(command: str, options: list[str]) -> int:
     return code
 
 
-def leave(code: int) -> NoReturn:
-    """End the process, under torchrun without the interpreter's own last steps.
-
-    During these gloo's threads can abort a process whose work is done, and torchrun would
-    start a finished job again.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 def run() -> NoReturn:
     """Be the program: `scatterpar` and `python -m scatterpar`."""
     try:
-        leave(main(sys.argv[1:]))
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         print("scatterpar: interrupted", file=sys.stderr)
         sys.exit(130)

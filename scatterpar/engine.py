@@ -22,50 +22,49 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from scatterpar.batch.markers import count_rows
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.runtime import DeviceLike, resolve
 from scatterpar.devices.transfers import Transfers
-from scatterpar.distributed.ranks import Ranks
-from scatterpar.plan import Plan, ShareBalancer, make_plan
+from scatterpar.plan import Plan, check_shares, make_plan
 from scatterpar.replicas.broadcast import broadcast_routes
-from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.compiled import compile_fn_from, unwrapped
-from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.replicas.module_copy import Compiler
+from scatterpar.replicas.replicas import Replicas, ReplicaSet
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.report import StepReport
+from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.auto_accum import AutoAccum
 from scatterpar.step.commit import commit
-from scatterpar.step.compute import compute, infer
-from scatterpar.step.costs import has_costs_argument, plan_by_cost
-from scatterpar.step.graphs import Graphs
-from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.markers import count_rows
-from scatterpar.step.outcome import Outcome
-from scatterpar.step.reduce import gradient_routes, reduce
+from scatterpar.step.compute import Check, compute
+from scatterpar.step.inference import map_rows
+from scatterpar.step.loss_weights import compute_loss_weights, weights_by_rows
+from scatterpar.step.reduce import Observer, Outcome, gradient_routes, reduce
 from scatterpar.step.request import (
     Count,
     Request,
-    check_graphs,
-    check_noise,
+    check_buffers,
     check_options,
     check_synchronised,
 )
 from scatterpar.step.scatter import micro_batches, row_routes, scatter
+from scatterpar.step.schedule import Schedule
 from scatterpar.step.substeps import call_inputs
-from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
-from scatterpar.trace import Trace
-from scatterpar.verify.gradient_check import GradientCheck, compare
-from scatterpar.verify.replay import replay
-from scatterpar.verify.verifier import Verifier
+from scatterpar.torch_private import unwrapped
+
+if TYPE_CHECKING:
+    from scatterpar.auto_accum import AutoAccum
+    from scatterpar.distributed.ranks import Ranks
+    from scatterpar.trace import Trace
+    from scatterpar.verify.gradient_check import GradientCheck
+    from scatterpar.verify.verifier import Verifier
 
 _MAX_REPLICAS = 2**16  # per rank: rank r numbers its replicas from r * this, for their seeds
 
@@ -93,26 +92,26 @@ class ScatterOnceParallel(Wrapper):
             ``["cpu"] * 4`` are four replicas in host memory, ``["cpu:0", "cpu:1"]`` are two virtual
             devices with separate memories. Default: every visible accelerator, or a single CPU
             replica if there is none.
-        micro_batch_size: maximal number of rows per sub-step, instead of ``accum``.
+        micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one number, or
+            one per replica for devices of unequal memory. Shares stay equal unless ``shares`` says
+            otherwise.
         micro_batch_cost: maximal cost of a sub-step, instead of ``accum``, for rows of unequal
             length. The cost of a sub-step is its number of rows times the largest of their
             ``costs``, which each call passes. Rows of similar cost share a sub-step, in whatever
             order they are in the batch. Outputs keep the order of the batch.
         dim: the dimension along which the batch is split into rows.
-        buffers: ``"master"`` keeps the buffers of replica 0. ``"mean"`` averages floating-point
-            buffers over the replicas, weighted by rows. ``"batch"`` updates running statistics of
-            batch normalisation once per step, with the mean and unbiased variance over all rows,
-            and keeps other buffers of replica 0. Otherwise every sub-step updates them.
+        buffers: ``"master"`` keeps the buffers of replica 0. ``"batch"`` updates running
+            statistics of batch normalisation once per step, with the mean and unbiased variance
+            over all rows, and keeps other buffers of replica 0. Otherwise every sub-step updates
+            them.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
         process_group: train together with other processes, one per machine. Each rank passes its
             own rows; loss and gradients are those of all ranks' batches together. If a rank fails,
             every rank raises an error in that step. At construction all ranks get the parameters
             and buffers of rank 0. Inference is separate on each rank.
         shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device that is
-            three times as fast as the other, or ``"auto"``: learned from the speed of each device
-            in previous steps. A larger share has more sub-steps, not larger ones. Loss and gradient
-            are exact for any shares. Learned shares, and so the rounding, differ from run to run.
-            Each rank learns its own shares.
+            three times as fast as the other. A larger share has more sub-steps, not larger ones.
+            Loss and gradient are exact for any shares.
         accumulate_dtype: gradients of sub-steps, replicas and ranks are added in this
             floating-point dtype, such as ``torch.float32`` for parameters in bfloat16, whose sums
             would otherwise lose half their digits. The sum is rounded once, to the dtype of
@@ -122,15 +121,13 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself is not changed. Replicas also run compiled if the module was made by
             ``torch.compile``, or compiled by ``.compile()`` as a whole or in parts.
-        verify: before the sub-steps, check on some rows, as many as are cheap, that losses combine
-            as ``reduction`` and ``count`` say, and that the user's own module and criterion give
-            the loss that a replica gives. If not, a ``ValueError`` before anything changes. An
-            inconclusive check warns once. So do state that sub-steps change, and outputs that
-            depend on the other rows. Losses of torch's cross entropy with its own reduction are not
-            checked unless ``count`` is passed.
-            Checks run in the first eight steps of a kind of criterion and batch (in the first one
-            if checks are slow), when labels go beyond the range that was verified, and whenever
-            checks have taken less than 1 % of the time.
+        verify: before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and batch,
+            compute a few of the batch's rows twice: at once, by the user's own module and criterion
+            in plain torch, and in parts, as the step is about to. If loss or gradient differ by
+            more than rounding, a ``ValueError`` before anything changes says what would be right.
+            The engine also looks when labels go beyond the range that was seen, and after a refusal
+            until a look agrees. An inconclusive look warns once. So do state that sub-steps change,
+            and outputs that depend on the other rows.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
             of micro-batch, and replay it for every micro-batch: for sub-steps that a device
             finishes before the host has launched them. Python runs only while a sub-step is
@@ -164,12 +161,12 @@ class ScatterOnceParallel(Wrapper):
         accum: int | Literal["auto"] = 1,
         device_ids: Sequence[DeviceLike] | None = None,
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Sequence[int] | None = None,
         dim: int = 0,
         buffers: str = "master",
         check_finite: bool = False,
         process_group: dist.ProcessGroup | None = None,
-        shares: Sequence[float] | Literal["auto"] | None = None,
+        shares: Sequence[float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
         measure_noise: bool = False,
         compile: bool | Mapping[str, Any] | None = None,
@@ -178,36 +175,60 @@ class ScatterOnceParallel(Wrapper):
         micro_batch_cost: float | None = None,
     ) -> None:
         super().__init__()
-        module, compile_fn = unwrapped(module)
-        check_options(module, accum, micro_batch_size, micro_batch_cost, dim, accumulate_dtype)
-        self.module = module
-        self.accum: Any = accum
-        self._auto_accum = AutoAccum()
+        self.module, compile_fn = unwrapped(module)
         self.device_ids = resolve(device_ids)
-        self._share_balancer = ShareBalancer(shares, self.device_ids)
-        self.micro_batch_size = micro_batch_size
-        self.micro_batch_cost = micro_batch_cost
-        self.dim = dim
-        self.buffer_policy = policy = BufferPolicy.named(buffers)
-        self.check_finite = check_finite
-        self.accumulate_dtype = accumulate_dtype
-        self.measure_noise = measure_noise
-        self._compile_fn = compile_fn_from(compile) or compile_fn
-        self.verify = verify
-        check_graphs(graphs, self.device_ids, policy, self._compile_fn, micro_batch_cost)
-        self.graphs = graphs
+        self.accum: Any = accum
+        self.micro_batch_size, self.micro_batch_cost = micro_batch_size, micro_batch_cost
+        self.dim, self.buffer_policy, self.accumulate_dtype = dim, buffers, accumulate_dtype
+        self.check_finite, self.measure_noise = check_finite, measure_noise
+        self.verify, self.graphs = verify, graphs
+        if compile is not None:
+            from scatterpar.compiled import compile_fn_from
+
+            compile_fn = compile_fn_from(compile) or compile_fn
+        self._compile_fn = compile_fn
+        self._check_options()
+        self._shares = check_shares(shares, len(self.device_ids))
         self.last_step: StepReport | None = None
-        check_placement((module,), self.device_ids, lazy=True)
-        check_synchronised(module)
+        self._init_add_ons(process_group)
+        self._init_transient()
+
+    def _check_options(self) -> None:
+        """Refuse invalid options, and modules that are not on the master."""
+        sizes = self.micro_batch_size, len(self.device_ids), self.micro_batch_cost
+        check_options(self.module, self.accum, *sizes, self.dim, self.accumulate_dtype)
+        check_buffers(self.buffer_policy)
+        if self.micro_batch_cost is not None:
+            from scatterpar.costs import check_budget
+
+            check_budget(self.micro_batch_cost)
+        if self.graphs is not False:
+            from scatterpar.graphs import check_graphs
+
+            options = self.buffer_policy, self._compile_fn, self.micro_batch_cost
+            check_graphs(self.graphs, self.device_ids, *options)
+        check_placement(self.module, self.device_ids, lazy=True)
+        check_synchronised(self.module)
+
+    def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:
+        """Make the add-ons that keep their state when the engine is copied."""
+        self._auto_accum: AutoAccum | None = None
+        if self.accum == "auto":
+            from scatterpar.auto_accum import AutoAccum
+
+            self._auto_accum = AutoAccum()
         self._ranks: Ranks | None = None
         self._replica_offset: int | None = None  # the number of this process's first replica
         if process_group is not None:
-            args = process_group, module, self.device_ids[0], policy, accumulate_dtype
-            self._ranks = Ranks(*args)
+            from scatterpar.distributed.ranks import Ranks
+
+            options = self.device_ids[0], self.buffer_policy, self.accumulate_dtype
+            self._ranks = Ranks(process_group, self.module, *options)
             self._replica_offset = self._ranks.rank * _MAX_REPLICAS
-        if measure_noise:
+        if self.measure_noise:
+            from scatterpar.noise import check_noise
+
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
-        self._init_transient()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ranks is not None:
@@ -219,13 +240,33 @@ class ScatterOnceParallel(Wrapper):
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
-        options = self.accumulate_dtype, self._compile_fn, self.buffer_policy
-        self._replica_set = ReplicaSet(self.device_ids, *options)
-        self._verifier = Verifier()
-        self._graphs = Graphs() if self.graphs else None
+        policy = None
+        if self.buffer_policy == "batch":
+            from scatterpar.batch_statistics import BatchStatistics
+
+            policy = BatchStatistics()
+        options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
+        self._replica_set = Replicas(self.device_ids, *options)
+        self._checks: list[Check] = []
+        self._verifier: Verifier | None = None
+        if find_spec("scatterpar.verify"):
+            from scatterpar.verify.verifier import Verifier
+
+            self._verifier = Verifier(self._ranks is not None)
+            self._checks = [self._verifier.check]
+        self._one_pass = Schedule()
+        if self.graphs:
+            from scatterpar.graphs import Captured
+
+            self._one_pass = Captured()
+        self._observers: list[Observer] = []
+        self._noise_of: Callable[[Outcome], GradientNoise] | None = None
+        if self.measure_noise:
+            from scatterpar.noise import noise_of, observe
+
+            self._observers, self._noise_of = [observe], noise_of
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
-        self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # of the last step
 
     def forward_backward(
         self,
@@ -250,7 +291,9 @@ class ScatterOnceParallel(Wrapper):
                 per row, ``Rows.from_batches`` several batches.
             targets: the targets for the criterion, with the same rows.
             criterion: ``criterion(output, targets)`` returns a 0-dim loss. With ``None`` the
-                module's output is the loss, or has it as ``.loss`` or ``["loss"]``.
+                module's output is the loss, or has it as ``.loss`` or ``["loss"]``. Networks
+                that it trains are children of an ``nn.Module``, or bound by
+                ``functools.partial(criterion, net=net)``: replicas have copies of them.
             reduction: how the criterion combines its terms, ``"mean"`` or ``"sum"``; by default the
                 criterion's attribute ``.reduction``, else ``"mean"``.
             count: ``count(inputs, targets)`` returns the number of terms that a mean loss of these
@@ -278,8 +321,9 @@ class ScatterOnceParallel(Wrapper):
         Raises:
             ValueError: an empty batch, tensors with different numbers of rows or that require grad,
                 outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``; with
-                ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; with ``verify``,
-                losses that do not combine as ``reduction`` and ``count`` say.
+                ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; without it, a
+                gradient that arrives at a network that no replica has; with ``verify``, losses that
+                do not combine as ``reduction`` and ``count`` say.
             RuntimeError: a step inside a step, after ``close()``, or in a forked child; with
                 ``whole_batch``, a module whose second pass gives other outputs.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
@@ -345,47 +389,57 @@ class ScatterOnceParallel(Wrapper):
             compute = partial(self._fit, request)
             outcome = self._ranks.reduce_outcome(compute) if self._ranks else compute()
             attempt = outcome.attempt
-            with attempt, attempt.clock.span("commit"):
-                noise = outcome.noise() if self.measure_noise else None
+            with attempt, attempt.span("commit"):
+                noise = self._noise_of(outcome) if self._noise_of else None
                 loss = commit(outcome, deferred=deferred)  # 6
-            self._share_balancer.observe(attempt.plan, attempt.clock.replica_spans)
             self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if request.return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
         """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
-        request = request.checked(self.device_ids[0])
-        if self.accum == "auto":
-            args = partial(self._plan, request.sizes), self._compute, self._workers.release  # 1
-            outcome = self._auto_accum.fit(request, len(self.device_ids), *args)
+        checked, schedule = request.checked(self.device_ids[0]), self._schedule(request)
+        if self._auto_accum:
+            compute = partial(self._compute, schedule)
+            args = partial(self._plan, checked.sizes), compute, self._workers.release  # 1
+            outcome = self._auto_accum.fit(checked, len(self.device_ids), *args)
         else:
-            outcome = self._compute(request, self.plan(request.sizes, request.costs))  # 1
+            plan = self.plan(checked.sizes, checked.costs)  # 1
+            outcome = self._compute(schedule, checked.in_order(plan.order), plan)
         with outcome.attempt:
             self._workers.interrupts.deliver()  # later ones wait until every rank has committed
         return outcome
 
-    def _compute(self, request: Request, plan: Plan) -> Outcome:
+    def _schedule(self, request: Request) -> Schedule:
+        """How the shares of a request become gradients."""
+        if not request.whole_batch:
+            return self._one_pass
+        from scatterpar.two_passes import TwoPasses
+
+        return TwoPasses(request, self._ranks)
+
+    def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
-        with self._attempt(request, plan) as attempt:
-            phase, transfers = attempt.clock.phase, attempt.transfers
-            replica_set = self._replica_set
-            self._latest = request.sizes, plan, attempt.generators
+        with self._attempt(request, plan, **trial) as attempt:
+            phase, transfers = attempt.phase, attempt.transfers
+            replica_set, data = self._replica_set, schedule.data(request)
             with phase("scatter"):  # 2
-                request = attempt.request = request.in_order(plan.order)
-                pieces = micro_batches(request.batch, plan, self.dim)
-                weights = compute_loss_weights(request, plan, pieces)
-                loaders = scatter(request.batch, plan, self.dim, transfers)
+                if schedule.weights_apply():
+                    pieces = micro_batches(data, plan, self.dim)
+                    attempt.weights = compute_loss_weights(request, plan, pieces)
+                else:
+                    attempt.weights = weights_by_rows(plan)
+                loaders = scatter(data, plan, self.dim, transfers)
             with phase("replicate"):  # 3
-                replica_set.refresh(self.module, request.criterion, transfers, request.whole_batch)
+                criteria = schedule.replicas_of_criterion
+                replica_set.refresh(self.module, request.criterion, transfers, criteria)
             with phase("compute"):  # 4
-                others = self._verifier, self._ranks, self._graphs
-                results = compute(attempt, replica_set, loaders, weights, *others)
+                results = compute(attempt, loaders, self._checks, schedule)
             with phase("reduce"):  # 5
-                sets = replica_set.replica_sets
-                return reduce(attempt, sets, results, weights, self.measure_noise)
+                observers = self._observers if schedule.weights_apply() else ()
+                return reduce(attempt, replica_set.replica_sets, results, observers)
 
     @contextlib.contextmanager
-    def _attempt(self, request: Request, plan: Plan) -> Iterator[Attempt]:
+    def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
         """One try at a step. Checks the links between devices first.
 
         If the body raises, random state and everything that was passed to
@@ -393,8 +447,12 @@ class ScatterOnceParallel(Wrapper):
         """
         check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
-            offset, clock = self._replica_offset, self._trace.clock(plan) if self._trace else None
-            with Attempt(self._workers, request, plan, offset, clock) as attempt:
+            offset, clock = self._replica_offset, self._trace.current if self._trace else None
+            with Attempt(self._workers, request, plan, offset, clock, **trial) as attempt:
+                attempt.replica_set = self._replica_set
+                attempt.end_substep = self._replica_set.end_substep
+                if self._verifier is not None:
+                    attempt.check_join = self._verifier.check_join
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -410,9 +468,11 @@ class ScatterOnceParallel(Wrapper):
         ``micro_batch_cost`` pass ``costs``, one number per row.
         """
         if self.micro_batch_cost is not None or costs is not None:
+            from scatterpar.costs import plan_by_cost
+
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
-        return self._plan(rows, self._auto_accum.accum if self.accum == "auto" else self.accum)
+        return self._plan(rows, self._auto_accum.accum if self._auto_accum else self.accum)
 
     def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
         return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
@@ -451,15 +511,70 @@ class ScatterOnceParallel(Wrapper):
                 "engine.forward_backward(inputs, targets, criterion); for inference, call "
                 "engine.eval() first or use torch.no_grad()"
             )
-        with self._workers.exclusive():
-            costs = None
-            if "costs" in kwargs and (self.micro_batch_cost or not has_costs_argument(self.module)):
+        costs = None
+        if "costs" in kwargs:
+            from scatterpar.costs import has_costs_argument
+
+            if self.micro_batch_cost or not has_costs_argument(self.module):
                 costs = kwargs.pop("costs")
+        return self._map(self.module, inputs, kwargs, costs)
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *inputs: Any,
+        costs: Any = None,
+        pad: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``function`` for all rows on all replicas, in micro-batches without a graph.
+
+        For work besides the forward pass, such as ``generate`` or ``encode``. Modules stay in
+        training or evaluation mode. Random numbers depend on the number of replicas and
+        micro-batches, as those of dropout do. With a process group each rank has its own rows.
+
+        Args:
+            function: a method of the module or of a part of it, such as ``model.generate``: each
+                replica calls its own as ``function(*inputs, **kwargs)``. Any other function is
+                called as ``function(replica, *inputs, **kwargs)``. It runs in the replicas'
+                threads. A ``functools.partial`` of either binds arguments without rows.
+            inputs: positional arguments of the function, with rows along ``dim``.
+            costs: as in ``forward_backward``.
+            pad: pads tensors at the end with this value, if micro-batches give different sizes.
+            kwargs: keyword arguments of the function, with rows or without.
+
+        Returns:
+            The results for the whole batch, on the master, in row order and in the same nested
+            types. Tensors with rows are joined along ``dim``, 0-dim tensors averaged over the rows,
+            lists with one entry per row concatenated. Equal plain values are returned once.
+            Anything else becomes a list with one entry per micro-batch, unless there is only one
+            micro-batch.
+
+        Raises:
+            ValueError: a function that refers to the module itself, tensors that cannot be joined,
+                several batches, ``costs`` without ``micro_batch_cost`` or the other way round.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
+            >>> engine.map(lambda replica, x: replica(x).argmax(1), torch.randn(5, 4)).shape
+            torch.Size([5])
+        """
+        return self._map(function, inputs, kwargs, costs, pad)
+
+    def _map(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        costs: Any,
+        pad: float | None = None,
+    ) -> Any:
+        with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
             request = self._request(call_inputs(inputs, kwargs)).in_order(plan.order)
             with self._attempt(request, plan) as attempt:
-                return infer(attempt, self._replica_set, self.module, self._verifier)
+                return map_rows(attempt, self.module, function, pad)
 
     def check(
         self,
@@ -493,25 +608,33 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
+        from scatterpar.verify.gradient_check import compare
+
         args = inputs, targets, criterion, reduction, count
         request = self._request(*args, whole_batch=whole_batch, verify=False, costs=costs)
         with self._workers.exclusive(self.module):
             master = self.device_ids[0]
-            request = request.checked(master)
-            request = replace(request, max_substeps=request.rows)  # a trial, without other ranks
-            step = partial(self._compute, request, self.plan(request.sizes, request.costs))
+            schedule, request = self._schedule(request), request.checked(master)
+            plan = self.plan(request.sizes, request.costs)
+            step = partial(
+                self._compute,
+                schedule,
+                request.in_order(plan.order),
+                plan,
+                max_substeps=request.rows,  # a trial, without other ranks
+            )
             return compare(self.module, request, master, self._workers, step)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record the steps in the body: what each replica did when, and what limits their speed.
+        """Record the steps in the body: what each replica did when.
 
         Failed steps are recorded too. Inference is not.
 
         Returns:
-            A context manager that yields a :class:`Trace`. ``print(trace)`` shows a table and a
-            sentence that says what to pass. A notebook shows a chart. ``save("step.json")`` writes
-            a file for Perfetto.
+            A context manager that yields the trace. ``print(trace)`` shows a table: the
+            milliseconds of each replica in each part of a step, and how long its thread waited.
+            ``trace.save("step.json")`` writes a file for https://ui.perfetto.dev.
 
         Raises:
             RuntimeError: inside another trace of this engine.
@@ -524,14 +647,13 @@ class ScatterOnceParallel(Wrapper):
             >>> len(trace.steps)
             1
         """
+        from scatterpar.trace import Trace
+
         if self._trace is not None:
             raise RuntimeError("this engine is being traced already: leave that trace first")
-        options = {"graphs": self.graphs, "shares": self._share_balancer.learns}
-        trace = Trace(self.device_ids, frozenset(name for name, is_on in options.items() if is_on))
-        self._trace = trace
+        self._trace = trace = Trace(self.device_ids)
         try:
-            with trace.recorded():
-                yield trace
+            yield trace
         finally:
             self._trace = None
 
@@ -545,75 +667,24 @@ class ScatterOnceParallel(Wrapper):
         finally:
             self._step_ended = time.perf_counter()
 
-    def replay(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        criterion: Callable[[Any, Any], Any] | None = None,
-        *,
-        replica: int,
-        sub_step: int,
-        **options: Any,
-    ) -> tuple[Tensor | None, Any]:
-        """Compute one sub-step alone, in this thread: for debuggers and ``detect_anomaly``.
-
-        Takes the arguments of ``forward_backward``, and the numbers of a replica and of one of its
-        sub-steps, both from 0; the note on an error contains the call. The user's own module and
-        criterion compute the forward pass, the loss and the backward pass of the sub-step's rows,
-        in plain torch. Random numbers are those of the last step or, if torch's generators were
-        seeded or drawn from since, those of a step that would begin now. Parameters and buffers
-        have their present values. If the sub-step depends on random numbers or buffers of the
-        replica's earlier sub-steps, these run first, and no debugger stops in them. Afterwards
-        parameters, ``.grad``, buffers, the module's attributes and random state are restored.
-
-        Returns:
-            The loss of the sub-step, 0-dim, and the module's output, both detached, on the master.
-            With ``whole_batch`` only the forward pass runs, and the loss is ``None``.
-
-        Raises:
-            ValueError: as ``forward_backward``, or if there is no such replica or sub-step.
-
-            Exceptions of the module or the criterion are raised unchanged.
-
-        Example:
-            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
-            >>> inputs, targets = torch.randn(10, 4), torch.randint(2, (10,))
-            >>> loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-            >>> loss, output = engine.replay(
-            ...     inputs, targets, nn.CrossEntropyLoss(), replica=1, sub_step=0
-            ... )
-            >>> output.shape
-            torch.Size([3, 2])
-        """
-        backward = torch.is_grad_enabled()
-        request = self._request(inputs, targets, criterion, backward=backward, **options)
-        with self._workers.exclusive(self.module):
-            request = request.checked(self.device_ids[0])
-            plan = self.plan(request.sizes, request.costs)
-            # The last step's plan if the batch is alike; its generators if nothing has drawn since.
-            sizes, latest, generators = self._latest or ((), plan, None)
-            if (sizes, latest.costs) == (request.sizes, plan.costs):
-                plan = latest
-            if plan is not latest or generators is None or not generators.are_latest:
-                devices = [share.device for share in plan.shares]
-                generators = Generators(devices, self._replica_offset)
-            place = replica, sub_step
-            return replay(self.module, request, plan, place, generators, self._workers)
+    def replay(self, *_: object, **__: object) -> NoReturn:
+        """Removed in 0.3.0."""
+        raise AttributeError(
+            "engine.replay was removed in 0.3.0: the note on an error names the rows of its "
+            "sub-step; call criterion(module(inputs), targets).backward() for these rows, or step "
+            "an engine with one device_ids entry, which runs in the caller's thread"
+        )
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The relative sizes of the replicas' shares, one number per replica.
-
-        With ``shares="auto"`` these are the shares learned so far. Another engine makes the same
-        plans if the numbers are passed to it as ``shares=``.
-        """
-        return self._share_balancer.shares
+        """The relative sizes of the replicas' shares, one number per replica."""
+        return self._shares
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, updated to match the module; for inspection."""
         with self.replicas_for_update() as copies:
-            return tuple(replica.roots[0] for replica in copies.replicas)
+            return tuple(replica.root for replica in copies.replicas)
 
     @contextlib.contextmanager
     def replicas_for_update(self) -> Iterator[ReplicaSet]:
@@ -625,9 +696,9 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive():
             self._replica_set.refresh(self.module, None, Transfers())
             try:
-                yield self._replica_set
+                yield self._replica_set.of_model
             except BaseException:
-                self._replica_set.guard.invalidate()
+                self._replica_set.of_model.guard.invalidate()
                 raise
 
     def close(self) -> None:
@@ -643,3 +714,9 @@ class ScatterOnceParallel(Wrapper):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _make_compiler() -> Compiler:
+    from scatterpar import compiled
+
+    return compiled.Compiler()

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from statistics import median
 from typing import Any
 
 import torch
 
-_REMEMBERED = 5  # speeds per device; their median is used, so one slow step changes nothing
-_WORTHWHILE = 1.05  # new shares must make the step this much faster
 _ROUNDING = Fraction(1, 10**9)  # of a sub-step; smaller fractions come from float rounding
-_SHOWN = 72  # characters of a share's row numbers in a table
+_SHOWN = 72  # characters of row numbers in a table or an error
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,12 @@ class Share:
         """The number of rows of this share."""
         return sum(stop - start for start, stop in self.micro_batches)
 
+    def rows_of(self, sub_step: int) -> Sequence[int]:
+        """The numbers, in the batch, of the rows of one sub-step."""
+        if self.row_numbers:
+            return self.row_numbers[sub_step]
+        return range(*self.micro_batches[sub_step])
+
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The micro-batches, merged if they touch: one pair of start and stop for a single batch.
@@ -64,18 +67,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shares and micro-batches for one batch. ``print(plan)`` shows a small table.
-
-    ``costs`` has one number per row if micro-batches are cut by cost.
-    """
+    """The shares and micro-batches for one batch. ``print(plan)`` shows a small table."""
 
     rows: int
     shares: tuple[Share, ...]
-    costs: tuple[float, ...] = ()
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The number of the batch's row at each position of the plan; empty without costs."""
+        """The number of the batch's row at each position of the plan; empty if it is the same."""
         return tuple(row for share in self.shares for rows in share.row_numbers for row in rows)
 
     @cached_property
@@ -85,53 +84,28 @@ class Plan:
 
     def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
         """The numbers, in the batch, of the rows of one sub-step. All numbers count from 0."""
-        share = self.shares[replica]
-        if share.row_numbers:
-            return share.row_numbers[sub_step]
-        return range(*share.micro_batches[sub_step])
-
-    def load_of(self, share: Share) -> float:
-        """The load of a replica: its number of rows, or the padded cost of its micro-batches.
-
-        The padded cost of a micro-batch is its number of rows times the largest cost of these rows.
-        """
-        if not self.costs:
-            return share.rows
-        return sum(len(rows) * max(self.costs[row] for row in rows) for rows in share.row_numbers)
+        return self.shares[replica].rows_of(sub_step)
 
     def __str__(self) -> str:
         """A table with one line per share: replica, device, rows, sizes of micro-batches."""
-        if self.costs:
-            return self._by_cost()
         table = [("replica", "device", "rows", "micro-batches")]
         for share in self.shares:
             sizes = Counter(stop - start for start, stop in share.micro_batches)
             cut = " + ".join(f"{times} x {size}" for size, times in sizes.items())
             span = ", ".join(f"{start}:{stop}" for start, stop in share.spans)
             table.append((str(share.replica), str(share.device), span, cut))
-        return self._printed(table)
+        return self.printed(table)
 
-    def _by_cost(self) -> str:
-        """A table with one line per share: cost without and with padding, rows per sub-step."""
-        loads = [self.load_of(share) for share in self.shares]
-        padded, cost = sum(loads), sum(self.costs)
-        heads = "replica", "device", "rows", "cost", "padded", "load", "sub-steps", "rows of each"
-        table = [heads]
-        for share, load in zip(self.shares, loads, strict=True):
-            cost_of_rows = sum(self.costs[row] for rows in share.row_numbers for row in rows)
-            part = f"{load / padded:.1%}" if padded else "-"
-            numbers = f"{share.rows}", f"{cost_of_rows:,.6g}", f"{load:,.6g}", part
-            each = " + ".join(str([*rows]) for rows in share.row_numbers)
-            each = each if len(each) <= _SHOWN else each[:_SHOWN].rpartition(",")[0] + ", ..."
-            substeps = str(len(share.row_numbers))
-            table.append((str(share.replica), str(share.device), *numbers, substeps, each))
-        more = f" ({padded / cost - 1:.1%} more)" if cost else ""
-        return self._printed(table, f", by cost: {cost:,.6g}, with padding {padded:,.6g}{more}")
-
-    def _printed(self, table: Sequence[Sequence[str]], more: str = "") -> str:
+    def printed(self, table: Sequence[Sequence[str]], more: str = "") -> str:
+        """A table of shares below a line with the number of rows."""
         replicas = "replica" if len(self.shares) == 1 else "replicas"
         title = f"{self.rows} rows on {len(self.shares)} {replicas}{more}"
         return f"{title}\n{as_text(table, str.ljust)}"
+
+
+def shown(numbers: str) -> str:
+    """A list of numbers as text, cut off behind one of them if it is too long for a line."""
+    return numbers if len(numbers) <= _SHOWN else numbers[:_SHOWN].rpartition(",")[0] + ", ..."
 
 
 def as_text(table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> str:
@@ -147,7 +121,7 @@ def make_plan(
     rows: int | Sequence[int],
     devices: Sequence[torch.device],
     accum: int = 1,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | Sequence[int] | None = None,
     shares: Sequence[float] | None = None,
 ) -> Plan:
     """Split ``rows`` over ``devices`` and each share into micro-batches, as evenly as possible.
@@ -158,7 +132,7 @@ def make_plan(
     With ``shares`` the rows are divided in proportion, with a difference of less than one row. A
     larger share is cut into more micro-batches, not into larger ones. Their number is ``accum``
     times the share's size relative to an equal share, rounded up, so no micro-batch has more rows
-    than with equal shares.
+    than with equal shares. ``micro_batch_size`` may be a list with one number per replica.
 
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
@@ -177,7 +151,10 @@ def make_plan(
         if size < 1:
             raise ValueError(f"rows must be at least 1, got {size}: an empty batch has no plan")
     relative = None if shares is None else tuple(shares)
-    return _plan(sizes, tuple(devices), accum, micro_batch_size, relative)
+    limits = (micro_batch_size,) * len(devices)
+    if isinstance(micro_batch_size, (list, tuple)):
+        limits = tuple(micro_batch_size)
+    return _plan(sizes, tuple(devices), accum, limits, relative)
 
 
 @lru_cache(maxsize=64)  # training uses the same plan in every step
@@ -185,7 +162,7 @@ def _plan(
     sizes: tuple[int, ...],
     devices: tuple[torch.device, ...],
     accum: int,
-    micro_batch_size: int | None,
+    limits: tuple[Any, ...],
     shares: tuple[float, ...] | None,
 ) -> Plan:
     cuts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
@@ -197,8 +174,8 @@ def _plan(
             spans, substeps = _divide(rows, shares), _in_proportion(accum, shares)
         for replica, (start, stop) in enumerate(spans):
             pieces = substeps[replica]
-            if micro_batch_size is not None:
-                pieces = -(-(stop - start) // micro_batch_size)
+            if limits[replica] is not None:
+                pieces = -(-(stop - start) // limits[replica])
             cuts[replica] += _cut(first + start, first + stop, pieces)
         first += rows
     planned = (
@@ -248,61 +225,17 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(ends))
 
 
-class ShareBalancer:
-    """The relative sizes of the replicas' shares, passed by the user or learned from speeds.
-
-    The speed of a device is its load (rows, or their padded cost) per second in one step, from the
-    first start to the last end of its replicas.
-    """
-
-    def __init__(self, shares: Any, device_ids: Sequence[torch.device]) -> None:
-        self._device_ids = tuple(device_ids)
-        self.learns = isinstance(shares, str) and shares == "auto"
-        self._rows_per_second: dict[torch.device, deque[float]] = {}
-        user_shares = None if self.learns else shares
-        self.shares = _checked(user_shares, len(device_ids)) or (1.0,) * len(device_ids)
-
-    def observe(
-        self, plan: Plan, replica_spans: Sequence[Mapping[int, tuple[float, float]]]
-    ) -> None:
-        """Learn from a committed step; a device's first step is ignored: it has one-time work."""
-        if not self.learns:
-            return
-        for device in {share.device for share in plan.shares}:
-            on_device = [share for share in plan.shares if share.device == device]
-            seconds = 0.0
-            for spans in replica_spans:
-                starts, ends = zip(*(spans[share.replica] for share in on_device), strict=True)
-                seconds += max(ends) - min(starts)
-            if device in self._rows_per_second:
-                load = sum(map(plan.load_of, on_device))
-                self._rows_per_second[device].append(load / max(seconds, 1e-9))
-            else:
-                self._rows_per_second[device] = deque(maxlen=_REMEMBERED)
-        if all(self._rows_per_second.get(device) for device in self._device_ids):
-            self._adapt()
-
-    def _adapt(self) -> None:
-        """Set the shares in proportion to the devices' speeds, if the gain is large enough."""
-        speed = {device: median(self._rows_per_second[device]) for device in set(self._device_ids)}
-        shares_of = dict.fromkeys(speed, 0.0)
-        for device, share in zip(self._device_ids, self.shares, strict=True):
-            shares_of[device] += share / sum(self.shares)
-        seconds_now = max(shares_of[device] / speed[device] for device in speed)
-        seconds_best = 1 / sum(speed.values())
-        if seconds_now > _WORTHWHILE * seconds_best:
-            self.shares = tuple(
-                speed[device] / self._device_ids.count(device) for device in self._device_ids
-            )
-
-
-def _checked(shares: Any, count: int) -> tuple[float, ...] | None:
+def check_shares(shares: Any, count: int) -> tuple[float, ...]:
+    """The relative sizes of ``count`` shares, equal if ``shares`` is ``None``."""
     if shares is None:
-        return None
-    if isinstance(shares, str) or not isinstance(shares, Sequence):
-        raise TypeError(
-            f'shares must be "auto" or a list with one number per replica, got {shares!r}'
+        return (1.0,) * count
+    if isinstance(shares, str) and shares == "auto":
+        raise ValueError(
+            'shares="auto" was removed in 0.3.0; pass one number per replica, such as [3, 1], in '
+            "proportion to their rows per second: engine.last_step has .plan and .replica_seconds"
         )
+    if isinstance(shares, str) or not isinstance(shares, Sequence):
+        raise TypeError(f"shares must be a list with one number per replica, got {shares!r}")
     for share in shares:
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"shares must be numbers, got {share!r} in {list(shares)!r}")

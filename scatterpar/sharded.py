@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from scatterpar.batch import nested
 from scatterpar.devices.coalescing import copy_coalesced, copy_each
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.replicas.replicas import ParameterCopies, parameter_like
-from scatterpar.step import nested
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
 

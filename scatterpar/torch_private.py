@@ -27,8 +27,7 @@ from torch.fx import traceback as fx_traceback
 from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
-
-HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # one thread at a time in Python
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Missing(RuntimeError):
@@ -67,8 +66,7 @@ for _why, _names in {
     "for its backward passes": "autograd.graph._engine_run_backward",
     "to compute in forked processes": "autograd.Variable._execution_engine.is_checkpoint_valid",
     "to tell profilers what it does": "autograd.profiler._is_profiler_enabled "
-    "_C._autograd._profiler_enabled _C._autograd._profiler_type _C._autograd._enable_profiler "
-    "_C._autograd._disable_profiler _C._profiler.ProfilerConfig _C._profiler._ExperimentalConfig",
+    "_C._autograd._profiler_enabled _C._profiler._ExperimentalConfig",
     "to compile": "fx.traceback.preserve_node_meta fx.traceback.has_preserved_node_meta",
     "for models that use higher-order operators": "_ops._higher_order_ops "
     "_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
@@ -132,24 +130,6 @@ def is_profiled() -> bool:
     return profiler_is_on() and torch._C._autograd._profiler_enabled()
 
 
-def emits_nvtx() -> bool:
-    """Whether this thread is in ``torch.autograd.profiler.emit_nvtx()``."""
-    return torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
-
-
-@contextlib.contextmanager
-def nvtx_emitted() -> Iterator[None]:
-    """Do what ``emit_nvtx()`` does, for this thread alone and without waiting for the device."""
-    kinds: Any = torch._C._profiler
-    flags = [False] * 5  # shapes, memory, stacks, operations, modules
-    config = kinds.ProfilerConfig(kinds.ProfilerState.NVTX, *flags, kinds._ExperimentalConfig())
-    torch._C._autograd._enable_profiler(config, set())
-    try:
-        yield
-    finally:
-        torch._C._autograd._disable_profiler()
-
-
 PROFILE_ALL_THREADS = (
     "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
 )
@@ -187,26 +167,23 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
-def edges_to_leaves(loss: Tensor, nodes: Sequence[Any]) -> list[tuple[Tensor, Any, int]]:
-    """The leaves that a backward pass from ``loss`` reaches without passing one of ``nodes``.
-
-    Each leaf comes with the node that passes it a gradient, and the position of that gradient among
-    the node's outputs. If the loss is itself a leaf, the node is ``None``.
-    """
+def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
+    """The leaves that a backward pass from ``loss`` reaches without passing one of ``nodes``."""
     if loss.grad_fn is None:
-        return [(loss, None, 0)] if loss.requires_grad else []
-    edges: list[tuple[Tensor, Any, int]] = []
+        return [loss] if loss.requires_grad else []
+    leaves: list[Tensor] = []
     seen = set(nodes)
-    pending = [] if loss.grad_fn in seen else [loss.grad_fn]
+    pending: list[Any] = [] if loss.grad_fn in seen else [loss.grad_fn]
     while pending:
-        node: Any = pending.pop()
-        for position, (following, _) in enumerate(node.next_functions):
+        for following, _ in pending.pop().next_functions:
+            if following is None or following in seen:
+                continue
+            seen.add(following)
             if type(following).__name__ == "AccumulateGrad":
-                edges.append((following.variable, node, position))
-            elif following is not None and following not in seen:
-                seen.add(following)
+                leaves.append(following.variable)
+            else:
                 pending.append(following)
-    return edges
+    return leaves
 
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -290,6 +267,9 @@ _LOST: list[Any] = []  # graphs whose capture failed, kept alive
 # --- compiled modules: there is no public way to compile another function in the same way --------
 
 
+CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
+
+
 def is_compiled_module(value: Any) -> bool:
     """Whether ``value`` is a module that ``torch.compile`` returned."""
     return has_dynamo() and isinstance(
@@ -297,9 +277,16 @@ def is_compiled_module(value: Any) -> bool:
     )
 
 
-def compile_fn_of(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
+    """The original and the compile function of a compiled module; otherwise itself and ``None``."""
+    if is_compiled_module(module):
+        return module._orig_mod, module.dynamo_ctx
+    return module, None
+
+
+def compile_fn_of(function: Callable[..., Any]) -> CompileFn:
     """The function that compiled ``function``: it compiles another one with the same options."""
-    compile_fn: Callable[..., Any] | None = inspect.getclosurevars(function).nonlocals.get("self")
+    compile_fn: CompileFn | None = inspect.getclosurevars(function).nonlocals.get("self")
     if compile_fn is None:
         raise Missing("context in compiled functions", "to compile replicas as the module")
     return compile_fn
@@ -358,6 +345,11 @@ _eager: list[Any] = []  # the stance set by ``uncompiled``, one entry per active
 _eager_lock = threading.Lock()
 
 
+def is_uncompiled() -> bool:
+    """Whether a body of ``uncompiled`` runs, in any thread."""
+    return bool(_eager)
+
+
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """In the body nothing is compiled or runs compiled, in any thread.
@@ -396,6 +388,14 @@ def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
             tensor._backward_hooks = hooks
         for hooks, earlier in zip(after, saved, strict=True):
             hooks.update(earlier)
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode for code that is not compiled: torch does not import its compiler for it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # --- random operators: a dispatch key that the workers alone switch on -----------------------
@@ -439,22 +439,13 @@ def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
         overload = f".{operator._schema.overload_name}" if operator._schema.overload_name else ""
         operators.impl(name + overload, kernel_of(operator, position), _KEY_NAME)
     _let_higher_order_operators_through()
-    _wait_before_control_flow_compiles()
     return fallback, operators
 
 
-@contextlib.contextmanager
-def random_key_on() -> Iterator[None]:
+def random_key_on() -> contextlib.AbstractContextManager[Any]:
     """In the body, random operators of this thread are sent to the registered kernels."""
-    before = getattr(_thread, "has_compile_lock", None)
-    _thread.has_compile_lock = False
-    try:
-        with torch._C._IncludeDispatchKeyGuard(_key()):
-            yield
-    finally:
-        if _thread.has_compile_lock:
-            _compile_lock().release()
-        _thread.has_compile_lock = before
+    guard: contextlib.AbstractContextManager[Any] = torch._C._IncludeDispatchKeyGuard(_key())
+    return guard
 
 
 def random_key_off() -> contextlib.AbstractContextManager[Any]:
@@ -481,51 +472,27 @@ def _let_higher_order_operators_through() -> None:
     ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for name, operator in ops._higher_order_ops.items():
         if name in _TRACING:
-            operator.py_impl(key)(functools.partial(_call_locked, operator))
+            operator.py_impl(key)(functools.partial(_refuse, operator))
         else:
             operator.fallthrough(key)
 
 
 # Control flow traces its branches in every call, forward and backward, and torch's tracing is not
 # thread-safe (https://github.com/pytorch/pytorch/issues/118260): two replicas at once break it
-# permanently. So a replica that calls such an operator excludes the others from these operators
-# until its work ends.
+# permanently. So replicas in threads are refused these operators.
 _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
-_thread = threading.local()
 
-
-def _call_locked(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator that traces, under the lock that torch.compile takes too."""
-    _keep_compile_lock()
-    with random_key_off():
-        return operator(*args, **kwargs)
-
-
-def _keep_compile_lock() -> None:
-    """In a worker, hold the lock of torch.compile from now until the replica's work ends."""
-    if getattr(_thread, "has_compile_lock", None) is False:
-        _compile_lock().acquire()
-        _thread.has_compile_lock = True
-
-
-def _wait_before_control_flow_compiles() -> None:
-    """Make torch take its compile lock before it compiles the wrapper of a control-flow operator.
-
-    Otherwise its compiler takes another thread's tracing for its own, and raises an error.
-    """
-    from torch._higher_order_ops import utils
-
-    compile_and_call = getattr(utils, "_hop_compile_and_call", None)
-    if compile_and_call is None:  # older versions have no such function
-        return
-
-    @functools.wraps(compile_and_call)
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        _keep_compile_lock()
-        return compile_and_call(*args, **kwargs)
-
-    utils._hop_compile_and_call = locked
+def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to run an operator that traces; torch.compile, which has a lock, may trace it."""
+    if torch._C._len_torch_dispatch_stack():
+        with random_key_off():
+            return operator(*args, **kwargs)
+    raise RuntimeError(
+        f"{operator.name()}: torch's control flow traces its branches in every call, and torch "
+        f"cannot trace in several threads at once; use one replica, or compute all branches and "
+        f"choose with torch.where"
+    )
 
 
 def _compile_lock() -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import shutil
 import signal
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import simulated
@@ -39,6 +41,43 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # The caller's thread has a guard of its own, see helpers/isolation.py.
     config.addinivalue_line("filterwarnings", "ignore:Guard. active")
+
+
+# Packages of extras, by the names under which they are imported.
+EXTRAS = {
+    *("accelerate", "datasets", "matplotlib", "nbformat", "peft", "PIL"),
+    *("sentence_transformers", "timm", "torchvision", "tqdm", "transformers", "trl", "tyro"),
+}
+
+
+class _Module(pytest.Module):
+    """A file of tests; skipped if it imports a package of an extra that is not installed."""
+
+    def collect(self):
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            missing = error.__cause__
+            if isinstance(missing, ModuleNotFoundError) and missing.name in EXTRAS:
+                pytest.skip(f"{missing.name} is not installed", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return _Module.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    without = [name for name in ("torchvision", "timm") if find_spec(name) is None]
+    if without:
+        skip = pytest.mark.skip(reason=f"{' and '.join(without)}: pip install '.[images]'")
+        for item in items:
+            if item.get_closest_marker("pictures") is not None:
+                item.add_marker(skip)
+    if "slow" not in config.getoption("markexpr"):
+        slow = [item for item in items if item.get_closest_marker("slow") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("slow") is None]
+        config.hook.pytest_deselected(items=slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

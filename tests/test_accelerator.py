@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import threading
 
 import pytest
@@ -19,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import scatterpar.devices.runtime
-import scatterpar.threads.locks
 from scatterpar import (
     DataParallelCriterion,
     DataParallelModel,
@@ -32,6 +30,8 @@ from scatterpar.step.reduce import sum_pairs
 from scatterpar.torch_private import uncompiled
 
 pytestmark = [
+    pytest.mark.nullcuda,
+    pytest.mark.vulkan,
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator is here"),
 ]
@@ -93,6 +93,15 @@ def test_exact_from_any_memory(device_ids, place):
                 if not is_new:  # what the other devices have already does not travel
                     wanted["replicate"] = 0
                 assert engine.last_step.bytes == wanted
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_activations_in_host_memory(device_ids, pinned):
+    model, *batch = problem()
+    plain = [tensor.to(kind()) for tensor in batch]
+    saving = torch.autograd.graph.save_on_cpu(pinned, kind())
+    with ScatterOnceParallel(model, 3, device_ids) as engine, saving:
+        assert_step(engine, *batch, nn.CrossEntropyLoss(), plain=plain)
 
 
 def moved(tensor, place):
@@ -701,26 +710,5 @@ def crowd(meets, *, criterion=None, **options):
 
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole_batch"])
 @pytest.mark.draws
-def test_one_replica_at_a_time_launches(monkeypatch, options):
-    """Threads that launch at once take the interpreter's lock from each other."""
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        pytest.skip("there is no such lock here")
-    monkeypatch.setattr(scatterpar.threads.locks, "_LAUNCH_SECONDS", 60.0)
-    assert crowd(meets=False, **options) == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole_batch"])
-@pytest.mark.draws
 def test_replicas_that_wait_for_each_other_launch_beside_each_other(options):
     assert crowd(meets=True, **options) == torch.accelerator.device_count()
-
-
-@pytest.mark.draws
-def test_and_so_do_criteria():
-    barrier = threading.Barrier(torch.accelerator.device_count())
-
-    def meet(output, targets):
-        barrier.wait(60)
-        return output.square().sum()
-
-    crowd(meets=False, criterion=meet)

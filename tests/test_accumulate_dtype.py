@@ -34,6 +34,7 @@ def test_512_ones_add_up_to_256_in_bfloat16():
     assert model.weight.grad.item() == 256
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
 def test_512_ones_add_up_to_512_and_are_added_to_what_is_there(device_ids):
     model = one_weight()

@@ -122,6 +122,7 @@ def test_every_layer_has_what_all_of_its_rows_make(
     assert model.calls == 3 * accum  # replica 0's, as with "master"
 
 
+@pytest.mark.contract
 def test_the_first_layer_has_what_plain_torch_has(devices):
     """Momentum may change from step to step, as schedules have it."""
     model = build(Net)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
-from scatterpar.step.markers import Marker
+from scatterpar.batch.markers import Marker
 
 ROWS = randn(7, FEATURES)
 LABELS = randint(CLASSES, 7)
@@ -302,7 +302,7 @@ def test_outputs_without_rows_are_not_joined(devices):
         with torch.no_grad():
             expected = copy.deepcopy(model)(rows).unflatten(0, (4, -1)).argmax(-1)
         assert torch.equal(torch.cat(kept, 1), expected)
-        refused = pytest.raises(ValueError, match=r"joined along dim=1.*or call engine\.module")
+        refused = pytest.raises(ValueError, match=r"joined along dim=1.*engine\.map")
         with refused, torch.no_grad():
             engine(rows)
 

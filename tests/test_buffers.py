@@ -13,6 +13,8 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 ROWS = 11  # on three replicas: 4 + 4 + 3
 BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
 SHARES = [slice(0, 4), slice(4, 8), slice(8, 11)]
@@ -38,6 +40,7 @@ def assert_buffers(model, expected):
         assert torch.equal(buffer, expected[name]), name
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("accum", [1, 2])
 def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
     """On a real GPU or a virtual one: the same kernels on the same rows, so the same bits."""
@@ -55,23 +58,7 @@ def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
     assert all(buffer is held[name] for name, buffer in model.named_buffers()), "rebound"
 
 
-def test_mean_weighs_replicas_by_their_rows(devices):
-    model = normalised()
-    seen = [after_share(model, rows, 1) for rows in SHARES]
-    with ScatterOnceParallel(model, 1, devices(3), buffers="mean") as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():
-            expected = sum(
-                part[name] * w for part, w in zip(seen, (4 / 11, 4 / 11, 3 / 11), strict=True)
-            )
-            assert_close(buffer, expected, name)
-            assert not torch.equal(buffer, seen[0][name])
-        else:
-            assert buffer == 1, "a count of batches is replica 0's"
-
-
-@pytest.mark.parametrize("buffers", ["master", "mean"])
+@pytest.mark.parametrize("buffers", ["master", "batch"])
 def test_constant_buffers_do_not_drift(devices, buffers):
     """A weighted mean of equal numbers is not that number in floating point; inf - inf is NaN."""
     model = build(Constants)
@@ -83,10 +70,11 @@ def test_constant_buffers_do_not_drift(devices, buffers):
         assert torch.equal(buffer.nan_to_num(1234), before[name].nan_to_num(1234)), name
 
 
-def test_averaged_buffers_that_require_grad_get_gradients(devices):
+@pytest.mark.contract
+def test_buffers_that_require_grad_get_gradients(devices):
     model, twin = (CASES["a trained buffer"].build() for _ in range(2))
     nn.CrossEntropyLoss()(twin(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 2, devices(3), buffers="mean") as engine:
+    with ScatterOnceParallel(model, 2, devices(3), buffers="master") as engine:
         for times in (1, 2):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
             assert_close(model.scale.grad, times * twin.scale.grad, "scale")
@@ -167,7 +155,7 @@ def made_in_inference_mode():
     return model
 
 
-@pytest.mark.parametrize("buffers", ["master", "mean"])
+@pytest.mark.parametrize("buffers", ["master", "batch"])
 @pytest.mark.parametrize("make", [expanded, made_in_inference_mode])
 def test_a_buffer_that_torch_refuses_to_write(devices, make, buffers):
     """A step that does not change it leaves it as it is; a forward pass may rebind it."""
@@ -261,7 +249,7 @@ class Twins(Classifier):
         return self.linear(inputs)
 
 
-@pytest.mark.parametrize("buffers", ["master", "mean"])
+@pytest.mark.parametrize("buffers", ["master", "batch"])
 @pytest.mark.parametrize("how", ["both", "one", "in place"])
 def test_buffers_that_begin_as_one_tensor(devices, how, buffers):
     """The last of both once won, since they were written into the one tensor."""

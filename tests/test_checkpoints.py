@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
-pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
 
 
 def has_a_module():
@@ -57,6 +57,7 @@ def load(module, state):
     assert not result.unexpected_keys
 
 
+@pytest.mark.contract
 @each_factory
 @each_wrapper
 def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(devices, wrapper, make):
@@ -182,13 +183,13 @@ def test_copies_work_and_share_nothing(layout, way, kind):
     if kind == "pair":
         one = Pair(mlp(), cross_entropy, layout.split())
     else:
-        one = ScatterOnceParallel(mlp(), 2, layout.split(), buffers="mean", check_finite=True)
+        one = ScatterOnceParallel(mlp(), 2, layout.split(), buffers="batch", check_finite=True)
     twins = [COPIES[way](one)]
     check(one)
     twins.append(COPIES[way](one))
     if kind == "engine":
         assert all(twin.plan(9) == one.plan(9) for twin in twins)
-        assert all(twin.buffer_policy.name == "mean" for twin in twins)
+        assert all(twin.buffer_policy == "batch" for twin in twins)
     for twin in twins:
         with torch.no_grad():
             twin.module[0].weight.mul_(2)

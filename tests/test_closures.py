@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import functools
 import threading
 import time
 
@@ -35,7 +35,7 @@ ROWS = 12
 INPUTS, TARGETS = randn(ROWS, FEATURES), randn(ROWS, CLASSES, seed=3)
 LABELS = classes(ROWS)
 
-pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
 
 
 def all_of(*named):
@@ -140,19 +140,109 @@ def net(seen):
     return net
 
 
-@pytest.mark.parametrize("whole", [False, True])
+ARRIVES = (
+    r"a gradient arrives at {}, which is no replica's: bind its network with functools\.partial"
+)
+
+
+@pytest.mark.parametrize("before", [None, 1.5])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_their_gradient_is_that_of_the_whole_batch_and_hooks_see_it_once(
-    devices, net, seen, holder, whole
+def test_a_gradient_that_arrives_there_is_refused_in_whatever_step(
+    devices, net, seen, holder, before
 ):
-    """Hooks once ran at every sub-step."""
+    """It was trained on one memory only; on two GPUs it failed. A reference is no gradient."""
+    model, loss, is_trained = mlp(), HOLDERS[holder](net), [False] * 20 + [True, False]
+
+    def criterion(output, targets):
+        with torch.set_grad_enabled(is_trained[0]):
+            distance = loss(output, targets)
+        return distance + F.mse_loss(output, targets)
+
+    if before is not None:
+        net.weight.grad = torch.full_like(net.weight, before)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        while not is_trained[0]:
+            model.zero_grad()
+            engine.forward_backward(INPUTS, TARGETS, criterion)
+            is_trained.pop(0)
+        grads, before_step = gradients(model), (capture(model), capture(net))
+        for step in (engine.forward_backward, engine.loss, engine.check):
+            with pytest.raises(ValueError, match=f"{ARRIVES.format('.*')}.* Nothing was changed"):
+                step(INPUTS, TARGETS, criterion)
+        for state, module in zip(before_step, (model, net), strict=True):
+            assert differences(state, capture(module)) == []
+        assert_gradients(model, grads)
+        kept = None if net.weight.grad is None else net.weight.grad.unique().tolist()
+        assert kept == (before and [before])
+        assert seen == []
+        is_trained.pop(0)
+        model.zero_grad()
+        assert_step(engine, INPUTS, TARGETS, criterion)
+
+
+def penalised(model):
+    return lambda output, targets: F.mse_loss(output, targets) + model[0].weight.square().sum()
+
+
+def checkpointed(net):
+    return lambda o, t: F.mse_loss(checkpoint(net, o, use_reentrant=True), t)
+
+
+REFUSED = {
+    "the model's own": (lambda model, net: penalised(model), r"model\.0\.weight"),
+    "a tensor": (lambda _, net: scaled_by(net.weight), "factor"),
+    "in a reentrant checkpoint": (lambda _, net: checkpointed(net), r"net\.weight"),
+}
+
+
+def scaled_by(factor):
+    return lambda output, targets: F.mse_loss(output @ factor, targets)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_error_names_what_it_arrives_at(devices, kind):
+    make, name = REFUSED[kind]
+    model, net = mlp(), build(square)
+    with (
+        ScatterOnceParallel(model, 2, devices(2), verify=False) as engine,
+        pytest.raises(ValueError, match=ARRIVES.format(name)),
+    ):
+        engine.forward_backward(INPUTS, TARGETS, make(model, net))
+    assert all(parameter.grad is None for one in (model, net) for parameter in one.parameters())
+
+
+def test_bound_by_a_partial_they_are_trained(devices):
+    def criterion(output, targets, net, model):
+        return F.mse_loss(net(output), targets) + model[0].weight.square().sum()
+
+    model, net, twin, net_twin = mlp(), build(square), mlp(), build(square)
+    criterion(twin(INPUTS), TARGETS, net_twin, twin).backward()
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        bound = functools.partial(criterion, net=net, model=model)
+        engine.forward_backward(INPUTS, TARGETS, bound)
+    assert_gradients(net, gradients(net_twin))
+    assert_gradients(model, gradients(twin))
+
+
+def test_leaves_that_a_criterion_makes_are_its_own(devices):
+    """As for a gradient penalty: its graph reaches the point at which the gradient is taken."""
+    critic = build(lambda: nn.Sequential(square(), nn.Tanh())).requires_grad_(False)
+
+    def penalty(output, targets):
+        point = (output.detach() + targets).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(point).sum(), point, create_graph=True)
+        return (slope - output).square().mean()
+
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        assert_step(engine, INPUTS, TARGETS, penalty)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_with_whole_batch_hooks_see_their_gradient_once(devices, net, seen, holder):
     model, twin, net_twin = mlp(), mlp(), build(square)
     F.mse_loss(net_twin(twin(INPUTS)), TARGETS).backward()
-    options = {} if whole else {"measure_noise": True}
-    with ScatterOnceParallel(model, 3, devices(2), verify=False, **options) as engine:
-        engine.forward_backward(INPUTS, TARGETS, HOLDERS[holder](net), whole_batch=whole)
-        if not whole:
-            assert math.isnan(engine.last_step.noise.noise), "replicas have no gradient of it"
+    with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
+        engine.forward_backward(INPUTS, TARGETS, HOLDERS[holder](net), whole_batch=True)
     assert_gradients(net, gradients(net_twin))
     assert_gradients(model, gradients(twin))
     (gradient,) = seen
@@ -161,25 +251,28 @@ def test_their_gradient_is_that_of_the_whole_batch_and_hooks_see_it_once(
 
 @pytest.mark.parametrize("before", [None, 1.5])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_of_a_step_that_fails_and_of_a_check_they_keep_nothing(devices, net, seen, holder, before):
-    loss, calls = HOLDERS[holder](net), []
+def test_with_whole_batch_a_step_that_fails_and_a_check_leave_nothing(
+    devices, net, seen, holder, before
+):
+    loss, fails = HOLDERS[holder](net), [True]
 
-    def failing(output, targets):
-        calls.append(len(output))
-        if len(calls) == 4:
+    def hook(module, args, gradients):
+        if fails[0]:
             raise ValueError("boom")
-        return loss(output, targets)
 
     if before is not None:
         net.weight.grad = torch.full_like(net.weight, before)
-    with ScatterOnceParallel(mlp(), 3, devices(2), verify=False) as engine:
+    model = mlp()
+    model[2].register_full_backward_hook(hook)
+    with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
         with pytest.raises(ValueError, match="boom"):
-            engine.forward_backward(INPUTS, TARGETS, failing)
-        assert engine.check(INPUTS, TARGETS, loss).passed
+            engine.forward_backward(INPUTS, TARGETS, loss, whole_batch=True)
+        fails[0] = False
+        assert engine.check(INPUTS, TARGETS, loss, whole_batch=True).passed
         kept = None if net.weight.grad is None else net.weight.grad.unique().tolist()
         assert kept == (before and [before])
         assert seen == []
-        engine.forward_backward(INPUTS, TARGETS, loss)
+        engine.forward_backward(INPUTS, TARGETS, loss, whole_batch=True)
         assert len(seen) == 1, "the user's hook is there, and runs once"
 
 
@@ -192,23 +285,24 @@ class OutOfMemory(nn.Linear):
         return super().forward(rows)
 
 
+@pytest.mark.contract
 @pytest.mark.filterwarnings("ignore:accum=.auto")
 def test_a_second_try_starts_anew(devices):
-    """Gradients that the first try had added, and statistics that it had moved, once stayed."""
+    """Statistics that the first try had moved once stayed."""
     found = []
     for accum in ("auto", 2):
-        model, seen = build(lambda: OutOfMemory(FEATURES, CLASSES)), []
+        model = build(lambda: OutOfMemory(FEATURES, CLASSES))
         net = build(lambda: nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.BatchNorm1d(CLASSES)))
-        net[0].weight.register_hook(seen.append)
+        net.requires_grad_(False)
         with ScatterOnceParallel(model, accum, devices(3), verify=False) as engine:
             engine.forward_backward(INPUTS, TARGETS, Task(net).loss)
-        found.append(all_of(model, net))
-        assert len(seen) == 1
+        found.append(gradients(model))
         assert net[1].num_batches_tracked == 6
     for name, value in found[1].items():
         assert_close(found[0][name], value, name)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("of", ["teacher", "master"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
@@ -245,33 +339,18 @@ class Held(Classifier):
         return self.linear(inputs) + self.holder.net[0](inputs)
 
 
-def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
-    """After a failed step its gradients and statistics stayed, and after a check its gradients.
-
-    ``engine.loss`` added its gradient at once, whatever became of the loss.
-    """
+def test_a_network_in_an_object_of_the_model_is_trained_by_no_replica():
+    """It was, in one memory. Its statistics are put back, as those of a criterion's network."""
     model = build(Held)
-    twin, net = copy.deepcopy(model), model.holder.net[0]
-    before, calls = capture(net), []
-
-    def fails(output, targets):
-        calls.append(len(output))
-        if len(calls) == 4:
-            raise ValueError("boom")
-        return F.mse_loss(output, targets)
-
+    net = model.holder.net[0]
+    before = capture(net)
     with ScatterOnceParallel(model, 3, ["cpu"] * 2, verify=False) as engine:
-        with pytest.raises(ValueError, match="boom"):
-            engine.forward_backward(INPUTS, TARGETS, fails)
+        with pytest.raises(ValueError, match=ARRIVES.format("a parameter of shape .*")):
+            engine.forward_backward(INPUTS, TARGETS, nn.MSELoss())
         assert differences(before, capture(net)) == []
-        (model.eval(), net.eval(), twin.eval(), twin.holder.net[0].eval())
-        assert engine.check(INPUTS, TARGETS, nn.MSELoss()).passed
-        engine.loss(INPUTS, TARGETS, nn.MSELoss())
-        assert all(parameter.grad is None for parameter in net.parameters())
-        engine.loss(INPUTS, TARGETS, nn.MSELoss()).mul(3).backward()
-    F.mse_loss(twin(INPUTS), TARGETS).mul(3).backward()
-    assert_gradients(model, gradients(twin))
-    assert_gradients(net, gradients(twin.holder.net[0]))
+        assert model.linear.weight.grad is None
+        net.requires_grad_(False).eval()
+        assert_step(engine, INPUTS, TARGETS, nn.MSELoss())
 
 
 # --- ranks that share a criterion ---
@@ -292,10 +371,6 @@ def contrast_in_slots(net):
     return lambda o, t: F.cross_entropy(slots.net * o @ o.T, t.argmax(1))
 
 
-def checkpointed(net):
-    return lambda o, t: F.mse_loss(checkpoint(net, o, use_reentrant=True), t)
-
-
 def beside(make, criterion_of):
     """The model, a network that only the criterion reaches, and the criterion."""
 
@@ -306,16 +381,11 @@ def beside(make, criterion_of):
     return parts
 
 
-def held():
-    model = build(Held).eval()
-    return model, model.holder.net[0].eval(), nn.MSELoss()
-
-
 SHARED = {  # what is trained, and options
     "closed over": (beside(Scale, contrast), {"whole_batch": True}),
-    "in a reentrant checkpoint": (beside(square, checkpointed), {}),
+    "in a reentrant checkpoint": (beside(square, checkpointed), {"whole_batch": True}),
+    "refused": (beside(square, lambda net: Task(net).loss), {}),
     "in slots": (beside(Scale, contrast_in_slots), {"whole_batch": True}),
-    "in an object of the model": (held, {}),
 }
 
 
@@ -342,6 +412,10 @@ def test_ranks_count_a_network_that_all_of_them_reach_once(case):
     model, net, criterion = SHARED[case][0]()
     criterion(model(INPUTS), TARGETS).backward()
     for said, grads in run_on_ranks(2, on_each_rank, case):
+        if case == "refused":
+            assert "a gradient arrives at net." in said
+            assert all(gradient is None for gradient in grads.values())
+            continue
         if case == "in slots":
             assert "the criterion reaches a parameter of shape ()" in said
             assert "bind its module with functools.partial(criterion, net=net)" in said
@@ -414,7 +488,7 @@ def test_another_module_in_a_cell_is_obeyed(devices):
             assert [part.weight.grad is not None for part in model] == [number == 0, number == 1]
 
 
-def test_what_they_name_of_their_file_is_told(monkeypatch, devices):
+def test_what_they_name_of_their_file_is_told_and_not_trained(monkeypatch, devices):
     """A twin of a function has the same file, and so runs the user's own module."""
     model = nn.Sequential(linear())
     monkeypatch.setitem(globals(), "NAMED", model[0])
@@ -422,8 +496,10 @@ def test_what_they_name_of_their_file_is_told(monkeypatch, devices):
     with (
         ScatterOnceParallel(model, 2, devices(2)) as engine,
         pytest.warns(UserWarning, match="names 'NAMED' of its file"),
+        pytest.raises(ValueError, match=ARRIVES.format("a parameter of shape .*")),
     ):
         engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
+    assert model[0].weight.grad is None
 
 
 # --- two engines, one module ---
@@ -431,6 +507,7 @@ def test_what_they_name_of_their_file_is_told(monkeypatch, devices):
 TAKEN = "another engine is in the middle of a step that trains this Sequential"
 
 
+@pytest.mark.contract
 def test_two_engines_on_one_module_in_two_threads(devices):
     """The second is refused while the first is inside: its gradient was lost, or counted often."""
     model = mlp()
@@ -482,11 +559,11 @@ def test_two_pairs_on_one_module_in_two_threads(devices):
     ("of", "words"),
     [
         ("the module", TAKEN),
-        ("a part", "another engine is in the middle of a step that trains this Parameter of"),
-        ("another", None),
+        ("a part", ARRIVES.format("inner.module.weight")),
+        ("another", ARRIVES.format("inner.module.weight")),
     ],
 )
-def test_a_step_of_another_engine_inside_a_criterion(devices, of, words):
+def test_a_step_of_another_engine_inside_a_criterion_is_refused(devices, of, words):
     model, other = mlp(), mlp(seed=1)[2]
     inner = ScatterOnceParallel(
         {"the module": model, "a part": model[2], "another": other}[of], verify=False
@@ -497,9 +574,6 @@ def test_a_step_of_another_engine_inside_a_criterion(devices, of, words):
         return F.mse_loss(output, targets)
 
     with ScatterOnceParallel(model, 1, devices(2), verify=False) as engine:
-        if words is None:
-            assert_step(engine, INPUTS, TARGETS, loss)
-        else:
-            with pytest.raises(RuntimeError, match=words):
-                engine.forward_backward(INPUTS, TARGETS, loss)
-            assert all(p.grad is None for p in model.parameters())
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            engine.forward_backward(INPUTS, TARGETS, loss)
+        assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))

@@ -105,6 +105,7 @@ def test_large_tensors_travel_alone_and_small_ones_together(monkeypatch):
     assert report.messages["replicate"] == report.messages["reduce"] == 3 * (large + 1)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5, 8])
 def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
     """Whatever the chunks, and whoever is ready first."""
@@ -135,6 +136,7 @@ def test_the_sum_is_the_same_wherever_replicas_are():
             assert in_place or all(map(torch.equal, parts, (one[0] for one in given)))
 
 
+@pytest.mark.contract
 def test_gradients_of_four_replicas_are_added_in_pairs(devices):
     """(0 + 1) + (2 + 3) is 0: in float32 1e8 + 1 is 1e8. From left to right it would be 1."""
     rows = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])

@@ -1,4 +1,4 @@
-"""Compiled modules: replicas run compiled, each size once, and a rehearsal leaves no trace.
+"""Compiled modules: replicas run compiled, each size once, and draw as without a compiler.
 
 ``torch.compile(model)`` was refused, and ``model.compile()`` ran eager in silence.
 """
@@ -132,7 +132,7 @@ def test_it_trains_as_the_eager_engine_does(way, place, graphs):
     model, engine = compiled(way, graphs, DEVICES[place])
     twin, other = eager_twin(DEVICES[place])
     for parameter in (*model.parameters(), *twin.parameters()):
-        parameter.grad = torch.ones_like(parameter)  # which rehearsals leave there
+        parameter.grad = torch.ones_like(parameter)  # which compiling leaves there
     counts = []
     with engine, other:
         assert engine.module is model
@@ -168,7 +168,7 @@ def test_the_option_leaves_the_users_module_as_it_is(graphs):
     assert model._compiled_call_impl is None
 
 
-def test_a_rehearsal_leaves_no_trace(graphs):
+def test_compiling_draws_no_numbers(graphs):
     """Dropout and running statistics after the first step are those of an eager engine."""
 
     def dropping():
@@ -240,8 +240,8 @@ def test_attributes_of_parameters_are_obeyed_without_new_replicas(device_ids, gr
             model.zero_grad()
             engine.forward_backward(*batch(8), CRITERION)
             assert_gradients(model, gradients(twin))
-            marks = [name for name in vars(engine.replicas[0].bias) if name.startswith("_dynamo")]
-            assert marks
+            marks = [name for replica in engine.replicas for name in vars(replica.bias)]
+            assert any(name.startswith("_dynamo") for name in marks)
     assert graphs.count == 2
     assert vars(model.bias) == {"scale": 2.0}
 
@@ -323,18 +323,21 @@ def test_a_users_error_arrives_as_it_is(graphs):
 
 
 def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
-    """A rehearsal one after the other must not wait for ever for one that waits for the next."""
-    monkeypatch.setattr("scatterpar.step.compute._PATIENCE_SECONDS", 0.1)
+    """The one that compiles must not wait for ever for one that waits for the lock."""
+    monkeypatch.setattr("scatterpar.compiled._PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr("scatterpar.verify.verifier._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
 
-    def criterion(outputs, targets):
-        barrier.wait(60)
-        return CRITERION(outputs, targets)
+    class Waits(nn.Module):
+        """A criterion of modules: each replica has its own, and calls of them overlap."""
+
+        def forward(self, outputs, targets):
+            barrier.wait(60)
+            return CRITERION(outputs, targets)
 
     _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
     with engine:
-        engine.forward_backward(*batch(24), criterion)
+        engine.forward_backward(*batch(24), Waits())
 
 
 def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
@@ -444,3 +447,16 @@ def test_with_torchs_own_compiler(device_ids, monkeypatch, tmp_path):
             for _ in range(3):
                 engine.forward_backward(*batch(), CRITERION)
     assert_gradients(model, gradients(twin), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ for the CPU")
+def test_a_step_that_compiles_draws_what_a_later_one_draws():
+    """The call in which torch compiles drew from the process's generator."""
+    model = build(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)))
+    losses = []
+    with ScatterOnceParallel(model, 1, DEVICES[2], compile=True) as engine:
+        for _ in range(2):
+            with seeded(3):
+                losses.append(engine.forward_backward(*batch(), CRITERION))
+    assert losses[0] == losses[1]

@@ -7,24 +7,20 @@ there for go first.
 
 from __future__ import annotations
 
-import gc
-import random
-import sys
 import threading
 import time
 
 import pytest
 import torch
-from faults.processes import run
 from helpers.oracle import build, randn
 from helpers.watch import Watch
 from torch import nn
 
 import scatterpar.devices.runtime
-import scatterpar.threads.locks
 import scatterpar.threads.workers
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.threads.locks import stack_of
+
+pytestmark = pytest.mark.core
 
 REPLICAS = 4
 SECONDS = 120
@@ -65,6 +61,21 @@ def test_short_work_keeps_to_the_cores(devices, cores, patience):
     assert watch.most <= cores
     names = [f"scatterpar replica {i}, {device}" for i, device in enumerate(devices(REPLICAS))]
     assert sorted(watch.threads) == names
+
+
+@pytest.mark.contract
+def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
+    """It may keep numbers of its own, such as a running mean."""
+    watch = Watch()
+
+    def criterion(output, _):
+        with watch:
+            time.sleep(0.01)
+        return output.mean()
+
+    with ScatterOnceParallel(build(lambda: nn.Linear(2, 1)), 2, devices(3)) as engine:
+        engine.forward_backward(randn(6, 2), criterion=criterion)
+    assert watch.most == 1
 
 
 class Meets(nn.Linear):
@@ -133,9 +144,8 @@ def test_every_accelerator_starts_at_once():
     assert scatterpar.devices.runtime.max_concurrency(devices) == 64
 
 
-def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
+def test_closed_while_some_wait_for_their_turn(devices, cores):
     """The threads' end once overtook the calls that were still to come: nobody ever ended."""
-    monkeypatch.setattr(scatterpar.threads.locks, "_PATIENCE_SECONDS", 0.1)
     model = build(lambda: Watched(2, 1))
     model.watch = Watch()
     engine = ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False)
@@ -146,56 +156,3 @@ def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
 
     engine.forward_backward(randn(REPLICAS, 2), criterion=criterion)
     assert len(model.watch.threads) == REPLICAS
-
-
-class Waits:
-    """Garbage in a cycle, whose finalizer lets other threads go on."""
-
-    def __init__(self):
-        self.me = self
-
-    def __del__(self):
-        time.sleep(0.0005)
-
-
-def function(arguments):
-    """One that calls another at random; its frame has a size of its own."""
-    names = ", ".join(f"a{i}=len" for i in range(arguments))
-    source = f"def call(n, others, draw, {names}):\n    n and draw(others)(n - 1, others, draw)"
-    exec(source, space := {})
-    return space["call"]
-
-
-def look_at_threads():
-    """Where two threads are, which call and return all the time, while garbage is collected."""
-    functions = [function(number) for number in range(1, 12)]
-    sys.setswitchinterval(1e-5)
-    gc.set_threshold(7)
-    draw, stop = random.Random(1).choice, threading.Event()
-
-    def work():
-        while not stop.is_set():
-            functions[3](20, functions, draw)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for number in range(1000):
-            print(number, flush=True)  # not silent on a busy machine
-            Waits()
-            for thread in threads:
-                hash(stack_of(thread.ident)())
-    finally:
-        stop.set()
-    assert gc.isenabled()
-
-
-@pytest.mark.skipif(
-    not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="no turns without the lock"
-)
-@pytest.mark.slow
-def test_where_another_thread_is_can_be_looked_at():
-    """A collection while CPython 3.11 made a frame's object let the thread leave that frame."""
-    outcome = run("-c", "import test_concurrency; test_concurrency.look_at_threads()")
-    assert outcome.code == 0, outcome.err

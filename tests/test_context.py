@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
 
@@ -71,8 +73,10 @@ def _weights_from_elsewhere():
         yield
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", [True, False])
-def test_autocast_dtype_without_its_cache(devices, cache):
+def test_autocast_dtype_without_its_cache(devices, dtype, cache):
     """Torch's ``parallel_apply`` loses the dtype: bfloat16 turns into float16 there."""
 
     def question():
@@ -82,8 +86,8 @@ def test_autocast_dtype_without_its_cache(devices, cache):
             torch.is_autocast_cache_enabled(),
         )
 
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
-        assert asked(devices, question) == [(True, torch.bfloat16, False)] * 3
+    with torch.autocast("cpu", dtype=dtype, cache_enabled=cache):
+        assert asked(devices, question) == [(True, dtype, False)] * 3
         assert torch.is_autocast_cache_enabled() is cache
     assert asked(devices, question) == [(False, torch.bfloat16, False)] * 3
 
@@ -118,6 +122,7 @@ def test_autocast_gives_the_same_bits_every_time(devices, region):
     assert len(found) == 1
 
 
+@pytest.mark.contract
 def test_autocast_computes_in_bfloat16_and_trains_as_one_device_does(devices):
     model = mlp().float()
     dtypes = []
@@ -223,6 +228,7 @@ def test_a_mode_sees_what_a_single_replica_computes(recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.contract
 def test_contextvars(devices):
     """What a worker sets stays there."""
     variable = contextvars.ContextVar("variable", default=0)
@@ -259,6 +265,19 @@ def test_saved_tensors_hooks(devices):
         assert_gradients(engine.module, expected)
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
     assert len(packed) == count
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_activations_in_host_memory(devices, joined):
+    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+        _, expected = whole_batch(engine.module, *BATCH, nn.CrossEntropyLoss())
+        for step in (engine.forward_backward, engine.loss):
+            engine.module.zero_grad()
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                loss = step(*BATCH, nn.CrossEntropyLoss(), whole_batch=joined)
+            if loss.requires_grad:
+                loss.backward()  # after the body
+            assert_gradients(engine.module, expected)
 
 
 def test_workers_share_the_caller_s_threads(devices):

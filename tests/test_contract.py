@@ -15,6 +15,8 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 LAYOUTS = (["cpu"], ["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"])
 
 

@@ -128,6 +128,7 @@ def test_a_plan_prints_rows_costs_and_loads():
     assert max(map(len, str(plan_of(range(1, 300), 2, 999)).splitlines())) < 150
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_the_step_is_that_of_the_whole_batch(devices, replicas):
     with engine_of(build(Reader), devices, replicas) as engine:
@@ -155,6 +156,7 @@ def test_terms_that_rows_have_are_counted_with_their_rows(devices):
             engine.forward_backward(inputs, tags, lambda o, t: LOSS(o, t), costs=LENGTHS)
 
 
+@pytest.mark.contract
 def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
     model = build(Reader)
     with engine_of(model, devices) as engine:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import random
-import time
 
 import pytest
 import torch
 from helpers.isolation import guarded
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_step, build, randn, whole_batch
+from helpers.oracle import assert_close, assert_step, randn, whole_batch
 from helpers.weighted import CLASS_WEIGHTS, classes
 from torch import nn
 from torch.nn import functional as F
@@ -77,32 +75,6 @@ def test_a_bound_tensor_that_is_trained_gets_its_gradient(devices):
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, functools.partial(scaled, scale=scale))
     assert_close(scale.grad, twin.grad, "scale")
-
-
-def test_what_a_criterion_closes_over_gets_the_same_bits_every_time():
-    """Gradients are added in the order of the replicas, not in the order of arrival."""
-    table = build(lambda: nn.Embedding(CLASSES, 64, sparse=True)).float()
-    weight = torch.linspace(0.1, 3, 64 * CLASSES).view(64, CLASSES).requires_grad_()
-    model, inputs, jitter = mlp().float(), randn(64, FEATURES).float(), random.Random(0)
-
-    def scaled(output, targets):
-        time.sleep(0.003 * jitter.random())
-        chosen = table(targets) * (output @ weight.T)
-        return F.mse_loss(chosen, chosen.detach() + 1)
-
-    found = []
-    with ScatterOnceParallel(model, 2, ["cpu"] * 4, verify=False) as engine:
-        for _ in range(10):
-            for leaf in (weight, table.weight):
-                leaf.grad = None
-            engine.forward_backward(inputs, classes(64), scaled)
-            found.append(torch.cat([weight.grad.flatten(), table.weight.grad.to_dense().flatten()]))
-    assert all(torch.equal(each, found[0]) for each in found)
-    loss = scaled(model(inputs), classes(64))
-    expected = torch.autograd.grad(loss, [weight, table.weight])
-    assert torch.allclose(weight.grad, expected[0], rtol=1e-4)
-    assert table.weight.grad.is_sparse
-    assert torch.allclose(table.weight.grad.to_dense(), expected[1].to_dense(), rtol=1e-4)
 
 
 def test_what_a_closure_brings_along_is_named(devices):

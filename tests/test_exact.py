@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_gradients, assert_step, gradients, randint, randn
@@ -12,6 +13,8 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -19,6 +22,7 @@ OPTIMIZERS = {
 STEPS = 5
 
 
+@pytest.mark.contract
 @pairwise(replicas=[1, 2, 4], accum=[1, 3, 16], rows=[64, 37, 9, 3, 1], optimizer=OPTIMIZERS)
 def test_training_is_that_of_one_device(devices, replicas, accum, rows, optimizer):
     model = mlp()
@@ -42,6 +46,7 @@ def test_training_is_that_of_one_device(devices, replicas, accum, rows, optimize
                 assert_close(mine.detach(), its.detach(), f"{name} after step {step}")
 
 
+@pytest.mark.contract
 def test_a_batch_may_change_its_size_from_step_to_step(devices):
     with ScatterOnceParallel(mlp(), 3, devices(4)) as engine:
         for rows in (64, 1, 9, 37, 2, 64):
@@ -49,6 +54,7 @@ def test_a_batch_may_change_its_size_from_step_to_step(devices):
             assert_step(engine, inputs, targets, nn.CrossEntropyLoss())
 
 
+@pytest.mark.contract
 def test_grad_tensors_are_kept_and_added_to_in_place(devices):
     """Optimizers and flat-gradient tricks hold on to ``.grad``: it is added to, not replaced."""
     model = mlp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import islice
 
 import pytest
@@ -98,11 +99,20 @@ def test_the_scripts_run_and_print_the_same(name, capsys, images):
     module, printed = example(name), []
     if name == "mnist":
         module.loaders = lambda rows, dtype: (images, images)
-    for more in (["--stock"], ["--devices", "cpu,cpu", "--accum", "2"]):
+    for more in (["--stock"], ["--devices", "cpu", "cpu", "--accum", "2"]):
         module.main([*SHORT[name], "--steps", "2", "--double", "--dropout", "0", *more])
         printed.append(capsys.readouterr().out)
     assert "loss" in printed[0]
     assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_a_script_imports_public_names_alone(path):
+    source = path.read_text(encoding="utf-8")
+    modules = re.findall(r"^\s*(?:from|import) (scatterpar[\w.]*)", source, re.MULTILINE)
+    assert modules
+    for module in modules:
+        assert re.fullmatch(r"scatterpar(\.recipe|\.integrations\.\w+)?", module), module
 
 
 def test_every_script_is_tested():

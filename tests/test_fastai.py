@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from functools import partial
 
 import numpy
@@ -33,10 +32,9 @@ from fastai.optimizer import SGD  # noqa: E402
 from fastai.torch_core import params  # noqa: E402
 from fastai.vision.data import ImageBlock  # noqa: E402
 
-from scatterpar.integrations import fastai  # noqa: E402
 from scatterpar.integrations.fastai import ScatterOnce  # noqa: E402
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.loops, pytest.mark.draws]
 
 SAME = 1e-9
 ROWS, CLASSES = 41, 3  # with batches of 12 the last one has 5 rows
@@ -307,9 +305,3 @@ def test_the_page(tmp_path):
     learn.no_bar().__enter__()
     exec(snippet.replace("[0, 1]", "['cpu', 'cpu']"), {"learn": learn})
     assert len(learn.recorder.losses) > 0
-
-
-def test_the_example():
-    failed, tried = doctest.testmod(fastai, optionflags=doctest.ELLIPSIS)
-    assert tried
-    assert not failed

@@ -21,9 +21,12 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
 
+@pytest.mark.contract
 def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
     model = build(Branches)
     all_plus, all_minus = BATCH[0].clone(), BATCH[0].clone()
@@ -55,6 +58,7 @@ def test_sparse_on_one_replica_and_dense_on_another(devices):
     assert_close(model.embedding.weight.grad.to_dense(), expected, "embedding")
 
 
+@pytest.mark.contract
 def test_hooks_on_parameters_act_once_on_the_whole_gradient(devices):
     model = mlp()
     _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
@@ -78,6 +82,7 @@ def test_hooks_on_parameters_act_once_on_the_whole_gradient(devices):
     assert_gradients(model, expected)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kept", ["node", "graph"])
 def test_hooks_on_the_node_that_accumulates_run_once_and_may_fail(devices, kept):
     """Whoever keeps a graph of a parameter keeps this node, and hooks on it stay."""
@@ -154,6 +159,7 @@ class Late(InOneMemory):
         return self.linear(inputs) if (inputs[:, 0] > 0).all() else super().forward(inputs)
 
 
+@pytest.mark.contract
 def test_gradients_that_share_memory_and_arrive_late(devices):
     model = build(Late)
     inputs, targets = positive_first(16, 8), randn(16, CLASSES)

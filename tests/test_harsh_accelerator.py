@@ -24,7 +24,7 @@ from test_accelerator import whole_batch
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, Rows, ScatterOnceParallel
 from scatterpar.checkup import copies, training
 from scatterpar.devices import coalescing, fingerprints
 from scatterpar.devices.transfers import Prefetcher
@@ -60,6 +60,12 @@ def put(place, *tensors):
     if place == "pinned":
         return [tensor.pin_memory() for tensor in tensors]
     return [tensor.to(FIRST if place == "device" else "cpu") for tensor in tensors]
+
+
+def gradients_of(model, inputs, targets):
+    """The gradients of a plain backward pass."""
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    return torch.autograd.grad(loss, list(model.parameters()))
 
 
 def assert_near(model, expected, **tolerances):
@@ -202,6 +208,114 @@ def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(late, nu
         assert_near(model, [2 * gradient for gradient in before])
 
 
+class FailsBackward(torch.autograd.Function):
+    """A kernel of its backward pass fails, on the second device."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.device.index == 1:
+            control.fail_kernel(1)
+        return 2 * gradient
+
+
+class Backward(nn.Module):
+    fails = False
+
+    def forward(self, inputs):
+        return FailsBackward.apply(inputs) if self.fails else inputs
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_kernel_of_a_second_pass_that_fails_is_an_error_of_the_step(late, accum):
+    """With one sub-step nothing is read from other cards than the first after the criterion."""
+    fails = Backward()
+    model, inputs, targets = problem(fails)
+    with ScatterOnceParallel(model, accum, [FIRST, SECOND], verify=False) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), whole_batch=True)
+
+        step()
+        before = [p.grad.clone() for p in model.parameters()]
+        fails.fails = True
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            step()
+        assert any(f"in replica 1 on {SECOND}" in note for note in caught.value.__notes__)
+        assert_near(model, before, rtol=0, atol=0)
+        fails.fails = False
+        step()
+        assert_near(model, [2 * gradient for gradient in before])
+
+
+class Countdown:
+    """Zero after so many forward passes on one device; replicas share it."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def is_over(self):
+        self.number -= 1
+        return self.number == 0
+
+
+class Asserts(nn.Module):
+    """Loses a device in one of its forward passes there, and raises."""
+
+    def __init__(self, index, countdown):
+        super().__init__()
+        self.index, self.countdown = index, countdown
+
+    def forward(self, inputs):
+        if inputs.device.index == self.index and self.countdown.is_over():
+            control.lose(self.index)
+            raise IndexError("an index of the user's")
+        return inputs
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, {}),
+        ({"verify": False}, {}),
+        ({"verify": False}, {"whole_batch": True}),
+        ({"verify": False, "graphs": True}, {}),
+        ({"verify": False, "buffers": "batch"}, {}),
+        ({"verify": False, "accumulate_dtype": torch.float64}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:graphs=True")
+def test_the_users_error_arrives_though_its_device_is_lost(late, index, options, arguments):
+    """After a kernel's assertion nothing can be put back, which is a note on the error.
+
+    If a check or a capture meets it, the step goes on, and a sub-step meets the lost device.
+    """
+
+    def step(number):
+        countdown = Countdown(number)
+        layers = nn.BatchNorm1d(16), nn.Dropout(0.1), Asserts(index, countdown)
+        model, inputs, targets = problem(*layers)
+        with ScatterOnceParallel(model, 2, [FIRST, SECOND], **options) as engine:
+            engine.forward_backward(inputs, targets, CRITERIA["function"], **arguments)
+        return -countdown.number
+
+    notes = []
+    for number in range(1, 1 + step(0)):
+        with control.found_again(), pytest.raises((IndexError, RuntimeError)) as caught:
+            step(number)
+        goes_on = "verify" not in options or "graphs" in options
+        if not goes_on or not isinstance(caught.value, RuntimeError):
+            assert isinstance(caught.value, IndexError)
+        assert "in replica" in "".join(caught.value.__notes__)
+        notes += caught.value.__notes__
+    assert any("could not be put back" in note for note in notes)
+
+
 LOSSES = {
     "ignored": nn.CrossEntropyLoss(ignore_index=1),
     "weighted": nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 3.0])),
@@ -230,8 +344,7 @@ OPTIONS = {
     "wide sums": {"accumulate_dtype": torch.float32},
     "noise": {"measure_noise": True},
     "shares": {"shares": [2, 1, 1]},
-    "learned shares": {"shares": "auto"},
-    "mean buffers": {"buffers": "mean"},
+    "batch statistics": {"buffers": "batch"},
     "finite": {"check_finite": True},
     "auto": {"accum": "auto"},
 }
@@ -296,6 +409,23 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
             found = counted(lambda: engine.forward_backward(*batch, criterion, **arguments))
             assert found.synchronizations <= most, found
             assert found.blocking_copies <= most, found
+
+
+@pytest.mark.parametrize("accum", [2, 8])
+def test_a_replica_reads_once_what_its_second_passes_gave(late, accum):
+    model, inputs, targets = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ScatterOnceParallel(model, accum, [FIRST, SECOND, FIRST], verify=False) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), whole_batch=True)
+
+        for _ in range(2):
+            step()
+            optimizer.step()
+        found = counted(step)
+    assert found.to_host == 3 + 1  # and the loss
+    assert found.blocking_copies == 0  # the host sleeps
 
 
 def test_a_step_after_an_evaluation_costs_what_others_do(late):
@@ -454,14 +584,14 @@ def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
         found = list(copies.examine(devices))
         step = training.take_step(devices)
     assert len(found) == 11
-    broken = [route for route in found if not route.arrives]
+    broken = [route for route in found if route.fault]
     ways = [(SECOND, FIRST), (copies.EACH, copies.OTHERS)]
     assert [(route.source, route.target) for route in broken] == ways
     assert list(broken[0].altered) == [1000, 2**16, 2**17, 2**18]
     assert all(route.altered[size] for route in broken for size in route.altered)
     assert step.is_exact
     assert f"from {SECOND} to {FIRST}" in step.warned[0]
-    assert not list(filter(lambda route: not route.arrives, copies.examine(devices)))
+    assert not list(filter(lambda route: route.fault, copies.examine(devices)))
 
 
 @pytest.fixture
@@ -608,6 +738,61 @@ def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
     assert made[0]() is not None
     ahead.wait_on_stream(0)
     assert made[0]() is None
+
+
+@pytest.mark.parametrize("places", [[SECOND], [FIRST, SECOND]], ids=len)
+@pytest.mark.parametrize("use", ["step", "inference"])
+def test_memory_is_free_again_though_the_error_is_kept(late, places, use):
+    model, inputs, targets = problem()
+    model.to(places[0])
+    with ScatterOnceParallel(model, 1, places, verify=False) as engine:
+
+        def call(rows):
+            model.zero_grad()
+            if use == "step":
+                engine.forward_backward(inputs[:rows], targets[:rows], nn.CrossEntropyLoss())
+            else:
+                with torch.no_grad():
+                    engine(inputs[:rows])
+            model.zero_grad()
+            synchronize()
+
+        def live():
+            return [torch.accelerator.memory_allocated(i) for i in range(2)]
+
+        for _ in range(2):
+            call(4)
+        before = live()
+        with control.limited(1, 2000), pytest.raises(torch.OutOfMemoryError) as caught:
+            call(len(inputs))
+        synchronize()
+        assert all(now <= earlier for now, earlier in zip(live(), before, strict=True))
+        assert caught.value.__traceback__ is not None
+
+
+class Ragged(nn.Module):
+    """Takes a list of tensors of different lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, rows):
+        return torch.stack([self.linear(row).sum(0) for row in rows])
+
+
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+def test_rows_of_small_tensors_arrive_whole_from_any_memory(late, place):
+    """On a card, packing them is work of a stream for which their copy does not wait."""
+    with seeded():
+        model = Ragged().to(FIRST)
+        rows, targets = [torch.randn(1 + i % 3, 8) for i in range(16)], torch.arange(16) % 4
+    expected = gradients_of(model, [row.to(FIRST) for row in rows], targets.to(FIRST))
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], verify=False) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            engine.forward_backward(Rows(put(place, *rows)), targets, nn.CrossEntropyLoss())
+            assert_near(model, expected)
 
 
 def test_rows_that_nobody_came_for_are_not_written_late(late):

@@ -66,23 +66,25 @@ def test_custom_functions_under_transforms(kind, device_ids):
 
 
 CONTROL_FLOW = """
-import sys
-import torch
+import pytest
 from helpers.oracle import assert_step, build, randn
 from scatterpar import ScatterOnceParallel
 from test_higher_order import Branching, mean
 
-for device_ids in (["cpu"] * 4, ["cpu:0", "cpu:1"]):
-    with ScatterOnceParallel(build(lambda: Branching(4, 3)), 2, device_ids) as engine:
-        for _ in range(2):
-            print(device_ids, file=sys.stderr)  # not silent on a busy machine
-            assert_step(engine, randn(11, 4), criterion=mean)
+model = build(lambda: Branching(4, 3))
+for device_ids in (["cpu"] * 2, ["cpu:0", "cpu:1"]):
+    with ScatterOnceParallel(model, 2, device_ids, verify=False) as engine:
+        with pytest.raises(RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"):
+            engine.forward_backward(randn(11, 4), criterion=mean)
+        assert model.weight.grad is None
+with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
+    assert_step(engine, randn(11, 4), criterion=mean)
 print("exact")
 """
 
 
 @pytest.mark.slow
-def test_control_flow():
+def test_control_flow_is_refused_unless_there_is_one_replica():
     """In a process of its own: what two threads' tracing once broke stayed broken."""
     outcome = run("-c", CONTROL_FLOW, silence=300.0)
     assert outcome.out == "exact\n", outcome.err
@@ -141,10 +143,3 @@ def test_what_torch_lacks_is_said_in_words(monkeypatch):
     )
     with pytest.raises(torch_private.Missing, match=words):
         torch_private.register_random_kernels(lambda operator, position: operator)
-
-
-def test_the_switch_turns_the_streams_off(monkeypatch):
-    monkeypatch.setenv("SCATTERPAR_RANDOM_STREAMS", "0")
-    monkeypatch.setattr("scatterpar.threads.generators._install_kernels", None)
-    with ScatterOnceParallel(build(lambda: nn.Linear(4, 3)), 2, ["cpu"] * 2) as engine:
-        assert_step(engine, randn(11, 4), criterion=mean)

@@ -13,9 +13,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 from scatterpar import DataParallelModel, Rows, ScatterOnceParallel, gather
 
+pytestmark = pytest.mark.core
+
 INPUTS = randn(11, FEATURES)
 
 
+@pytest.mark.contract
 def test_positional_and_keyword_inputs(devices):
     def takes(_, first, second, *, scale, mode="plain", extra=None):
         assert mode == "fancy"
@@ -34,6 +37,15 @@ def test_rows_along_another_dimension(devices):
         assert_close(engine(INPUTS.T), INPUTS.T * 2, "output")
 
 
+@pytest.mark.contract
+def test_numbers_without_rows_are_averaged_over_the_rows(devices):
+    """Micro-batches have two rows, and one has one."""
+    means = Of(lambda _, inputs: {"mean": inputs.mean()}).eval()
+    with ScatterOnceParallel(means, 2, devices(3)) as engine:
+        assert_close(engine(INPUTS)["mean"], INPUTS.mean(), "mean")
+
+
+@pytest.mark.contract
 def test_in_place_layers_do_not_write_the_caller_s_tensors(devices):
     writes = Of(lambda _, inputs, number: inputs.add_(number.mul_(2)))
     inputs, number = INPUTS.clone(), torch.tensor(1.0).double()
@@ -44,6 +56,7 @@ def test_in_place_layers_do_not_write_the_caller_s_tensors(devices):
     assert number == 1
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("rows", [[4, 4, 3], [1, 1]], ids=str)
 def test_return_outputs(devices, rows):
     """One entry per replica that had rows, on its device: detached, in the module's types."""
@@ -109,7 +122,7 @@ def test_errors_arrive_as_they_are(devices):
             engine(INPUTS)
         assert caught.value is model.error
         (note,) = caught.value.__notes__
-        assert note == f"in replica 2 on {devices(3)[2]}, sub-step 1 of 2, counted from 0"
+        assert note == f"in replica 2 on {devices(3)[2]}, sub-step 1 of 2, row 10, counted from 0"
         model.row = None
         assert_close(engine(INPUTS), model(INPUTS).detach(), "output")
 

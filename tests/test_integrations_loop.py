@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from scatterpar.batch.markers import Rows
 from scatterpar.integrations.loop import Additions, as_rows, copy_of, each_call, num_rows
-from scatterpar.step.markers import Rows
 
 IMAGES = torch.zeros(3, 5)
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]

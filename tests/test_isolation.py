@@ -31,6 +31,8 @@ from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
 MASTER = torch.device("cpu:0")
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
@@ -105,11 +107,11 @@ def test_parameters_of_the_criterion(monkeypatch, bound, runner):
     check(monkeypatch, runner, mlp(), *BATCH, head.forward if bound else head)
 
 
-def test_averaged_buffers(monkeypatch):
+def test_batch_statistics(monkeypatch):
     model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
     batch = randn(16, FEATURES), randint(CLASSES, 16)
     with (
-        ScatterOnceParallel(model, 2, VIRTUAL, buffers="mean") as engine,
+        ScatterOnceParallel(model, 2, VIRTUAL, buffers="batch") as engine,
         guarded(monkeypatch, model) as memories,
     ):
         engine.forward_backward(*batch, nn.CrossEntropyLoss())
@@ -164,7 +166,7 @@ def test_the_guard_can_fail(monkeypatch):
     inputs = randn(4, FEATURES)
     inputs[:, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
     with (
-        ScatterOnceParallel(model, 1, VIRTUAL[:2]) as engine,
+        ScatterOnceParallel(model, 1, VIRTUAL[:2], verify=False) as engine,  # a look would wait
         guarded(monkeypatch, model),
         pytest.raises(MixedMemories, match=r"aten.add.*on cpu:1 mixes tensors of") as caught,
     ):

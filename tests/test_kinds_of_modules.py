@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier, Returns
-from helpers.module_cases import Graph, small
 from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
 from torch import nn
 
@@ -15,26 +14,37 @@ BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 CRITERION = nn.CrossEntropyLoss()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Sparse")]
 
 
-def test_a_sparse_tensor_travels_once():
-    with ScatterOnceParallel(
-        build(lambda: Graph(torch.sparse_csr)), 1, ["cpu:0", "cpu:1"]
-    ) as engine:
-        for _ in range(2):
-            engine.forward_backward(*BATCH, CRITERION)
-        assert engine.last_step.bytes["replicate"] == 0
+class Slotted(nn.Linear):
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.scale = 2.0
 
 
-def test_a_trained_sparse_tensor_is_refused_in_words():
-    model = build(small)
-    model.table = torch.eye(3).to_sparse().requires_grad_()
-    with (
-        ScatterOnceParallel(model, 1, ["cpu"]) as engine,
-        pytest.raises(ValueError, match=r"sparse tensor of shape \(3, 3\) that requires grad"),
-    ):
-        engine.forward_backward(*BATCH, CRITERION)
+def with_sparse(register):
+    model = Classifier()
+    register(model, "adjacency", torch.eye(3).to_sparse())
+    return model
+
+
+HELD = {
+    "slots": (Slotted, "class Slotted of a module has __slots__"),
+    "buffer": (lambda: with_sparse(nn.Module.register_buffer), r"'adjacency', a sparse .*Repl"),
+    "attribute": (lambda: with_sparse(setattr), r"sparse tensor of shape \(3, 3\).*Replicated"),
+}
+
+
+@pytest.mark.parametrize("runner", [ScatterOnceParallel, DataParallelModel])
+@pytest.mark.parametrize("held", HELD)
+def test_sparse_tensors_and_slots_are_refused_with_the_way_out(devices, held, runner):
+    make, words = HELD[held]
+    model = build(make).eval()
+    with pytest.raises(TypeError, match=words):
+        runner(model, device_ids=devices(2))(BATCH[0])
 
 
 class Zeroes(Classifier):

@@ -13,7 +13,7 @@ from helpers.tiny_transformers import ROWS, inputs_of, tiny, tiny_config
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.step import nested
+from scatterpar.batch import nested
 
 RATE = 0.05
 

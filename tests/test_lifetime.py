@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import scatterpar.engine
 from scatterpar import Replicated, ScatterOnceParallel
 from scatterpar.threads.workers import Job, Workers
+
+pytestmark = pytest.mark.core
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -114,6 +117,7 @@ def test_no_thread_tensor_or_cycle_is_left(devices, by_reference_counts_alone, l
     assert in_time(lambda: count_tensors() <= tensors)
 
 
+@pytest.mark.contract
 def test_close_twice_and_close_before_use(devices):
     engine = ScatterOnceParallel(mlp(), 2, devices(2))
     engine.close()
@@ -121,6 +125,8 @@ def test_close_twice_and_close_before_use(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         engine.forward_backward(*data(), LOSS)
         engine.close()
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            engine.forward_backward(*data(), LOSS)
     assert workers() == []
 
 
@@ -229,7 +235,7 @@ def test_a_worker_keeps_nothing(devices, monkeypatch, lingers):
     variable, value = contextvars.ContextVar("variable"), Value()
     if lingers:
         monkeypatch.setattr(Job, "run", run_and_linger)
-    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+    with ScatterOnceParallel(mlp(), 2, devices(3), verify=False) as engine:  # a look would wait
         try:
             token = variable.set(value)
             _, outputs = engine.forward_backward(*data(), LOSS, return_outputs=True)
@@ -314,6 +320,63 @@ def test_what_an_error_held_is_gone_when_the_next_step_begins(devices, when_scat
             engine.forward_backward(*data(24), LOSS)
             when_scattered.clear()
     assert found == [0] * 5
+
+
+class RunsOut(Watched):
+    """Runs out of memory, in the ``way`` that it is given, once it has a graph."""
+
+    way = "never"
+
+    def forward(self, inputs):
+        hidden = super().forward(inputs).sigmoid()
+        self.outputs.append(weakref.ref(hidden))
+        if self.way == "allocator":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if self.way == "cuBLAS":
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+        if self.way == "cause":
+            self.fail_twice(hidden)
+        if self.way == "backward":
+            hidden.register_hook(self.fail)
+        return hidden
+
+    def fail_twice(self, hidden):
+        try:
+            self.fail(hidden)
+        except MemoryError as error:  # whose traceback alone has this call, and so ``hidden``
+            raise RuntimeError("CUDA error: out of memory") from error
+
+    def fail(self, _):
+        raise MemoryError
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("way", "use"),
+    [
+        *((way, "step") for way in ("allocator", "cuBLAS", "cause", "backward")),
+        ("allocator", "whole batch"),
+        ("allocator", "inference"),
+    ],
+)
+def test_an_error_of_memory_that_is_kept_keeps_no_activations(
+    devices, by_reference_counts_alone, way, use, count
+):
+    """A notebook keeps the last error, so the next try would run out of memory, too."""
+    outputs, (inputs, targets) = Shared(), data()
+    model = build(lambda: RunsOut(outputs))
+    model.way = way
+    with ScatterOnceParallel(model, 2, devices(count), verify=False) as engine:
+        call = partial(engine.forward_backward, inputs, targets, LOSS)
+        if use == "whole batch":
+            call.keywords["whole_batch"] = True
+        elif use == "inference":
+            call = partial(engine.eval(), inputs)
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            call()
+        assert outputs
+        assert in_time(lambda: not outputs.alive())
+        assert caught.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import logging
 from functools import partial
 
@@ -28,10 +27,10 @@ from lightning.pytorch.tuner import Tuner  # noqa: E402
 from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
-from scatterpar.integrations import lightning  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
 
 pytestmark = [
+    pytest.mark.loops,
     pytest.mark.draws,
     pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|isinstance|_check_fn):"),
     pytest.mark.filterwarnings("ignore::Warning:lightning"),
@@ -460,9 +459,3 @@ def test_the_page(monkeypatch, tmp_path):
     (snippet,) = blocks(read("docs/lightning.md"), "python")
     monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False))
     exec(snippet, {"module": made(), "loader": loader()})
-
-
-def test_the_example():
-    failed, tried = doctest.testmod(lightning)
-    assert tried
-    assert not failed

@@ -35,7 +35,7 @@ from helpers.rank_processes import run_on_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import ScatterOnceParallel, count_labels
 
 CE = nn.CrossEntropyLoss()
 FIRST = randn(9, FEATURES), randint(CLASSES, 9)
@@ -44,24 +44,28 @@ MIXED = ["cpu:0", "cpu:1", "cpu:0"]  # one replica shares the master's memory, o
 
 
 def tokens(rows, seed):
-    """Token ids, and labels of which every third one is ignored."""
+    """Token ids, and labels of which every fourth one is ignored: one of a row or two."""
     labels = randint(CLASSES, rows, 6, seed=seed)
-    labels.view(-1)[::3] = -100
+    labels.view(-1)[::4] = -100
     return randint(11, rows, 6, seed=seed), labels
+
+
+def of_labels(outputs, labels):
+    return cross_entropy(outputs, labels)
 
 
 def of_pairs(outputs, _):
     return (outputs @ outputs.T).sigmoid().mean()
 
 
-class Head:
+class Head(nn.Module):
     """A criterion with a network of its own, which is trained too."""
 
     def __init__(self):
+        super().__init__()
         self.network = build(lambda: nn.Linear(CLASSES, CLASSES), 1)
-        self.parameters = self.network.parameters
 
-    def __call__(self, outputs, targets):
+    def forward(self, outputs, targets):
         return cross_entropy(self.network(outputs), targets)
 
 
@@ -111,6 +115,7 @@ KINDS = {
     "unused": (lambda: build(Branches), FIRST, SECOND, CE, {}),
     "tied": (lambda: build(Tied), FIRST, SECOND, CE, {}),
     "ignored": (token_classifier, tokens(9, 2), tokens(5, 4), CE, {}),
+    "counted": (token_classifier, tokens(9, 2), tokens(5, 4), of_labels, {"count": count_labels()}),
     "sparse": (lambda: build(sparse_tokens), tokens(9, 2), tokens(5, 4), CE, {}),
     "complex": (lambda: build(Complex), FIRST, SECOND, CE, {}),
     "one memory": (lambda: build(InOneMemory), FIRST, SECOND, CE, {}),
@@ -123,7 +128,13 @@ CASES += [(k, loop) for k in KINDS for loop in ("scaled", "two in one sum") if k
 CASES += [(k, loop) for k in ("unused", "sparse", "tied") for loop in ("accumulated", "by grad")]
 
 
-@pytest.mark.parametrize(("kind", "loop"), CASES)
+CONTRACT = [(kind, "scaled") for kind in ("mlp", "counted", "one memory", "one gradient", "unused")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop"),
+    [pytest.param(*c, marks=[pytest.mark.contract] * (c in CONTRACT)) for c in CASES],
+)
 def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
     make, *batches, criterion, options = KINDS[kind]
     with seeded():
@@ -138,8 +149,12 @@ def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
             assert_close(ours.grad, theirs.grad, name)
 
 
-def test_parameters_of_a_criterion_get_theirs(devices):
+@pytest.mark.contract
+@pytest.mark.parametrize("shared", [False, True], ids=["", "one of them the model's"])
+def test_parameters_of_a_criterion_get_theirs(devices, shared):
     model, criterion = mlp(), Head()
+    if shared:
+        criterion.network.bias = model[-1].bias
     twin, plain = copy.deepcopy((model, criterion))
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         (engine.loss(*FIRST, criterion) / 3).backward()
@@ -148,6 +163,7 @@ def test_parameters_of_a_criterion_get_theirs(devices):
     assert_gradients(criterion.network, gradients(plain.network))
 
 
+@pytest.mark.contract
 def test_the_loss_is_that_of_forward_backward_and_the_call_does_all_else(devices):
     """Buffers, random state and the report move in the call; gradients wait."""
     model = build(
@@ -189,6 +205,7 @@ def test_random_numbers_are_drawn_in_the_call(devices):
         assert_gradients(engine, found, 0.0)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kept", [False, True])
 def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices, kept):
     model, twin = mlp(), mlp()
@@ -226,6 +243,7 @@ def test_what_changes_between_the_call_and_the_backward_pass(devices):
     assert_gradients(model, expected | {"2.bias": None})
 
 
+@pytest.mark.contract
 def test_a_second_backward_pass_is_an_error(devices):
     model = mlp()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
@@ -277,6 +295,7 @@ def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
         assert all(p.grad is None for p in engine.module.parameters())
 
 
+@pytest.mark.contract
 def test_a_call_that_fails_changes_nothing(devices):
     model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
     before, calls = capture(model), []
@@ -295,6 +314,7 @@ def test_a_call_that_fails_changes_nothing(devices):
         engine.loss(*FIRST, CE).backward()
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("upstream", [1.0, 0.25])
 def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
     """Inside, the scale keeps small gradients; outside, the loop's own scaling brings it back."""
@@ -309,7 +329,7 @@ def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
             loss = loss_of(scaler)
             scaler.scale(loss * upstream).backward()
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+            nn.utils.clip_grad_norm_(one.parameters(), 1.0)  # if a scale is left in
             scaler.step(optimizer)
             scaler.update()
             yield loss.item()
@@ -412,7 +432,7 @@ def tensors():
 
 
 def step_of_a_rank(group, devices):
-    model = build(mlp, seed=group.rank())
+    model = mlp(group.rank())
     inputs, targets = (FIRST, SECOND)[group.rank()]
     with ScatterOnceParallel(model, 2, devices, process_group=group) as engine:
         loss = engine.loss(inputs, targets, CE)

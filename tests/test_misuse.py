@@ -103,6 +103,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("place", [*CALLS, *HOOKS])
 def test_a_step_from_inside_a_step(engine, place):
     """It fails with our words, changes nothing, and the next one works."""
@@ -317,9 +318,7 @@ def test_forked_children_compute_at_once(compute):
 
 
 def packed(model):
-    model[0].weight = nn.Parameter(
-        TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), requires_grad=False
-    )
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(3, 4), torch.ones(3, 4)))
 
 
 def quantised(model):

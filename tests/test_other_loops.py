@@ -15,7 +15,7 @@ from helpers.pages import World, blocks, read, sections
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-pytestmark = pytest.mark.draws  # loaders draw their seeds
+pytestmark = [pytest.mark.loops, pytest.mark.draws]  # loaders draw their seeds
 SNIPPETS = {t: blocks(text, "python") for t, text in sections("docs/other-loops.md").items()}
 IMAGES, LABELS = randn(53, 8), randint(3, 53)
 
@@ -217,7 +217,7 @@ def test_ultralytics(tmp_path):
         f"path: {data}\ntrain: images/train\nval: images/val\nnames: [a, b]\n"
     )
     before = """
-from scatterpar.train.pictures import library
+from scatterpar.train.data import library
 library("torchvision")  # PyPI's beside torch's CPU build
 """
     check = f"""

@@ -36,7 +36,7 @@ def test_the_page_needs_nothing_that_an_index_does_not_have():
 
 
 def test_the_page_says_what_the_readme_says():
-    opening = README.partition("![")[0].strip()
+    opening = README.partition("This script runs")[0].strip()
     assert opening in PAGE
     for name in re.findall(r"^\d\. \*\*(.+)\*\*", PAGE, re.MULTILINE):
         assert f". **{name}**" in README, name
@@ -54,7 +54,7 @@ def test_the_citation_has_the_version():
 
 
 def test_the_api_pages_have_every_public_name():
-    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    pages = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     documented = {*re.findall(r"auto(?:class|function):: scatterpar\.(\w+)$", pages, re.MULTILINE)}
     assert "automodule:: scatterpar.recipe\n   :members:" in pages
     assert documented | {*scatterpar.recipe.__all__} == {*scatterpar.__all__}

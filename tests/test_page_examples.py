@@ -20,6 +20,7 @@ from helpers.oracle import (
     build,
     randint,
     randn,
+    seeded,
 )
 from helpers.oracle import gradients as gradients_of
 from helpers.pages import World, blocks, read, run, sections
@@ -29,14 +30,14 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scatterpar import Replicated, Rows, ScatterOnceParallel
+from scatterpar import Replicated, Rows, ScatterOnceParallel, count_labels
 
 PAGES = {
     page: {title: blocks(text, "python") for title, text in sections(f"docs/{page}.md").items()}
-    for page in ("batches", "recipes", "tasks")
+    for page in ("batches", "losses", "recipes", "tasks")
 }
-for _page in ("does-it-solve-mine", "contrastive"):  # by number
-    PAGES[_page] = {"": blocks(read(f"docs/{_page}.md"), "python")}
+PAGES["contrastive"] = {"": blocks(read("docs/contrastive.md"), "python")}  # by number
+PAGES["losses"][""] = blocks(read("docs/losses.md").partition("\n## ")[0], "python")
 CRITERION = nn.CrossEntropyLoss()
 IMAGES, LABELS = randn(25, 4), randint(3, 25)  # batches of 16 and 9
 LENGTHS = [3, 1, 4, 2, 5]
@@ -79,13 +80,12 @@ def logits_and_router(model, ids):
     return scores_of(model, ids), model.words(ids)[..., :3]
 
 
-def two_columns(model, one, other):
-    columns = normalize(model.body(one), dim=1), normalize(model.body(other), dim=1)
-    return (*columns, model.scale) if hasattr(model, "scale") else columns
+def two_towers(model, one, other):
+    return normalize(model.body(one), dim=1), normalize(model.body(other), dim=1), model.scale
 
 
 def clip():
-    model = Of(two_columns, body=nn.Linear(4, 3))
+    model = Of(two_towers, body=nn.Linear(4, 3))
     model.scale = nn.Parameter(torch.tensor(1.0))
     return model
 
@@ -185,7 +185,7 @@ PIXELS = {"images": randn(9, 1, 6, 6), "masks": randint(2, 9, 1, 6, 6).double()}
 HOLES = randint(6, 9, 6).masked_fill(torch.arange(6) >= torch.arange(1, 10)[:, None], -100)
 SEQUENCES = [randn(n, 3, seed=n) for n in LENGTHS]
 VIEWS = {"one": randn(24, 5, seed=1), "other": randn(24, 5, seed=2)}
-COLUMNS = {"anchors": randn(40, 4), "positives": randn(40, 4, seed=2)}
+COLUMNS = {"pictures": randn(40, 4), "texts": randn(40, 4, seed=2)}
 WORDS = [randint(9, 6, length, seed=length) for length in (3, 5, 4, 7)]
 IMAGES_OF_SIZES = [randn(3, 4 + n, 5, seed=n) for n in LENGTHS]
 BOXES = [{"boxes": randn(n, 4, seed=n)} for n in LENGTHS]
@@ -201,6 +201,10 @@ def segmentation(classes=1):
 
 def batches(title, make, given, plain):
     return Example("batches", title, "model", make, given, plain, engine="engine")
+
+
+def of_losses(*args):
+    return batches(*args)._replace(page="losses")
 
 
 def of_recipe(title, plain=plain_step, *, name="model", make=classifier, given=None, **more):
@@ -246,14 +250,14 @@ EXAMPLES = [
         {"loader": WINDOW, "count": None},
         windowed,
     ),
-    batches(
+    of_losses(
         "Models that return `(logits, loss)`",
         language(logits_and_loss),
         {"ids": IDS, "labels": FOLLOWING.where(randn(5, 7) > 0, -1)},
         lambda model, names: model(IDS, names["labels"])[1],
     ),
     *(
-        batches(title, language(logits_and_router), TEXTS, whole(loss, "ids", targets="labels"))
+        of_losses(title, language(logits_and_router), TEXTS, whole(loss, "ids", targets="labels"))
         for title, loss in (
             ("Auxiliary losses of a router", "with_router"),
             ("A router's load balance", "balanced"),
@@ -265,29 +269,26 @@ EXAMPLES = [
         make=lambda: Of(lambda m, images, depth: m.linear(images * depth), linear=nn.Linear(4, 3)),
         given={"depth": randn(25, 4, seed=3)},
     ),
-    of_recipe(
-        "The model computes the loss itself",
+    Example(
+        *("losses", "The model computes the loss itself", "language_model", language(own_loss)),
+        {"ids": IDS, "padding": PADDING},
         lambda model, names: model(IDS, IDS.masked_fill(PADDING, -100))["loss"],
-        name="language_model",
-        make=language(own_loss),
-        given={"ids": IDS, "padding": PADDING},
     ),
-    of_recipe(
-        "Several losses in one criterion",
-        lambda model, names: names["both"](
-            model(IMAGES), {"class": LABELS, "size": names["sizes"]}
-        ),
-        name="two_heads",
-        make=lambda: Of(
+    Example(
+        *("losses", "Several losses in one criterion", "two_heads"),
+        lambda: Of(
             lambda model, x: (model.classes(x), model.sizes(x)),
             classes=nn.Linear(4, 3),
             sizes=nn.Linear(4, 2),
         ),
-        given={"sizes": randn(25, 2, seed=4)},
+        {"sizes": randn(25, 2, seed=4)},
+        lambda model, names: names["both"](
+            model(IMAGES), {"class": LABELS, "size": names["sizes"]}
+        ),
     ),
     *map(
         of_recipe,
-        ["Keep the outputs of a step", "Unequal GPUs", "Compiled models", "Watch what a step did"],
+        ["Keep the outputs of a step", "Unequal GPUs", "Compiled models"],
     ),
     of_recipe("Freezing and unfreezing parts", thawed, name="two_parts", make=two_parts),
     of_recipe(
@@ -328,18 +329,13 @@ EXAMPLES = [
         lambda model, names: mse_loss(nn.Sequential(*model)(names["sequences"]), names["wanted"]),
     ),
     Example(
-        *("does-it-solve-mine", "", "language_model", language(scores_of)),
+        *("losses", "", "language_model", language(scores_of)),
         {"words": randint(6, 9, 6), "padded": HOLES},
-        *(whole("token_loss", "words", targets="padded"), (2,)),
+        whole("token_loss", "words", targets="padded"),
     ),
     Example(
-        *("does-it-solve-mine", "", "two_columns"),
-        lambda: Of(two_columns, body=nn.Linear(4, 3)),
-        *(COLUMNS, whole("in_batch_negatives", "anchors", "positives"), (3,)),
-    ),
-    Example(
-        *("does-it-solve-mine", "", "clip", clip, COLUMNS),
-        *(whole("clip_loss", "anchors", "positives"), (4,)),
+        *("contrastive", "", "clip", clip, COLUMNS),
+        *(whole("clip_loss", "pictures", "texts"), (2,)),
     ),
     Example(
         *("contrastive", "", "encoder", two_views),
@@ -349,7 +345,7 @@ EXAMPLES = [
     Example(
         *("contrastive", "", "encoder", two_views, VIEWS),
         lambda model, names: names["info_nce"](*model(*VIEWS.values())),
-        *((3,), "pairs"),
+        *((4,), "pairs"),
     ),
     Example(
         *("contrastive", "", "texts"),
@@ -359,7 +355,7 @@ EXAMPLES = [
             "spread": lambda found, _: (found @ found.T).logsumexp(1).mean(),
         },
         lambda model, names: names["spread"](torch.cat([model(ids) for ids in WORDS]), None),
-        *((4,), "texts"),
+        *((5,), "texts"),
     ),
 ]
 
@@ -411,7 +407,7 @@ def test_pytorch_metric_learning():
     names = world("contrastive", images=batch[0], labels=batch[1])
     model = build(lambda: nn.Linear(5, 4)).float()
     with ScatterOnceParallel(model, 3, names["device_ids"]) as names["engine"]:
-        exec(PAGES["contrastive"][""][2], names)
+        exec(PAGES["contrastive"][""][3], names)
         for criterion in (names["criterion"], names["batch_hard"]):
             assert_step(names["engine"], *batch, criterion, whole_batch=True, relative=1e-4)
     assert names["proxies"].proxies.grad is not None
@@ -465,9 +461,13 @@ LOOPS = {
         lambda: {"autocast": torch.float16, "scaler": torch.amp.GradScaler("cpu"), "clip": 1.0},
         1e-3,
     ),
-    "Clipping without a scaler": (torch.float64, lambda: {"clip": 1.0}, 1e-10),
-    "Learning-rate schedules": (torch.float64, lambda: {"schedule": cosine}, 1e-10),
+    "Clipping and schedules": (
+        torch.float64,
+        lambda: {"clip": 1.0, "schedule": cosine},
+        1e-10,
+    ),
     "Batches that do not fit": (torch.float64, dict, 1e-10),
+    "Activations in host memory": (torch.float64, dict, 1e-10),
 }
 
 
@@ -488,14 +488,6 @@ def test_averaged_weights():
     assert_parameters(recipe("Averaged weights (EMA)")["average"], average)
 
 
-def test_several_optimizers():
-    ours, plain = build(two_parts), build(two_parts)
-    body = torch.optim.SGD(plain.body.parameters(), lr=0.1, momentum=0.9)
-    plain_loop(plain, body, torch.optim.AdamW(plain.head.parameters(), lr=1e-3))
-    recipe("Several optimizers", two_parts=ours)
-    assert_parameters(ours, plain)
-
-
 def test_the_optimizers_state_on_all_cards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = build(classifier)
@@ -503,6 +495,19 @@ def test_the_optimizers_state_on_all_cards(tmp_path, monkeypatch):
     plain_loop(plain, optimizer, clip=1.0)
     assert_parameters(recipe("The optimizer's state on all GPUs")["model"], plain)
     optimizer.load_state_dict(torch.load("optimizer.pt"))
+
+
+def test_muon_for_matrices_and_adamw_for_the_rest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = build(classifier)
+    matrices = [p for p in plain.parameters() if p.ndim == 2]
+    others = [p for p in plain.parameters() if p.ndim != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)]
+    plain_loop(plain, *optimizers)
+    ours = recipe("Muon for matrices, AdamW for the rest")["model"]
+    assert_parameters(ours, plain, 1e-2)  # Muon computes in bfloat16
+    for optimizer, state in zip(optimizers, torch.load("optimizers.pt"), strict=True):
+        optimizer.load_state_dict(state)
 
 
 def saved_run(epochs):
@@ -539,6 +544,72 @@ def test_your_own_dataset():
     assert len(names["loader"]) == 2
     assert names["loss"].isfinite()
     assert not torch.equal(names["model"][0].weight, build(classifier)[0].weight)
+
+
+@pytest.mark.loops
+@pytest.mark.draws
+def test_qlora(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 40}
+    with seeded():
+        base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    base.save_pretrained(tmp_path / "base")
+    ids = randint(40, 7, 9)
+    labels = ids.where(ids % 3 > 0, -100)
+    folder, batch = tmp_path / "adapter", {"input_ids": ids, "labels": labels}
+    kinds = ("get_peft_model", "prepare_model_for_kbit_training", "LoraConfig")
+    names = {name: getattr(peft, name) for name in kinds} | {"count_labels": count_labels}
+    names |= {n: getattr(transformers, n) for n in ("AutoModelForCausalLM", "BitsAndBytesConfig")}
+    names = world("recipes", path=tmp_path / "base", folder=folder, loader=[batch], **names)
+    found = names.follow("QLoRA on several GPUs")
+    layers = [m for m in found["model"].modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 7
+    how = {"quantization_config": found["quantization"], "device_map": "cpu"}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **how)
+    plain.train()  # a CPU repacks 4-bit weights in evaluation mode
+    assert_close(found["loss"], plain(**batch).loss.detach(), "loss", 1e-5)
+    saved = peft.PeftModel.from_pretrained(plain, folder).train()
+    trained = {n: p for n, p in saved.named_parameters() if "lora_B" in n}
+    assert all(p.abs().sum() > 0 for p in trained.values())
+    assert_close(saved(**batch).loss.detach(), found["model"](**batch).loss.detach(), "loss", 1e-5)
+
+
+class Speaker(nn.Module):
+    """Generates the next number until it is a multiple of five, and encodes words."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def generate(self, ids, max_new_tokens=20, do_sample=True):
+        text = ids
+        while max_new_tokens and (text[:, -1] % 5).any():
+            text = torch.cat([text, (text[:, -1:] + 1) * (text[:, -1:] % 5 > 0)], 1)
+            max_new_tokens -= 1
+        return text
+
+    def encode(self, words):
+        return self.scale * torch.tensor([[len(word), 1.0] for word in words])
+
+
+def test_generation():
+    class Tokenizer:
+        pad_token_id = 0
+
+        def batch_decode(self, ids):
+            return [" ".join(str(i) for i in row if i) for row in ids.tolist()]
+
+    sentences = [f"{'word ' * n}" for n in range(1, 8)]
+    names = {"tokenizer": Tokenizer(), "sentences": sentences, "Rows": Rows}
+    ids = torch.arange(1, 23).view(11, 2)
+    world_ = world("recipes", model=Speaker(), batch={"ids": ids}, **names)
+    found = world_.follow("Generation and other work on all GPUs")
+    expected = found["model"].generate(ids)
+    assert torch.equal(found["tokens"], expected)
+    assert found["texts"] == Tokenizer().batch_decode(expected)
+    assert_close(found["vectors"], found["model"].encode(sentences).detach(), "vectors")
 
 
 def test_evaluation():
@@ -633,7 +704,7 @@ def test_resumed_in_the_middle_of_an_epoch():
 
 def test_no_example_goes_untested():
     source = Path(__file__).read_text(encoding="utf-8")
-    for page in ("batches", "recipes", "tasks"):
+    for page in ("batches", "losses", "recipes", "tasks"):
         for title in PAGES[page]:
             assert f'"{title}"' in source, title
-    assert [len(PAGES[page][""]) for page in ("does-it-solve-mine", "contrastive")] == [6, 5]
+    assert [len(PAGES[page][""]) for page in ("losses", "contrastive")] == [1, 6]

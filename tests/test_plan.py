@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from helpers.oracle import assert_step, build, randint, randn
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from scatterpar import Plan, ScatterOnceParallel
 
@@ -21,6 +24,7 @@ def spans(share):
     return [stop - start for start, stop in share.micro_batches]
 
 
+@pytest.mark.contract
 @given(
     rows=st.integers(1, 500),
     replicas=st.integers(1, 9),
@@ -67,3 +71,41 @@ def test_a_plan_prints_as_a_table():
         "0        cpu:0   0:5   1 x 3 + 1 x 2",
         "1        cpu:1   5:9   2 x 2",
     ]
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+@pytest.mark.parametrize(
+    ("shares", "substeps"),
+    [(None, (6, 5, 5, 15)), ([3, 1], (6, 6, 6, 5, 8))],
+)
+def test_each_replica_may_have_a_micro_batch_size_of_its_own(
+    devices, shares, substeps, whole_batch
+):
+    model, batch = build(lambda: nn.Linear(4, 3)), (randn(31, 4), randint(3, 31))
+    options = {"device_ids": devices(2), "micro_batch_size": [6, 24], "shares": shares}
+    with ScatterOnceParallel(model, **options) as engine:
+        assert engine.plan(31).substep_rows == substeps
+        assert engine.plan(1).substep_rows == (1,)
+        assert_step(engine, *batch, nn.CrossEntropyLoss(), whole_batch=whole_batch)
+
+
+def test_equal_lists_of_micro_batch_sizes_give_the_same_bits_on_any_layout():
+    found = []
+    for layout in (["cpu:0", "cpu:1"], ["cpu:0", "cpu:0"]):
+        model = build(lambda: nn.Linear(4, 3))
+        with ScatterOnceParallel(model, device_ids=layout, micro_batch_size=[6, 24]) as engine:
+            engine.forward_backward(randn(31, 4), randint(3, 31), nn.CrossEntropyLoss())
+        found.append(model.weight.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("sizes", [[3], [3, 8, 8], [3, 0], [3, 2.5], [3, True], []])
+def test_micro_batch_sizes_that_do_not_fit_the_replicas_are_refused(sizes):
+    with pytest.raises(ValueError, match="one int of at least 1 for each of the 2 replicas"):
+        ScatterOnceParallel(nn.ReLU(), device_ids=["cpu"] * 2, micro_batch_size=sizes)
+
+
+@pytest.mark.parametrize("other", [{"accum": 2}, {"accum": "auto"}, {"micro_batch_cost": 64}])
+def test_micro_batch_sizes_and_another_cut_are_refused(other):
+    with pytest.raises(ValueError, match="both say how a share is cut"):
+        ScatterOnceParallel(nn.ReLU(), device_ids=["cpu"] * 2, micro_batch_size=[3, 8], **other)

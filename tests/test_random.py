@@ -14,7 +14,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.core, pytest.mark.draws]
 LABELS = BATCH[1]
 by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
 
@@ -79,6 +79,7 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(devices, variant, runn
             assert_gradients(model, gradients(twin))
 
 
+@pytest.mark.contract
 @by_both
 def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices, runner):
     with training(runner, dropout_model(), devices(3)) as step:
@@ -127,6 +128,21 @@ def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
     assert equal(found, [*expected, torch.rand(3)])
 
 
+@pytest.mark.contract
+def test_inference_draws_on_and_the_seed_decides_it(devices):
+    model = dropout_model()
+    found = []
+    with ScatterOnceParallel(model, 2, devices(3)) as engine, torch.no_grad():
+        for seed in (1, None, 1, None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            found.append(engine(BATCH[0]))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.contract
 def test_replica_0_continues_the_caller_s_stream(devices):
     """Its masks are those that a plain call with the same seed draws."""
     with training("engine", build(Noisy), devices(3), 1) as step:
@@ -198,6 +214,7 @@ def test_a_generator_of_the_user_s_own_is_respected(devices):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.contract
 @by_both
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas, runner):

@@ -75,7 +75,7 @@ def part(group, tensor, rows):
 def step(group, devices, accum, loss):
     rows = ROWS[group.size()]
     criterion, targets_of, options = LOSSES[loss]
-    model = build(mlp, seed=group.rank())  # rank 0's weights are taken over
+    model = mlp(group.rank())  # rank 0's weights are taken over
     inputs, targets = randn(sum(rows), FEATURES), targets_of(sum(rows))
     mine = part(group, inputs, rows), part(group, targets, rows)
     engine = ScatterOnceParallel(model, accum, devices, process_group=group)
@@ -92,7 +92,7 @@ def test_a_step_is_that_of_all_batches_together(devices, size, replicas, loss):
     found = run_on_ranks(size, step, devices(replicas), 2, loss)
     rows = sum(ROWS[size])
     criterion, targets_of, _ = LOSSES[loss]
-    model = build(mlp, seed=0)
+    model = mlp()
     expected = whole_batch(model, randn(rows, FEATURES), targets_of(rows), criterion())
     for value, grads, collectives in found:
         assert_close(value, expected[0], "loss")
@@ -157,7 +157,7 @@ def scaled(group):
 
 
 def several_engines(group):
-    models = [build(mlp, seed) for seed in (1, 2)]
+    models = [mlp(seed) for seed in (1, 2)]
     batch = randn(13, FEATURES), randint(CLASSES, 13)
     mine = [part(group, tensor, ROWS[2]) for tensor in batch]
     expected = [whole_batch(model, *batch, nn.CrossEntropyLoss())[1] for model in models]
@@ -223,6 +223,7 @@ def lists_and_windows(group):
     assert_close(actual, output.words.weight.grad, "weight")
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("case", [scaled, several_engines, lists_and_windows])
 def test_two_ranks_are_one_device_with(case):
     run_on_ranks(2, case)

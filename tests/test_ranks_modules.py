@@ -87,43 +87,33 @@ def expected_buffers(start, rows):
     return dict(module.named_buffers())
 
 
-@pytest.mark.parametrize("buffers", ["master", "mean"])
-def test_buffers_of_every_dtype(buffers):
+def test_buffers_of_every_dtype():
     (start, found, collectives), (other_start, other, _) = run_on_ranks(
-        2, step_with_buffers, buffers, 2
+        2, step_with_buffers, "master", 2
     )
     inputs, _ = data()
-    first, second = (expected_buffers(start, rows) for rows in inputs.split(ROWS))
+    first = expected_buffers(start, inputs[: ROWS[0]])
     assert found.keys() == other.keys() == first.keys()
     for name, buffer in found.items():
         assert torch.equal(bits(start[name]), bits(other_start[name])), f"{name}: not taken over"
         assert torch.equal(bits(buffer), bits(other[name])), f"{name} differs between ranks"
         assert buffer.dtype == start[name].dtype
         if buffer.dtype == torch.float64:  # batch statistics, which round as threads have it
-            if buffers == "master":
-                assert_close(buffer, first[name], name)
-        elif buffers == "master" or not buffer.is_floating_point() or buffer.itemsize == 1:
+            assert_close(buffer, first[name], name)
+        else:
             assert torch.equal(bits(buffer), bits(first[name])), name
-    if buffers == "mean":  # linear in its changes, apart from the lowest, whose start is infinite
-        weights = [rows / sum(ROWS) for rows in ROWS]
-        mean = weights[0] * first["norm.running_mean"] + weights[1] * second["norm.running_mean"]
-        assert_close(found["norm.running_mean"], mean, "running mean")
-        assert found["lowest"].isfinite().all()
-        assert torch.equal(found["constant"], start["constant"])
     assert collectives <= 2 * (1 + 6)  # a small one; float64, 32, 16, bfloat16, complex, bytes
-
-
-def test_a_buffer_that_starts_at_infinity_can_be_averaged():
-    (_, found, _), (_, other, _) = run_on_ranks(2, step_with_buffers, "mean", 1)
-    parts = data()[0].split(ROWS)
-    mean = sum(part.amin(0) * (len(part) / sum(ROWS)) for part in parts)
-    assert_close(found["lowest"], mean, "lowest")
-    assert torch.equal(found["lowest"], other["lowest"])
 
 
 def with_buffer(name, tensor):
     module = nn.Linear(2, 3)
     module.register_buffer(name, tensor)
+    return module
+
+
+def quantised():
+    module = nn.Linear(2, 3).requires_grad_(False)
+    module.weight.quant_state = torch.ones(3)
     return module
 
 
@@ -134,10 +124,10 @@ MODULES = {
     "without bias": lambda: nn.Linear(2, 3, bias=False),
     "nested": lambda: nn.Sequential(nn.Linear(2, 3)),
     "with buffer": lambda: with_buffer("scale", torch.ones(())),
-    "sparse buffer": lambda: with_buffer("adjacency", torch.eye(3).to_sparse()),
     "table": lambda: nn.Embedding(2, 3),
     "sparse table": lambda: nn.Embedding(2, 3, sparse=True),
     "lazy": lambda: nn.LazyLinear(3),
+    "quantised": quantised,
 }
 
 
@@ -147,7 +137,7 @@ def construct(group, modules, options=({}, {}, {})):
 
 
 SMALL = "parameter 'weight' of shape (3, 2), torch.float32, "
-MEAN = {"buffers": "mean"}
+BATCH = {"buffers": "batch"}
 REFUSED = [
     ("small", "wider", {}, f"rank 0 has {SMALL}rank 1 has"),
     ("small", "double", {}, "rank 1 has parameter 'weight' of shape (3, 2), torch.float64; make"),
@@ -160,7 +150,7 @@ REFUSED = [
         "rank 1 has parameter 'weight' of shape (2, 3), torch.float32, spa",
     ),
     ("small", "lazy", {}, "rank 1 has parameter 'weight' not initialised yet, torch.float32"),
-    ("small", "small", MEAN, "rank 0 has buffers='master', rank 1 has buffers='mean'"),
+    ("small", "small", BATCH, "rank 0 has buffers='master', rank 1 has buffers='batch'"),
 ]
 
 
@@ -177,12 +167,11 @@ def test_modules_that_differ_are_the_same_error_on_every_rank(first, second, opt
     ("module", "words", "advice"),
     [
         ("lazy", "'weight' is not initialised yet", "call the module once"),
+        ("quantised", "'weight' is quantised, a Parameter", "train without a process_group"),
         ("sparse table", "'weight' has sparse gradients", "make the embedding with sparse=False"),
-        ("sparse buffer", "'adjacency' is a sparse tensor", "keep it as a plain attribute, or de"),
     ],
 )
 def test_what_cannot_be_taken_over(module, words, advice):
-    """What is sparse failed in words of torch's about memory formats."""
     for kind, said in run_on_ranks(2, construct, [module, module]):
         assert kind == "ValueError"
         assert said.startswith(words)
@@ -236,7 +225,7 @@ def subgroup(group):
     pair = dist.new_group([1, 2])
     if group.rank() == 0:
         return None
-    module = build(mlp, seed=group.rank())
+    module = mlp(group.rank())
     inputs, targets = data()
     with ScatterOnceParallel(module, process_group=pair) as engine:
         mine = (tensor.split(ROWS)[pair.rank()] for tensor in (inputs, targets))
@@ -247,7 +236,7 @@ def test_a_group_of_some_of_the_ranks():
     _, first, second = run_on_ranks(3, subgroup)
     inputs, targets = data()
     assert torch.equal(first, second)
-    assert_close(first, CRITERION(build(mlp, seed=1)(inputs), targets).detach(), "loss")
+    assert_close(first, CRITERION(mlp(1)(inputs), targets).detach(), "loss")
 
 
 class WritesItsWeight(nn.Linear):
@@ -258,18 +247,17 @@ class WritesItsWeight(nn.Linear):
 
 def written(group):
     module = build(lambda: WritesItsWeight(FEATURES, CLASSES))
-    before = module.weight.detach().clone()
     mine = [tensor.split(ROWS)[group.rank()] for tensor in data()]
     with ScatterOnceParallel(module, process_group=group) as engine:
         found = [failure(engine.forward_backward, *mine, CRITERION) for _ in range(2)]
-    return found, torch.equal(module.weight, before), module.weight.grad
+    return found, module.weight.grad
 
 
 def test_parameters_that_a_forward_pass_writes_are_refused():
     """Each rank would have gone on with values of its own."""
-    for found, unchanged, gradient in run_on_ranks(2, written):
+    for found, gradient in run_on_ranks(2, written):
         for kind, words in found:
-            assert kind in ("ValueError", "RuntimeError")
+            assert kind == "RuntimeError"
             assert "the forward pass writes the parameter 'weight'" in words
-        assert unchanged
+            assert "values are lost" in words
         assert gradient is None

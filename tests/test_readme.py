@@ -7,12 +7,9 @@ import re
 import sys
 
 import pytest
-import torch
 from helpers.oracle import assert_gradients, gradients
 from helpers.pages import ROOT, blocks, namespace, read, run
 from torch.utils.data import TensorDataset
-
-from scatterpar.train.models import SmallCNN
 
 README = read("README.md")
 CONTRIBUTING = read("CONTRIBUTING.md")
@@ -22,7 +19,7 @@ DIFFS = blocks(README, "diff") + blocks(read("docs/start.md"), "diff")
 
 
 def test_the_first_screen_is_short():
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 100
 
 
 def test_three_commands_that_install_with_the_tested_versions():
@@ -50,15 +47,13 @@ def test_ci_runs_those_commands_and_no_others():
     ("begins", "page", "words"),
     [
         (r"\.venv/bin/pip ", "CONTRIBUTING.md", "-e '.[test,trl,sentence-transformers]' && "),
-        ("python3.14t -m venv ", "docs/free-threaded.md", "-e '.[core]' && PYTHON_GIL=0 "),
+        ("python3.14t -m venv ", "docs/gpus.md", "-e '.[core]' && PYTHON_GIL=0 "),
     ],
 )
 def test_ci_finds_the_lines_that_test_something_else(begins, page, words):
-    assert f"grep '^{begins}' {page}" in read(".ci/run")
+    assert f"=$(grep '^{begins}' {page})" in read(".ci/run")
     (line,) = [line for line in read(page).splitlines() if re.match(begins, line)]
     assert words in line
-    for path in re.findall(r"tests/\S+", line):
-        assert (ROOT / path).exists(), path
 
 
 def test_constraints_hold_what_the_extras_ask_for():
@@ -83,26 +78,24 @@ def test_a_migration_keeps_the_gradient(number):
     assert_gradients(after["model"], gradients(plain["model"]))
 
 
+@pytest.mark.draws
+def test_the_script_prints_that_the_gradient_is_exact(capsys):
+    (script,) = blocks(README, "python")
+    run(script, {})
+    assert "only rounding differs" in capsys.readouterr().out
+
+
 def side(diff, sign):
     return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (sign, " "))
 
 
 def test_the_figures_are_those_of_the_benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.readme import TABLES, accuracy, between
+    from benchmarks.readme import TABLES, between
 
     for name, (page, table) in TABLES.items():
         _, quoted, _ = between(name, page.read_text(encoding="utf-8"))
         assert quoted == table(), f"{page.name}: run python -m benchmarks.readme"
-    errors = re.findall(r"\d+\.\d\d ± \d\.\d\d", README)
-    assert len(errors) == 3
-    assert all(error in accuracy() for error in errors)
-
-
-def test_the_size_of_the_model_in_the_picture():
-    with torch.random.fork_rng():
-        parameters = sum(p.numel() for p in SmallCNN((1, 28, 28), 10).parameters())
-    assert f"{parameters:,} parameters" in README
 
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]

@@ -108,6 +108,7 @@ def trained(model, accum, whole_batch, layouts):
 in_one_memory = functools.cache(lambda *given: trained(*given, [["cpu"] * 8]))
 
 
+@pytest.mark.contract
 @pairwise(
     layout=QUICK,
     stops=[False, True],
@@ -137,6 +138,7 @@ def assert_same_bits(model, layout, stops, accum, whole_batch):
     assert not different
 
 
+@pytest.mark.contract
 def test_another_number_of_replicas_draws_other_numbers():
     """What the above compares depends on the draws, and on the number of replicas."""
     expected = in_one_memory("dropout", 1, False)

@@ -181,6 +181,53 @@ def trained(model, kind, devices, numbers, saved=None):
     return model, kept.getvalue()
 
 
+@pytest.mark.parametrize("after", [["cpu"], *PLACES.values()], ids=["one", *PLACES])
+@pytest.mark.parametrize("before", PLACES.values(), ids=PLACES)
+def test_muon_for_matrices_and_adamw_for_the_rest(before, after):
+    """Two of them over one engine, with schedules, resumed on other devices and by plain ones."""
+
+    def optimizers_of(model, *engine):
+        parts = [[p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False)]
+        kinds = (optim.Muon, {"lr": 0.1}), (optim.AdamW, {"lr": 0.01})
+        both = []
+        for (kind, options), part in zip(kinds, parts, strict=True):
+            make = functools.partial(ShardedOptimizer, *engine, kind) if engine else kind
+            both.append(make(part, **options))
+        return both, [optim.lr_scheduler.LambdaLR(one, lambda n: 1 / (1 + n)) for one in both]
+
+    def assert_state(ours, plain):
+        for one, other in zip(itertools.chain(*ours), itertools.chain(*plain), strict=True):
+            assert_same(one.state_dict(), other.state_dict())
+
+    model = mlp().float()
+    twin = copy.deepcopy(model)
+    plain, saved = optimizers_of(twin), None
+    for device_ids in (before, after):
+        with ScatterOnceParallel(model, 2, device_ids) as engine:
+            ours = optimizers_of(model, engine)
+            if saved is not None:
+                saved.seek(0)
+                for one, state in zip(itertools.chain(*ours), torch.load(saved), strict=True):
+                    one.load_state_dict(state)
+            for number in range(3):
+                model.zero_grad()
+                engine.forward_backward(*batch(number), nn.CrossEntropyLoss())
+                assert not number or engine.last_step.bytes["replicate"] == 0
+                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                    other.grad = one.grad.clone()
+                for each in itertools.chain(*ours, *plain):
+                    each.step()
+            for replica in (model, *engine.replicas):
+                assert_same(list(replica.parameters()), list(twin.parameters()))
+            assert_state(ours, plain)
+            saved = io.BytesIO()
+            torch.save([one.state_dict() for one in itertools.chain(*ours)], saved)
+    again = optimizers_of(copy.deepcopy(twin))
+    for one, other in zip(itertools.chain(*again), itertools.chain(*ours), strict=True):
+        one.load_state_dict(other.state_dict())
+    assert_state(again, plain)
+
+
 def test_a_state_dict_is_a_copy():
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
         pair.step(0)

@@ -23,6 +23,8 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 RELATIVE = 1e-8  # rounding, carried along over some optimizer steps
 
 

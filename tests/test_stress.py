@@ -1,7 +1,7 @@
 """Many steps, many replicas, many threads: what a race would break once in a thousand steps.
 
 The interpreter's lock hides most races between threads that run Python. A free-threaded
-interpreter (docs/free-threaded.md) has none, and this is where they would show. Each test
+interpreter (docs/gpus.md) has none, and this is where they would show. Each test
 takes some steps in every run of the tests, and thousands with ``--steps``:
 
     python -m pytest tests/test_stress.py --steps 2000
@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+
+pytestmark = pytest.mark.core
 
 REPLICAS = 8
 CALLERS = 4
@@ -130,9 +132,8 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
                 if step % 4 == 3:
                     with pytest.raises(ArithmeticError, match=f"of caller {number}") as caught:
                         engine.forward_backward(*batch(kind), fails)
-                    where, again, *others = caught.value.__notes__
+                    where, *others = caught.value.__notes__
                     assert where.startswith("in replica 0 on ")
-                    assert "engine.replay(" in again
                     assert all(f"of caller {number}" in other for other in others)
                 for step_of in (lambda *given: engine.forward_backward(*given, criterion), by_pair):
                     model.zero_grad()

@@ -120,11 +120,12 @@ def test_equal_entries_of_rows_are_no_codebook(devices, accum):
 
 
 def test_equal_entries_are_not_returned_as_one():
-    with (
-        ScatterOnceParallel(build(Masks), 3, ["cpu"] * 2) as engine,
-        pytest.raises(ValueError, match="cannot be joined"),
-    ):
-        engine.forward_backward(INPUTS, None, lambda o, _: o.square().mean(), return_outputs=True)
+    """One rule for outputs that are returned beside the loss, too."""
+    with ScatterOnceParallel(build(Masks), 3, ["cpu"] * 2) as engine:
+        _, outputs = engine.forward_backward(
+            INPUTS, None, lambda o, t: o.square().mean(), return_outputs=True
+        )
+    assert [len(each) for each in outputs] == [ROWS * CLASSES // 2] * 2
 
 
 # --- torch's own cross entropy ---
@@ -164,7 +165,7 @@ class Normed(Classifier):
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
-@pytest.mark.parametrize("buffers", ["master", "mean", "batch"])
+@pytest.mark.parametrize("buffers", ["master", "batch"])
 def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buffers):
     """They were those of the replica, in which nothing had moved them: zeros."""
     model, twin = build(Normed), build(Normed)
@@ -175,6 +176,7 @@ def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buff
     loss_with(twin)(twin(INPUTS), VALUES).backward()
     with ScatterOnceParallel(model, 1, ["cpu"], buffers=buffers) as engine:
         criterion = loss_with(model)
+        model.norm.requires_grad_(whole_batch)  # else only replicas are trained
         engine.forward_backward(INPUTS, VALUES, criterion, whole_batch=whole_batch)
     for name, expected in twin.named_buffers():
         assert torch.equal(dict(model.named_buffers())[name], expected), name
@@ -394,11 +396,17 @@ ALLOWED = {
 @pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_criterion_may_hold_the_model(devices, name, whole_batch):
-    """Dropout draws the same numbers for both, and batch normalisation sees the same rows."""
+    """Dropout draws the same numbers for both, and batch normalisation sees the same rows.
+
+    A module is copied for each replica; a function must not train the model, except once.
+    """
     model = build(Experts)
+    criterion = ALLOWED[name](model)
+    if not whole_batch and "module" not in name:
+        model.head.requires_grad_(False)
     with ScatterOnceParallel(model, 2, devices(2)) as engine, seeded(0):
         for _ in range(2):
-            engine.forward_backward(INPUTS, LABELS, ALLOWED[name](model), whole_batch=whole_batch)
+            engine.forward_backward(INPUTS, LABELS, criterion, whole_batch=whole_batch)
 
 
 # --- what a hook fills ---
@@ -542,6 +550,7 @@ def test_a_check_leaves_no_trace():
         assert (calls, rows, criterion.numbers()) == (3, [8] * 3, [3] * 8)
 
 
+@pytest.mark.contract
 def test_a_failed_step_restores_a_generator_that_the_criterion_closes_over(devices):
     generator = torch.Generator().manual_seed(3)
 

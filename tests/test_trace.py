@@ -1,7 +1,8 @@
-"""engine.trace(): what is recorded, what is said to bound a step, pictures; profilers, too."""
+"""engine.trace(): what is recorded, printed and saved; the blocks that profilers see."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -15,10 +16,8 @@ from helpers.pages import blocks, namespace, read, run
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from scatterpar import Rows, ScatterOnceParallel
-from scatterpar.bounds import BETWEEN, Bounds
-from scatterpar.plan import make_plan
-from scatterpar.threads.clock import Event, RecordedStep
+import scatterpar
+from scatterpar import ScatterOnceParallel
 from scatterpar.torch_private import PROFILE_ALL_THREADS
 
 pytestmark = pytest.mark.draws
@@ -102,22 +101,20 @@ def test_rows_that_are_dealt_by_cost_are_recorded(tmp_path):
         assert found[thread, "forward"] == found[thread, "backward"] == count
 
 
-def test_events_of_a_replica_nest_and_lie_in_their_step():
+def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
     with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
         trace = traced(engine, *batch(), lambda o, t: nn.functional.cross_entropy(o, t), steps=3)
-    waits = {(step.number, r, n) for step in trace.steps for r in (0, 1) for n in range(3)}
-    for event in trace.events():
-        assert -1e-9 <= event.self_seconds <= event.end - event.start
-        if event.step is not None and event.name != BETWEEN:
-            assert event.step.start <= event.start <= event.end <= event.step.end
-            assert event.step.error is None
-            assert event.step.rows == {0: 6, 1: 6}
-        if event.name == "waiting":  # in the criterion
-            waits.remove((event.step.number, event.replica, event.sub_step))
-    assert not waits
-    assert sum(e.self_seconds for e in trace.events() if e.replica is None) == pytest.approx(
-        trace.steps[-1].end - trace._start, rel=0.1
-    )
+    assert [step.number for step in trace.steps] == [0, 1, 2]
+    for step in trace.steps:
+        assert step.error is None
+        for event in step.events:
+            assert step.start <= event.start <= event.end <= step.end
+        for replica in (0, 1):
+            own = [event for event in step.events if event.replica == replica]
+            assert [(e.name, e.sub_step) for e in own] == [
+                (name, n) for n in range(3) for name in ("arrival", "forward", "backward")
+            ]
+            assert all(e.end <= later.start for e, later in itertools.pairwise(own))
 
 
 def test_a_step_that_fails_is_in_it(tmp_path):
@@ -132,7 +129,6 @@ def test_a_step_that_fails_is_in_it(tmp_path):
     assert [step.error for step in trace.steps] == ["ValueError: no such loss"]
     assert counted(trace, tmp_path)["replica 0, cpu", "forward"] == 1
     assert "step 0 failed: ValueError: no such loss" in str(trace)
-    assert "failed" in trace._repr_svg_()
 
 
 def test_a_step_that_fails_before_it_has_a_plan_is_in_it():
@@ -141,7 +137,6 @@ def test_a_step_that_fails_before_it_has_a_plan_is_in_it():
     with engine, engine.trace() as trace, pytest.raises(ValueError, match=refused):
         engine.forward_backward(inputs, targets[:5], nn.CrossEntropyLoss())
     assert "step 0 failed: ValueError" in str(trace)
-    assert "0 rows" in trace._repr_svg_()
 
 
 def test_nothing_is_recorded_outside_of_it():
@@ -154,8 +149,6 @@ def test_nothing_is_recorded_outside_of_it():
             engine.eval()(inputs)
     assert (len(trace.steps), len(other.steps)) == (1, 0)
     assert str(other) == "No step was recorded."
-    with pytest.raises(ValueError, match="no step was recorded: call forward_backward inside"):
-        other._repr_svg_()
 
 
 def test_one_trace_at_a_time():
@@ -178,182 +171,54 @@ def test_gradients_are_the_same_bits_with_it():
     assert all(map(torch.equal, *gradients))
 
 
-# --- what bounds a step -------------------------------------------------------------------------
-
-STEPS = 4
-
-
-def told(spans_of_replica, *, devices=("cpu", "cpu"), wait=0.0, computing=1.0, options=(), first=1):
-    """The sentence on steps of a second (the first: of ``first``).
-
-    Their replicas have events (name, share, sub-step, start, seconds, elements, lag of the device).
-    """
-    devices = [torch.device(device) for device in devices]
-    steps, events = [], []
-
-    def add(event, start, seconds):
-        event.start, event.end, event.self_seconds = start, start + seconds, seconds
-        events.append(event)
-
-    for number in range(STEPS):
-        step = RecordedStep(number)
-        steps.append(step)
-        step.plan = make_plan(64, devices, 2)
-        seconds_of_step = 1 if number else first
-        add(Event(step, BETWEEN), 0.0, wait)
-        add(step, 0.0, seconds_of_step)
-        add(Event(step, "compute"), 0.0, computing * seconds_of_step)
-        spans = [span for share in step.plan.shares for span in spans_of_replica(share, number)]
-        for name, share, sub_step, start, seconds, *more in spans:
-            event = Event(step, name, share, sub_step)
-            add(event, start, seconds)
-            event.elements = more[0] if more else 64
-            if more[1:]:
-                event.on_device = event.start, event.end + more[1]
-    return Bounds(events, steps, devices, frozenset(options)).sentence()
-
-
-def busy(seconds, name="forward", *more):
-    return lambda share, _: [(name, share, 0, 0.0, seconds, *more)]
-
-
-def slow_second(share, _):
-    return [("forward", share, 0, 0.0, 0.9 if share.replica else 0.3)]
-
-
-def slow_in_turn(share, number):
-    return [("forward", share, 0, 0.0, 0.9 if share.replica == number % 2 else 0.3)]
-
-
-def long_rows(share, _):
-    longer = 3 if share.replica else 1
-    arrival = "arrival", share, 0, 0.0, 0.001, 64 * longer
-    return [arrival, ("forward", share, 0, 0.1, 0.3 * longer, 0)]
-
-
-def tiny(share, _):
-    return [("forward", share, n, n / 100, 0.0005) for n in range(32)]
-
-
-def once_a_step(share, _):
-    return [("replicate", None, None, 0.0, 0.5)] if share.replica == 0 else []
-
-
-def checked(share, _):
-    own = [("forward", share, 0, 0.5, 0.9 if share.replica else 0.3)]
-    return own if share.replica else [*own, ("verify", None, None, 0.0, 0.5)]
-
-
-CARDS = {"devices": ["cpu:0", "cpu:1"]}  # of which the test says when they were done
-DONE, BEHIND = busy(0.4, "forward", 64, 0.001), busy(0.4, "forward", 64, 0.4)
-SLOW = "^Replica 1, cpu, takes 3.0 times as long as the others"
-FEWER = "for fewer and larger sub-steps.$"
-WAIT = ", who wait for it 30 % of the time. "
-SENTENCES = [
-    (SLOW + WAIT + 'Pass shares="auto".$', slow_second, {}),
-    (
-        f'{SLOW}{WAIT}shares="auto" is set, and learns that from step to step.$',
-        slow_second,
-        {"options": ["shares"]},
-    ),
-    (
-        SLOW + ".* Its rows are longer: put rows of like length together, or pass "
-        "micro_batch_cost=, and costs= to the step.$",
-        long_rows,
-        {},
-    ),
-    ("In other steps it is another one.*micro_batch_cost=", slow_in_turn, {}),
-    ("^The engine waited 60 % of the time for its caller.*num_workers=", busy(0.9), {"wait": 1.5}),
-    # A device that is done when the host is was waiting for it; one that is behind was not.
-    (
-        f"^Launching .*, 100 % of the time.* Pass graphs=True, or a smaller accum=, {FEWER}",
-        DONE,
-        CARDS,
-    ),
-    (f"Pass a smaller accum=, {FEWER}", DONE, CARDS | {"options": ["graphs"]}),
-    ("^Computing bounds the steps", BEHIND, CARDS),
-    (
-        f"^Sub-steps are many and tiny: 64 a step, of 0.5 ms each. Pass a smaller accum=, {FEWER}",
-        tiny,
-        {},
-    ),
-    ("^Rows take 50 % of the time to arrive", busy(0.5, "arrival"), {}),
-    ("^Replicas wait 50 % of the time for their turn in the criterion", busy(0.5, "waiting"), {}),
-    (
-        "^What is done once a step takes 60 % of the time, replicate most",
-        once_a_step,
-        {"computing": 0.4},
-    ),
-    # The rest of the time is what the sentence is about.
-    (
-        SLOW + ".*60 % of the time.* Checks, which first steps have, took 2,000 ms more.$",
-        checked,
-        {},
-    ),
-    ("^Starting took 9,000 ms of the first step: trace later steps.$", busy(0.9), {"first": 10}),
-    ("^Computing bounds the steps: it takes 100 % of the time.$", busy(0.9), {}),
-]
-
-
-@pytest.mark.parametrize(("words", "spans", "options"), SENTENCES)
-def test_what_bounds_a_step_is_said(words, spans, options):
-    assert re.search(words, said := told(spans, **options)), said
-
-
-def test_a_loader_that_is_waited_for():
-    inputs, targets = batch()
-    with ScatterOnceParallel(network(), 2, ["cpu"] * 2) as engine:
-        start = time.perf_counter()
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        seconds = time.perf_counter() - start
-        with engine.trace() as trace:
-            for _ in range(3):
-                time.sleep(3 * seconds + 0.2)
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    assert re.search(r"The engine waited \d+ % of the time for its caller", str(trace)), str(trace)
-    assert engine.last_step.waited >= 0.2
-
-
 # --- what is shown ------------------------------------------------------------------------------
 
 
-def test_the_table_has_a_row_per_replica():
+def test_the_table_has_a_line_per_replica():
     with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
-        title, head, *rows = str(traced(engine, *batch(), nn.CrossEntropyLoss())).splitlines()
-    assert title.startswith("1 step of ")
-    assert head.split()[2:] == ["rows", "sub-steps", "arrival", "forward", "backward", "idle"]
-    assert [row.split()[:4] for row in rows[:2]] == [
-        ["0", "cpu:0", "6", "3"],
-        ["1", "cpu:1", "6", "3"],
-    ]
-    assert rows[2].startswith("for all: scatter ")
+        shown = str(traced(engine, *batch(), nn.CrossEntropyLoss(), steps=2))
+    title, head, *lines, once, shares = shown.splitlines()
+    assert re.fullmatch(r"2 steps of [\d.]+ ms, [\d.]+ ms between steps; in ms per step:", title)
+    assert head.split() == ["replica", "device", "arrival", "forward", "backward", "waited"]
+    assert [line.split()[:2] for line in lines] == [["0", "cpu:0"], ["1", "cpu:1"]]
+    assert once.startswith("for all: scatter ")
+    assert sum(map(int, re.findall(r"(\d+)%", shares))) in range(90, 104)  # rounded, and gaps
 
 
-def test_the_picture_is_svg_with_a_bar_for_each_event():
-    with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
-        trace = traced(engine, *batch(), nn.CrossEntropyLoss())
-    root = ElementTree.fromstring(trace._repr_svg_())
-    words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"caller", "replica 0, cpu:0", "replica 1, cpu:1", "forward"} <= set(words)
-    shown = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
-    titles = Counter(text.split(":")[0] for text in shown if ":" in text)
-    assert [titles[f"forward {n}"] for n in range(4)] == [2, 2, 2, 0]
-    assert titles["between steps"] == titles["reduce"] == 1
+def test_a_replica_that_is_done_early_has_waited():
+    class SlowOnTheSecond(nn.Module):
+        def forward(self, output, targets):
+            time.sleep(0.2 * bool(targets[0]))
+            return output.sum()
+
+    inputs, targets = torch.randn(4, 4), torch.tensor([0, 0, 1, 1])
+    with ScatterOnceParallel(network(), 1, ["cpu:0", "cpu:1"], verify=False) as engine:
+        engine.forward_backward(inputs, targets, SlowOnTheSecond(), reduction="sum")
+        table = str(traced(engine, inputs, targets, SlowOnTheSecond(), reduction="sum"))
+    waited = [float(line.split()[-1]) for line in table.splitlines()[2:4]]
+    assert waited[0] > 150 > waited[1]
 
 
-def test_the_plot_is_matplotlibs():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
-        trace = traced(engine, *batch(), nn.CrossEntropyLoss())
-    axes = trace.plot()
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "caller",
-        "replica 0, cpu",
-        "replica 1, cpu",
-    ]
-    assert len(axes.patches) >= 2 * 3 * 3
-    assert trace.plot(axes) is axes
-    pyplot.close(axes.figure)
+def test_the_time_between_steps_is_the_callers():
+    inputs, targets = batch()
+    with ScatterOnceParallel(network(), 2, ["cpu"] * 2) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        with engine.trace() as trace:
+            for _ in range(2):
+                time.sleep(0.3)
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    between = re.search(r"([\d.]+) ms between steps", str(trace))
+    assert 300 <= float(between[1]) < 600
+    assert engine.last_step.waited >= 0.3
+
+
+def test_removed_names_say_what_to_use():
+    with pytest.raises(AttributeError, match=r"removed in 0\.3\.0; engine\.trace\(\) yields"):
+        scatterpar.Trace  # noqa: B018
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine, engine.trace() as trace:
+        pass
+    with pytest.raises(AttributeError, match=r"plot was removed in 0\.3\.0; call trace\.save"):
+        trace.plot()
 
 
 def test_the_last_step_is_a_table_in_a_notebook():
@@ -420,33 +285,13 @@ def test_batch_normalisation_of_one_row_says_what_to_pass():
         assert "in replica 1 on cpu, sub-step 0 of 3" in notes or "replica 0" in notes
 
 
-def test_elements_that_arrive_are_those_of_the_inputs():
-    inputs = [torch.randn(3 if n < 6 else 9, 4) for n in range(12)]
-
-    def collate(entries):
-        return (
-            torch.stack([entry.mean(0) for entry in entries])
-            if isinstance(entries, list)
-            else entries
-        )
-
-    with ScatterOnceParallel(network(), 2, ["cpu"] * 2, verify=False) as engine:
-        trace = traced(engine, Rows(inputs, collate), batch()[1], nn.CrossEntropyLoss())
-    arrived = Counter()
-    for event in trace.steps[0].events:
-        arrived[event.replica] += event.elements
-    assert arrived[0] == arrived[1] == 6 * 4
-
-
 def test_the_page_runs_and_quotes_what_is_said():
-    page = read("docs/why-is-my-step-slow.md")
+    page = read("docs/debug.md").partition("\n## Why is my step slow?")[2]
     names = namespace() | {"ScatterOnceParallel": ScatterOnceParallel, "device_ids": ["cpu"] * 2}
     for code in blocks(page, "python"):
         run(code, names)
     assert names["trace"].steps
     assert PROFILE_ALL_THREADS.partition("=")[2] in page
-    source = read("scatterpar/bounds.py")
-    quoted = re.findall(r"`([A-Z][^`=]*)`", page.partition("| sentence |")[2].partition("\n\n")[0])
-    assert len(quoted) > 10
-    for part in (part.strip() for text in quoted for part in text.split("…")):
-        assert part in source, part
+    columns = re.findall(r"^\| ([a-z ,]+) \| ", page.partition("| column |")[2], re.M)
+    named = {name for cell in columns for name in cell.split(", ")}
+    assert named >= {"arrival", "forward", "backward", "recompute", "replay", "waited"}

@@ -2,26 +2,21 @@
 
 import json
 import re
-import sys
-from importlib.util import find_spec
 
 import psutil
 import pytest
 import torch
-from faults import processes
 from torch import nn
 
 import scatterpar
 from scatterpar.__main__ import main as command
-from scatterpar.train import machines
-from scatterpar.train.data import UsageError
 from scatterpar.train.options import parse
 from scatterpar.train.run import main
-from scatterpar.train.training import Batches, default_batch
+from scatterpar.train.training import Training, default_batch
 
 pytestmark = pytest.mark.draws
-SMALL = ["--model", "helpers.torchrun:Small"]  # a run of the default network takes seconds
-TWO_CPUS = ["--devices", "cpu:0,cpu:1", "--accum", "4", "--epochs", "1"]
+SMALL = ["--model", "helpers.runs:Small"]  # a run of the default network takes seconds
+TWO_CPUS = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "128", "--epochs", "1"]
 
 
 @pytest.mark.parametrize(
@@ -46,16 +41,20 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
     ("arguments", "words"),
     [
         ("--warmup-epochs 9 --epochs 9", "--drop-at and --epochs must rise, and 9 follows 9"),
-        ("--accum 4 --micro-batch-size 8", "say the same thing twice"),
+        ("--accum 4", "there is no --accum: removed in 0.3.0; --micro-batch-size N sets the"),
+        ("--init x.pth", "there is no --init: removed in 0.3.0; --model package.module:callable"),
+        ("--wandb=demo", "there is no --wandb: removed in 0.3.0; wandb.init(sync_tensorboard=T"),
+        ("--batch-size 64", "there is no --batch-size: the images of a step are --batch N,"),
+        ("--batch_size 64", "there is no --batch_size: the images of a step are --batch N,"),
         ("--batch 0", "--batch: 0 is not above zero"),
-        ("--accum -1", "--accum: -1 is not above zero"),
+        ("--micro-batch-size -1", "--micro-batch-size: -1 is not above zero"),
         ("--warmup-epochs -1", "--warmup-epochs: -1 is not zero or above"),
         ("--base-lr 0", "--base-lr: 0.0 is not above zero"),
         ("--base-lr nan", "--base-lr: nan is not above zero"),
         ("--base-lr inf", "--base-lr: inf is not above zero"),
         ("--momentum 1", "--momentum: 1.0 is not below 1"),
         ("--erase 1.5", "--erase: 1.5 is not at most 1"),
-        ("--shares 2 0", "--shares: (2.0, 0.0) is not above zero"),
+        ("--drop-at 2 0", "--drop-at: (2, 0) is not above zero"),
         (f"--seed {2**31}", "--seed: 2147483648 is not below 2**31"),
         ("--devices gpu", "'gpu' is not a device"),
         ("--data /no/such/folder", "/no/such/folder: there is no folder with train/ and test/"),
@@ -63,12 +62,10 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
         ("--devices 2", "and none is visible here; name them like cuda:0,cuda:1"),
         ("--config /no/such.toml", "--config /no/such.toml cannot be read: "),
         ("--model transformer", "--model transformer: neither cnn"),
-        ("--batch 64 --accum 16", "a batch of 64 rows makes micro-batches of one row"),
         ("--val 1", "--val: 1.0 is not below 1"),
         ("--val 0.1", "embedded: it has images to test on; leave out --val"),
         ("--model resnet18", "did you mean timm:resnet18?"),
-        ("--pretrained", "--pretrained is for timm:NAME; --init FILE takes the weights of others"),
-        ("--batch 4095", "a batch of 2 rows makes micro-batches of one row"),
+        ("--pretrained", "--pretrained is for timm:NAME"),
         ("--resume", "checkpoint.pt; --out names the folder of the run"),
         ("--out /dev/null/runs", "--out: /dev/null/runs/metrics.jsonl cannot be written"),
         ("--drop-at 2 2 --epochs 3 --warmup-epochs 0", "must rise, and 2 follows 2"),
@@ -114,12 +111,14 @@ def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
         command(["train", "--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "default: as many as leave 50 steps an epoch, at most 4096" in text
+    assert "default: as many as leave 50 steps an epoch, from 32 to 4096" in text
     assert "default: 64" in text
     for words in ("torch/fashion_mnist", "timm:resnet50", "examples:"):
         assert words in text
     assert "python -m scatterpar train --config photos.toml --epochs 90" in text
     assert "default: None" not in text
+    for group in ("images", "training", "device", "file"):
+        assert f"{group} options" in text
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["train", "--version"]])
@@ -131,40 +130,31 @@ def test_the_version_is_said(capsys, arguments):
 
 @pytest.mark.parametrize("given", ["cpu:0,cpu:1", "cpu:0, cpu:1", "cpu:0 cpu:1", "=cpu:0,cpu:1"])
 def test_lists_are_separated_by_commas_or_spaces(given, capsys):
-    """`--devices` wanted commas where `--shares` and the doctor wanted spaces."""
+    """`--devices` wanted commas where other options and the doctor wanted spaces."""
     words = [f"--devices{given}"] if given[0] == "=" else ["--devices", *given.split()]
     assert parse([*words, "--epochs", "3"]).devices == ("cpu:0", "cpu:1")
-    words = [word.replace("devices", "shares").replace("cpu:", "1") for word in words]
-    assert parse([*words, "--drop-at", "6,9", "--epochs", "12"]).shares == (10.0, 11.0)
-    assert parse(["--shares", "auto"]).shares == "auto"
+    words = [word.replace("devices", "drop-at").replace("cpu:", "1") for word in words]
+    assert parse([*words, "--epochs", "12"]).drop_at == (10, 11)
 
 
 def test_lists_in_a_file_are_lists_or_text(tmp_path):
     file = tmp_path / "run.toml"
     for devices in ('["cpu:0", "cpu:1"]', '"cpu:0,cpu:1"'):
-        file.write_text(f"devices = {devices}\nshares = [2, 1]\n")
+        file.write_text(f"devices = {devices}\ndrop_at = [2, 4]\n")
         given = parse(["--config", str(file)])
-        assert (given.devices, given.shares) == (("cpu:0", "cpu:1"), (2.0, 1.0))
+        assert (given.devices, given.drop_at) == (("cpu:0", "cpu:1"), (2, 4))
 
 
 def test_some_options_follow_from_others():
     assert parse(["--epochs", "1"]).warmup_epochs == 0
     assert parse(["--epochs", "100"]).warmup_epochs == 5
-    options = parse(["--micro-batch-size", "8"])
-    assert (options.micro_batch_size, options.accum) == (8, 1)
-    assert (parse([]).micro_batch_size, parse([]).accum) == (64, 1)
-    assert (parse(["--accum", "4"]).micro_batch_size, parse(["--accum", "4"]).accum) == (None, 4)
+    assert (parse([]).epochs, parse(["--data", "photos"]).epochs) == (5, 20)
 
 
 def test_the_default_batch_leaves_an_epoch_enough_steps(tmp_path, capsys):
-    """A folder of 480 pictures was one batch of 4096: 20 steps in 20 epochs."""
-    sizes = [default_batch(images) for images in (30, 480, 8192, 204_799, 10**7)]
-    assert sizes == [1, 8, 128, 2048, 4096]
-
-    def too_few(batch):  # as four replicas with batch normalisation
-        return min(batch, 481 % batch or 8) < 8
-
-    assert default_batch(481, too_few) == 11
+    """A folder of 480 pictures was one batch of 4096, and one of 379 had batches of 4."""
+    sizes = [default_batch(images) for images in (30, 379, 480, 8192, 204_799, 10**7)]
+    assert sizes == [32, 32, 32, 128, 2048, 4096]
     assert main([*TWO_CPUS[:2], "--epochs", "1", *SMALL, "--out", str(tmp_path)]) == 0
     said = "batches of 128, for 64 steps an epoch of 8,192; --batch sets it"
     assert said in capsys.readouterr().out
@@ -224,7 +214,7 @@ class Diverging(nn.Module):
 def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
     arguments = ["--model", "test_train_cli:Diverging", "--out", str(tmp_path), "--epochs", "2"]
     arguments += ["--batch", "4096"]
-    assert main([*arguments, "--devices", "cpu:0", "--accum", "1"]) == 1
+    assert main([*arguments, "--devices", "cpu:0", "--micro-batch-size", "4096"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"training diverged \(.*\); a lower --base-lr may help; stopped", printed)
     assert "stopped after 0 of 2 epochs, 1 steps" in printed
@@ -235,62 +225,15 @@ def test_an_interrupt_before_training_is_one_line(monkeypatch, capsys, tmp_path)
     def interrupted(self, epoch):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Batches, "order", interrupted)
+    monkeypatch.setattr(Training, "order", interrupted)
     assert main([*TWO_CPUS, "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "scatterpar train: interrupted\n"
 
 
-def test_torchrun_names_the_folder_after_its_job(monkeypatch):
+def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
-    for given in ([], ["--resume"]):
-        assert str(parse(given).out) == "runs/train-night-7"
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert re.fullmatch(r"runs/train-\d{8}-\d{6}", str(parse([]).out))
-
-
-def test_processes_of_one_machine_do_not_share_its_accelerators(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    machines.require_launch([torch.device("cpu")] * 2)
-    with pytest.raises(UsageError, match=r"started 2 processes .* launch with --nproc-per-node=1"):
-        machines.require_launch([torch.device("cuda", 0)])
-
-
-def test_restarts_must_not_find_the_address_of_a_process_that_died(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(UsageError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's"):
-        machines.require_launch([])
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    machines.require_launch([])
-
-
-BACKENDS = {"cuda": "nccl", "xpu": "xccl", "mps": "gloo", "": ""}
-
-
-@pytest.mark.parametrize("card", BACKENDS)
-def test_tensors_on_the_host_always_have_a_backend(monkeypatch, card):
-    """Without a name torch made NCCL alone on a machine with cards, and no count could be sent."""
-    found = torch.device(card) if card else None
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
-    assert machines.backend() == (f"cpu:gloo,{card}:{BACKENDS[card]}" if card else "gloo")
-
-
-@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
-def test_weights_and_biases_gets_steps_and_epochs(tmp_path):
-    """In a process of its own: the library leaves threads and a hook behind."""
-    options = [*TWO_CPUS, *SMALL, "--batch", "4096", "--wandb", "demo", "--out", str(tmp_path)]
-    done = processes.run("-m", "scatterpar", "train", *options, WANDB_MODE="offline")
-    assert done.code == 0, done.err
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    content = file.read_bytes()
-    for name in ("step/loss", "step/seconds_waited", "epoch/test_accuracy"):
-        assert name.encode() in content, name
-
-
-def test_a_missing_logger_names_the_extra(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main([*SMALL, "--devices", "cpu", "--wandb", "demo", "--out", str(tmp_path)]) == 2
-    assert "(pip install wandb; WANDB_MODE=offline needs" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "start it without torchrun (on several machines use" in capsys.readouterr().err
 
 
 def listening():
@@ -303,7 +246,7 @@ def test_one_machine_opens_no_port(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr("socket.socket.bind", opened)
     monkeypatch.setattr("torch.distributed.init_process_group", opened)
-    arguments = [*SMALL, "--devices", "cpu", "--accum", "1", "--epochs", "1", "--batch", "4096"]
+    arguments = [*SMALL, "--devices", "cpu", "--epochs", "1", "--batch", "4096"]
     before = listening()
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     assert listening() == before

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.pictures import needs_timm, write_folder
+from helpers.pictures import write_folder
 
 SECONDS = 600
 WITHOUT = '''
@@ -104,16 +104,16 @@ def test_the_doctor_and_the_tool(python):
     words = python("-m", "scatterpar", "doctor", "--json", "what it found.json")
     assert "fine: the gradient" in words
     assert (python.folder / "what it found.json").exists()
-    small = ["--model", "helpers.torchrun:Small", "--devices", "cpu:0,cpu:1", "--epochs", "1"]
+    small = ["--model", "helpers.runs:Small", "--devices", "cpu:0,cpu:1", "--epochs", "1"]
     python("-m", "scatterpar", "train", *small, "--out", "a run")
     python("-m", "scatterpar", "train", *small, "--resume", "--out", "a run")
     assert (python.folder / "a run" / "checkpoint.pt").exists()
 
 
-@needs_timm
+@pytest.mark.pictures
 def test_processes_that_read_pictures_are_spawned(python):
     write_folder(python.folder / "my pictures", train=24)
-    few = ["--batch", "24", "--model", "cnn", "--epochs", "1", "--accum", "2"]
+    few = ["--batch", "24", "--model", "cnn", "--epochs", "1"]
     few += ["--devices", "cpu:0,cpu:1", "--image-size", "28", "--out", r"a\run of mine"]
     python("-m", "scatterpar", "train", "--data", "my pictures", *few)
     assert (python.folder / r"a\run of mine" / "checkpoint.pt").exists()

@@ -13,18 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.pictures import CLASSES, needs_timm, needs_torchvision, truncate, write_folder
+from helpers.pictures import CLASSES, truncate, write_folder
 from PIL import Image
 
 from scatterpar.train import data as data_module
-from scatterpar.train.data import TEST, TRAIN, UsageError, load
+from scatterpar.train.data import TEST, TRAIN, Files, find_files, load, open_data
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
-from scatterpar.train.machines import Machines
-from scatterpar.train.options import Options
-from scatterpar.train.pictures import Files, find_files, open_data
-from scatterpar.train.training import Batches, foresee
+from scatterpar.train.options import Options, UsageError
 
-pytestmark = [needs_torchvision, needs_timm]
+pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 NONE = Options(augment="none")
 
 
@@ -41,7 +38,7 @@ def test_a_folder_of_pictures_is_two_lists_and_the_names_of_classes(folder):
     assert data.class_names == tuple(sorted(CLASSES))
     found = data.read(TEST, torch.tensor([0, 5, 11]), 0)
     assert found.labels.tolist() == [0, 1, 2]
-    file = Path(data.test.name(5))
+    file = Path(data.test[5][0])
     assert file.parent.name == "Sandal"
     assert torch.equal(found.images[1, 0].flatten(), grey(file))
     assert torch.equal(found.images[1, 0], found.images[1, 2])
@@ -69,7 +66,7 @@ def test_hidden_files_and_other_files_are_no_pictures(tmp_path):
         (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "x" / name).touch()
     files = find_files(tmp_path, ["x"])
-    found = [os.path.relpath(files.name(row), tmp_path) for row in range(len(files))]
+    found = [os.path.relpath(files[row][0], tmp_path) for row in range(len(files))]
     assert found == ["x/a.jpeg", "x/b.PNG", "x/deep/er/c.webp"]
 
 
@@ -96,7 +93,7 @@ def test_a_class_may_lack_test_pictures_but_not_all_classes(tmp_path):
     assert len(open_data(Options(data=str(tmp_path))).test) == 2
     for file in list((tmp_path / "val").rglob("*.png")):
         file.unlink()
-    refused("val holds no pictures", tmp_path)
+    refused("val contains no pictures", tmp_path)
 
 
 def test_classes_without_a_split_are_split_as_val_says(tmp_path):
@@ -108,10 +105,10 @@ def test_classes_without_a_split_are_split_as_val_says(tmp_path):
     first, second = (
         open_data(Options(data=str(tmp_path / "train"), val=0.1, seed=seed)) for seed in (0, 1)
     )
-    names = [[p.name(row) for row in range(len(p))] for p in (first.train, first.test)]
-    assert names == [[p.name(row) for row in range(len(p))] for p in (second.train, second.test)]
+    names = [[p[row][0] for row in range(len(p))] for p in (first.train, first.test)]
+    assert names == [[p[row][0] for row in range(len(p))] for p in (second.train, second.test)]
     assert sorted([*names[0], *names[1]]) == sorted(map(str, tmp_path.glob("train/*/*.png")))
-    assert first.test.pairs.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert first.test.labels.tolist() == [0, 0, 1, 1, 2, 2]
     shutil.rmtree(tmp_path / "test")
     assert len(open_data(Options(data=str(tmp_path), val=0.25)).test) == 15
 
@@ -157,8 +154,12 @@ def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
 
 
 def requests(number=180, batch=70, epochs=2):
-    batches = Batches(number, batch, seed=3)
-    return list(foresee(batches, 0, epochs, 12, batch, Machines()))
+    found = []
+    for epoch in range(epochs):
+        order = torch.randperm(number, generator=torch.Generator().manual_seed(epoch))
+        found += [Request(TRAIN, rows, epoch) for rows in order.split(batch)]
+        found += [Request(TEST, torch.arange(12))]
+    return found
 
 
 def everything(data, workers):
@@ -185,7 +186,7 @@ def test_the_next_batch_is_read_while_this_one_is_used(folder):
 def test_a_broken_picture_names_itself(tmp_path, workers):
     data, file = broken_folder(tmp_path)
     rows = torch.arange(36)
-    words = rf"{file} cannot be read as an image: .*truncated.* \(--skip-broken 1 or .*--check-data"
+    words = rf"{file} cannot be read as an image: .*truncated.* \(--skip-broken 1 or more leaves"
     with Feed(data, [Request(TRAIN, rows)], workers) as feed, pytest.raises(FeedError, match=words):
         feed.take()
     with Feed(data, [Request(TRAIN, rows)] * 2, workers, skip_broken=1, warn=[].append) as feed:
@@ -198,8 +199,8 @@ def test_a_broken_picture_names_itself(tmp_path, workers):
 
 def broken_folder(folder):
     data = open_data(Options(data=str(write_folder(folder, ending="jpg", size=(60, 60)))))
-    truncate(Path(data.train.name(1)))
-    return data, data.train.name(1)
+    truncate(Path(data.train[1][0]))
+    return data, data.train[1][0]
 
 
 @pytest.mark.parametrize(
@@ -208,12 +209,12 @@ def broken_folder(folder):
 def test_whatever_is_no_picture_is_broken(tmp_path, content):
     data, file = broken_folder(tmp_path)
     Path(file).write_bytes(content)
-    (problem,) = data.read(TRAIN, torch.arange(3), 0).broken
-    assert problem.name == file
-    assert problem.reason
+    ((name, reason),) = data.read(TRAIN, torch.arange(3), 0).broken
+    assert name == file
+    assert reason
     Path(file).unlink()
-    (problem,) = data.read(TRAIN, torch.arange(3), 0).broken
-    assert "No such file" in problem.reason
+    ((_, reason),) = data.read(TRAIN, torch.arange(3), 0).broken
+    assert "No such file" in reason
 
 
 def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
@@ -225,7 +226,7 @@ def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
 
 
 def test_a_killed_worker_is_said_in_words(folder):
-    many = list(foresee(Batches(180, 60, seed=3), 0, 400, 12, 60, Machines()))
+    many = requests(batch=60, epochs=400)
     others = multiprocessing.active_children()  # the ranks that other tests use
     with Feed(open_data(Options(data=str(folder))), iter(many), workers=2) as feed:
         feed.take()
@@ -260,23 +261,6 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
         ahead._piece(broken_off())
 
 
-def test_a_run_wants_the_rest_of_its_epochs_and_their_tests():
-    batches = Batches(10, 4, seed=0)
-    batches.consumed = 4
-    rest = {"tests": 5, "test_batch": 4, "machines": Machines()}
-    found = list(foresee(batches, 0, epochs=3, **rest))
-    assert [(r.part, len(r.rows), r.epoch) for r in found] == [
-        *[(TRAIN, 4, 0), (TRAIN, 2, 0), (TEST, 4, 0), (TEST, 1, 0)],
-        *[(TRAIN, 4, 1), (TRAIN, 4, 1), (TRAIN, 2, 1), (TEST, 4, 0), (TEST, 1, 0)],
-        *[(TRAIN, 4, 2), (TRAIN, 4, 2), (TRAIN, 2, 2), (TEST, 4, 0), (TEST, 1, 0)],
-    ]
-    assert [r.rows_of_all_ranks for r in found if r.part == TRAIN] == [4, 2, 4, 4, 2, 4, 4, 2]
-    assert batches.consumed == 4
-    batches.consumed = 20  # stopped between the last step of an epoch and its test
-    found = list(foresee(batches, 1, epochs=2, **rest))
-    assert [(r.part, len(r.rows)) for r in found] == [(TEST, 4), (TEST, 1)]
-
-
 def test_torchvisions_sets_are_found_by_name(tmp_path):
     """Fashion-MNIST, of which only the included test images are there, under both names."""
     raw, images = tmp_path / "FashionMNIST" / "raw", load()
@@ -294,10 +278,14 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
     assert torch.equal(found.images[:, :1], images.train.images[:6])
 
 
-def test_a_missing_torchvision_names_the_extra(monkeypatch):
+@pytest.mark.parametrize("build", [None, "12.8"])
+def test_a_missing_torchvision_names_the_line_that_installs_it(monkeypatch, build):
+    """Beside torch's CPU build, PyPI's torchvision is not that line's."""
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
-    words = r"needs torchvision and timm: pip install -c constraints.txt -e '.\[images\]'"
-    refused(words, "torch/cifar10")
+    monkeypatch.setattr(torch.version, "cuda", build)
+    cpu = "" if build else "--extra-index-url https://download.pytorch.org/whl/cpu "
+    words = f"needs torchvision and timm; .*: pip install -c constraints.txt {cpu}-e "
+    refused(words + r"'.\[images\]'", "torch/cifar10")
 
 
 def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch):

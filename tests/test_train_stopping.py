@@ -1,10 +1,8 @@
-"""Nothing is lost: signals that end a run, the line that goes on, and ranks that are killed."""
+"""Nothing is lost: signals that end a run, and the line that goes on."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import shlex
 import signal
@@ -18,16 +16,22 @@ import pytest
 import torch
 from faults.forked import start_forked
 from faults.processes import SILENCE, finish
-from helpers.pictures import needs_torchvision, write_folder
-from helpers.torchrun import Small, assert_same_run, environment, launched, steps, wait_until
-from helpers.torchrun import finish as finish_launched
+from helpers.pictures import write_folder
+from helpers.runs import Small, assert_same_run, environment, steps, wait_until
 
 from scatterpar.__main__ import main as command
 
 pytestmark = pytest.mark.draws
 PICTURES = find_spec("torchvision") is not None  # else what stays in memory, without workers
 OPTIONS = ["--batch", "24" if PICTURES else "1639", "--epochs", "4", "--devices", "cpu:0,cpu:1"]
-OPTIONS += ["--accum", "2", "--ema", "0.9", "--model", "test_train_stopping:Dropping"]
+OPTIONS += [
+    "--micro-batch-size",
+    "6" if PICTURES else "410",
+    "--ema",
+    "0.9",
+    "--model",
+    "test_train_stopping:Dropping",
+]
 STEPS = 4 * 5
 
 
@@ -139,7 +143,7 @@ def test_ctrl_c_keeps_what_was_reached(folder, whole, tmp_path, capsys):
     goes_on([*arguments(folder, out)[2:], "--workers", "0", "--resume"], whole, out)
 
 
-@needs_torchvision
+@pytest.mark.pictures
 def test_a_killed_run_leaves_no_process_behind(folder, tmp_path):
     """They watched their parent, the fork server, and that one waited for them."""
     process = start_forked(*arguments(folder, tmp_path / "out"))
@@ -153,7 +157,7 @@ def test_a_killed_run_leaves_no_process_behind(folder, tmp_path):
 )
 def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
     options = ["--model", "test_train_stopping:Stuck", "--batch", "1024", "--devices", "cpu"]
-    options += ["--accum", "1", "--checkpoint-every", "1", "--out", str(tmp_path)]
+    options += ["--micro-batch-size", "1024", "--checkpoint-every", "1", "--out", str(tmp_path)]
     process = start_forked("-m", "scatterpar", "train", *options)
     wait_until(lambda: len(steps(tmp_path)) == 2, tmp_path)
     while process.stdout.readline() != "stuck\n":
@@ -163,60 +167,4 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
         pass
     process.send_signal(number)
     assert finish(process).code == 128 + number
-    assert torch.load(tmp_path / "checkpoint.pt")["progress"]["step"] == 2
-
-
-# --- ranks that are killed ---
-
-RANKS = [
-    *("--model", "helpers.torchrun:Slow", "--batch", "1024", "--devices", "cpu", "--accum", "2"),
-    *("--checkpoint-every", "3"),
-]
-LAUNCHER = ["--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
-STEPS_PER_EPOCH = 8
-
-
-def wait_for_step(out, number, process, log, attempts):
-    """In the attempt after so many others: until it says so, the file has the steps of those."""
-
-    def reached():
-        assert process.poll() is None, "it ended before it could be killed"
-        resumed = log.read_text(errors="replace").count("resumed after")
-        return resumed == attempts and len(steps(out)) >= number
-
-    wait_until(reached, out.parent)
-
-
-def kill_a_rank(process, rank):
-    """SIGKILL to a worker of torchrun's, which is a child of ``timeout``'s."""
-    ours = psutil.Process(process.pid).children(recursive=True)
-    workers = [p for p in ours if "scatterpar" in p.cmdline() and "--monitor" not in p.cmdline()]
-    workers = [p for p in workers if p.environ().get("LOCAL_RANK") == str(rank)]
-    os.kill(workers[0].pid, signal.SIGKILL)
-
-
-def run_of_ranks(folder, name, epochs, kills=()):
-    out, log = folder / name, folder / f"{name}.log"
-    launcher = [*LAUNCHER, f"--max-restarts={len(kills)}"]
-    tool = [*RANKS, "--epochs", str(epochs), "--out", str(out)]
-    with launched(launcher, tool, log) as process:
-        for attempts, (rank, step) in enumerate(kills):
-            wait_for_step(out, step, process, log, attempts)
-            kill_a_rank(process, rank)
-        return out, finish_launched(process, log)
-
-
-CHANCE = random.Random(0)
-KILLS = [(CHANCE.randrange(2), step) for step in sorted(CHANCE.sample(range(4, 38), 10))]
-
-
-@pytest.mark.slow
-def test_killed_ranks_cost_nothing_but_time(tmp_path):
-    """kill -9, ten times: torchrun starts all again, and the run ends as if nothing had been."""
-    epochs = 5
-    whole, _ = run_of_ranks(tmp_path, "whole", epochs)
-    start = time.monotonic()
-    out, printed = run_of_ranks(tmp_path, "killed", epochs, KILLS)
-    print(f"{len(KILLS)} kills, {time.monotonic() - start:.0f} s")
-    assert printed.count("resumed after") == len(KILLS)
-    assert_same_run(whole, out, epochs * STEPS_PER_EPOCH)
+    assert torch.load(tmp_path / "checkpoint.pt")["position"]["step"] == 2

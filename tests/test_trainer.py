@@ -7,6 +7,7 @@ import copy
 import threading
 from collections import Counter
 from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy
@@ -38,7 +39,7 @@ from torch import nn
 
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 
 ROWS = 17  # in windows of 12: the last one is ragged, and so is a batch in it
 
@@ -221,7 +222,7 @@ def test_epochs_callbacks_and_metrics(tmp_path):
     assert_same(*trainers)
     steps = [[event for event in one.events if event[0] != "substep"] for one in heard]
     assert steps[0] == steps[1]
-    assert heard[0].events.count(("substep", 0)) == 3, "four batches in a step, dealt out"
+    assert not heard[0].events.count(("substep", 0)), "a step is one call of training_step"
     assert any("eval_accuracy" in log for log in trainers[0].state.log_history)
     predictions = [quietly(trainer.predict, sentences(7)) for trainer in trainers]
     assert torch.equal(*(torch.tensor(p.label_ids) for p in predictions))
@@ -245,30 +246,37 @@ def test_speeds_count_the_batches_of_all_replicas(tmp_path):
     assert told(predicted, "test") == pytest.approx([7, 2], rel=0.1)
 
 
-def test_the_arguments_are_a_copy_of_one_device_with_all_batches(tmp_path):
+def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
     options = {**sizes(3, 2), "per_device_eval_batch_size": 2}
     args = arguments(tmp_path, remove_unused_columns=False, **options)
     before = args.to_dict()
     given = {"train_dataset": sentences(4), "device_ids": ["cpu"] * 3}
     made = ScatterOnceTrainer(sequence_classifier(), args, **given).args.to_dict()
     assert args.to_dict() == before
-    assert made | sizes(3, 6) | {"per_device_eval_batch_size": 6} == made
+    assert made | sizes(3 * 6) | {"per_device_eval_batch_size": 6} == made
 
 
 def test_a_loader_of_one_s_own_may_follow_the_arguments(tmp_path):
-    """In evaluation they say the rows of all replicas, by which the Trainer weighs its batches."""
+    """They say the rows of a step, and in evaluation those of all replicas."""
 
-    class Own(ScatterOnceTrainer):
+    class Own:
+        def loader(self, data, size):
+            how = {"batch_size": size, "collate_fn": self.data_collator}
+            return self.accelerator.prepare(torch.utils.data.DataLoader(data, **how))
+
+        def get_train_dataloader(self):
+            return self.loader(self.train_dataset, self.args.train_batch_size)
+
         def get_eval_dataloader(self, eval_dataset=None):
-            how = {"batch_size": self.args.eval_batch_size, "collate_fn": self.data_collator}
-            loader = torch.utils.data.DataLoader(self.eval_dataset, **how)
-            return self.accelerator.prepare(loader)
+            return self.loader(self.eval_dataset, self.args.eval_batch_size)
 
-    losses = []
-    for cls in (Own, ScatterOnceTrainer):
-        trainer = ours(tmp_path, CLASSIFIER, cls=cls, per_device_eval_batch_size=2)
-        losses.append(quietly(trainer.evaluate)["eval_loss"])
-    assert losses[0] == losses[1]
+    cls = type("Above", (Own, ScatterOnceTrainer), {})
+    for mine in (cls, with_and_without(Own)[0]):
+        each = {"per_device_eval_batch_size": 2}, {"per_device_eval_batch_size": 4}
+        classes = mine, with_and_without(Own)[1]
+        trainers = beside(tmp_path, CLASSIFIER, each=each, classes=classes)
+        assert_same(*trainers)
+        assert_same_evaluation(*trainers)
 
 
 def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
@@ -428,14 +436,14 @@ class Outside(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores, start, ignore_index=3)}
 
 
-def test_a_row_without_a_loss_of_its_own_is_warned_of(tmp_path):
+def test_a_row_without_a_loss_of_its_own_is_refused(tmp_path):
     """Such rows made the loss NaN, and nothing was said: the trial did not count them as seen."""
     rows = [{"start": 3 if i % 2 else 0} for i in range(4)]
     options = {"per_device_train_batch_size": 2, "max_steps": 1}
     trainer = ScatterOnceTrainer(
         Outside(), arguments(tmp_path, **options), train_dataset=rows, device_ids=["cpu"] * 2
     )
-    with pytest.warns(UserWarning, match="is not known: .* is NaN for a single row"):
+    with pytest.raises(ValueError, match=r"do not combine.*NaN for a single"):
         quietly(trainer.train)
 
 
@@ -471,7 +479,7 @@ def test_the_trial_leaves_no_trace(tmp_path):
 
 def test_an_evaluation_looks_once_at_its_turn(tmp_path):
     """It looked at every batch of one in step 8, 16, 32 …"""
-    calls = Counter()
+    calls = SimpleQueue()  # a look would put back a counter
 
     class Counts(nn.Module):
         def __init__(self):
@@ -479,20 +487,19 @@ def test_an_evaluation_looks_once_at_its_turn(tmp_path):
             self.inner = sequence_classifier()
 
         def forward(self, input_ids, attention_mask, labels):
-            calls["all"] += 1
+            calls.put(None)
             return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
 
     options, found = {"model": Counts(), "per_device_eval_batch_size": 1}, []
     trainer = ours(tmp_path, CLASSIFIER, LAYOUTS["shared"], **options)
-    for step in (0, 1, 7, 7):
-        trainer.state.global_step = step
-        calls.clear()
+    for step in (0, 2, 7, 7):
+        trainer.state.global_step, before = step, calls.qsize()
         quietly(trainer.evaluate)
-        found.append(calls["all"])
+        found.append(calls.qsize() - before)
     assert found[3] == found[1] < found[2] < 3 * found[1]
 
 
-def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
+def test_a_loss_that_compares_rows_is_refused(tmp_path):
     """In-batch negatives are nearer to a sum: 12.5 was logged where the batches had 4.5 each."""
 
     class Ranks(nn.Embedding):
@@ -505,11 +512,13 @@ def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
     def unlabelled(rows):
         return {name: value for name, value in padded(rows).items() if name != "labels"}
 
-    model = oracle.build(lambda: Ranks(VOCABULARY, 4))
-    case = lambda: model, lambda count: sentences(count // 16 * 16), unlabelled
-    with pytest.warns(UserWarning, match="batches combine is not known: .* a loss compares"):
-        both = beside(tmp_path, case, own=(4,), whole=(4, 2), max_steps=2)
-    assert_same(*both)
+    case = lambda: oracle.build(lambda: Ranks(VOCABULARY, 4)), sentences, unlabelled
+    trainer = ours(tmp_path, case, **sizes(4))
+    before = copy.deepcopy(trainer.model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Trainer here: the losses of batches do not combine"):
+            quietly(trainer.train)
+    assert_same_bits(trainer.model, before)
 
 
 def test_a_loss_function_that_adds_up(tmp_path):
@@ -634,14 +643,27 @@ def padded_without_first(rows):
     return batch
 
 
-def test_an_overridden_training_step_is_warned_of(tmp_path):
-    class Steps(transformers.Trainer):
-        def training_step(self, *args, **kwargs):
-            return super().training_step(*args, **kwargs)
+def test_an_overridden_training_step_is_called_once_a_step(tmp_path):
+    """It was not called, with a warning."""
+    batches = []
 
-    both = type("Both", (ScatterOnceMixin, Steps), {})
-    with pytest.warns(UserWarning, match="Steps.training_step is not called"):
-        ours(tmp_path, CLASSIFIER, ["cpu"], both)
+    class Steps:
+        def training_step(self, model, inputs, *args):
+            batches.append(len(inputs))
+            return super().training_step(model, inputs, *args)
+
+    classes = with_and_without(Steps)[0], transformers.Trainer
+    assert_same(*beside(tmp_path, CLASSIFIER, classes=classes))
+    assert batches == [4, 2, 4]
+
+
+def test_overridden_inputs_are_prepared_batch_by_batch(tmp_path):
+    class Prepares:
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return {**inputs, "labels": (inputs["labels"] + 1) % 3}
+
+    assert_same(*beside(tmp_path, CLASSIFIER, classes=with_and_without(Prepares)))
 
 
 class Streams(torch.utils.data.IterableDataset):
@@ -656,7 +678,7 @@ def test_iterable_datasets_and_workers(tmp_path, source):
         if source == "iterable":
             trainer.train_dataset = Streams()
 
-    how = {"devices": LAYOUTS["shared"], "whole": (6, 2), "prepare": prepare}
+    how = {"devices": LAYOUTS["shared"], "prepare": prepare}
     workers = int(source == "workers")
     assert_same(*beside(tmp_path, LANGUAGE, dataloader_num_workers=workers, **how))
 
@@ -741,7 +763,7 @@ def test_resuming_warns_of_another_batch_alone(tmp_path, monkeypatch, size):
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     found = [text for text in warned if "per_device_train_batch_size" in text]
     assert len(found) == (size != 3)
-    assert all("2 (from args) != 3 (from trainer_state.json)" in text for text in found)
+    assert all("4 (from args) != 6 (from trainer_state.json)" in text for text in found)
 
 
 def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
@@ -756,7 +778,7 @@ def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
     options = {**sizes(4), "auto_find_batch_size": True, "max_steps": 2}
     trainer = ours(tmp_path, LANGUAGE, LAYOUTS["shared"], model=model, **options)
     quietly(trainer.train)
-    assert trainer._train_batch_size == 2
+    assert trainer._train_batch_size == 4, "two rows for each replica"
     assert not [str(w.message) for w in recwarn.list]
     assert trainer.state.global_step == 2
 

@@ -46,7 +46,7 @@ from scatterpar.integrations.sentence_transformers import (  # noqa: E402
     ScatterOnceTrainer,
 )
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 ROWS = 17  # in steps of 12 rows: the last one of an epoch is ragged
 
 

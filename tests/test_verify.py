@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import functools
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
 from faults.state import capture, differences
 from helpers.agree import Case
 from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp, token_classifier
-from helpers.oracle import assert_gradients, call, gradients, randint, randn, whole_batch
+from helpers.oracle import assert_gradients, build, call, gradients, randint, randn, whole_batch
 from helpers.oracle import loss_of as loss_of_plain
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel, count_labels
-from scatterpar.verify import verifier
 
 ROWS = 24
 INPUTS, VALUES = randn(ROWS, FEATURES), randn(ROWS, CLASSES)
@@ -85,11 +85,11 @@ def penalised(share):
     """A sum over rows, and a penalty on weights: all of it, silently added in each micro-batch."""
 
     def of(model):
-        def loss(output, targets):
+        def loss(output, targets, model):
             part = len(output) / ROWS if share else 1.0
             return added_up(output, targets) + part * model[0].weight.square().sum()
 
-        return loss
+        return functools.partial(loss, model=model)
 
     return Case(mlp, (INPUTS, classes(ROWS)), of, accum=3, options={"reduction": "sum"})
 
@@ -298,6 +298,7 @@ def train(engine, case, batch=None):
     return engine.forward_backward(*(batch or case.batch), criterion, **case.options)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_gradient_is_told_before_anything_changes(name):
     case, words = WRONG[name]
@@ -391,13 +392,54 @@ LATE = {
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """Checks are too slow for any but the first step, unless something has changed."""
-    monkeypatch.setattr(verifier, "_FREE_SECONDS", 0.0)
-    monkeypatch.setattr(verifier, "_SHARE", 0.0)
+def searching():
+    """cuDNN searches kernels, before and after the test; other flags of cuDNN do not change."""
+    flags = torch.backends.cudnn.enabled, torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.benchmark = True
+    yield
+    assert torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    assert (torch.backends.cudnn.enabled, torch.backends.cudnn.allow_tf32) == flags
 
 
-@pytest.mark.usefixtures("slow")
+class Flags(nn.Module):
+    """Records with how many rows it is called, and whether cuDNN would search a kernel for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs):
+        Seen.sizes.add((len(inputs), torch.backends.cudnn.benchmark))
+        return self.linear(inputs).repeat_interleave(2, 0)
+
+
+class Seen:
+    """Records where a look does not put it back: it leaves classes alone."""
+
+    sizes: ClassVar = set()
+
+
+@pytest.mark.parametrize("use", ["step", "a check that fails", "inference"])
+def test_checks_let_cudnn_search_no_kernels_for_their_sizes(searching, use):
+    """After each search torch empties the caches of all devices."""
+    model, rows = build(Flags), ROWS // 4
+    Seen.sizes.clear()
+
+    def criterion(output, targets):
+        if use == "a check that fails" and len(output) != 2 * rows:
+            raise IndexError
+        return output.square().mean()
+
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        if use == "inference":
+            engine.eval()(INPUTS)
+        else:
+            engine.forward_backward(INPUTS, None, criterion)
+    assert {size for size, is_searched in Seen.sizes if is_searched} == {rows}
+    assert {size for size, is_searched in Seen.sizes if not is_searched} - {rows}
+
+
 @pytest.mark.parametrize("name", LATE)
 def test_a_later_batch_shows_it(devices, name):
     """What the first batch had agreed on once stood for all."""

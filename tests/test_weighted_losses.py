@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 MIXED = ["cpu:0", "cpu:1", "cpu:0", "cpu:2"]  # one replica shares the master's memory
 
 
@@ -48,6 +50,7 @@ FUNCTIONS = {
 LOSSES = FUNCTIONS | {name: (case.criterion(), case.targets) for name, case in CASES.items()}
 
 
+@pytest.mark.contract
 @by_both
 @pytest.mark.parametrize("name", LOSSES)
 def test_whole_batch_oracle(name, runner):
@@ -76,6 +79,7 @@ def masked_mean(output, targets):
     return (losses * targets["mask"]).sum() / targets["mask"].sum()
 
 
+@pytest.mark.contract
 def test_count_says_what_a_function_averages_over(devices):
     rows, length = 13, 6
     ids = randint(11, rows, length)
@@ -97,6 +101,7 @@ class Summed(nn.Module):
         return summed(output, targets)
 
 
+@pytest.mark.contract
 @by_both
 @pytest.mark.parametrize("criterion", [summed, Summed()], ids=["of a function", "wins"])
 def test_reduction_given(criterion, runner):
@@ -105,6 +110,7 @@ def test_reduction_given(criterion, runner):
         step(runner, MIXED, mlp(), batch, criterion, reduction="sum")
 
 
+@pytest.mark.contract
 def test_micro_batches_without_terms_still_run_forward(devices):
     model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
     targets = torch.full((12,), -100)

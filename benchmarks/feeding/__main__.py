@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import TRAIN, Source
+from scatterpar.train.data import TRAIN, Source, open_data
 from scatterpar.train.feed import Feed, Request
-from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import build_model
 from scatterpar.train.options import Options
-from scatterpar.train.pictures import open_data
+from scatterpar.train.training import choose_devices
 
 Step = Callable[[Tensor, Tensor], object]
 

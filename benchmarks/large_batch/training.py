@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
 from scatterpar.train.data import make_dataset, read_split
 from scatterpar.train.models import SmallCNN
-from scatterpar.train.training import Batches, Growth, averaging, make_scheduler
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
 EPOCHS = 20
@@ -73,10 +72,10 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
     optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=0.9, nesterov=True)
     batches = Batches(len(train_images), recipe.batch, seed)
     if recipe.grows:
-        scheduler = make_scheduler(optimizer, batches, recipe.epochs, recipe.warmup_epochs)
+        scheduler = growing_schedule(optimizer, batches, recipe)
     else:
         scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
-    growth, noise, measured = Growth.up_to(batches.rows), NoiseScale(), recipe.noise or recipe.grows
+    noise, measured = NoiseScale(), recipe.noise or recipe.grows
     criterion = nn.CrossEntropyLoss()
     curves: dict[str, list[float]] = {"losses": [], "errors": [], "batches": [], "noise_scales": []}
     updates = 0
@@ -84,15 +83,15 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
         model,
         device_ids=["cpu"] * 2,
         micro_batch_size=MICRO_BATCH,
-        buffers="mean",
+        buffers="batch",
         measure_noise=measured,
     ) as engine:
         for epoch in range(recipe.epochs):
             engine.train()
             total = 0.0
             vary = Variation(batches.rows, seed, epoch) if recipe.augmented else Tensor.__getitem__
-            noise.decay = averaging(batches.steps_per_epoch)
-            for rows in batches.rest_of_epoch():
+            noise.decay = 1 - 1 / max(20, batches.steps_per_epoch)
+            for rows in batches.of_epoch():
                 optimizer.zero_grad()
                 images = vary(train_images, rows)
                 loss = engine.forward_backward(images, train_labels[rows], criterion)
@@ -111,7 +110,9 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
             told = f"noise scale {noise.scale:,.0f}, batch {batches.batch:,}" if measured else ""
             print(f"  epoch {epoch + 1}: {curves['errors'][-1]:.2f} % {told}", flush=True)
             if recipe.grows:
-                batches.batch = growth.after(batches.batch, noise.scale)
+                twice = 2 * batches.batch
+                if 8 * twice <= batches.rows and twice <= noise.scale < math.inf:
+                    batches.batch = twice
                 scheduler.step()  # its rate is scaled with the batch
     return {
         "recipe": recipe.name,
@@ -120,6 +121,46 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
         "rate": recipe.rate,
         **{name: curve for name, curve in curves.items() if curve},
     }
+
+
+@dataclass
+class Batches:
+    """The order in which rows are used, which depends on the seed and the epoch; the position.
+
+    ``consumed`` is the number of rows used so far. Between epochs ``batch`` may change.
+    """
+
+    rows: int
+    batch: int
+    seed: int
+    consumed: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of batches of an epoch, including a smaller last one."""
+        return -(-self.rows // self.batch)
+
+    def of_epoch(self) -> Iterator[Tensor]:
+        """Yield the row numbers of each batch of the next epoch."""
+        number = random.Random(f"{self.seed} {self.consumed // self.rows}").getrandbits(32)
+        generator = torch.Generator().manual_seed(number)
+        yield from torch.randperm(self.rows, generator=generator).split(self.batch)
+
+
+def growing_schedule(
+    optimizer: torch.optim.Optimizer, batches: Batches, recipe: Recipe
+) -> LRScheduler:
+    """A gradual warm-up, then a cosine to zero, by rows used; scaled with the batch."""
+
+    def factor(_: int) -> float:
+        scale, done = batches.batch / BASE_BATCH, batches.consumed / batches.rows
+        if done < recipe.warmup_epochs:
+            step = batches.batch / batches.rows
+            return scale * (done + step) / (recipe.warmup_epochs + step)
+        part = (done - recipe.warmup_epochs) / (recipe.epochs - recipe.warmup_epochs)
+        return scale * 0.5 * (1 + math.cos(math.pi * part))
+
+    return LambdaLR(optimizer, factor)
 
 
 class Variation:

@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.models import CASES, Case
 from benchmarks.peers import criterion
 from benchmarks.processes import NoSync
+from benchmarks.ranks import Ranks
 from scatterpar import ScatterOnceParallel
-from scatterpar.checkup.card.ranks import Ranks
 
 _LIMIT_SECONDS = 300.0
 ENGINE, DDP = "engine, process_group=", "DistributedDataParallel, no_sync"

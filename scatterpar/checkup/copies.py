@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from functools import cache, partial
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
 
+from scatterpar.checkup import Verdict
 from scatterpar.devices.fingerprints import check_links, pattern
 from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.devices.transfers import VIA_HOST, Prefetcher, Transfers
@@ -18,20 +20,28 @@ PAGEABLE, PINNED = "host", "pinned host"
 EACH, OTHERS = "each device", "all others"  # all pairs at once, in both directions
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
 LARGE = (2**26, 2**28)  # bytes, between two accelerators: the engine's largest copies, and more
-_PERIOD = 1_000_003  # bytes after which a pattern repeats
+_PERIOD = 1_000_003  # bytes after which the pattern repeats
 _TRIES = 3
 _INITIAL = 0x5A  # every byte of a target before the copy
 
+_LINKS = (
+    "Copies between two GPUs bypass the host, and something on the way changes them: switch the "
+    "IOMMU off (kernel option iommu=off, or iommu=pt) and PCIe ACS (in the BIOS), and update the "
+    "driver. Until then set NCCL_P2P_DISABLE=1 for whatever uses NCCL, DistributedDataParallel "
+    "too. The engine checks its copies, and copies through the host if they arrive wrong."
+)
+_MEMORY = (
+    "The memory, the slot or the driver is at fault, and nothing that is computed on this machine "
+    "can be trusted: test the memory, change the GPU's slot or cable, update the driver."
+)
+
 Place = torch.device | str  # a device, PAGEABLE or PINNED
+Copies = tuple[list[tuple[Tensor, Tensor]], float]  # arrived and expected tensors, and the seconds
 
 
 @dataclass(frozen=True)
 class RouteResult:
-    """Copies from one memory to another.
-
-    ``altered`` has the number of bytes that arrived altered, by the size of the copy. The speed is
-    that of the largest copy.
-    """
+    """Copies between two memories: altered bytes by size, and the speed of the largest size."""
 
     source: str
     target: str
@@ -40,69 +50,96 @@ class RouteResult:
     error: str | None = None
 
     @property
-    def arrives(self) -> bool:
-        """Whether every byte arrived."""
-        return self.error is None and not any(self.altered.values())
+    def fault(self) -> str:
+        """What went wrong; empty if every byte arrived."""
+        wrong = ", ".join(f"{n} of {size}" for size, n in self.altered.items() if n)
+        return f"failed: {self.error}" if self.error else wrong and f"{wrong} bytes were altered"
 
     def __str__(self) -> str:
-        way = f"{self.source:>12} to {self.target:12}"
-        if self.error is not None:
-            return f"{way} failed: {self.error}"
-        wrong = [f"{n} of {size} bytes altered" for size, n in self.altered.items() if n]
-        result = f"WRONG: {', '.join(wrong)}" if wrong else "whole"
-        return f"{way} {self.gigabytes_per_second:7.2f} GB/s  {result}"
+        speed = f"{self.gigabytes_per_second:7.2f} GB/s"
+        result = f"WRONG: {self.fault}" if self.fault else "whole"
+        return f"{self.source:>12} to {self.target:12} {speed}  {result}"
+
+
+def on_copies(found: Sequence[RouteResult]) -> Iterator[Verdict]:
+    """Conclude whether every byte arrived."""
+    broken = [route for route in found if route.fault]
+    remedy = _MEMORY if any("host" in route.source + route.target for route in broken) else _LINKS
+    for route in broken:
+        way = f"from {route.source} to {route.target}"
+        altered = f"copies {way} bring other bytes than were sent: {route.fault}. {remedy}"
+        yield Verdict("WRONG", f"a copy {way} {route.fault}" if route.error else altered)
+    if found and not broken:
+        yield Verdict("fine", f"copies arrive as they were sent, on all {len(found)} ways.")
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
     """Every pair of a device and the host, pageable or pinned, and of two devices, both ways."""
-    memories = _memories(devices)
-    pairs: list[tuple[Place, Place]] = []
-    for device in memories:
-        for host in (PAGEABLE,) if device.type == "cpu" else (PAGEABLE, PINNED):
-            pairs += [(host, device), (device, host)]
-    return [*pairs, *permutations(memories, 2)]
+    memories = [device for device in dict.fromkeys(devices) if device != torch.device("cpu")]
+    gpus = [device for device in memories if device.type != "cpu"]
+    ways = [*product([PAGEABLE], memories), *product([PINNED], gpus)]
+    return [*ways, *((device, host) for host, device in ways), *permutations(memories, 2)]
 
 
 def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
     """Test every route between these memories, one after the other, then all pairs at once."""
-    # The direct routes are tested. The next step of an engine checks its own again.
-    VIA_HOST.clear()
-    check_links.cache_clear()
+    VIA_HOST.clear()  # the direct routes are tested
+    check_links.cache_clear()  # the next step of an engine checks its own routes again
+    senders = [device for device in dict.fromkeys(devices) if has_streams(device)]
+    largest = _bytes(LARGE[-1] if len(senders) > 1 else SIZES[-1])
+    known = cache(lambda place: _at(place, largest))  # one copy of the pattern per memory
+
+    def one(source: Place, target: Place, size: int, number: int) -> Copies:
+        arrived, seconds = carry(known(source)[:size] ^ number, source, target)
+        return [(arrived, known(target)[:size] ^ number)], seconds
+
+    def all_at_once(size: int, number: int) -> Copies:
+        """On the streams that copy rows."""
+        sent = {device: known(device)[:size] ^ number for device in senders}
+        synchronize(senders)
+        start = time.perf_counter()
+        transfers = {device: Prefetcher(device, sent) for device in sent}
+        arrived = [
+            (transfers[target].copy(sent[source], target, "scatter"), sent[target])
+            for source, target in permutations(senders, 2)
+        ]
+        for each in transfers.values():
+            each.issue(0)
+        for each in transfers.values():
+            each.synchronize()
+        return arrived, time.perf_counter() - start
+
     for pair in routes(devices):
-        source, target = pair
-        altered, speed, failed = {}, 0.0, None
-        is_peer = all(isinstance(place, torch.device) and has_streams(place) for place in pair)
-        try:
-            for size in (*SIZES, *LARGE) if is_peer else SIZES:
-                altered[size], seconds = _try(size, source, target)
-                speed = size / seconds / 1e9
-        except Exception as error:
-            failed = f"{type(error).__name__}: {error}"
-        yield RouteResult(str(source), str(target), altered, speed, failed)
-    if len(senders := [device for device in _memories(devices) if has_streams(device)]) > 1:
-        yield _all_at_once(senders)
+        sizes = (*SIZES, *LARGE) if {*pair} <= {*senders} else SIZES
+        yield _result(*pair, sizes, partial(one, *pair))
+    if len(senders) > 1:
+        yield _result(EACH, OTHERS, LARGE, all_at_once)
 
 
-def _memories(devices: Sequence[torch.device]) -> list[torch.device]:
-    return [device for device in dict.fromkeys(devices) if device != torch.device("cpu")]
-
-
-def _try(size: int, source: Place, target: Place) -> tuple[int, float]:
-    """The largest number of altered bytes in a few copies, and the seconds of the fastest copy."""
-    sent, expected = _at(source, _bytes(size)), _at(target, _bytes(size))
-    altered, fastest = 0, float("inf")
-    for number in range(1, 1 + _TRIES):
-        # Each try sends other bytes. A copy that does nothing would pass otherwise.
-        arrived, seconds = carry(sent ^ number, source, target)
-        altered = max(altered, _difference(arrived, expected ^ number))
-        fastest = min(fastest, seconds)
-    return altered, fastest
+def _result(
+    source: Place, target: Place, sizes: Sequence[int], copies_of: Callable[[int, int], Copies]
+) -> RouteResult:
+    """Copy each size a few times. The largest number of altered bytes and the best time count."""
+    altered, speed, failed = {}, 0.0, None
+    try:
+        for size in sizes:
+            altered[size], fastest = 0, float("inf")
+            for number in range(1, 1 + _TRIES):
+                # Each try sends other bytes. A copy that does nothing would pass otherwise.
+                pairs, seconds = copies_of(size, number)
+                counts = [int((a != b).sum()) for a, b in pairs if not torch.equal(a, b)]
+                altered[size] = max(altered[size], *counts, 0)
+                fastest = min(fastest, seconds)
+                speed = size * len(pairs) / fastest / 1e9
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"
+    return RouteResult(str(source), str(target), altered, speed, failed)
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     """``tensor``, copied from ``source`` to ``target`` by ``copy_into``, and the seconds."""
     original = _at(source, tensor)
-    arrived = _at(target, torch.full_like(original, _INITIAL))
+    arrived = _at(target, torch.full_like(original, _INITIAL, device=_physical(target)))
     synchronize([source, target])
     start = time.perf_counter()
     Transfers().copy_into(arrived, original, "scatter")
@@ -110,57 +147,18 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     return arrived, max(time.perf_counter() - start, 1e-9)
 
 
-def _all_at_once(devices: Sequence[torch.device]) -> RouteResult:
-    """Test copies between all pairs of devices at once, on the streams that copy rows."""
-    altered, speed, failed = {}, 0.0, None
-    pairs = list(permutations(devices, 2))
-    try:
-        for size in LARGE:
-            altered[size], fastest = 0, float("inf")
-            known = {device: _at(device, _bytes(size)) for device in devices}
-            for number in range(1, 1 + _TRIES):
-                sent = {device: tensor ^ number for device, tensor in known.items()}
-                arrived, seconds = _carry_all(sent, pairs)
-                fastest = min(fastest, seconds)
-                for (_, target), tensor in zip(pairs, arrived, strict=True):
-                    altered[size] = max(altered[size], _difference(tensor, sent[target]))
-            speed = size * len(pairs) / fastest / 1e9
-    except Exception as error:
-        failed = f"{type(error).__name__}: {error}"
-    return RouteResult(EACH, OTHERS, altered, speed, failed)
-
-
-def _carry_all(
-    sent: dict[torch.device, Tensor], pairs: Sequence[tuple[torch.device, torch.device]]
-) -> tuple[list[Tensor], float]:
-    """For each pair, the first device's tensor copied to the second; and the seconds for all."""
-    synchronize(list(sent))
-    start = time.perf_counter()
-    transfers = {device: Prefetcher(device, sent) for device in sent}
-    arrived = [transfers[target].copy(sent[source], target, "scatter") for source, target in pairs]
-    for each in transfers.values():
-        each.issue(0)
-    for each in transfers.values():
-        each.synchronize()
-    return arrived, time.perf_counter() - start
-
-
-def _difference(one: Tensor, other: Tensor) -> int:
-    """The number of bytes that differ; needs hardly any memory if none do."""
-    return 0 if torch.equal(one, other) else int((one != other).sum())
-
-
 def _bytes(size: int) -> Tensor:
     """``size`` bytes on the host, irregular within the period."""
-    period = pattern(min(size, _PERIOD))
-    return period.repeat(-(-size // len(period)))[:size]
+    return pattern(min(size, _PERIOD)).repeat(-(-size // _PERIOD))[:size]
 
 
 def _at(place: Place, tensor: Tensor) -> Tensor:
-    if isinstance(place, torch.device):
-        return tensor.to(physical(place))
-    tensor = tensor.cpu()
+    tensor = tensor.to(_physical(place))
     return tensor.pin_memory() if place == PINNED else tensor
+
+
+def _physical(place: Place) -> torch.device:
+    return physical(place) if isinstance(place, torch.device) else torch.device("cpu")
 
 
 def synchronize(devices: Sequence[Place]) -> None:

@@ -6,8 +6,8 @@ import contextlib
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -15,13 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from scatterpar.checkup import Verdict
 from scatterpar.checkup.copies import synchronize
 from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16
 ENGINE, ONE, PER_CALL = "engine", "one device", f"nn.DataParallel x {ACCUM}"
+_Program = tuple[nn.Module, Callable[[], object]]  # what accumulates gradients, and a step of it
 BUDGET, ROUNDS = 10.0, 15  # maximal seconds and rounds of the measurement
+_SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
+_SHARED = 1.5  # n GPUs may take this part of one GPU's time, divided by n
+_MUCH_MOVING = 0.4  # a larger part of the step for copies makes it slow
+_COPIES = (
+    "of the step is spent on moving data. Take larger batches (more rows between two of the "
+    "optimizer's steps), and compare the bandwidths above with what the slots should give."
+)
+_LAUNCHES = (
+    "One interpreter launches all replicas, and these sub-steps are too short to keep the GPUs "
+    f"busy. Take a smaller accum than {ACCUM}, or compile=True. A real network computes more."
+)
 
 
 def _network(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -29,9 +42,8 @@ def _network(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Mod
     with torch.random.fork_rng(devices=()):  # the caller's generator stays
         torch.default_generator.manual_seed(0)
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        patches = nn.Sequential(nn.Conv2d(3, 32, 4, stride=4), nn.GroupNorm(4, 32), nn.Flatten(2))
-        head = nn.Sequential(nn.Flatten(), nn.Linear(2048, 10))
-        network = nn.Sequential(patches, nn.TransformerEncoder(layer, 2), head)
+        body = nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(2048, 10)
+        network = nn.Sequential(nn.Conv2d(3, 32, 4, stride=4), nn.Flatten(2), *body)
     return network.to(physical(device), dtype)
 
 
@@ -44,10 +56,7 @@ def _batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Step:
-    """The comparison of the engine's gradient with that of plain torch on one device, in words.
-
-    ``warned`` has the texts of the engine's warnings.
-    """
+    """How the engine's gradient differs from plain torch's on one device; the engine's warnings."""
 
     is_exact: bool
     words: str
@@ -64,31 +73,35 @@ def take_step(devices: Sequence[torch.device]) -> Step:
         dtype = torch.zeros(1, dtype=torch.float64, device=master).dtype
     except (TypeError, RuntimeError):  # some accelerators do not have float64
         dtype = torch.float32
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with ScatterOnceParallel(_network(master, dtype), 3, devices) as engine:
-                check = engine.check(*_batch(rows, dtype), nn.CrossEntropyLoss())
-    except Exception as error:
-        return Step(False, f"a step failed: {type(error).__name__}: {error}")
-    result = f"gradients of {rows} rows are {check.worst:.1e} apart at most ({check.parameter})"
-    words = f"{result}, in {str(dtype).removeprefix('torch.')}"
-    return Step(check.passed, words, tuple(str(warning.message) for warning in caught))
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        ScatterOnceParallel(_network(master, dtype), 3, devices) as engine,
+    ):
+        check = engine.check(*_batch(rows, dtype), nn.CrossEntropyLoss())
+    words = f"gradients of {rows} rows are {check.worst:.1e} apart at most ({check.parameter})"
+    warned = tuple(str(warning.message) for warning in caught)
+    return Step(check.passed, f"{words}, in {str(dtype).removeprefix('torch.')}", warned)
 
 
-@dataclass
+def on_step(step: Step) -> Iterator[Verdict]:
+    """Conclude whether the gradient is right, and repeat the engine's warnings."""
+    if step.is_exact:
+        yield Verdict("fine", "the gradient on all devices is that on one, up to rounding.")
+    else:
+        yield Verdict("WRONG", f"{step.words}. If copies are fine, please report this as a bug.")
+    yield from (Verdict("note", words) for words in dict.fromkeys(step.warned))
+
+
+@dataclass(frozen=True)
 class Speed:
-    """The seconds of a step in each round, by the program that computed it.
+    """The seconds of a step in each round, by program, and the engine's median seconds by phase.
 
-    All programs run in every round, so that a disturbance of the machine affects all of them. A GPU
-    alone computes its part of the batch, the other programs all of it. ``phases`` has the median
-    seconds of the engine's phases.
+    All programs run in every round. A GPU alone computes its part of the batch.
     """
 
     rows: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
+    seconds: dict[str, list[float]]
+    phases: dict[str, float]
 
     def ratio(self, other: str) -> float:
         """The engine's time divided by another program's: the median over the rounds."""
@@ -96,80 +109,91 @@ class Speed:
         return median(ours / theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
-        lines = [f"a step of {self.rows} rows{f' failed: {self.error}' if self.error else ':'}"]
-        lines += [f"  {n + ':':22} {1e3 * median(s):8.1f} ms" for n, s in self.seconds.items()]
+        lines = [f"  {n + ':':22} {1e3 * median(s):8.1f} ms" for n, s in self.seconds.items()]
         phases = ", ".join(f"{name} {1e3 * spent:.1f}" for name, spent in self.phases.items())
-        return "\n".join([*lines, f"  in the engine: {phases}"] if phases else lines)
+        return "\n".join([f"a step of {self.rows} rows:", *lines, f"  in the engine: {phases}"])
 
 
 def measure(devices: Sequence[torch.device]) -> Speed:
     """Time a step of every program, in as many rounds as fit into ``BUDGET`` seconds."""
-    size = 64 if all(map(has_streams, devices)) else 2  # rows of a sub-step
-    speed = Speed(size * ACCUM * len(devices))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exact step has reported the engine's warnings
-        try:
-            _measure(speed, devices)
-        except Exception as error:
-            speed.error = f"{type(error).__name__}: {error}"
-    return speed
+    rows = ACCUM * len(devices) * (64 if all(map(has_streams, devices)) else 2)
+    times, phases, begin = defaultdict[str, list[float]](list), [], time.perf_counter()
+    with (
+        warnings.catch_warnings(action="ignore"),  # the exact step has reported them
+        ScatterOnceParallel(_network(devices[0]), ACCUM, devices) as engine,
+    ):
+        programs = _programs(engine, *_batch(rows))
+        for number in range(1 + ROUNDS):
+            if number > 1 and time.perf_counter() - begin > BUDGET:
+                break
+            for name, (module, step) in programs.items():
+                module.zero_grad()
+                synchronize(devices)
+                start = time.perf_counter()
+                step()
+                synchronize(devices)
+                times[name].append(time.perf_counter() - start)
+            assert engine.last_step is not None
+            phases.append(engine.last_step.seconds)
+    # The first round is a warm-up.
+    medians = {name: median(one[name] for one in phases[1:]) for name in phases[0]}
+    return Speed(rows, {name: each[1:] for name, each in times.items()}, medians)
 
 
-def _measure(speed: Speed, devices: Sequence[torch.device]) -> None:
-    images, labels = _batch(speed.rows)
-    master, rows, module = devices[0], speed.rows // len(devices), _network(devices[0])
-    phases: list[dict[str, float]] = []
+def _programs(engine: ScatterOnceParallel, images: Tensor, labels: Tensor) -> dict[str, _Program]:
+    """Each program by its name."""
+    devices, master, rows = engine.device_ids, engine.device_ids[0], len(images)
+    step = partial(engine.forward_backward, images, labels, nn.CrossEntropyLoss())
+    programs: dict[str, _Program] = {ENGINE: (engine.module, step)}
 
-    def step() -> None:
-        module.zero_grad()
-        engine.forward_backward(images, labels, nn.CrossEntropyLoss())
-        assert engine.last_step is not None
-        phases.append(engine.last_step.seconds)
+    def add(name: str, module: nn.Module, device: torch.device, count: int, parts: int) -> None:
+        step = partial(_accumulate, module, device, images[:count], labels[:count], parts)
+        programs[name] = module, step
 
-    plain = _accumulation(_network(master), master, images, labels, len(devices) * ACCUM)
-    steps = {ENGINE: step, ONE: plain}
-    if 1 < len(set(devices)) == len(devices) and all(d.type != "cpu" for d in devices):
+    add(ONE, _network(master), master, rows, len(devices) * ACCUM)
+    if 1 < len(set(devices)) == len(devices) and master.type != "cpu":
         for device in devices:
-            part = images[:rows], labels[:rows]
-            steps[f"{device} alone"] = _accumulation(_network(device), device, *part, ACCUM)
-        parallel = nn.DataParallel(_network(master), [device.index for device in devices])
-        per_call = _accumulation(parallel, master, images, labels, ACCUM)
+            add(f"{device} alone", _network(device), device, rows // len(devices), ACCUM)
         with contextlib.suppress(Exception):  # some accelerators do not support it
-            per_call()
-            steps[PER_CALL] = per_call
-    with ScatterOnceParallel(module, ACCUM, devices) as engine:
-        speed.seconds = _timed(steps, devices)
-    speed.phases = {name: median(one[name] for one in phases[1:]) for name in phases[0]}
+            parallel = nn.DataParallel(_network(master), [device.index for device in devices])
+            _accumulate(parallel, master, images, labels, ACCUM)
+            add(PER_CALL, parallel, master, rows, ACCUM)
+    return programs
 
 
-def _accumulation(
+def _accumulate(
     module: nn.Module, device: torch.device, images: Tensor, labels: Tensor, parts: int
-) -> Callable[[], None]:
-    """A step by gradient accumulation in plain torch."""
+) -> None:
+    """Accumulate gradients in plain torch."""
     on_device = partial(Tensor.to, device=physical(device), non_blocking=True)
-
-    def step() -> None:
-        module.zero_grad()
-        for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-            loss = cross_entropy(module(on_device(inputs)), on_device(targets))
-            (loss / parts).backward()
-
-    return step
+    for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+        (cross_entropy(module(on_device(inputs)), on_device(targets)) / parts).backward()
 
 
-def _timed(
-    steps: dict[str, Callable[[], None]], devices: Sequence[torch.device]
-) -> dict[str, list[float]]:
-    """The seconds of each step in each round. A slow machine has fewer rounds."""
-    times: dict[str, list[float]] = defaultdict(list)
-    begin = time.perf_counter()
-    for count in range(1 + ROUNDS):
-        if count > 1 and time.perf_counter() - begin > BUDGET:
-            break
-        for name, step in steps.items():
-            synchronize(devices)
-            start = time.perf_counter()
-            step()
-            synchronize(devices)
-            times[name].append(time.perf_counter() - start)
-    return {name: seconds[1:] for name, seconds in times.items()}  # the first one warms up
+def on_speed(devices: Sequence[torch.device], speed: Speed, load: float) -> Iterator[Verdict]:
+    """Conclude whether all devices are faster than one, and whether one of them is slow."""
+    if load > 1:
+        words = f"the machine is busy with other work ({load:.1f} processes for each core)"
+        yield Verdict("note", f"{words}, so no speed is judged; run this again when it is quiet.")
+        return
+    others = {ONE: "one device's time", PER_CALL: f"the time of {PER_CALL}"}
+    ratios = {name: speed.ratio(name) for name in others if name in speed.seconds}
+    compared = " and ".join(f"{ratio:.2f} of {others[name]}" for name, ratio in ratios.items())
+    if len({*map(physical, devices)}) < len(devices):
+        words = "Replicas that share a processor or a GPU compute no faster than one"
+        yield Verdict("note", f"the engine takes {compared}. {words}, so no speed is judged.")
+        return
+    moving = 1 - speed.phases["compute"] / sum(speed.phases.values())
+    is_fine = ratios[ONE] <= (_SLOWER if len(devices) == 1 else _SHARED / len(devices))
+    reason = f"{moving:.0%} {_COPIES}" if moving > _MUCH_MOVING else _LAUNCHES
+    why = "" if is_fine else f" {reason}"
+    if ratios.get(PER_CALL, 0) > _SLOWER:
+        why, is_fine = " That should not be: please report it, with this page.", False
+    yield Verdict("fine" if is_fine else "slow", f"the engine takes {compared}.{why}")
+    alone = [median(speed.seconds.get(f"{device} alone", [0.0])) for device in devices]
+    if max(alone) > _SLOWER * min(alone):
+        shares = ", ".join(f"{min(alone) / seconds:.2f}" for seconds in alone)
+        slow, fast = (devices[alone.index(seconds)] for seconds in (max(alone), min(alone)))
+        pace = f"{slow} has {min(alone) / max(alone):.2f} of {fast}'s pace"
+        words = f"the GPUs are not equally fast: {pace}, and the others wait for it."
+        yield Verdict("slow", f"{words} Pass shares=[{shares}].")

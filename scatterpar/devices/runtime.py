@@ -13,6 +13,7 @@ import functools
 import os
 import platform
 import threading
+import traceback
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -238,10 +239,13 @@ def record_event(device: torch.device) -> torch.Event:
     return _record_blocking_event(device) or torch.accelerator.current_stream(device).record_event()
 
 
-def synchronize_stream(device: torch.device) -> None:
-    """Sleep until the current stream of ``device`` is done, if threads can sleep for its events."""
-    event = None if device.type == "cpu" else _record_blocking_event(device)
-    if event is not None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the current stream of ``device`` is done, and raise the errors of its kernels.
+
+    The thread sleeps, if the device's events allow it.
+    """
+    if has_streams(device):
+        event = record_event(device)
         event.synchronize()
 
 
@@ -264,3 +268,58 @@ def timed_mark(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+@contextlib.contextmanager
+def no_kernel_search() -> Iterator[None]:
+    """In the body, cuDNN searches no kernels for new sizes, if ``cudnn.benchmark`` asks for it.
+
+    Checks have other sizes than sub-steps. torch searches again in each thread, and empties the
+    caches of all devices after each search. Not ``cudnn.flags()``: what it is not given gets a
+    default, which switches cuDNN off and TF32 on.
+    """
+    is_on = torch.backends.cudnn.benchmark and not torch.backends.flags_frozen()
+    if is_on:
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        if is_on:
+            torch.backends.cudnn.benchmark = True
+
+
+# Texts of allocators and libraries in a plain RuntimeError.
+_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "cudnn_status_alloc_failed",
+    "cublas_status_alloc_failed",
+    "cublas_status_not_initialized",  # its workspace did not fit
+    "unable to find an engine to execute this computation",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is a known form of "out of memory".
+
+    >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    True
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the local variables of the ended calls in the tracebacks of ``error`` and its causes.
+
+    They refer to activations. A notebook keeps the last error, and so would keep that memory.
+    """
+    errors, seen = [error], {id(error)}
+    for each in errors:
+        traceback.clear_frames(each.__traceback__)  # skips calls that still run
+        for cause in (each.__cause__, each.__context__):
+            if cause is not None and id(cause) not in seen:
+                seen.add(id(cause))
+                errors.append(cause)

@@ -21,6 +21,7 @@ from scatterpar.devices.runtime import (
     physical,
     record_event,
     stream_for,
+    synchronize,
     use_device,
 )
 
@@ -104,8 +105,18 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_numbers(tensor: Tensor) -> Any:
-    """The elements as Python numbers: one number for a 0-dim tensor, otherwise nested lists."""
-    return to_device(tensor.detach(), HOST).tolist()
+    """The elements as Python numbers: one number for a 0-dim tensor, otherwise nested lists.
+
+    Raises the errors of kernels that ran before on the device's current stream.
+    """
+    tensor = tensor.detach()
+    if not has_streams(tensor.device):
+        return to_device(tensor, HOST).tolist()
+    # A copy to pageable memory would wait awake, and keep a core busy that launches may need.
+    numbers = torch.empty_like(tensor, device=HOST, pin_memory=True)
+    write(numbers, tensor, non_blocking=True)
+    synchronize(tensor.device)
+    return numbers.tolist()
 
 
 class Transfers:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.batch import nested
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
-from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
-from scatterpar.replicas.replicas import sum_dtype
-from scatterpar.step import nested
-from scatterpar.step.outcome import Gradient
+from scatterpar.replicas.buffers import BufferValue
+from scatterpar.replicas.replicas import Statistics, sum_dtype
+from scatterpar.step.reduce import Gradient
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -31,29 +31,25 @@ class Buckets:
     """The part of this rank in the step's all-reduce: ``flats`` has one 1-D tensor per dtype.
 
     They contain the gradients, zero if this rank has none; one flag per gradient, which says
-    whether this rank has one; buffers, from rank 0 only; and, in one row per rank, values that are
-    combined (by the policy) or pooled. They are allocated before any exchange, so that an
-    allocation fails while the other ranks can still be informed.
+    whether this rank has one; buffers, from rank 0 only; and, in one row per rank, the statistics
+    that are pooled. They are allocated before any exchange, so that an allocation fails while the
+    other ranks can still be informed.
     """
 
     def __init__(
         self,
         gradients: Sequence[Gradient],
         buffers: Sequence[BufferValue],
-        layers: Sequence[BatchNormUpdate],
+        statistics: Statistics | None,
         rank: int,
         size: int,
         *,
-        policy: BufferPolicy,
         accumulate_dtype: torch.dtype | None,
     ) -> None:
-        self._leaves, self._layers = [leaf for leaf, _ in gradients], layers
-        present = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
+        self._leaves, self._statistics = [leaf for leaf, _ in gradients], statistics
+        self._first = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
         self._gone = [buffer for buffer in buffers if buffer[2] is None]
-        self._combine = policy.combine
-        self._combined = [each for each in present if policy.combine and _has_mean(each[2])]
-        self._first = [each for each in present if not (policy.combine and _has_mean(each[2]))]
-        self._rows = [value for *_, value in self._combined] + _moments(layers)
+        self._rows = statistics.to_pool() if statistics else []
         pieces: list[_Piece] = [
             (sum_dtype(t, accumulate_dtype), t.shape, ..., g) for t, g in gradients
         ]
@@ -84,10 +80,8 @@ class Buckets:
         if self._leaves and factor != 1:
             torch._foreach_mul_(self._views[: len(self._leaves)], factor)
 
-    def of_all(
-        self, weights: Sequence[float]
-    ) -> tuple[list[Gradient], list[BufferValue], list[BatchNormUpdate]]:
-        """The results of all ranks, after the all-reduce; buffers are averaged with ``weights``."""
+    def of_all(self) -> tuple[list[Gradient], list[BufferValue], Statistics | None]:
+        """The results of all ranks, after the all-reduce."""
         views = iter(self._views)
         totals = [next(views) for _ in self._leaves]
         has_gradient = to_numbers(next(views)) if totals else []
@@ -96,11 +90,8 @@ class Buckets:
         ]
         buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
-        for (at, name, _), values in zip(self._combined, rows, strict=False):
-            assert self._combine is not None
-            buffers.append((at, name, self._combine(values, weights)))
-        layers = _pooled(self._layers, rows[len(self._combined) :])
-        return list(zip(self._leaves, gradients, strict=True)), [*buffers, *self._gone], layers
+        statistics = self._statistics.pooled(rows) if self._statistics else None
+        return list(zip(self._leaves, gradients, strict=True)), [*buffers, *self._gone], statistics
 
 
 def pack(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
@@ -152,38 +143,3 @@ def _like(total: Tensor, value: Tensor) -> Tensor:
     if total.dtype == value.dtype:
         return total
     return total.clone().view(value.dtype).view(value.shape)  # a copy is aligned for any dtype
-
-
-def _has_mean(value: Tensor) -> bool:
-    return value.dtype in _SUMMED and not value.is_complex()
-
-
-def _moments(layers: Sequence[BatchNormUpdate]) -> list[Tensor]:
-    """The statistics to pool: one tensor of counts, then each layer's mean and variance."""
-    moments = []
-    for layer in layers:
-        like = layer.buffers["running_mean"]
-        assert like is not None
-        nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-        moments.append(layer.moments or Moments(0, nothing, nothing))
-    both = [tensor for layer_moments in moments for tensor in layer_moments[1:]]
-    if not both:
-        return []
-    return [
-        torch.tensor([layer_moments.values for layer_moments in moments], device=both[0].device),
-        *both,
-    ]
-
-
-def _pooled(
-    layers: Sequence[BatchNormUpdate], rows: Sequence[Sequence[Tensor]]
-) -> list[BatchNormUpdate]:
-    by_layer: list[list[Moments]] = [[] for _ in layers]
-    for counts, *both in zip(*rows, strict=True):
-        for k, count in enumerate(to_numbers(counts)):
-            if count:
-                by_layer[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
-    return [
-        layer._replace(moments=pooled(layer_moments))
-        for layer, layer_moments in zip(layers, by_layer, strict=True)
-    ]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
+from scatterpar.replicas.quantised import is_quantised
 
 LAYOUT_BITS = 18  # a status is ``number << 18 | layout``; float64 is exact up to 53 bits
 _SUMS = 4  # numbers that are added over all ranks
@@ -52,10 +53,10 @@ class Collectives:
                         f"make the same module on every rank"
                     )
         for _, name, tensor in _named_tensors(module):
-            if tensor.layout != torch.strided:
+            if is_quantised(tensor):
                 raise ValueError(
-                    f"{name!r} is a sparse tensor, and rank 0's values cannot be taken over; keep "
-                    f"it as a plain attribute, or dense, where you pass a process_group"
+                    f"{name!r} is quantised, a {type(tensor).__name__}, and rank 0's values cannot "
+                    f"be taken over; train without a process_group, or leave it unquantised"
                 )
             if id(tensor) in sparse:
                 raise ValueError(

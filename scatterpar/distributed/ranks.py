@@ -22,15 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
+from scatterpar.batch.markers import unwrap_markers
+from scatterpar.batch.nested import join_rows
 from scatterpar.devices.runtime import physical
 from scatterpar.distributed.buckets import Buckets, kind_of, pack, unpack
 from scatterpar.distributed.collectives import LAYOUT_BITS, Collectives
-from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.report import warn
-from scatterpar.step import nested
-from scatterpar.step.markers import unwrap_markers
-from scatterpar.step.nested import join_rows
-from scatterpar.step.outcome import Outcome, Spread
+from scatterpar.step.reduce import Outcome
 from scatterpar.step.substeps import detached_output
 from scatterpar.threads.workers import add_note
 
@@ -53,7 +52,7 @@ class Ranks:
         group: dist.ProcessGroup,
         module: nn.Module,
         device: torch.device,
-        policy: BufferPolicy,
+        buffers: str,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -62,7 +61,6 @@ class Ranks:
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
         self._module = module
-        self._policy = policy
         self._accumulate_dtype = accumulate_dtype
         self._error_is_common = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
@@ -76,7 +74,7 @@ class Ranks:
                 f"rank is lost; with gloo for the host's memory too that is an error you can "
                 f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
-        options = f"buffers={policy.name!r}\naccumulate_dtype={accumulate_dtype}"
+        options = f"buffers={buffers!r}\naccumulate_dtype={accumulate_dtype}"
         self._collectives.require_same(module, options)
         self._collectives.broadcast_from_rank_0(module)
 
@@ -84,7 +82,7 @@ class Ranks:
         """The outcome of all ranks together, the same bits on each. If one raises, all raise."""
         try:
             outcome = compute()
-            with outcome.attempt as attempt, attempt.clock.phase("reduce"):
+            with outcome.attempt as attempt, attempt.phase("reduce"):
                 buckets, layout = self._prepare(outcome)  # before any collective
         except BaseException as error:
             is_common, self._error_is_common = self._error_is_common, False
@@ -92,17 +90,17 @@ class Ranks:
                 if not is_common and (others := self._collectives.report_failure()):
                     add_note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
-        with outcome.attempt as attempt, attempt.clock.phase("reduce"):
+        with outcome.attempt as attempt, attempt.phase("reduce"):
             return self._exchange(outcome, buckets, layout)
 
     def _exchange(self, outcome: Outcome, buckets: Buckets, layout: int) -> Outcome:
         is_mean = outcome.request.is_mean
         loss = outcome.loss * outcome.terms if is_mean and outcome.terms else outcome.loss
-        mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
+        mine = [outcome.terms, loss, *outcome.observed]
         numbers, each = self._collectives.exchange_status(
             mine, layout, outcome.attempt.plan.rows, _OTHER_TENSORS
         )
-        terms, loss, squares, replicas = numbers
+        terms, loss, *observed = numbers
         rows, factor = sum(each), 1.0
         if is_mean:
             factor = outcome.terms / terms if terms else 0.0
@@ -110,15 +108,16 @@ class Ranks:
         buckets.weigh(factor)
         for flat in buckets.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
-        gradients, buffers, layers = buckets.of_all([num_rows / rows for num_rows in each])
+        gradients, buffers, statistics = buckets.of_all()
         return replace(
             outcome,
             loss=loss,
             terms=terms,
+            rows=rows,
+            observed=(observed[0], observed[1]),
             gradients=gradients,
             buffers=buffers,
-            layers=layers,
-            spread=Spread(squares, replicas, terms if is_mean else rows, rows),
+            statistics=statistics,
         )
 
     def _prepare(self, outcome: Outcome) -> tuple[Buckets, int]:
@@ -126,10 +125,9 @@ class Ranks:
         buckets = Buckets(
             [(leaf, None if g is None else g.to_dense()) for leaf, g in outcome.gradients],
             outcome.buffers,
-            outcome.layers,
+            outcome.statistics,
             self.rank,
             self.size,
-            policy=self._policy,
             accumulate_dtype=self._accumulate_dtype,
         )
         numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}

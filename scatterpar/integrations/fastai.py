@@ -18,24 +18,18 @@ from fastai.losses import BaseLoss
 from fastai.torch_core import to_float
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
 from scatterpar.devices.runtime import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
-from scatterpar.step import nested
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
 
 __all__ = ["ScatterOnce"]
 
 # Callbacks that replicate the model, or that compute a part of the loss from predictions.
-_REFUSED = {
-    "DistributedTrainer",
-    "GANTrainer",
-    "NonNativeMixedPrecision",
-    "ParallelTrainer",
-    "RNNCallback",
-    "RNNRegularizer",
-}
+_REFUSED = {"DistributedTrainer", "GANTrainer", "NonNativeMixedPrecision", "ParallelTrainer"}
+_REFUSED |= {"RNNCallback", "RNNRegularizer"}
 
 
 class ScatterOnce(Callback):  # type: ignore[misc]
@@ -58,18 +52,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     Raises:
         ValueError: at the start of training, if the Learner has a callback that does not work with
             this one; in a step, if a callback replaces ``learn.pred``.
-
-    Example:
-        >>> from fastai.data.core import DataLoaders
-        >>> from fastai.data.load import DataLoader
-        >>> from fastai.learner import Learner
-        >>> data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(20)]
-        >>> dls = DataLoaders(DataLoader(data, bs=8), DataLoader(data, bs=8), device="cpu")
-        >>> learn = Learner(dls, torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss())
-        >>> with learn.no_bar(), learn.no_logging():
-        ...     learn.add_cb(ScatterOnce(["cpu"] * 2, accum=2)).fit(1)
-        >>> learn.scatter_once
-        ScatterOnce
     """
 
     _stateattrs = ("_engine", "_criterion")  # not pickled
@@ -97,10 +79,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def before_train(self) -> None:
         """Refuse callbacks by name."""
-        reason = (
-            "it replicates the model, or replaces the prediction, itself; use fastai on one "
-            "device, or remove the callback"
-        )
+        reason = "it replicates the model, or replaces the prediction, itself; remove the callback"
         names = [kind.__name__ for callback in self.learn.cbs for kind in type(callback).__mro__]
         refuse("ScatterOnce", {name: name in _REFUSED for name in names}, reason)
 
@@ -147,14 +126,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
             options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
         scaler = vars(learn).get("scaler")  # MixedPrecision's
-        loss, outputs = engine.loss(
-            tuple(learn.xb),
-            tuple(learn.yb),
-            criterion,
-            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
-            return_outputs=True,
-            **options,
-        )
+        options["scaler"] = scaler if scaler is not None and scaler.is_enabled() else None
+        batch = tuple(learn.xb), tuple(learn.yb), criterion
+        loss, outputs = engine.loss(*batch, return_outputs=True, **options)
         pred = gather(outputs, physical(engine.device_ids[0]))
         return to_float(pred) if mixes else pred, loss
 

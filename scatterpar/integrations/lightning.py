@@ -24,22 +24,18 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import metrics
 from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, num_rows, refuse
-from scatterpar.step import nested
-from scatterpar.step.markers import Rows
 
 __all__ = ["ScatterOnceStrategy"]
 
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
-_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
-    "sum": torch.sum,
-    "min": torch.amin,
-    "max": torch.amax,
-}
+_REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
@@ -62,28 +58,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         ValueError: ``graphs=True``; at ``fit``, what does not work with this strategy: manual
             optimization, sharded parameters, ``sync_batchnorm=True``, ``num_nodes`` above 1,
             ``dataloader_iter``.
-
-    Example:
-        >>> import lightning.pytorch as pl
-        >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> class Classifier(pl.LightningModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.net = torch.nn.Linear(4, 2)
-        ...     def training_step(self, batch, batch_idx):
-        ...         images, labels = batch
-        ...         return torch.nn.functional.cross_entropy(self.net(images), labels)
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.SGD(self.parameters(), 0.1)
-        >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
-        >>> trainer = pl.Trainer(
-        ...     strategy=ScatterOnceStrategy(accum=2), accelerator="cpu", devices=2, max_epochs=1,
-        ...     logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        ...     enable_model_summary=False,
-        ... )
-        >>> trainer.fit(Classifier(), DataLoader(data, 8))
-        >>> trainer.global_step  # 20 rows, 8 of them per step
-        3
     """
 
     strategy_name = "scatter_once"
@@ -165,19 +139,18 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def validation_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Run ``validation_step`` on the replicas."""
-        context = self.precision_plugin.val_step_context()
-        return self._evaluate("validation_step", context, batch, rest)
+        return self._evaluate("validation_step", "val", batch, rest)
 
     def test_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Run ``test_step`` on the replicas."""
-        return self._evaluate("test_step", self.precision_plugin.test_step_context(), batch, rest)
+        return self._evaluate("test_step", "test", batch, rest)
 
     def predict_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Run ``predict_step`` on the replicas."""
-        context = self.precision_plugin.predict_step_context()
-        return self._evaluate("predict_step", context, batch, rest)
+        return self._evaluate("predict_step", "predict", batch, rest)
 
-    def _evaluate(self, step: str, context: Any, batch: Any, rest: Sequence[Any]) -> Any:
+    def _evaluate(self, step: str, stage: str, batch: Any, rest: Sequence[Any]) -> Any:
+        context = getattr(self.precision_plugin, f"{stage}_step_context")()
         with context, torch.no_grad(), self._inputs(step, batch, rest) as inputs:
             calls = self._engine(inputs.pop("work"), **inputs)["call"]
         return self._finish(calls)
@@ -325,7 +298,7 @@ def _joined(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int
     if isinstance(outputs[0], Mapping):
         return {k: _joined([one[k] for one in outputs], weights, rows) for k in outputs[0]}
     try:
-        return nested.join_rows(outputs, 0, weights, rows, lists=True)
+        return nested.join_rows(outputs, 0, weights, rows, lists="if clear")
     except ValueError:  # such as tensors without rows
         return list(outputs)
 

@@ -6,17 +6,20 @@ step function for its micro-batches, on a copy of the owner that refers to the r
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from scatterpar.step import nested
-from scatterpar.step.markers import Marker, Rows
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Marker, Rows
 
 Owner = TypeVar("Owner")
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Modules(nn.Module):
@@ -54,6 +57,20 @@ def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[s
     return copied
 
 
+@contextlib.contextmanager
+def override_methods(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """In the body, the module has these methods, such as ``forward``, and no hooks."""
+    attributes, hooks = vars(module), dict[str, Any]((name, {}) for name in _HOOKS)
+    before = {name: attributes[name] for name in (*methods, *hooks) if name in attributes}
+    attributes.update({**methods, **hooks})
+    try:
+        yield
+    finally:
+        for name in methods:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
 def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
     """Raise ``ValueError`` for the first entry of ``given`` that is true; its key is its name."""
     for name, is_given in given.items():
@@ -76,6 +93,7 @@ class Additions:
     def end(self, owner: Any) -> Self:
         """Keep what the call has added to ``owner``, and drop the rest."""
         now = vars(owner)
+        self.metrics = now.get("_metrics", {})
         self.numbers = {
             name: now[name] - before
             for name, before in self._numbers.items()

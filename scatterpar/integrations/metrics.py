@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from scatterpar.step import nested
+from scatterpar.batch import nested
 
 ABSENT = nn.Identity()  # takes the place of each metric while the module is replicated
 

@@ -17,35 +17,24 @@ from sentence_transformers import CrossEncoderTrainer, SentenceTransformerTraine
 from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
+from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike
-from scatterpar.integrations.loop import num_rows, refuse
-from scatterpar.integrations.trainer_base import ROWS, override_methods
-from scatterpar.integrations.transformers import ScatterOnceMixin
-from scatterpar.step.markers import Rows
+from scatterpar.integrations.loop import num_rows, override_methods, refuse
+from scatterpar.integrations.transformers import ROWS, ScatterOnceMixin
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
 
 # Means over rows: the losses of batches combine into the loss of all.
 _OF_ROWS = (
-    "BinaryCrossEntropyLoss",
-    "ContrastiveLoss",
-    "CosineSimilarityLoss",
-    "CrossEntropyLoss",
-    "MSELoss",
-    "MarginMSELoss",
-    "SoftmaxLoss",
-    "TripletLoss",
+    *("BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss"),
+    *("MSELoss", "MarginMSELoss", "SoftmaxLoss", "TripletLoss"),
 )
 
 # These need more of the model than its embeddings, or train a second model.
 _REFUSED = (
-    "AdaptiveLayerLoss",
-    "ContrastiveTensionLoss",
-    "ContrastiveTensionLossInBatchNegatives",
-    "DenoisingAutoEncoderLoss",
-    "Matryoshka2dLoss",
+    *("AdaptiveLayerLoss", "ContrastiveTensionLoss", "ContrastiveTensionLossInBatchNegatives"),
+    *("DenoisingAutoEncoderLoss", "Matryoshka2dLoss"),
 )
-
 
 _ROWS = "rows of outputs"  # an entry of features: which rows of the outputs they stand for
 
@@ -71,8 +60,7 @@ class _WholeBatch(ScatterOnceMixin):
         reason = "it needs more of the model than its outputs; use the stock trainer on one device"
         parts = [type(part).__name__ for loss in self._losses() for part in loss.modules()]
         refuse(name, {part: part in _REFUSED for part in parts}, reason)
-        self._loads_steps = self._needs_whole_batch() if whole_batch is None else whole_batch
-        self._set_single_device_args()
+        self._sees_all = self._needs_whole_batch() if whole_batch is None else whole_batch
 
     def _losses(self) -> list[nn.Module]:
         loss: Any = vars(self)["loss"]
@@ -89,18 +77,20 @@ class _WholeBatch(ScatterOnceMixin):
     # One batch with all rows of a step, if the loss sees all of them.
 
     def _module_attributes(self) -> dict[str, Any]:
-        return {"model": self.model} if self._loads_steps else super()._module_attributes()
+        return {"model": self.model} if self._sees_all else super()._module_attributes()
 
-    def _how_losses_combine(self, window: Sequence[Any], items: Any, pieces: Sequence[Any]) -> str:
+    def _step_collator(self, collate: Any) -> Any:
+        return collate if self._sees_all else super()._step_collator(collate)
+
+    def _how_losses_combine(self, step: Any) -> str:
         return ROWS
 
-    def _step_of(self, window: Sequence[Any], items: Any) -> Tensor:
-        if not self._loads_steps:
-            return super()._step_of(window, items)
-        (batch,) = window
-        recorded = _RecordedModel(self._module(), self._output)
-        on_master = self._prepare_inputs(dict(batch))
-        columns, state = self._columns(batch, on_master, recorded)
+    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Tensor:
+        if not self._sees_all:
+            return super()._loss_of_step(model, step, **options)
+        recorded = _RecordedModel(self.model, self._output)
+        on_master = self._prepare_input(dict(step))
+        columns, state = self._columns(step, on_master, recorded)
         recorded.sizes = [num_rows(column) for column in columns]
         inputs: Any = {"work": self._outputs_of, "columns": columns}
         if len(set(recorded.sizes)) > 1:
@@ -115,9 +105,8 @@ class _WholeBatch(ScatterOnceMixin):
                     random.setstate(state[1])
                 return self._loss_with(recorded, on_master)
 
-        loss = self._step_of_all_rows(
-            inputs, self._user_args["gradient_accumulation_steps"], criterion
-        )
+        accum = self._user_args["gradient_accumulation_steps"]
+        loss: Tensor = self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
         if not recorded.was_called:
             raise ValueError(_NOT_CALLED.format(type(self).__name__))
         return loss
@@ -135,11 +124,11 @@ class _WholeBatch(ScatterOnceMixin):
 
     def _loss_with(self, recorded: _RecordedModel, batch: Any) -> Any:
         """The user's loss, computed with ``recorded`` as the model."""
-        model = self._module()
+        model = self.model
         with override_methods(model, forward=recorded.forward, preprocess=recorded.preprocess):
             self._recorded_model = recorded
             try:
-                return self.compute_loss(model, dict(batch))
+                return type(self).compute_loss(self, model, dict(batch))
             finally:
                 self._recorded_model = None
 
@@ -172,13 +161,6 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
     Raises:
         ValueError: as ``scatterpar.integrations.transformers.ScatterOnceTrainer``, or a loss that
             needs more of the model than its embeddings.
-
-    Example::
-
-        trainer = ScatterOnceTrainer(
-            model, args, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model)
-        )
-        trainer.train()
     """
 
 

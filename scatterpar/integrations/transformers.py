@@ -1,80 +1,218 @@
 """``transformers.Trainer`` on all devices of one process, with the gradient of one device.
 
-Without a launcher, the stock Trainer wraps the model in ``nn.DataParallel`` if it sees two GPUs,
-and calls it once for every batch that it accumulates. ``ScatterOnceTrainer`` makes one step of a
-``ScatterOnceParallel`` from the whole window of ``gradient_accumulation_steps`` batches. Everything
-else is the stock Trainer's: data, order, optimizer, schedule, callbacks, checkpoints.
+The loader collates all rows of an optimizer step as a list of batches, for which the stock
+``training_step`` runs once. Meanwhile ``compute_loss`` is ``engine.loss``: the Trainer's own
+``compute_loss`` runs for each batch on a replica. Everything else is the stock Trainer's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from scatterpar.integrations.loop import each_call, num_rows
-from scatterpar.integrations.trainer_base import (
-    DIVIDED,
-    ROWS,
-    SUM,
-    Collected,
-    TrainerBase,
-    override_methods,
-    split_rows,
-)
-from scatterpar.replicas.compiled import unwrapped
-from scatterpar.step.markers import Rows
+from scatterpar.batch.markers import Rows
+from scatterpar.costs import check_budget, plan_by_cost
+from scatterpar.devices.runtime import DeviceLike, physical, resolve
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.integrations import loop
+from scatterpar.integrations.loop import Modules, as_rows, num_rows
+from scatterpar.pair.pair import gather
+from scatterpar.sharded import ShardedOptimizer
+from scatterpar.torch_private import unwrapped
+from scatterpar.verify import fits
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
+# Not replicated: "model_wrapped" is the model.
+_NOT_REPLICATED = ("_engine", "_parts", "model_wrapped", "train_dataset", "eval_dataset")
 
-class ScatterOnceMixin(TrainerBase):
+_ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
+_BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
+
+# TRL's trainers whose losses of batches combine into that of all, except with these loss types.
+_OF_TRL: dict[str, tuple[str, ...]] = {
+    "SFTTrainer": (),
+    "RewardTrainer": (),
+    "KTOTrainer": ("kto",),
+}
+_OF_TRL["DPOTrainer"] = ("sft", "aot", "aot_unpaired", "bco_pair")
+
+_FIRST = operator.itemgetter(0)
+_LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
+
+if TYPE_CHECKING:  # the subclasses have a Trainer among their other bases
+    _Base = transformers.Trainer
+else:
+    _Base = object
+
+
+class Step(list[Any]):
+    """The batches of a step."""
+
+
+class ScatterOnceMixin(_Base):
     """Makes another Trainer train as ``ScatterOnceTrainer`` does. It must be the first base.
 
     ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other Trainer's ``compute_loss`` is
-    called for every batch, in the thread of a replica, on a copy of the Trainer. The copy's modules
-    are those of the replica: ``self.model``, ``self.ref_model``, ``self.loss``. Numbers that the
-    call increments on ``self``, and TRL's metrics, are added to the Trainer's. An overridden
-    ``training_step`` is not called, and a warning says so.
+    called for every batch, in the thread of a replica, on a copy of the Trainer that refers to the
+    replica's modules. Numbers that the call increments on ``self``, and TRL's metrics, are added to
+    the Trainer's. ``training_step`` is called once per step, with a list of all its batches.
 
-    Args:
-        args: arguments of the Trainer. Its ``TrainingArguments`` are copied: ``trainer.args`` are
-            those of one device that accumulates the batches of all replicas.
-        device_ids: as in ``ScatterOnceTrainer``, like ``shard_optimizer`` and ``micro_batch_cost``.
-        kwargs: keyword arguments of the Trainer.
+    The arguments are the Trainer's and those of ``ScatterOnceTrainer``. ``TrainingArguments`` are
+    copied: ``trainer.args`` are those of one device that takes all rows of a step at once.
 
     Raises:
         ValueError: as ``ScatterOnceTrainer``; a trainer or loss type of TRL for which the losses of
             batches do not combine into the loss of all.
     """
 
-    # The step.
+    model: Any
+    data_collator: Any
+    _engine: ScatterOnceParallel | None = None
+    _parts: Sequence[nn.Module] = ()
+    _sharded: ShardedOptimizer | None = None
+    _candidates: Sequence[str] = ()
+    _steps_asked: Sequence[int] = ()
+    _predicts_on_master = False
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """The Trainer's window of batches. ``training_step`` of the last one makes the step."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._window, self._window_size = (), len(batches)
-        if self._micro_batch_cost is not None and batches:
-            items = self._get_num_items_in_batch(batches[0], device)
-        return batches, items
+    def __init__(
+        self,
+        *args: Any,
+        device_ids: Sequence[DeviceLike] | None = None,
+        shard_optimizer: bool = False,
+        micro_batch_cost: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if micro_batch_cost is not None:
+            check_budget(micro_batch_cost)
+        self._device_ids, self._shard_optimizer = device_ids, shard_optimizer
+        self._micro_batch_cost = micro_batch_cost
+        kwargs = {name: _copied_if_arguments(value) for name, value in kwargs.items()}
+        super().__init__(*map(_copied_if_arguments, args), **kwargs)
+        _refuse_losses(self)
+
+    # The arguments: those of one device that takes all rows of a step at once.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Do what the Trainer does, with arguments for one process that has one device."""
+        _refuse(self.args, self.model)
+        args, devices = vars(self.args), self._replicas()
+        self._user_args = {name: args[name] for name in (_ROWS, _EVAL_ROWS, _BATCHES)}
+        self._num_batches = len(devices) * args[_BATCHES]  # in a step; one replica computes each
+        if not args.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
+            args[_REFERENCE_ROWS] = args[_ROWS]
+        args[_ROWS], args[_BATCHES] = args[_ROWS] * self._num_batches, 1
+        args[_EVAL_ROWS] *= len(devices) if self._evaluates_on_all() else 1
+        args["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
+        self._train_batch_size = self.args.train_batch_size
+        super().create_accelerator_and_postprocess()
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        if trial is not None:  # it sets some arguments again, for one replica
+            vars(self.args).update(self._user_args)
+        super()._hp_search_setup(trial)
+
+    def _evaluates_on_all(self) -> bool:
+        """Whether all replicas evaluate. Trainers that compute more than outputs use the master."""
+        others = ("trl.", "sentence_transformers.")
+        return not any(base.__module__.startswith(others) for base in type(self).__mro__)
+
+    def _replicas(self) -> tuple[torch.device, ...]:
+        """The device of each replica. The first one is the Trainer's device."""
+        ids, main = self._device_ids, self.args.device
+        if ids is None and main.type == "cpu":
+            ids = ["cpu"]  # the user asked for the CPU, even if there are accelerators
+        devices = resolve(ids)
+        first = physical(devices[0])
+        if (first.type, first.index or 0) != (main.type, main.index or 0):
+            raise ValueError(
+                f"device_ids must begin with the Trainer's own device, {main}, where it keeps the "
+                f"model; got {devices[0]} first"
+            )
+        return devices
+
+    # The loader: all rows of a step, collated batch by batch, on the host: the engine scatters.
+
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loader of all rows of a step, which are collated as a list of batches."""
+        placing, collate = self.accelerator.device_placement, self.data_collator
+        self.accelerator.device_placement = False
+        self.data_collator = self._step_collator(collate)
+        try:
+            return super().get_train_dataloader(*args, **kwargs)
+        finally:
+            self.accelerator.device_placement, self.data_collator = placing, collate
+
+    def _step_collator(self, collate: Any) -> Any:
+        """Returns a collator of all rows of a step, whose result is a ``Step``."""
+        # auto_find_batch_size makes steps smaller.
+        cut: Any = partial(_by_number, size=math.ceil(self._train_batch_size / self._num_batches))
+        if self._micro_batch_cost is not None:
+            name = getattr(self.model, "main_input_name", "input_ids")
+            cut = partial(_by_cost, name, self._micro_batch_cost, self._replicas())
+        collator = partial(_collated, collate, cut)
+        vars(collator).update(getattr(collate, "__dict__", {}))  # some loaders read attributes
+        return collator
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """The Trainer's number; with ``micro_batch_cost`` the sum over the micro-batches."""
-        counted = super().floating_point_ops
-        return sum(map(counted, inputs)) if isinstance(inputs, list) else counted(inputs)
+        """The Trainer's number, of all batches of a step."""
+        return sum(map(super().floating_point_ops, _batches_of(inputs)))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for batch in inputs if isinstance(inputs, list) else [inputs]:
+        for batch in _batches_of(inputs):
             super()._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
+
+    # The engine, and the modules that it replicates.
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's optimizer; with ``shard_optimizer`` as a ``ShardedOptimizer``."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._shard_optimizer:
+            engine = self._engine_of_the_model()
+            if self._sharded is None or self._sharded is not getattr(optimizer, "optimizer", None):
+                self._sharded = self.optimizer = ShardedOptimizer(engine, lambda _: optimizer)
+        return self.optimizer
+
+    def _engine_of_the_model(self) -> ScatterOnceParallel:
+        others = chain.from_iterable(map(loop.modules_in, self._module_attributes().values()))
+        parts = list(dict.fromkeys([self.model, *others]))
+        if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
+            self._close_engine()
+        if self._engine is None:
+            self._parts, args = parts, self.args
+            options: Any = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+            if args.torch_compile:
+                compiled: Any = torch.compile(parts[0], **options)
+                parts = [compiled, *parts[1:]]
+            work = Modules(parts)
+            # verify=False: the Trainer asks batch by batch how losses combine.
+            self._engine = ScatterOnceParallel(work, device_ids=self._replicas(), verify=False)
+            if self._sharded is not None:
+                self._sharded.engine = self._engine
+        return self._engine
+
+    def _module_attributes(self) -> dict[str, Any]:
+        """The attributes of the Trainer that are modules, or lists or dicts of modules, by name."""
+        attributes = vars(self).items()
+        return {k: v for k, v in attributes if k not in _NOT_REPLICATED and loop.modules_in(v)}
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, and close the engine at the end."""
@@ -83,119 +221,198 @@ class ScatterOnceMixin(TrainerBase):
         finally:
             self._close_engine()
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Store a batch; for the last one of the window, make one step of all its batches.
+    # The step.
 
-        Returns:
-            The window's loss for the last batch, otherwise zero: the Trainer logs the sum.
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's step, whose loss is that of all batches."""
+        prepared = self._prepared(inputs)
+        vars(self).update(compute_loss=self._loss_of_step, _prepare_inputs=lambda inputs: inputs)
+        try:
+            return super().training_step(model, prepared, *args, **kwargs)
+        finally:
+            del vars(self)["compute_loss"], vars(self)["_prepare_inputs"]
+
+    def _prepared(self, inputs: Any) -> Any:
+        """Inputs after ``_prepare_inputs`` of a subclass; the stock one only moves them."""
+        if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
+            return inputs
+        prepare = self._prepare_inputs
+        return Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
+
+    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Tensor:
+        batches = _batches_of(step)
+        if _towers(self.model) and any(batch.get("return_loss") for batch in batches):
+            return self._loss_of_towers(batches)
+        how = self._how_losses_combine(step)
+        if how is None:
+            raise ValueError(_refusal(self, _NOTHING_FITS))
+        accum = len(step) if isinstance(step, Step) else self._user_args[_BATCHES]
+        loss, calls = self._run(self._loss_of, step, accum, how)
+        self._collect(calls, _weights(how, batches) if isinstance(step, Step) else repeat(1.0))
+        return loss
+
+    def _run(self, work: Callable[..., Any], step: Any, accum: int, how: str) -> tuple[Tensor, Any]:
+        """The loss of a step, and what ``work`` returns beside the loss of each micro-batch.
+
+        Each batch of a ``Step`` is a micro-batch of one replica. Any other batch is cut by rows.
         """
-        model.train()
-        # With micro_batch_cost, a list of micro-batches. Lists of TRL's loaders are single batches.
-        batches = [inputs] if self._micro_batch_cost is None else inputs
-        self._window = [*self._window, *map(self._prepared, batches)]
-        if hasattr(self, "_step"):
-            self._step += 1  # TRL's GRPO and RLOO count the batches that they have prepared
-        if len(self._window) < self._window_size:
-            return torch.zeros((), device=self.args.device)
-        window, self._window = self._window, ()
-        switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
-        if callable(switch):
-            switch()
-        loss = self._step_of(window, num_items_in_batch)
-        every = self.args.torch_empty_cache_steps
-        if every and self.state.global_step % every == 0 and torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
-        return loss
+        items = self._get_num_items_in_batch([*_batches_of(step)], self.args.device)
+        batch = Rows(step, _FIRST) if isinstance(step, Step) else as_rows(dict(step))
+        inputs = {"work": work, "batch": batch, "items": items if how == SUM else None}
+        beside = operator.itemgetter("beside")
+        loss, parts = self._engine_loss(inputs, accum, return_outputs=beside, **_options(how))
+        return loss, parts
 
-    def _step_of(self, window: Sequence[Any], items: Any) -> Tensor:
-        """One step of a window. Each of its batches is a micro-batch of one replica."""
-        if any(batch.get("return_loss") for batch in window) and _towers(self._module()):
-            return self._step_of_towers(window)
-        if not getattr(self, "loss_is_scaled_for_ga", None):
-            self.current_gradient_accumulation_steps = 1  # else compute_loss would divide by it
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.compute_loss_context_manager())
-            if hasattr(self, "maybe_activation_offload_context"):  # of TRL's trainers
-                stack.enter_context(self.maybe_activation_offload_context)
-            combination = self._how_losses_combine(window, items, window)
-            is_sum, count = combination in (SUM, DIVIDED), self._count_of(combination)
-            engine = self._engine_of_the_model()
-            engine.accum = len(window)  # each batch is a micro-batch
-            items = items if is_sum or items is None else True
-            batch = Rows(window, operator.itemgetter(0))
-            loss: Tensor
-            loss, collected = engine.forward_backward(
-                {"work": self._loss_of, "batch": batch, "items": items},
-                reduction="sum" if is_sum else "mean",
-                count=None if is_sum else count,
-                scaler=self.accelerator.scaler,
-                return_outputs=operator.itemgetter("collected"),
-            )
-        self._collect(each_call(collected), [float(count({"batch": one})) for one in window])
-        return loss
+    def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
+        engine = self._engine_of_the_model()
+        engine.accum = accum
+        return engine.loss(inputs, *args, scaler=self.accelerator.scaler, **options)
 
-    def _step_of_towers(self, window: Sequence[Any]) -> Tensor:
-        """One step of a model that compares images with texts, as CLIP does.
+    def _loss_of(
+        self, work: Modules, batch: Any, items: Any = None, row: Tensor | None = None
+    ) -> dict[str, Any]:
+        """The loss of a batch by ``compute_loss``, and what the call added to the Trainer.
 
-        Its two encoders (*towers*) run on the replicas. The rest of the model runs once, with the
-        towers' outputs for all rows.
+        ``items`` is by default the batch's number, and doubled for one ``row`` instead of two.
+        """
+        trainer, additions = self._copy(work)
+        if items is None:
+            items = trainer._get_num_items_in_batch([batch], trainer.accelerator.device)
+        if row is not None and items is not None:
+            items = items * 2 // row.unique().numel()
+        loss: Any = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items)
+        return {"loss": loss, "beside": additions.end(trainer)}
+
+    def _copy(self, work: Modules) -> tuple[Self, loop.Additions]:
+        """A copy of the Trainer that refers to a replica's modules, and what calls add to it."""
+        replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
+        trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work.parts[0]
+        device = next((p.device for p in model.parameters()), self.args.device)
+        vars(trainer).update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
+        vars(trainer).pop("compute_loss", None)  # the step's
+        if "_metrics" in vars(self):  # TRL's trainers fill them in compute_loss
+            vars(trainer)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
+        return trainer, loop.Additions(trainer)
+
+    def _collect(self, outputs: Any, weights: Iterable[float]) -> None:
+        """Add what calls of ``compute_loss`` counted and measured, as if it had been one call."""
+        measured: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+        for call, weight in zip(loop.each_call(outputs), weights, strict=False):
+            call.add_to(self)
+            for mode, metrics in call.metrics.items():
+                for name, values in metrics.items():
+                    measured[mode, name].extend((value, weight) for value in values)
+        for (mode, name), values in measured.items():
+            metric, total = vars(self)["_metrics"][mode][name], sum(w for _, w in values)
+            metric.append(sum(v * w for v, w in values) / total if total else math.nan)
+            if name == "num_tokens":  # the total of the run
+                metric[:] = [vars(self)["_total_train_tokens"]]
+
+    def _loss_of_towers(self, batches: Sequence[Any]) -> Tensor:
+        """The loss of a step of a model that compares images with texts, as CLIP does.
+
+        Its encoders run on the replicas. The rest runs once, with their outputs for all rows.
         """
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            model = self._module()
+            towers = _towers(self.model)
             with contextlib.ExitStack() as stack:
-                for tower, parts in zip(_towers(model), zip(*pooled, strict=True), strict=True):
+                for tower, parts in zip(towers, zip(*pooled, strict=True), strict=True):
                     output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
-                    stack.enter_context(
-                        override_methods(tower, forward=lambda *_, output=output, **__: output)
-                    )
-                return self.compute_loss(model, dict(window[0]))
+                    forward = lambda *_, output=output, **__: output  # noqa: E731
+                    stack.enter_context(loop.override_methods(tower, forward=forward))
+                return type(self).compute_loss(self, self.model, dict(batches[0]))
 
-        inputs = {"work": _pooled, "batch": Rows(window, operator.itemgetter(0))}
-        return self._step_of_all_rows(inputs, len(window), criterion)
-
-    def _step_of_all_rows(
-        self, inputs: Any, accum: int, criterion: Callable[[Any, Any], Any]
-    ) -> Tensor:
-        """One step whose criterion sees the replicas' outputs for all rows."""
-        engine = self._engine_of_the_model()
-        engine.accum = accum
-        with self.compute_loss_context_manager():
-            loss: Tensor = engine.forward_backward(
-                inputs, None, criterion, scaler=self.accelerator.scaler, whole_batch=True
-            )
+        inputs = {"work": _pooled, "batch": Rows(batches, _FIRST)}
+        loss: Tensor = self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
         return loss
+
+    def _how_losses_combine(self, step: Any) -> str | None:
+        """How the losses of a step's batches, or of parts of its only batch, combine.
+
+        The first candidate that fits a few rows, ``None`` if there is none. Candidates are tried in
+        steps 1, 2, 4, 8, …, and eight times in steps in which it matters which of them fits.
+        """
+        if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
+            return ROWS
+        if not self._steps_asked:
+            labels = [LABELS, SHIFTED]
+            self._candidates = [*(labels[::-1] if self._loss_shifts_labels else labels), ROWS, SUM]
+        batches, number = _batches_of(step), self.state.global_step + 1
+        pieces = batches if isinstance(step, Step) else _rows_of(step)
+        is_due = not number & (number - 1) and number not in self._steps_asked
+        is_due |= len(self._steps_asked) < _LOOKS and _differ(self._candidates, pieces)
+        if len(pieces) > 1 and is_due:
+            self._steps_asked = [*self._steps_asked, number]
+            differs = partial(_differ, self._candidates)
+            batch = next((b for b in batches if differs(_rows_of(b))), batches[0])
+            self._candidates = self._fitting(dict(batch))
+            if _differ(self._candidates, pieces):
+                warnings.warn(_INCONCLUSIVE, stacklevel=3)
+        return next(iter(self._candidates), None)
+
+    def _fitting(self, batch: dict[str, Any]) -> Sequence[str]:
+        """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
+        engine, training = self._engine_of_the_model(), self.model.training
+        inputs: dict[str, Any] = {"work": self._loss_of, "batch": as_rows(batch)}
+        items: dict[str, Any] = {"items": self._get_num_items_in_batch([batch], self.args.device)}
+        if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them
+            items |= {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
+        confirmed, possible = list[str](), list[str]()
+        self.model.eval()
+        try:
+            # Without items a sum is not asked: a row whose own loss is NaN looks like one.
+            asked = [SUM] if is_single else self._candidates
+            for one in [one for one in asked if one != SUM or items["items"] is not None]:
+                with warnings.catch_warnings(record=True) as doubts:  # of an inconclusive look
+                    warnings.simplefilter("always")
+                    if fits(engine, inputs | items if one == SUM else inputs, **_options(one)):
+                        (possible if doubts else confirmed).append(one)
+        finally:
+            self.model.train(training)
+        if SUM in confirmed:  # a loss that divides by the items of all batches is exactly this sum
+            return [SUM]
+        return self._candidates if is_single else confirmed or possible
 
     # Evaluation and prediction: on all replicas if the outputs have rows, else on the master.
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's prediction, on all replicas if possible, for a micro-batch on each."""
-
-        def predict(trainer: ScatterOnceMixin, model: nn.Module, inputs: Any) -> Any:
-            return super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys, **kwargs
-            )
-
+        predict = super().prediction_step
         use_all = (
             self._evaluates_on_all()
             and not self._predicts_on_master
             and not getattr(self.args, "predict_with_generate", False)
             and not inputs.get("return_loss")  # the loss compares rows
             and unwrapped(model)[0] is self.model  # which the Trainer may have compiled
-            and len(self._replicas()) > 1
-            and num_rows(inputs) > 1
+            and min(len(self._replicas()), num_rows(inputs)) > 1
         )
-        prediction = self._predict(predict, inputs) if use_all else None
-        return predict(self, model, inputs) if prediction is None else prediction
+        batch = dict(self._prepared(inputs)) if use_all else {}
+        is_labelled = any(batch.get(name) is not None for name in self.label_names)
+        how = self._how_losses_combine(batch) if is_labelled else ROWS
+        if not use_all or how is None:
+            return predict(model, inputs, *args, **kwargs)
+
+        def part(work: Modules, batch: dict[str, Any], items: Any) -> dict[str, Any]:
+            trainer, additions = self._copy(work)
+            if items is not None:
+                vars(trainer)["_get_num_items_in_batch"] = lambda *_: items
+            predict = super(ScatterOnceMixin, trainer).prediction_step
+            vars(trainer)["_prepare_inputs"] = dict  # they are prepared
+            loss, *outputs = predict(trainer.model, batch, *args, **kwargs)
+            beside = (loss is not None, *outputs, additions.end(trainer))
+            return {"loss": torch.zeros(()) if loss is None else loss, "beside": beside}
+
+        try:
+            with torch.no_grad():
+                loss, parts = self._run(part, batch, 1, how)
+            has_loss, *outputs, calls = gather(parts, self.args.device)
+        except ValueError:  # for example outputs without rows
+            self._predicts_on_master = True
+            self._close_engine()
+            return predict(model, inputs, *args, **kwargs)
+        self._collect(calls, repeat(1.0))
+        return (loss if has_loss else None, *outputs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer does. Outside of training, close the engine at the end."""
@@ -208,48 +425,6 @@ class ScatterOnceMixin(TrainerBase):
         finally:
             if not self.is_in_train:
                 self._close_engine()
-
-    def _predict(self, predict: Callable[..., Any], inputs: Any) -> Any:
-        """Loss, outputs and labels of all rows; ``None`` if micro-batches cannot give them."""
-        batch, combination = dict(self._prepared(inputs)), ROWS
-        if any(batch.get(name) is not None for name in self.label_names):
-            items = self._get_num_items_in_batch([batch], self.args.device)
-            combination = self._how_losses_combine([batch], items, split_rows(batch))
-            if not self._combinations:
-                return None
-        is_sum, count = combination == SUM, self._count_of(combination)
-
-        def part(work: Any, batch: dict[str, Any]) -> Any:
-            trainer = self._trainer_copy(work)
-            collected = Collected(trainer)
-            vars(trainer)["_prepare_inputs"] = dict  # they are prepared
-            weight = torch.as_tensor(1.0 if is_sum else count({"batch": batch}))
-            loss, outputs, labels = predict(trainer, trainer._module(), batch)
-            if loss is not None:
-                weight = weight.to(loss.device) / num_rows(batch)  # the engine averages over rows
-                loss = torch.where(weight > 0, loss * weight, 0)
-            return loss, weight, outputs, labels, collected.end(trainer)
-
-        engine = self._engine_of_the_model()
-        engine.accum = 1
-        try:
-            with torch.no_grad():
-                loss, weight, outputs, labels, collected = engine(part, batch=batch)
-        except ValueError:  # for example outputs without rows
-            self._predicts_on_master = True
-            self._close_engine()
-            return None
-        parts = each_call(collected)
-        self._collect(parts, [1.0] * len(parts))
-        if loss is not None:
-            loss = loss * num_rows(batch) if is_sum else loss / weight
-        return loss, outputs, labels
-
-    def _prepared(self, inputs: Any) -> Any:
-        """A batch after ``_prepare_inputs`` of a subclass; the stock one only moves it."""
-        if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
-            return inputs
-        return self._prepare_inputs(inputs)
 
 
 class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
@@ -276,30 +451,52 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
         ValueError: ``device_ids`` that do not begin with the Trainer's device; or what does not
             work in one process that has the whole model: ``torchrun``, DeepSpeed, FSDP, a
             ``device_map`` of several devices, LOMO optimizers.
-
-    Example:
-        >>> import tempfile
-        >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-        >>> model = BertForSequenceClassification(
-        ...     BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-        ... )
-        >>> rows = [{"input_ids": [1, 2, i], "labels": i % 2} for i in range(8)]
-        >>> args = TrainingArguments(
-        ...     tempfile.mkdtemp(), use_cpu=True, report_to="none", disable_tqdm=True,
-        ...     per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1,
-        ... )
-        >>> trainer = ScatterOnceTrainer(model, args, train_dataset=rows, device_ids=["cpu"] * 2)
-        >>> trainer.train().global_step  # 8 rows, 1 * 2 * 2 = 4 of them a step
-        {'train_runtime': ...}
-        2
     """
 
 
-_ONE_DEVICE = (
-    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: its eval_loss "
-    "and metrics are means over batches, those of the stock class with this number. To compare "
-    "with batches of all replicas, pass per_device_eval_batch_size={}"
-)
+# How losses of batches combine into that of all.
+
+
+def _weights(how: str, batches: Sequence[Any]) -> list[float]:
+    counts = [float(_COUNTS[how](batch)) for batch in batches]
+    total = 1.0 if how == SUM else sum(counts) or 1.0
+    return [count / total for count in counts]
+
+
+def _differ(candidates: Sequence[str], batches: Sequence[Any]) -> bool:
+    """Whether candidates give the losses of these batches different weights."""
+    return len({tuple(round(w, 9) for w in _weights(one, batches)) for one in candidates}) > 1
+
+
+def _options(how: str) -> dict[str, Any]:
+    """The engine's options for losses that combine like this."""
+    count = _COUNTS[how]
+    return {"reduction": "sum"} if how == SUM else {"count": lambda x, _: count(x["batch"])}
+
+
+def _num_labels(batch: Mapping[str, Any], *, skip: int) -> Any:
+    """The number of labels, without the first ``skip`` of each row; of rows without labels."""
+    labels = batch.get("labels")
+    if isinstance(batch.get("shift_labels"), Tensor):
+        labels, skip = batch["shift_labels"], 0
+    if not isinstance(labels, Tensor) or not labels.ndim:
+        return num_rows(batch)
+    return (labels[..., skip:] if labels.ndim > 1 else labels).ne(-100).sum()
+
+
+def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One batch per row, with the labels; empty if they have other rows."""
+    rows = num_rows(batch)
+    named = {n: batch[n] for n in ("shift_labels", "labels") if isinstance(batch.get(n), Tensor)}
+    if any(labels.ndim == 0 or len(labels) != rows for labels in named.values()):
+        return []
+    return [{"row": [i], **{n: t[i : i + 1] for n, t in named.items()}} for i in range(rows)]
+
+
+# The most likely ones are first; they are means.
+LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
+_COUNTS: dict[str, Callable[[Any], Any]] = {ROWS: num_rows, SUM: lambda _: 1}
+_COUNTS |= {LABELS: partial(_num_labels, skip=0), SHIFTED: partial(_num_labels, skip=1)}
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
@@ -324,3 +521,107 @@ def _pooled(work: Any, batch: Mapping[str, Any]) -> list[list[Tensor]]:
         for hook in hooks:
             hook.remove()
     return [[outputs[tower] for tower in _towers(model)]]
+
+
+class _Placed:
+    """An accelerator on another device."""
+
+    def __init__(self, accelerator: Any, device: torch.device) -> None:
+        self._accelerator, self.device = accelerator, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def _batches_of(step: Any) -> Sequence[Any]:
+    return step if isinstance(step, Step) else [step]
+
+
+def _collated(collate: Any, cut: Any, rows: Sequence[Any]) -> Step:
+    """The rows of a step, collated batch by batch; ``cut`` returns the rows of each batch."""
+    return Step(map(collate, cut(rows)))
+
+
+def _by_number(rows: Sequence[Any], *, size: int) -> list[Any]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _by_cost(name: str, budget: float, devices: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+    """Cut the rows of a step by the length of their entries ``name``, replica by replica."""
+    try:
+        costs = [len(row[name]) for row in rows]
+    except (KeyError, TypeError):
+        kind = f"dict of {[*rows[0]]}" if isinstance(rows[0], Mapping) else type(rows[0]).__name__
+        raise ValueError(
+            f"micro_batch_cost needs the length of each row's {name!r}, the model's main input, "
+            f"and a row is a {kind}; leave micro_batch_cost out"
+        ) from None
+    plan = plan_by_cost(len(rows), costs, devices, budget, [1.0] * len(devices))
+    numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
+    return [[rows[row] for row in part] for part in numbers]
+
+
+def _copied_if_arguments(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
+
+
+def _refuse(args: Any, model: Any) -> None:
+    """Refuse what needs other processes, or another owner of the model or its gradients."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
+    given = {"torchrun (several processes)": args.world_size > 1, "DeepSpeed": args.deepspeed}
+    given |= {"FSDP": args.fsdp, "a model spread by device_map": len(devices) > 1}
+    given |= {f"the optimizer {optimizer}": "lomo" in optimizer}
+    reason = (
+        "it trains one whole model in one process, with gradients that are complete before the "
+        "optimizer's step; use the stock Trainer"
+    )
+    loop.refuse("ScatterOnceTrainer", given, reason)
+
+
+def _refuse_losses(trainer: Any) -> None:
+    """Refuse losses of batches that do not combine into that of all: detectors', some of TRL's."""
+    kind = str(getattr(trainer.model, "loss_type", None))
+    several = f"{type(trainer.model).__name__} (loss_type={kind!r}) on several replicas or with"
+    is_refused = "Detection" in kind and trainer._num_batches > 1
+    reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
+    loop.refuse("ScatterOnceTrainer", {f"{several} accumulated batches": is_refused}, reason)
+    of_trl = [base for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+    base = next((base.__name__ for base in of_trl if "compute_loss" in vars(base)), None)
+    types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
+    term, has_aux = "terms over a whole batch", getattr(trainer, "aux_loss_enabled", False)
+    given = {
+        "its loss is not known to be made up of its batches'": base not in _OF_TRL,
+        **{f"loss_type={t!r} has {term}": t in _OF_TRL.get(str(base), ()) for t in types},
+        "the auxiliary loss of a mixture of experts is a term over a batch": has_aux,
+    }
+    for why, is_given in given.items():
+        if base is not None and is_given:
+            raise ValueError(_refusal(trainer, why))
+
+
+def _loss_class(trainer: Any) -> type:
+    """The class that defines the trainer's ``compute_loss``."""
+    return next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
+
+
+def _refusal(trainer: Any, why: str) -> str:
+    refused = f"ScatterOnceMixin does not go together with {_loss_class(trainer).__name__} here"
+    return f"{refused}: {why}; use the stock class on one device"
+
+
+_NOTHING_FITS = (
+    "the losses of batches do not combine into the loss of all, neither as a mean over labels or "
+    "rows nor as a sum: for example it compares rows, is NaN for a single row, or has an auxiliary "
+    "term over a whole batch"
+)
+_INCONCLUSIVE = (
+    "this step's rows do not show how the losses of batches combine, for example because a batch "
+    "has one row; the losses are averaged, weighted by the number of labels, or of rows if there "
+    "are no labels"
+)
+_ONE_DEVICE = (
+    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: its eval_loss "
+    "and metrics are means over batches, those of the stock class with this number. To compare "
+    "with batches of all replicas, pass per_device_eval_batch_size={}"
+)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from scatterpar.batch import nested
+from scatterpar.batch.markers import all_tensors, has_markers, slice_rows, unwrap_markers
 from scatterpar.devices.coalescing import empty_like_on
 from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers, write
@@ -25,10 +27,7 @@ from scatterpar.replicas.buffers import BufferValue, buffers_of, values_after
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
-from scatterpar.replicas.replicas import is_state
-from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.markers import all_tensors, has_markers, slice_rows, unwrap_markers
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover, move_rows
@@ -83,21 +82,21 @@ def replicate(
     Returns the replicas and a context manager for the forward passes, which refuses writes to
     parameters. In ``checked_modes`` it compares versions and storages only.
     """
-    check_placement((module,), device_ids)
+    check_placement(module, device_ids)
     module_contents = ModuleContents((module,), physical(device_ids[0]))
     originals = list(module_contents.tensors.values())
     with torch.inference_mode(False), torch.no_grad():
         # The first replica shares the version counters of the user's parameters, so that torch
         # detects an optimizer step before the backward pass. The others have their own counters,
         # because one of them may exchange its storage.
-        broadcast = Broadcast(originals, device_ids)
+        broadcast = Broadcast(originals, device_ids, module_contents.weights)
         broadcast.send(Transfers())
         arrived = {device: broadcast.at(device) for device in device_ids}
         copies = [
             [tensor.data if replica else tensor.detach() for tensor in arrived[device]]
             for replica, device in enumerate(device_ids)
         ]
-        states = [i for i, tensor in enumerate(originals) if is_state(tensor)]
+        states = [i for i, t in enumerate(originals) if id(t) not in module_contents.weights]
         for copy, device in zip(copies, device_ids, strict=True):
             destinations = empty_like_on([originals[i] for i in states], device, is_plain)
             for i, destination in zip(states, destinations, strict=True):
@@ -113,7 +112,7 @@ def replicate(
         for copy in copies:
             _take_class(original, copy[i])
 
-    guard = ParameterGuard((module,), broadcast, list(zip(device_ids, copies, strict=True)))
+    guard = ParameterGuard(module, broadcast, list(zip(device_ids, copies, strict=True)))
     guard.checked_modes = checked_modes
     read_only = guard.read_only(tuple(part.training for part in module_contents.modules.values()))
     return [PassingReplica(module_contents, copy) for copy in copies], read_only

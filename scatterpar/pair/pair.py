@@ -7,6 +7,7 @@ no device has to hold all outputs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
+from scatterpar.batch.markers import count_rows
+from scatterpar.batch.nested import join_rows
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, physical, resolve
 from scatterpar.devices.transfers import to_device
@@ -32,10 +36,7 @@ from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.step import nested
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.markers import count_rows
-from scatterpar.step.nested import join_rows
 from scatterpar.step.reduce import gradient_routes
 from scatterpar.step.request import (
     Count,
@@ -46,8 +47,7 @@ from scatterpar.step.request import (
     resolve_reduction,
 )
 from scatterpar.step.scatter import row_routes
-from scatterpar.step.substeps import call_inputs, scalar_loss
-from scatterpar.threads.locks import ProgressLock, make_criterion_lock
+from scatterpar.step.substeps import call_inputs, criterion_locks, scalar_loss
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
@@ -98,7 +98,7 @@ class DataParallelModel(Wrapper):
                 f"one device, or ScatterOnceParallel, which needs none"
             )
         self.dim = dim
-        check_placement((module,), self.device_ids, lazy=True)
+        check_placement(module, self.device_ids, lazy=True)
         self._init_transient()
 
     def _init_transient(self) -> None:
@@ -231,10 +231,10 @@ class DataParallelCriterion(Wrapper):
                 replicate(root, devices, self._checked_modes) if root else ([], nullcontext())
             )
             criteria = [r.copy_of(self.module) for r in replicas] or [self.module] * len(calls)
-            locks = {physical(device): make_criterion_lock() for device in devices}
+            locks = criterion_locks(self.module, len(calls))
             functions = [
-                partial(_loss, criterion, locks[physical(device)], *call)
-                for criterion, device, call in zip(criteria, devices, calls, strict=True)
+                partial(_loss, criterion, lock, *call)
+                for criterion, lock, call in zip(criteria, locks, calls, strict=True)
             ]
             losses = run_each(self._workers, request, plan, functions, guard)
             if replicas:
@@ -271,9 +271,12 @@ class DataParallelCriterion(Wrapper):
 
 
 def _loss(
-    criterion: Callable[[Any, Any], Any], lock: ProgressLock, output: Any, targets: Any
+    criterion: Callable[[Any, Any], Any],
+    lock: threading.Lock | None,
+    output: Any,
+    targets: Any,
 ) -> Tensor:
-    with lock.held():
+    with lock or nullcontext():
         return scalar_loss(criterion(output, targets), "the criterion")
 
 

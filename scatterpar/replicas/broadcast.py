@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.devices.coalescing import (
     Message,
@@ -21,6 +21,9 @@ from scatterpar.devices.coalescing import (
 )
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Route
 from scatterpar.devices.transfers import Transfers, to_device, write
+from scatterpar.replicas.checks import refuse_sparse
+
+_VERSION = attrgetter("_version")
 
 
 def version(tensor: Tensor) -> int:
@@ -31,7 +34,7 @@ def version(tensor: Tensor) -> int:
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """The version of each tensor, as from ``version``."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_VERSION, tensors))
     except RuntimeError:  # there are inference tensors
         return list(map(version, tensors))
 
@@ -52,22 +55,31 @@ class Broadcast:
     optimizer step. Writes through ``.data``, a NumPy view or another storage do not change the
     version. So the fingerprints of the other parameters are compared with those of the copies on
     another device. So are the fingerprints of buffers, whose versions every commit changes.
+    ``weights`` has the ids of the tensors that count as parameters.
 
     The owner of a tensor sends it chunk by chunk. Every device that has a chunk sends it on, in the
     rounds of ``tree_rounds`` from last to first. The owner is the master, except in
     ``receive_updates``.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        device_ids: Sequence[torch.device],
+        weights: Collection[int] = (),
+    ) -> None:
+        for tensor in tensors:
+            refuse_sparse("a module or criterion has", tensor)
         self.memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
         self._copies = {
-            device: empty_like_on(tensors, device, _is_weight) for device in self.memories[1:]
+            device: empty_like_on(tensors, device, lambda t: id(t) in weights and _is_dense(t))
+            for device in self.memories[1:]
         }
         self._flats = {  # their elements in the order of memory, 1-D
             device: list(map(flat_view, there)) for device, there in self._copies.items()
         }
-        self.parameters = [i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)]
+        self.parameters = [i for i, tensor in enumerate(tensors) if id(tensor) in weights]
         self._kinds = list(map(_kind, tensors))
         self._sent: list[int] | None = None  # versions of the sent values; ``None``: send all
         self._fingerprints: dict[int, Fingerprint] = {}  # those known of the sent values
@@ -75,10 +87,16 @@ class Broadcast:
         self._compared: list[Fingerprints] = []
         self._find_places()
 
-    def is_of(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> bool:
+    def is_of(
+        self,
+        tensors: Sequence[Tensor],
+        device_ids: Sequence[torch.device],
+        weights: Collection[int],
+    ) -> bool:
         """Whether these are the same tensors, of the same kinds, on the same devices."""
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         same = same and self.memories == list(dict.fromkeys(device_ids))
+        same = same and self.parameters == [i for i, t in enumerate(tensors) if id(t) in weights]
         return same and self._have_kinds() and self.fits()
 
     def fits(self) -> bool:
@@ -211,5 +229,5 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
-def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.is_contiguous() and tensor.numel() > 0
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() > 0

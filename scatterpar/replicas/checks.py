@@ -1,9 +1,7 @@
-"""Checks whether modules can be replicated; copies of fx modules and of sparse tensors."""
+"""Checks whether modules can be replicated, and shallow copies of modules."""
 
 from __future__ import annotations
 
-import functools
-import types
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +12,8 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import runtime
-from scatterpar.devices.transfers import pieces_of
+from scatterpar.devices.transfers import is_sparse
+from scatterpar.replicas.quantised import is_composite, is_quantised
 
 
 def new_like(module: nn.Module) -> nn.Module:
@@ -22,11 +21,20 @@ def new_like(module: nn.Module) -> nn.Module:
 
     fx gives every GraphModule a separate class, and copies only what its graph mentions. This copy
     has the same class, with its code, and all attributes.
+
+    Raises:
+        TypeError: the module is TorchScript, or its class has ``__slots__``.
     """
+    kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise _no_script("the module holds, in something that is no module,")
+    if any(vars(base).get("__slots__") for base in kind.__mro__):
+        raise TypeError(
+            f"the class {kind.__name__} of a module has __slots__, whose values replicas do not "
+            f"copy; remove __slots__, so that they are plain attributes"
+        )
     if isinstance(module, GraphModule):
-        replica: nn.Module = object.__new__(type(module))
+        replica: nn.Module = object.__new__(kind)
         vars(replica).update(vars(module))
         vars(replica)["_is_replica"] = True
     else:
@@ -44,72 +52,50 @@ def _zero_grad(set_to_none: bool = True) -> None:
     )
 
 
-def slots(module: nn.Module) -> list[tuple[types.MemberDescriptorType, Any]]:
-    """The ``__slots__`` of the module's classes that are set, with their values."""
-    kind: Any = type(module)
-    members = _slots_of(kind)
-    return [(slot, slot.__get__(module)) for slot in members if hasattr(module, slot.__name__)]
-
-
-@functools.cache
-def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
-    values = [value for base in kind.__mro__ for value in vars(base).values()]
-    return tuple(value for value in values if isinstance(value, types.MemberDescriptorType))
-
-
-def pieces_to_copy(tensor: Tensor) -> tuple[Tensor, ...]:
-    """``pieces_of`` a sparse tensor. Raises ``ValueError`` if it requires grad."""
-    if tensor.requires_grad:
-        raise ValueError(
-            f"a module holds a sparse tensor of shape {tuple(tensor.shape)} that requires grad, "
-            f"which replicas cannot train; keep its values as a dense parameter and make the "
-            f"sparse tensor from them in forward"
+def refuse_sparse(what: str, tensor: Tensor) -> None:
+    """Raise ``TypeError`` if a tensor that a module holds is sparse."""
+    if is_sparse(tensor):
+        raise TypeError(
+            f"{what} a sparse tensor of shape {tuple(tensor.shape)}, which replicas do not copy; "
+            f"pass it with the batch, as scatterpar.Replicated(tensor), or keep its indices and "
+            f"values as dense buffers"
         )
-    return pieces_of(tensor)
 
 
-def sparse_like(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """A sparse tensor of ``like``'s shape and layout that uses the memory of ``pieces``."""
-    if like.layout == torch.sparse_coo:
-        indices, values = pieces
-        return torch.sparse_coo_tensor(
-            indices, values, like.shape, is_coalesced=like.is_coalesced(), check_invariants=False
-        )
-    outer, inner, values = pieces
-    return torch.sparse_compressed_tensor(
-        outer, inner, values, like.shape, layout=like.layout, check_invariants=False
-    )
+def parameters_of(root: Any) -> Iterable[tuple[str, Tensor]]:
+    """The named parameters of a module; those that a partial binds have no names."""
+    return root.named_parameters() if isinstance(root, nn.Module) else ()
 
 
-def check_placement(
-    roots: Iterable[Any], device_ids: Sequence[torch.device], *, lazy: bool = False
-) -> None:
-    """Refuse modules that cannot be replicated from the master; the error names the reason.
+def check_placement(root: Any, device_ids: Sequence[torch.device], *, lazy: bool = False) -> None:
+    """Refuse a module that cannot be replicated from the master; the error names the reason.
 
     With ``lazy``, uninitialised parameters are accepted. A partial is not checked: tensors that it
     binds may be on other devices.
     """
+    if not isinstance(root, nn.Module):
+        return
     expected = runtime.physical(device_ids[0])
-    for root in (root for root in roots if isinstance(root, nn.Module)):
-        _refuse_script(root)
-        kind = type(root).__name__
-        tensors: list[tuple[str, str, Tensor]]
-        tensors = [("parameter", *one) for one in root.named_parameters()]
-        tensors += [("buffer", *one) for one in root.named_buffers()]
-        for what, name, tensor in tensors:
-            if is_lazy(tensor):
-                if lazy:
-                    continue
-                raise RuntimeError(
-                    f"{kind} has an uninitialised lazy {what}, {name!r}: call the module once on "
-                    f"one micro-batch before the first step"
-                )
-            if tensor.device != expected:
-                raise ValueError(
-                    f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its {what} "
-                    f"{name!r} is on {tensor.device}; call .to({str(expected)!r})"
-                )
-            _refuse_packed(f"{kind} has the {what} {name!r}", tensor, len(set(device_ids)))
+    _refuse_script(root)
+    kind = type(root).__name__
+    tensors: list[tuple[str, str, Tensor]]
+    tensors = [("parameter", *one) for one in root.named_parameters()]
+    tensors += [("buffer", *one) for one in root.named_buffers()]
+    for what, name, tensor in tensors:
+        if is_lazy(tensor):
+            if lazy:
+                continue
+            raise RuntimeError(
+                f"{kind} has an uninitialised lazy {what}, {name!r}: call the module once on "
+                f"one micro-batch before the first step"
+            )
+        if tensor.device != expected:
+            raise ValueError(
+                f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its {what} "
+                f"{name!r} is on {tensor.device}; call .to({str(expected)!r})"
+            )
+        refuse_sparse(f"{kind} has the {what} {name!r},", tensor)
+        _refuse_packed(f"{kind} has the {what} {name!r}", tensor, len(set(device_ids)))
 
 
 def _refuse_script(root: nn.Module) -> None:
@@ -128,23 +114,24 @@ def _no_script(where: str) -> TypeError:
 
 
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
-    """Refuse tensors that are more than their memory: quantised, or made of other tensors."""
+    """Refuse tensors that are more than their memory, except frozen parameters."""
     kind = type(tensor)
     if tensor.is_quantized:
         raise TypeError(
             f"{what}, which is of torch's quantised dtype {tensor.dtype}: replicas cannot have "
             f"copies of it; keep its .int_repr(), scale and zero point as plain buffers"
         )
-    if hasattr(kind, "__tensor_flatten__"):
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    if is_composite(tensor) and (not is_frozen or hasattr(tensor, "device_mesh")):
         raise TypeError(
             f"{what}, a {kind.__name__}, which is made of other tensors, as torchao's are: "
-            f"replicas of such tensors cannot be kept equal; make it a plain tensor, as its "
-            f".dequantize() or .full_tensor() does, or leave the module unquantised"
+            f"replicas have copies of frozen parameters of this kind only; call "
+            f".requires_grad_(False) and train adapters, or make it a plain tensor, as its "
+            f".dequantize() or .full_tensor() does"
         )
-    state = getattr(tensor, "quant_state", None)
-    if memories > 1 and (state is not None or kind.__module__.startswith("bitsandbytes.")):
+    if memories > 1 and not is_frozen and is_quantised(tensor):
         raise TypeError(
-            f"{what}, a {kind.__name__}, which is quantised as bitsandbytes does it: what its "
-            f"values mean stays on the first device; use one device, such as device_ids=[0], or "
-            f"leave the module unquantised"
+            f"{what}, a {kind.__name__}, which is quantised as bitsandbytes does it: replicas on "
+            f"several devices have copies of frozen parameters of this kind only; call "
+            f".requires_grad_(False) and train adapters, or use one device, such as device_ids=[0]"
         )

@@ -12,6 +12,7 @@ replica. Cells with other contents stay shared: a hook that appends to a list fi
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import weakref
@@ -19,16 +20,21 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import chain, starmap
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.transfers import is_sparse
-from scatterpar.replicas.checks import new_like, pieces_to_copy, slots, sparse_like
-from scatterpar.replicas.compiled import CompileFn, Compiler, unwrapped
+from scatterpar.replicas.checks import new_like
+from scatterpar.replicas.quantised import (
+    composite_like,
+    held_by,
+    holds_tensors,
+    is_composite,
+    is_state,
+)
 from scatterpar.report import warn
-from scatterpar.torch_private import is_compiled_module
+from scatterpar.torch_private import CompileFn, compile_fn_of, is_compiled_module, unwrapped
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
@@ -36,9 +42,26 @@ _SWITCHES = {bool, str, bytes, type(None)}
 
 _PLAIN = _SWITCHES | {int, float, complex}
 
-_DTYPE = attrgetter("dtype")
+_REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
+
+_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
+
+
+class Compiler(Protocol):
+    """What makes replicas run compiled; an add-on has it."""
+
+    def compiled_call(
+        self, module: nn.Module, replica: nn.Module, compile_fn: CompileFn
+    ) -> Callable[..., Any]:
+        """The compiled call of a replica of ``module``."""
+
+    def forget(self) -> None:
+        """The modules changed: calls may compile again."""
+
+    def release(self) -> None:
+        """The sub-step of this thread's replica has ended."""
 
 
 class ModuleContents:
@@ -52,9 +75,12 @@ class ModuleContents:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
-        self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # modules inside compiled ones
-        self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
-        self.slotted: list[nn.Module] = []
+        # Parameters, and the tensors of frozen quantised ones: replicas in one memory share them.
+        self.weights: set[int] = set()
+        self.holders: dict[int, Tensor] = {}  # parameters with other tensors
+        self.composites: dict[int, tuple[Tensor, list[Tensor]]] = {}  # with their parts
+        self.states: dict[int, Any] = {}  # objects with tensors of frozen parameters
+        self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # and wrappers of these
         self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
         # The cells of copied functions. Copies have these contents; other contents need new copies.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
@@ -67,7 +93,7 @@ class ModuleContents:
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, Tensor):
-            self._visit_tensor(value)
+            self._visit_tensor(value, isinstance(value, nn.Parameter))
         elif is_compiled_module(value):
             original, compile_fn = unwrapped(value)
             assert compile_fn is not None
@@ -76,55 +102,69 @@ class ModuleContents:
         elif isinstance(value, nn.Module):
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
+                if value._compiled_call_impl is not None:
+                    self.compiled[id(value)] = value, compile_fn_of(value._compiled_call_impl)
                 self._visit_container(vars(value))
-                if inside := slots(value):
-                    self.slotted.append(value)
-                    self._visit(tuple(one for _, one in inside))
         elif type(value) in _CONTAINERS:
             if id(value) not in self._seen:
                 self._visit_container(value)
+        elif is_state(value):
+            self._visit_held([value])
         elif not isinstance(value, (types.FunctionType, weakref.ref)):
             for one in _referents(value):
                 self._visit(one)
             if hasattr(value, "__dict__") and not isinstance(value, (type, types.MethodType)):
                 self.objects[id(value)] = value
 
-    def _visit_tensor(self, tensor: Tensor) -> None:
-        if is_sparse(tensor):
-            if id(tensor) not in self.sparse:
-                pieces = pieces_to_copy(tensor)
-                self.sparse[id(tensor)] = (tensor, pieces)
-                for piece in pieces:
-                    self._visit_tensor(piece)
+    def _visit_tensor(self, tensor: Tensor, is_weight: bool) -> None:
+        held = held_by(tensor) if is_weight and id(tensor) not in self.holders else []
+        if held:
+            self.holders[id(tensor)] = tensor
+            if not tensor.requires_grad:
+                self._visit_held(held)
+        if is_weight and is_composite(tensor):
+            self.composites.setdefault(id(tensor), (tensor, held))
         elif self._device in (None, tensor.device):
             self.tensors[id(tensor)] = tensor
+            if is_weight:
+                self.weights.add(id(tensor))
+
+    def _visit_held(self, held: Iterable[Any]) -> None:
+        """Find the tensors in what a frozen parameter holds, such as ``weight.quant_state``."""
+        for value in held:
+            if isinstance(value, Tensor):
+                self._visit_tensor(value, is_weight=True)
+            elif id(value) not in self.states:
+                self.states[id(value)] = value
+                self.containers.append(vars(value))
+                self._visit_held(filter(holds_tensors, vars(value).values()))
 
     @property
     def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """Each tensor with its Python attributes, such as ``bias.scale = 5.0``, for its copies.
 
-        Tensor subclasses that wrap other tensors are left out: their attributes are these tensors.
+        Tensor subclasses that wrap other tensors are left out, except parameters: their attributes
+        are these tensors.
         """
-        tensors = [*self.tensors.values(), *(tensor for tensor, _ in self.sparse.values())]
+        composites = (tensor for tensor, _ in self.composites.values())
         return [
             (tensor, vars(tensor))
-            for tensor in tensors
-            if isinstance(tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__")
+            for tensor in (*self.tensors.values(), *composites)
+            if isinstance(tensor, nn.Parameter) or not is_composite(tensor)
         ]
 
-    def facts(self, copies: Iterable[Tensor]) -> list[Any]:
-        """State that replicas depend on and that no container shows; ``copies``: of sparse tensors.
+    def facts(self) -> list[Any]:
+        """State that replicas depend on and that no container shows.
 
-        ``ModuleCopy`` keeps the contents of cells and slots alive, so that no id is reused.
+        ``cells`` keeps the contents of the cells alive, so that no id is reused.
         """
-        tensors, sparse = self.tensors.values(), [tensor for tensor, _ in self.sparse.values()]
+        tensors = self.tensors.values()
         return [
             *map(type, self.modules.values()),
             *map(type, tensors),
             *map(_DTYPE, tensors),
-            *[(p.data_ptr(), p.shape) for t in (*sparse, *copies) for p in pieces_to_copy(t)],
+            *map(_REQUIRES_GRAD, self.holders.values()),
             *[id(contents(cell)) for cell, _ in self.cells.values()],
-            *[id(value) for module in self.slotted for _, value in slots(module)],
         ]
 
     def _visit_container(self, container: Any) -> None:
@@ -245,32 +285,28 @@ class ModuleCopy:
         compiler: Compiler | None = None,
     ) -> None:
         self._module_contents = module_contents
-        self._compiler = compiler or Compiler()
+        self._compiler = compiler
         self._copies: dict[int, Any] = dict(tensors)
         self._replicated = {
             *tensors,
-            *module_contents.sparse,
+            *module_contents.composites,
+            *module_contents.states,
             *module_contents.compiled,
             *map(id, module_contents.containers),
         }
         self._replicated.update(module_contents.modules)
         self._keep_alive: list[Any] = []  # keeps objects alive, so that no id in _copies is reused
-        self.sparse: list[Tensor] = []
-        self._rebinds: list[Callable[[], object]] = []  # of slots
-        for original, pieces in module_contents.sparse.values():
-            copied = sparse_like(original, [self._copies.get(id(piece), piece) for piece in pieces])
-            self._copies[id(original)] = copied
-            self.sparse.append(copied)
-        for module in module_contents.modules.values():
-            self.copy_of(module)
-        self.rebind()
+        for original, parts in module_contents.composites.values():  # inner ones come first
+            copies = [self._copies.get(id(part), part) for part in parts]
+            self._copies[id(original)] = composite_like(original, copies)
+        for value in (*module_contents.modules.values(), *module_contents.states.values()):
+            self.copy_of(value)
         self.containers = [self.copy_of(container) for container in module_contents.containers]
         for original, attributes in module_contents.attributes:
             copied = vars(self.copy_of(original))
             for name, value in attributes.items():
-                copied[name] = (
-                    self.copy_of(value) if isinstance(value, (Tensor, nn.Module)) else value
-                )
+                is_copied = isinstance(value, (Tensor, nn.Module)) or id(value) in self._copies
+                copied[name] = self.copy_of(value) if is_copied else value
             self.containers.append(copied)
 
     def copy_of(self, value: Any) -> Any:
@@ -283,6 +319,11 @@ class ModuleCopy:
             return self.copy_of(self._module_contents.compiled[id(value)][0])
         if isinstance(value, nn.Module):
             return self._module(value) if id(value) in self._module_contents.modules else value
+        if id(value) in self._module_contents.states:
+            copied = self._copies[id(value)] = copy.copy(value)
+            self._copies[id(vars(value))] = vars(copied)
+            vars(copied).update({name: self.copy_of(one) for name, one in vars(value).items()})
+            return copied
         if type(value) in _CONTAINERS:
             return self._container(value)
         if isinstance(value, tuple):
@@ -306,11 +347,6 @@ class ModuleCopy:
             return value if copied is target else weakref.ref(copied)
         return value
 
-    def rebind(self) -> None:
-        """Undo what a forward pass rebound in slots, which no snapshot covers."""
-        for rebind in self._rebinds:
-            rebind()
-
     def _module(self, module: nn.Module) -> nn.Module:
         replica = new_like(module)
         self._copies[id(module)] = replica
@@ -320,14 +356,10 @@ class ModuleCopy:
             # The protocol copies some containers; this copies all of them, from the source.
             source = original[name] if type(item) in _CONTAINERS and name in original else item
             state[name] = self.copy_of(source)
-        for slot, value in slots(module):
-            self._keep_alive.append(value)
-            self._rebinds.append(functools.partial(slot.__set__, replica, self.copy_of(value)))
-        _, compile_fn = self._module_contents.compiled.get(id(module), (None, None))
-        is_root = any(module is root for root in self._module_contents.roots)
-        state["_compiled_call_impl"] = self._compiler.compiled_call(
-            module, replica, is_root, compile_fn
-        )
+        if self._compiler is not None and id(module) in self._module_contents.compiled:
+            _, compile_fn = self._module_contents.compiled[id(module)]
+            call = self._compiler.compiled_call(module, replica, compile_fn)
+            state["_compiled_call_impl"] = call
         return replica
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -427,8 +459,27 @@ def module_of(function: Any) -> nn.Module | None:
 
 
 def root_to_replicate(function: Any) -> Any:
-    """What to replicate: ``module_of(function)``, or a partial that binds modules or tensors."""
+    """What to replicate: ``module_of(function)``, or a partial that binds modules or tensors.
+
+    ``None`` if replicas can share ``function``, because it is none of these, or has no state.
+    """
     if type(function) is not functools.partial:
-        return module_of(function)
+        module = module_of(function)
+        return None if module is None or _is_stateless(module) else module
     held = ModuleContents((function,))
     return function if held.tensors or held.modules else None
+
+
+def _is_stateless(module: nn.Module) -> bool:
+    """Whether ``module`` is a loss of torch that holds switches and numbers only.
+
+    Calls of such a module change nothing, so replicas may call the user's own. Other classes may
+    store what they compute.
+    """
+    values = [value for value in vars(module).values() if type(value) not in _PLAIN]
+    if type(module).__module__ != "torch.nn.modules.loss" or not _REGISTRIES.issuperset(
+        map(type, values)
+    ):
+        return False
+    held = [x for each in values for x in (each.values() if isinstance(each, dict) else each)]
+    return {type(None)}.issuperset(map(type, held))

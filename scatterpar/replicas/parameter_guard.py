@@ -1,43 +1,41 @@
 """Refuse forward passes that write parameters that replicas share; the error names the parameter.
 
 If a forward pass writes parameters, the result for the whole batch is not defined, and replicas in
-one memory may read half-written values.
+one memory may read half-written values. Values that were overwritten in the user's module are lost:
+a copy of all parameters would cost more than forward passes that write them are worth.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import HOST
-from scatterpar.devices.transfers import to_device, write
+from scatterpar.devices.fingerprints import Fingerprints, same_bits
+from scatterpar.devices.runtime import has_streams
+from scatterpar.devices.transfers import to_host
 from scatterpar.replicas.broadcast import Broadcast, versions
-
-_INSTEAD = (
-    "write it after the optimizer's step, or keep what forward passes write in a buffer "
-    "(register_buffer)"
-)
+from scatterpar.replicas.checks import parameters_of
+from scatterpar.threads.workers import restore_after
 
 
 class ParameterGuard:
     """Detects and refuses writes to the parameters that replicas share.
 
-    ``broadcast`` has the tensors of ``roots`` in each memory, ``copies`` each replica's device and
+    ``broadcast`` has the tensors of ``root`` in each memory, ``copies`` each replica's device and
     tensors. In ``checked_modes`` a forward pass has written no parameter.
     """
 
     def __init__(
         self,
-        roots: Sequence[Any],
+        root: Any,
         broadcast: Broadcast,
         copies: Sequence[tuple[torch.device, Sequence[Tensor]]],
     ) -> None:
-        self._roots, self._broadcast = roots, broadcast
+        self._root, self._broadcast = root, broadcast
         self.checked_modes: set[Hashable] = set()
         at = broadcast.parameters
         self.memories = {  # the master's first
@@ -53,36 +51,36 @@ class ParameterGuard:
         self.checked_modes.clear()
         self._broadcast.invalidate()
 
-    def _name_of(self, position: int) -> str:
-        """The parameter's name in the user's modules, or its shape."""
-        original = self.originals[position]
-        modules = [root for root in self._roots if isinstance(root, nn.Module)]
-        named = (item for module in modules for item in module.named_parameters())
-        names = (repr(name) for name, tensor in named if tensor is original)
-        return next(names, f"of shape {tuple(original.shape)}")
+    def _names_of(self, positions: Iterable[int]) -> str:
+        """The first parameter's name in the user's modules, or its shape, and how many others."""
+        first, *others = sorted(set(positions))
+        original = self.originals[first]
+        names = (repr(name) for name, t in parameters_of(self._root) if t is original)
+        name = next(names, f"of shape {tuple(original.shape)}")
+        return f"{name} (and {len(others)} more)" if others else name
 
     @contextlib.contextmanager
     def read_only(
         self, mode: Hashable, check_once: Callable[[], object] = lambda: None
     ) -> Iterator[None]:
-        """Refuse forward passes in the body that write a parameter, and restore it if possible.
+        """Refuse forward passes in the body that write a parameter.
 
-        In the first pass of each ``mode`` the host keeps a copy of the parameters and compares it
-        with the values in every memory, because writes through ``.data`` change no version. Later
-        passes compare versions and storages only; then a parameter that was written in place in the
-        master's memory cannot be restored. ``check_once`` is called after the first pass.
+        Versions and storages are compared in every pass. In the first pass of each ``mode`` the
+        fingerprints of the parameters in every memory are compared, too, because writes through
+        ``.data`` change no version. ``check_once`` is called after the first pass.
 
         Raises:
-            ValueError: a parameter was written; all have their earlier values.
-            RuntimeError: a parameter was written, and its earlier values are lost.
+            RuntimeError: a parameter was written. The error says whether its values are lost.
         """
         is_first = mode not in self.checked_modes
         before = [versions(tensors) for _, tensors in self._watched]
-        saved = [_on_host(tensor) for tensor in self.originals] if is_first else []
+        fingerprints = self._fingerprints() if is_first else {}
+        refusals: list[RuntimeError | None] = []
         try:
             yield
         except BaseException as error:
-            refusal = self._refusal(before, saved)
+            restore_after(error, lambda: refusals.append(self._refusal(before, fingerprints)))
+            refusal = refusals[0] if refusals else None
             # Torch raises a RuntimeError because of the write.
             if type(error) is RuntimeError and refusal is not None:
                 raise refusal from error
@@ -90,44 +88,51 @@ class ParameterGuard:
                 with contextlib.suppress(Exception):
                     error.add_note(f"before that, {refusal}")
             raise
-        refusal = self._refusal(before, saved)
+        refusal = self._refusal(before, fingerprints)
         if refusal is not None:
             raise refusal
         if is_first:
             check_once()
         self.checked_modes.add(mode)
 
+    def _fingerprints(self) -> dict[torch.device, Fingerprints]:
+        """Fingerprints of the parameters in each memory; they stay there until they are read."""
+        found = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for device, tensors in self.memories.items():
+                found[device] = Fingerprints(dict(enumerate(tensors)), device)
+                if not has_streams(device):  # work of several threads may have no order there
+                    (found[device].values,) = to_host([found[device].values])
+        return found
+
     def _refusal(
-        self, before: Sequence[list[int]], saved: Sequence[Tensor]
-    ) -> ValueError | RuntimeError | None:
-        """Restore written parameters. Returns the error for them, or ``None``."""
-        places = self._written(before, saved)
+        self, before: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
+    ) -> RuntimeError | None:
+        """The error for written parameters, or ``None``."""
+        places = self._written(before, fingerprints)
         if not places:
             return None
         self.invalidate()
-        lost = {i for i, memory in places if memory == self._master}
-        if lost and not saved:
-            return RuntimeError(
-                f"the forward pass wrote the parameter {self._name_of(min(lost))}, which it had "
-                f"not done before: no gradient was added, but the parameter's earlier values are "
-                f"lost; {_INSTEAD}"
-            )
-        with torch.no_grad():
-            for i in lost:
-                write(self.originals[i], saved[i])
-        name = self._name_of(min(i for i, _ in places))
-        return ValueError(
-            f"the forward pass writes the parameter {name}, which all replicas read: nothing was "
-            f"changed; {_INSTEAD}"
+        lost = [i for i, memory in places if memory == self._master]
+        name = self._names_of(lost or (i for i, _ in places))
+        if lost:
+            outcome = "no gradient was added, but the parameter's earlier values are lost"
+        else:
+            outcome = "nothing was changed"
+        return RuntimeError(
+            f"the forward pass writes the parameter {name}, which all replicas read: {outcome}; "
+            f"write it after the optimizer's step, or keep what forward passes write in a buffer "
+            f"(register_buffer)"
         )
 
     def _written(
-        self, before: Sequence[list[int]], saved: Sequence[Tensor]
+        self, before: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
     ) -> set[tuple[int, torch.device | None]]:
         """The position and device of each written parameter.
 
         The device is ``None`` if a storage was exchanged for another with other values. One with
-        the same values is allowed, as by ``flatten_parameters``, also if the version changes.
+        the same values is allowed, as by ``flatten_parameters``, also if the version changes. So is
+        one with the values in another dtype, for a parameter that is not trained.
         """
         version_changed: set[tuple[int, torch.device | None]] = set()
         exchanged: set[tuple[int, torch.device | None]] = set()
@@ -141,15 +146,15 @@ class ParameterGuard:
             for i, (tensor, storage) in enumerate(zip(tensors, canonical, strict=True)):
                 if not tensor.is_set_to(storage):
                     exchanged.add((i, device))
+                    if not self.originals[i].requires_grad:
+                        storage = storage.to(tensor.dtype)
                     written |= set() if same_bits(tensor, storage) else {(i, None)}
                 elif now[i] != earlier[i]:
                     version_changed.add((i, device))
-        for device, values in self.memories.items():
-            for i, before_pass in enumerate(saved):  # on the host: a device has no memory to spare
-                if not same_bits(_on_host(values[i]), before_pass):
-                    written.add((i, device))
+        now_of = self._fingerprints() if fingerprints else {}
+        for device, earlier_ones in fingerprints.items():
+            both = earlier_ones.values, now_of[device].values
+            if not torch.equal(*both):
+                old, new = map(Fingerprints.read, (earlier_ones, now_of[device]), to_host(both))
+                written |= {(i, device) for i, value in old.items() if new[i] != value}
         return written | (version_changed - exchanged)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return to_device(tensor.detach(), HOST, copy=True)

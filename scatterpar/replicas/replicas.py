@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,52 +24,147 @@ from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
-    BufferPolicy,
     Buffers,
-    batch_norms,
+    BufferValue,
     buffers_of,
-    record_moments,
     values_after,
 )
-from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.compiled import CompileFn, Compiler
-from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy, Snapshot, root_to_replicate
+from scatterpar.replicas.checks import check_placement, parameters_of
+from scatterpar.replicas.module_copy import (
+    Compiler,
+    ModuleContents,
+    ModuleCopy,
+    Snapshot,
+    root_to_replicate,
+)
 from scatterpar.replicas.parameter_guard import ParameterGuard
+from scatterpar.threads.workers import restored
+from scatterpar.torch_private import CompileFn
 
 ParameterCopies = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
+
+Records = dict[int, list[Any]]  # what replicas record in a step, by number of the module
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class ReplicaSet:
-    """The replicas of a module on some devices, and of the criterion that it is trained with.
+class Statistics(Protocol):
+    """The statistics of a step, from which running statistics are updated; an add-on has it."""
 
-    On the master's device, parameters share the master's storage. Every other device has one copy
-    of them, which its replicas share. Each replica has private buffers. ``refresh`` makes all
-    replicas match the master, whatever the user has changed in the module.
+    def values(self) -> list[BufferValue]:
+        """The new values of buffers: the container, the name and the value of each."""
+
+    def to_pool(self) -> list[Tensor]:
+        """The tensors to which ranks add a dimension, with one entry per rank."""
+
+    def pooled(self, rows: Sequence[Sequence[Tensor]]) -> Statistics:
+        """The statistics of all ranks; ``rows`` has the entries of each tensor of ``to_pool``."""
+
+
+class StatisticsPolicy(Protocol):
+    """Which running statistics are updated once per step; an add-on has it."""
+
+    def record(self, modules: Iterable[nn.Module]) -> Records:
+        """Make a replica's ``modules`` record. Returns the records, which are filled in a step."""
+
+    def of_step(
+        self, replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
+    ) -> Statistics:
+        """What the first ``active`` replicas have recorded, on the master."""
+
+
+class Replicas:
+    """The replicas of a module on some devices, and of the criterion that it is trained with.
 
     Args:
         device_ids: one entry per replica; the module lives on the first, the master.
         accumulate_dtype: gradients are added in this dtype if their own is narrower.
+        statistics_policy: which running statistics are updated once per step; ``None``: none.
         compile_fn: the function that compiles the whole module.
-        buffer_policy: which buffers a step leaves.
+        make_compiler: called if a module is compiled.
     """
 
     def __init__(
         self,
         device_ids: Sequence[torch.device],
         accumulate_dtype: torch.dtype | None = None,
+        statistics_policy: StatisticsPolicy | None = None,
         compile_fn: CompileFn | None = None,
-        buffer_policy: BufferPolicy | None = None,
+        make_compiler: Callable[[], Compiler] | None = None,
+    ) -> None:
+        options = device_ids, accumulate_dtype, statistics_policy, make_compiler
+        self.of_model = ReplicaSet(*options, compile_fn)
+        self._of_criterion = ReplicaSet(*options)
+        self.replica_sets = [self.of_model]  # and that of the criterion, if it needs replicas
+        self.criteria: list[Any] = []  # one per replica
+
+    def discard(self) -> None:
+        """Forget the replicas: threads of an interrupted step may still use them."""
+        for each in (self.of_model, self._of_criterion):
+            each.discard()
+
+    def refresh(
+        self,
+        module: nn.Module,
+        criterion: Callable[..., Any] | None,
+        transfers: Transfers,
+        num_criteria: int | None = None,
+    ) -> None:
+        """Update all replicas to match the user's modules.
+
+        A criterion that is a module, or a method of one, is replicated like the model, or only
+        ``num_criteria`` times, on the first devices. So are the modules and tensors that a
+        ``functools.partial`` binds. Any other callable is called unchanged.
+        """
+        root, model = root_to_replicate(criterion), self.of_model
+        with torch.inference_mode(False), torch.no_grad():
+            to_read = [model.follow(module, model.all_devices)]
+            self.replica_sets = [model]
+            if root is not None and not model.contains_all_of(root):
+                to_read.append(self._of_criterion.follow(root, model.all_devices[:num_criteria]))
+                self.replica_sets.append(self._of_criterion)
+            replicas = self.replica_sets[-1].replicas
+            self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
+            values = iter(to_host([*chain(*to_read)]))
+            for each, tensors in zip(self.replica_sets, to_read, strict=True):
+                each.send(transfers, list(islice(values, len(tensors))))
+
+    def end_substep(self) -> None:
+        """The sub-step of this thread's replica has ended: other replicas may compile."""
+        for each in self.replica_sets:
+            if each.compiler is not None:
+                each.compiler.release()
+
+    def clear_step_state(self) -> None:
+        """Drop the replicas' gradients and the references to the user's criterion."""
+        self.criteria = []
+        for each in self.replica_sets:
+            each.clear_gradients()
+
+
+class ReplicaSet:
+    """The replicas of one root: a module, or a partial that binds modules or tensors.
+
+    On the master's device, parameters share the master's storage. Every other device has one copy
+    of them, which its replicas share. Each replica has private buffers. ``follow`` and ``send``
+    make all replicas match the master, whatever the user has changed in the module.
+    """
+
+    def __init__(
+        self,
+        device_ids: Sequence[torch.device],
+        accumulate_dtype: torch.dtype | None,
+        statistics_policy: StatisticsPolicy | None,
+        make_compiler: Callable[[], Compiler] | None,
+        compile_fn: CompileFn | None = None,
     ) -> None:
         self._accumulate_dtype = accumulate_dtype
-        self.buffer_policy = buffer_policy or BufferPolicy.named("master")
-        self.criteria: list[Any] = []  # one per replica
-        self.compiler = Compiler(compile_fn)
+        self.statistics_policy = statistics_policy
+        self._compile_fn, self._make_compiler = compile_fn, make_compiler
+        self.compiler: Compiler | None = None  # if a module is compiled
         self.changes = 0  # how often the modules changed, except in values of tensors
-        self.warmed_up_kinds: set[Hashable] = set()  # keys of sub-steps that have run compiled
-        self.roots: tuple[Any, ...] = ()
-        self.device_ids = tuple(device_ids)
+        self.root: Any = None
+        self.all_devices = self.device_ids = tuple(device_ids)
         self.discard()
 
     def discard(self) -> None:
@@ -79,62 +173,22 @@ class ReplicaSet:
         self.tensors: list[Tensor] = []  # the master's
         self._state: Snapshot | None = None
         self._broadcast = Broadcast((), self.device_ids)
-        self._replicates_criterion = False
-        vars(self).pop("_of_criterion", None)
 
-    @cached_property
-    def _of_criterion(self) -> ReplicaSet:
-        return ReplicaSet(self.device_ids, self._accumulate_dtype, None, self.buffer_policy)
-
-    @property
-    def replica_sets(self) -> list[ReplicaSet]:
-        """The set itself and, if the criterion needs replicas, the set of the criterion."""
-        return [self, self._of_criterion] if self._replicates_criterion else [self]
-
-    def refresh(
-        self,
-        module: nn.Module,
-        criterion: Callable[..., Any] | None,
-        transfers: Transfers,
-        criterion_once: bool = False,
-    ) -> None:
-        """Update all replicas to match the user's modules.
-
-        A criterion that is a module, or a method of one, is replicated like the model, or with
-        ``criterion_once`` on the master only. So are the modules and tensors that a
-        ``functools.partial`` binds. Any other callable is called unchanged.
-        """
-        root = root_to_replicate(criterion)
-        with torch.inference_mode(False), torch.no_grad():
-            to_read = [self._follow((module,), self.device_ids)]
-            self._replicates_criterion = root is not None and not self._contains_all_of(root)
-            if self._replicates_criterion:
-                devices = self.device_ids[:1] if criterion_once else self.device_ids
-                to_read.append(self._of_criterion._follow((root,), devices))
-            replicas = self.replica_sets[-1].replicas
-            self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
-            values = iter(to_host([*chain(*to_read)]))
-            for each, tensors in zip(self.replica_sets, to_read, strict=True):
-                each._broadcast.send(transfers, list(islice(values, len(tensors))))
-                for replica in each.replicas:
-                    replica.refresh()
-
-    def clear_step_state(self) -> None:
-        """Drop the replicas' gradients and the references to the user's criterion."""
-        self.criteria = []
-        for each in self.replica_sets:
-            each.clear_gradients()
-
-    def _contains_all_of(self, root: Any) -> bool:
-        """Whether the model contains all modules and tensors of ``root``."""
+    def contains_all_of(self, root: Any) -> bool:
+        """Whether the modules and tensors of ``root`` are all replicated here."""
         if isinstance(root, nn.Module):
-            return self.contains(root)
+            return id(root) in self._module_contents.modules
         held = ModuleContents((root,))
         tensors = set(map(id, self.tensors))
         return (
             tensors >= held.tensors.keys()
             and self._module_contents.modules.keys() >= held.modules.keys()
         )
+
+    def _count_change(self) -> None:
+        self.changes += 1
+        if self.compiler is not None:
+            self.compiler.forget()
 
     def parameter_copies(self) -> ParameterCopies:
         """The parameters that code outside may write, each with its copy on every device.
@@ -156,10 +210,6 @@ class ReplicaSet:
         positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
         self._broadcast.receive_updates(positions, transfers)
 
-    def contains(self, module: nn.Module) -> bool:
-        """Whether ``module`` is one of the replicated modules."""
-        return id(module) in self._module_contents.modules
-
     @property
     def shared_objects(self) -> list[Any]:
         """The objects in the modules that replicas share instead of copying them."""
@@ -173,9 +223,8 @@ class ReplicaSet:
     def _refuse_created(self) -> None:
         """Refuse trained parameters that forward passes create: the user's module lacks them."""
         for replica in self.replicas:
-            known = set(map(id, [*replica.tensors, *replica.sparse]))
-            modules = (root for root in replica.roots if isinstance(root, nn.Module))
-            named = (item for module in modules for item in module.named_parameters())
+            known = set(map(id, replica.tensors))
+            named = parameters_of(replica.root)
             name = next((n for n, p in named if p.requires_grad and id(p) not in known), None)
             if name is not None:
                 raise ValueError(
@@ -191,16 +240,25 @@ class ReplicaSet:
             for i in self.trained_indices:
                 replica.tensors[i].grad = None
 
-    def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> list[Tensor]:
+    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> list[Tensor]:
         """Update or rebuild the replicas to match the user's modules, except values of tensors.
 
-        Returns the tensors of ``Broadcast.compare``.
+        Returns tensors whose copies on the host ``send`` needs.
         """
-        are_others = (self.roots, self.device_ids) != (roots, device_ids)
-        self.roots, self.device_ids = roots, device_ids
-        if are_others or not self._update_in_place():
+        is_other = root is not self.root or device_ids != self.device_ids
+        self.root, self.device_ids = root, device_ids
+        if is_other or not self._update_in_place():
             self._build()
         return self._broadcast.compare()
+
+    def send(self, transfers: Transfers, values: Sequence[Tensor]) -> None:
+        """Send the values of tensors to all replicas; ``values``: those of ``follow``, on the host.
+
+        Call it under ``torch.no_grad()``.
+        """
+        self._broadcast.send(transfers, values)
+        for replica in self.replicas:
+            replica.refresh()
 
     def _update_in_place(self) -> bool:
         """Copy changed plain values to the replicas, and set which tensors require grad.
@@ -216,8 +274,7 @@ class ReplicaSet:
                 return False
             for state in (self._state, *(replica.state for replica in self.replicas)):
                 state.apply_changes(changed)
-            self.warmed_up_kinds.clear()
-            self.changes += 1
+            self._count_change()
         if self._known_grad_settings is None or self._grad_settings() != self._known_grad_settings:
             self._set_requires_grad()
         return True
@@ -233,42 +290,45 @@ class ReplicaSet:
         self.trained_indices = [i for i, dtype in enumerate(dtypes) if dtype is not None]
         self.leaf_indices = [i for i in self.trained_indices if _is_leaf(self.tensors[i])]
         self.trained_tensors = [self.tensors[i] for i in self.leaf_indices]
-        self.warmed_up_kinds.clear()
-        self.changes += 1
+        self._count_change()
         for replica in self.replicas:
             replica.set_requires_grad(dtypes)
         self._known_grad_settings = self._grad_settings()
 
     def _build(self) -> None:
         self._state = None
-        check_placement(self.roots, self.device_ids)
-        module_contents = ModuleContents(self.roots, runtime.physical(self.device_ids[0]))
-        modules = list(module_contents.modules.values())
+        check_placement(self.root, self.device_ids)
+        module_contents = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
+        self.modules = list(module_contents.modules.values())
         self.tensors = list(module_contents.tensors.values())
         self._module_contents = module_contents
-        self.registered = [buffers_of(module) for module in modules]
-        self.batch_norms = batch_norms(modules) if self.buffer_policy.pools_batch_norms else {}
-        if not self._broadcast.is_of(self.tensors, self.device_ids):
-            self._broadcast = Broadcast(self.tensors, self.device_ids)
-        common = module_contents, self.compiler, self.batch_norms
+        self.registered = [buffers_of(module) for module in self.modules]
+        tensors = self.tensors, self.device_ids, module_contents.weights
+        if not self._broadcast.is_of(*tensors):
+            self._broadcast = Broadcast(*tensors)
+        if self._compile_fn is not None:
+            compiled = self.root, self._compile_fn
+            module_contents.compiled.setdefault(id(self.root), compiled)
+        if module_contents.compiled and self.compiler is None and self._make_compiler is not None:
+            self.compiler = self._make_compiler()
+        common = module_contents, self.compiler, self.statistics_policy
         self.replicas = [
             Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
         ]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
-        self.guard = ParameterGuard(self.roots, self._broadcast, copies)
+        self.guard = ParameterGuard(self.root, self._broadcast, copies)
         self._set_requires_grad()
-        sparse = [tensor for replica in self.replicas for tensor in replica.sparse]
         containers = [
             *module_contents.containers,
             *(attributes for _, attributes in module_contents.attributes),
         ]
-        self._state = Snapshot(containers, partial(module_contents.facts, sparse))
+        self._state = Snapshot(containers, module_contents.facts)
 
     def buffers_after(self) -> list[tuple[int, Buffers, str, Tensor | None]]:
         """``values_after`` of replica 0, without running statistics that are updated per step."""
         first = self.replicas[0]
         after = values_after(self.registered, first.registered, first.copy_of)
-        return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
+        return [one for one in after if not (one[0] in first.records and one[2] in RUNNING)]
 
     def _grad_settings(self) -> list[Any] | None:
         """The settings that determine gradients and their dtypes; ``None`` if unknown."""
@@ -324,12 +384,12 @@ class Replica(ModuleCopy):
         device: torch.device,
         sources: Sequence[Tensor],
         module_contents: ModuleContents,
-        compiler: Compiler,
-        batch_norms: Mapping[int, nn.Module],
+        compiler: Compiler | None,
+        statistics_policy: StatisticsPolicy | None,
     ) -> None:
         self.device = device
         originals = list(module_contents.tensors.values())
-        private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
+        private = [i for i, t in enumerate(originals) if id(t) not in module_contents.weights]
         private_tensors = empty_like_on([originals[i] for i in private], device, is_plain)
         # The storage of each tensor: that of the source, or private memory of this replica.
         self._canonical = list(sources)
@@ -337,7 +397,9 @@ class Replica(ModuleCopy):
             self._canonical[i] = allocated
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
         self.tensors = [
-            storage.data if is_state(original) else parameter_like(original, storage.data)
+            parameter_like(original, storage.data)
+            if isinstance(original, nn.Parameter)
+            else storage.data
             for original, storage in zip(originals, self._canonical, strict=True)
         ]
         self._states = [self.tensors[i] for i in private]
@@ -345,12 +407,11 @@ class Replica(ModuleCopy):
         super().__init__(
             module_contents, dict(zip(module_contents.tensors, self.tensors, strict=True)), compiler
         )
-        self.roots = tuple(map(self.copy_of, module_contents.roots))
-        self.registered = [
-            buffers_of(self.copy_of(module)) for module in module_contents.modules.values()
-        ]
-        norms = {m: self.copy_of(module) for m, module in batch_norms.items()}
-        self.recorded_moments = record_moments(norms)
+        (root,) = module_contents.roots
+        self.root = self.copy_of(root)
+        modules = [self.copy_of(module) for module in module_contents.modules.values()]
+        self.registered = list(map(buffers_of, modules))
+        self.records = statistics_policy.record(modules) if statistics_policy else {}
         self.state = Snapshot(self.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
@@ -365,7 +426,6 @@ class Replica(ModuleCopy):
         """
         if not self.state.unchanged():
             self.state.restore()
-        self.rebind()
         if not self._is_canonical():
             for tensor, storage in zip(self.tensors, self._canonical, strict=True):
                 if not tensor.is_set_to(storage):
@@ -373,23 +433,26 @@ class Replica(ModuleCopy):
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.set_requires_grad(self._sum_dtypes)
         copy_lists(self._copied)
-        self.recorded_moments.update({m: [] for m in self.recorded_moments})
+        if self.records:
+            self.clear_records()
+
+    def clear_records(self) -> None:
+        """Forget what modules have recorded in this step."""
+        self.records.update({m: [] for m in self.records})
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """The body begins with the state of the last refresh; then the present state is restored.
 
-        The state is the registered buffers, the values of private tensors, and the statistics that
-        batch normalisations have recorded.
+        The state is the registered buffers, the values of private tensors, and the records.
         """
         registered = [(one, dict(one.buffers), set(one.non_persistent)) for one in self.registered]
-        recorded = dict(self.recorded_moments)
+        recorded = dict(self.records)
         with torch.inference_mode(False), torch.no_grad():
             values = [state.clone() for state in self._states]
             self.refresh()
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
                 copy_each(self._states, values)
@@ -398,7 +461,10 @@ class Replica(ModuleCopy):
                 one.buffers.update(buffers)
                 one.non_persistent.clear()
                 one.non_persistent.update(non_persistent)
-            self.recorded_moments.update(recorded)
+            self.records.update(recorded)
+
+        with restored(restore):
+            yield
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""
@@ -416,11 +482,6 @@ class Replica(ModuleCopy):
                 tensor.requires_grad_(dtype is not None)
                 if dtype is not None:
                     tensor.grad_dtype = dtype
-
-
-def is_state(tensor: Tensor) -> bool:
-    """Whether every replica needs a private copy: steps write all tensors except parameters."""
-    return not isinstance(tensor, nn.Parameter)
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:

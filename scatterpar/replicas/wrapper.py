@@ -43,9 +43,9 @@ class Wrapper(nn.Module):
     _transient = (
         "_workers",
         "_replica_set",
+        "_checks",
         "_verifier",
-        "_graphs",
-        "_latest",
+        "_one_pass",
         "_checked_modes",
         "_trace",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, Self, TypeVar
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor
 
 from scatterpar import torch_private
-from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.transfers import PHASES, Transfers, write
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.replicas import Replica
+from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
-from scatterpar.threads.clock import Clock
+from scatterpar.step.set_aside import SetAside
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.workers import Cancelled, Workers, add_note
+from scatterpar.threads.workers import Cancelled, Workers, restore_after, restored
 
 _Result = TypeVar("_Result")
+_UNTIMED = contextlib.nullcontext()
 
 
 class _ShareTask(Protocol):
@@ -37,11 +40,33 @@ class _ReplicasTask(_ShareTask, Protocol):
 _Task = TypeVar("_Task", bound=_ShareTask)
 
 
+class Clock(Protocol):
+    """Times the parts of one step. Threads of several replicas call it at the same time."""
+
+    def span(
+        self, name: str, share: Share | None = None, sub_step: int | None = None
+    ) -> contextlib.AbstractContextManager[object]:
+        """Time the body, which is work of the replica of ``share``, or of the caller's thread."""
+
+
+class ProfilerClock:
+    """Shows the parts of a step as ``record_function`` blocks in torch's profilers."""
+
+    def span(
+        self, name: str, share: Share | None = None, sub_step: int | None = None
+    ) -> contextlib.AbstractContextManager[object]:
+        """The body is a block, such as ``scatterpar forward 3``."""
+        label = name if sub_step is None else f"{name} {sub_step}"
+        return torch.profiler.record_function(f"scatterpar {label}")
+
+
 class Attempt:
     """One try at a request or a part of one: its plan, random generators, transfers and times.
 
     As a context manager, which may be entered again, it calls ``undo`` if the body raises.
-    ``replica_offset`` is the number of the first replica among those of all processes.
+    ``replica_offset`` is the number of the first replica among those of all processes. A trial
+    whether sub-steps fit into memory runs at most ``max_substeps`` of them. With ``retain_rows``,
+    rows that have arrived stay for a second pass.
     """
 
     def __init__(
@@ -51,13 +76,30 @@ class Attempt:
         plan: Plan,
         replica_offset: int | None = None,
         clock: Clock | None = None,
+        *,
+        max_substeps: int | None = None,
+        retain_rows: bool = True,
     ) -> None:
         self.workers = workers
         self.request = request
         self.plan = plan
+        self.max_substeps, self.retain_rows = max_substeps, retain_rows
         self.generators = Generators([share.device for share in plan.shares], replica_offset)
         self.transfers = Transfers()
-        self.clock = clock or Clock()
+        self.weights = LossWeights([], 1.0)
+        self.replica_set: Replicas
+        self.set_aside = SetAside(())  # the user's leaves, while replicas compute
+        self.is_serial = False  # replicas run one after the other
+        self.end_substep: Callable[[], None] = lambda: None  # called in the replica's thread
+        # A context manager: checks the step first, and refuses writes to parameters in the body.
+        self.forward_passes: Callable[[], contextlib.AbstractContextManager[None]]
+        # Raises an error if rows with several entries are not joined as one call gives them.
+        self.check_join: Callable[..., None] = lambda *args: None
+        self.observed = 0.0, 0.0  # numbers of an observer, which ranks add
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.replica_seconds: defaultdict[int, float] = defaultdict(float)  # of work in its thread
+        # Asked once: a step has a hundred parts, and a profiler starts between steps.
+        self.clock = clock or (ProfilerClock() if torch_private.profiler_is_on() else None)
         self._values: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._states: list[tuple[torch.Generator, Tensor]] = []
@@ -68,6 +110,20 @@ class Attempt:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.undo(error)
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Time the body, which runs in the caller's thread, for a trace or a profiler."""
+        return self.clock.span(name) if self.clock else _UNTIMED
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body as part of phase ``name``."""
+        start = time.perf_counter()
+        try:
+            with self.span(name):
+                yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
 
     def save_for_undo(
         self,
@@ -93,15 +149,7 @@ class Attempt:
         restores += [partial(write, tensor, value) for tensor, value in self._values]
         restores += [partial(generator.set_state, state) for generator, state in self._states]
         with torch.no_grad():
-            for restore in [self.generators.rollback, *restores]:
-                try:
-                    restore()
-                except Exception as another:
-                    if error is None:
-                        raise
-                    add_note(error, f"after that, something could not be put back: {another!r}")
-        with contextlib.suppress(Exception):  # the first error is the one to raise
-            self.transfers.synchronize()
+            restore_after(error, self.generators.rollback, *restores, self.transfers.synchronize)
 
     @contextlib.contextmanager
     def isolated(self, task: _ReplicasTask) -> Iterator[None]:
@@ -111,8 +159,8 @@ class Attempt:
         """
         number = task.share.replica
         position = self.generators.get_state(number)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.generators.set_state, number, position)
+        set_state = partial(self.generators.set_state, number, position)
+        with restored(set_state), contextlib.ExitStack() as stack:
             for replica in task.replicas:
                 stack.enter_context(replica.isolated())
             yield
@@ -121,21 +169,23 @@ class Attempt:
         """Run ``function(task, proceed=…)`` for every replica's task, each in its worker.
 
         Each draws from the random stream of its replica. ``proceed()`` raises if another replica
-        has failed: the function calls it where it can stop. The clock records each start and end.
+        has failed: the function calls it between sub-steps, where it can stop.
         """
         cancel = threading.Event()
-        spans = {task.share.replica: (0.0, 0.0) for task in tasks}
-        self.clock.replica_spans.append(spans)
 
         def proceed() -> None:
+            self.end_substep()
             if cancel.is_set():
                 raise Cancelled
 
         def work(task: _Task) -> _Result:
             start = time.perf_counter()
             with self.generators.of(task.share.replica):
-                result = function(task, proceed=proceed)
-            spans[task.share.replica] = (start, time.perf_counter())
+                try:
+                    result = function(task, proceed=proceed)
+                finally:
+                    self.end_substep()
+            self.replica_seconds[task.share.replica] += time.perf_counter() - start
             return result
 
         with torch_private.node_metadata_kept():
@@ -144,4 +194,5 @@ class Attempt:
                 [(task,) for task in tasks],
                 devices=[task.share.device for task in tasks],
                 cancel=cancel,
+                is_serial=self.is_serial,
             )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.replicas.buffers import BufferWriter, running_stats_after
+from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.outcome import Outcome
+from scatterpar.step.reduce import Outcome
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
@@ -34,8 +34,8 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
-    moments = [value for layer in outcome.layers for value in running_stats_after(layer)]
-    write_buffers = BufferWriter([*outcome.buffers, *moments])
+    running = outcome.statistics.values() if outcome.statistics else []
+    write_buffers = BufferWriter([*outcome.buffers, *running])
     if deferred:
         loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()
@@ -89,7 +89,11 @@ def _attach(
     """
     pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]  # root needs a graph
     leaves = [leaf for leaf, _ in pairs]
-    gradients = [g if _fills_storage(g) else g.clone() for _, g in pairs]
+    # A part of a larger tensor would keep all of it alive; a sparse gradient has no storage.
+    gradients = [
+        g if g.layout != torch.strided or g.untyped_storage().nbytes() == g.nbytes else g.clone()
+        for _, g in pairs
+    ]
     pairs.clear()
     root: Tensor = _ReturnGradients.apply(make_root, gradients, scale, *leaves)  # type: ignore[no-untyped-call]
     return root
@@ -140,9 +144,3 @@ _TWICE = (
     "none are kept, even with retain_graph=True; call engine.loss again, or add up all that "
     "depends on this loss before one backward pass"
 )
-
-
-def _fills_storage(gradient: Tensor) -> bool:
-    """Whether a gradient is sparse, or is not a part of a larger tensor."""
-    is_sparse = gradient.layout != torch.strided
-    return is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes

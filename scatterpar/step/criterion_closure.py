@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import types
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import has_flat_view
 from scatterpar.replicas.module_copy import contents
-from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.threads.workers import add_note
 
 _DEPTH = 4  # a function, another one in its file, an object there, a list in the object
@@ -37,12 +38,12 @@ def closure_and_globals(function: types.FunctionType) -> tuple[dict[str, Any], d
     return closure, file_globals
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names in a code object, and in the functions and comprehensions inside it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a code object names, and those in functions and comprehensions inside it."""
+    reads = [each for each in dis.get_instructions(code) if "GLOBAL" in each.opname]
+    inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return (*(each.argval for each in reads), *chain(*inner))
 
 
 def closure_contents(function: Any) -> tuple[list[Tensor | nn.Module], list[torch.Generator]]:
@@ -87,26 +88,21 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
     with contextlib.suppress(Exception):
         for value in _reachable(functions, _DEPTH + 1, set()):
             note(value)
-            for part in value.modules() if isinstance(value, nn.Module) else ():
+            is_own = type(value).__module__.startswith("scatterpar.")  # an engine counts its steps
+            for part in value.modules() if isinstance(value, nn.Module) and not is_own else ():
                 plain = [v for v in vars(part).values() if isinstance(v, _PLAIN)]
                 for one in (type(part).__qualname__, *plain, *part._buffers.values()):
                     note(one)
     return hash(frozenset(parts)), str(numbers)
 
 
-def external_leaves(
-    held: Sequence[Tensor | nn.Module], replica_sets: Sequence[ReplicaSet]
-) -> list[Tensor]:
-    """Leaves that require grad among these, except those that replicas have copies of."""
+def trained_leaves(held: Sequence[Tensor | nn.Module]) -> list[Tensor]:
+    """The leaves among these tensors, and in these modules, that require grad."""
     leaves: dict[int, Tensor] = {}
     for value in held:
-        if isinstance(value, nn.Module) and any(each.contains(value) for each in replica_sets):
-            continue
         for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
             if tensor.requires_grad and tensor.is_leaf:
                 leaves.setdefault(id(tensor), tensor)
-    for leaf in (leaf for each in replica_sets for leaf in each.trained_tensors) if leaves else ():
-        leaves.pop(id(leaf), None)
     return list(leaves.values())
 
 
@@ -170,6 +166,16 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
                 f"it with functools.partial(criterion, {name}={name}), or make the criterion an "
                 f"nn.Module that has it as a buffer",
             )
+
+
+def name_in(function: Any, leaf: Tensor) -> str:
+    """The name by which ``function`` refers to ``leaf``; otherwise its shape."""
+    for name, value in _named_values(function).items():
+        named = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        for inner, tensor in named:
+            if tensor is leaf:
+                return f"{name}.{inner}" if inner else name
+    return f"a parameter of shape {tuple(leaf.shape)}"
 
 
 def ignored_values(function: Any) -> list[int]:

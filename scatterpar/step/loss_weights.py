@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from scatterpar.devices.transfers import to_device, to_host, to_numbers
 from scatterpar.plan import Plan
-from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.request import Count, Request, option_of
+from scatterpar.torch_private import unwrapped
 
 
 class LossWeights(NamedTuple):
@@ -47,6 +47,16 @@ def compute_loss_weights(
     remaining = iter(factors)
     return LossWeights(
         [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
+    )
+
+
+def weights_by_rows(plan: Plan) -> LossWeights:
+    """The numbers of rows of this plan's micro-batches, for schedules without losses of their own.
+
+    They are the weights with which 0-dim outputs are averaged.
+    """
+    return LossWeights(
+        [[float(stop - start) for start, stop in share.micro_batches] for share in plan.shares], 1.0
     )
 
 

@@ -1,4 +1,4 @@
-"""Add the gradients of replicas in pairs, always in the same order; the master has the result.
+"""Add the gradients of replicas in pairs, always in the same order: the outcome of a step.
 
 ::
 
@@ -14,14 +14,16 @@ the first. If they are added in place, dense ones of equal layout are copied in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from scatterpar.batch import nested
 from scatterpar.devices.coalescing import (
     copy_coalesced,
     flat_view,
@@ -31,29 +33,86 @@ from scatterpar.devices.coalescing import (
     tree_rounds,
 )
 from scatterpar.devices.fingerprints import Route
+from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import Transfers
-from scatterpar.plan import Plan, Share
-from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
-from scatterpar.replicas.replicas import Replica, ReplicaSet
-from scatterpar.step import nested
+from scatterpar.plan import Plan
+from scatterpar.replicas.buffers import BufferValue
+from scatterpar.replicas.replicas import ReplicaSet, Statistics
+from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loss_weights import LossWeights
-from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
+from scatterpar.step.loss_weights import has_known_term_count
+from scatterpar.step.request import Request
+
+Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
+
+
+class Computed(NamedTuple):
+    """The results of all replicas, without the gradients that are in the replicas."""
+
+    loss: float  # of the whole batch
+    dtype: torch.dtype  # of the losses
+    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
+    external_gradients: Sequence[Gradient] = ()  # of leaves that no replica copied
+    written_buffers: Set[int] = frozenset()  # ids of buffers that the criterion has written
+
+
+@dataclass
+class Outcome:
+    """The results of a step: everything that the commit writes, and the report."""
+
+    attempt: Attempt  # the one that succeeded
+    loss: float  # of the whole batch
+    dtype: torch.dtype  # of the losses
+    terms: float  # the number of terms that a mean loss averages over; 1 for a sum
+    rows: int  # the number of rows in the batch; of all ranks
+    observed: tuple[float, float]  # what an observer recorded; ranks add it
+    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
+    gradients: list[Gradient]  # of every trained tensor of the user's
+    buffers: list[BufferValue]
+    statistics: Statistics | None  # of layers that are updated once per step
+    retries: int = 0  # earlier tries that ran out of memory
+
+    @property
+    def request(self) -> Request:
+        """The request of ``attempt``."""
+        return self.attempt.request
+
+    def loss_tensor(self) -> Tensor:
+        """The loss, on the master. Warns, or with ``check_finite`` raises, if no label counts."""
+        if not self.terms and has_known_term_count(self.request):
+            text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
+            if self.request.check_finite:
+                raise FloatingPointError(f"{text}; nothing was changed")
+            warn(f"{text}; here the loss is 0, and nothing is added to gradients")
+        device = physical(self.attempt.plan.shares[0].device)
+        # Not copied from the host, which would wait.
+        return torch.full((), self.loss, dtype=self.dtype, device=device)
+
+    def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
+        """The report of the step, which began ``waited`` seconds after the previous one."""
+        attempt, plan = self.attempt, self.attempt.plan
+        copied = attempt.transfers.bytes, attempt.transfers.messages
+        busy = tuple(attempt.replica_seconds[share.replica] for share in plan.shares)
+        counted = attempt.seconds, *copied, self.retries
+        return StepReport(plan, self.loss, *counted, noise, waited, busy)
+
+
+# Called before the commit with the gradients of each replica, by ``id`` of the user's leaf.
+Observer = Callable[[Attempt, list[dict[int, Tensor]]], None]
 
 
 def reduce(
     attempt: Attempt,
     replica_sets: Sequence[ReplicaSet],
     computed: Computed,
-    weights: LossWeights,
-    measure_noise: bool,
+    observers: Sequence[Observer],
 ) -> Outcome:
     """Combine what the replicas have; the results of the step are in the master's memory."""
     request, transfers, external = attempt.request, attempt.transfers, computed.external_gradients
-    shares, spread = attempt.plan.shares, Spread()
-    if measure_noise and not request.whole_batch:
-        spread = measure(attempt, replica_sets, weights, external)
-    buffers = reduce_buffers(replica_sets, shares, transfers)
+    shares = attempt.plan.shares
+    for observe in observers:
+        observe(attempt, [_gradients_of(replica_sets, share.replica) for share in shares])
+    buffers = reduce_buffers(replica_sets)
     # Buffers that the criterion has written keep its values.
     written = computed.written_buffers
     buffers = [one for one in buffers if id(one[0].get(one[1])) not in written]
@@ -64,13 +123,26 @@ def reduce(
         attempt,
         computed.loss,
         computed.dtype,
-        weights.terms,
-        spread,
+        attempt.weights.terms,
+        attempt.plan.rows,
+        attempt.observed,
         computed.outputs,
         gradients,
         buffers,
-        reduce_moments(replica_sets, len(shares), transfers),
+        reduce_statistics(replica_sets, len(shares), transfers),
     )
+
+
+def _gradients_of(replica_sets: Sequence[ReplicaSet], replica: int) -> dict[int, Tensor]:
+    """The gradients of one replica; a tensor that model and criterion share counts once."""
+    gradients: dict[int, Tensor] = {}
+    for each in replica_sets:
+        for i in each.trained_indices:
+            gradient = each.replicas[replica].tensors[i].grad
+            if gradient is not None:
+                leaf = id(each.tensors[i])
+                gradients[leaf] = gradients[leaf] + gradient if leaf in gradients else gradient
+    return gradients
 
 
 def reduce_gradients(
@@ -108,49 +180,18 @@ def reduce_gradients(
     return list(total.values())
 
 
-def reduce_buffers(
-    replica_sets: Sequence[ReplicaSet], shares: Sequence[Share], transfers: Transfers
-) -> list[BufferValue]:
-    """The master's buffers: container, name, and value after the step."""
-    values: list[BufferValue] = []
-    for each in replica_sets:
-        replicas = each.replicas[: len(shares)]
-        shares_used = shares[: len(replicas)]  # a criterion of the whole batch has one replica
-        combined = combined_buffers(replicas, shares_used, transfers, each.buffer_policy)
-        values += [
-            (place, name, combined.get((m, name), value))
-            for m, place, name, value in each.buffers_after()
-        ]
-    return values
+def reduce_buffers(replica_sets: Sequence[ReplicaSet]) -> list[BufferValue]:
+    """The master's buffers: container, name, and value after the step, which is replica 0's."""
+    after = chain.from_iterable(each.buffers_after() for each in replica_sets)
+    return [(place, name, value) for _, place, name, value in after]
 
 
-def reduce_moments(
+def reduce_statistics(
     replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
-) -> list[BatchNormUpdate]:
-    """The pooled statistics of each batch normalisation that is updated once per step."""
-    layers = []
-    for each in replica_sets:
-        replicas = each.replicas[:active]
-        of_replicas = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
-        for m, module in each.batch_norms.items():
-            moments = pooled([recorded[m] for recorded in of_replicas if m in recorded])
-            if module.running_mean is not None:
-                layers.append(BatchNormUpdate(each.registered[m].buffers, module.momentum, moments))
-    return layers
-
-
-def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
-    """The statistics that one replica recorded, by number of the module, on ``device``."""
-    by_module = {m: pooled(calls) for m, calls in replica.recorded_moments.items()}
-    recorded = {m: moments for m, moments in by_module.items() if moments is not None}
-    if replica.device == device or not recorded:
-        return recorded
-    tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))
-    moved = copy_coalesced(tensors, device, transfers, "reduce")
-    return {
-        m: Moments(moments.values, moved[2 * i], moved[2 * i + 1])
-        for i, (m, moments) in enumerate(recorded.items())
-    }
+) -> Statistics | None:
+    """The statistics of layers that are updated once per step; ``None`` if none are."""
+    policy = replica_sets[0].statistics_policy
+    return policy.of_step(replica_sets, active, transfers) if policy else None
 
 
 def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
@@ -196,11 +237,12 @@ def _add_received(
     transfers: Transfers,
 ) -> None:
     """Add gradients from another device, chunk by chunk if dtype, shape and strides are equal."""
-    flats = {i: flat_view(t) for i, t in gradients.items() if i in total}
     alike = {
         i: flat
-        for i, flat in flats.items()
-        if flat is not None and _memory_format_key(total[i]) == _memory_format_key(gradients[i])
+        for i, gradient in gradients.items()
+        if i in total
+        and _are_alike(total[i], gradient)
+        and (flat := flat_view(gradient)) is not None
     }
     sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
     for message, parts in iter_received(alike, device, transfers, "reduce"):
@@ -210,47 +252,12 @@ def _add_received(
     _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
 
 
-def _memory_format_key(tensor: Tensor) -> tuple[Any, ...]:
-    """A key that is equal for two tensors whose elements have the same order in memory."""
-    if tensor.layout != torch.strided:
-        return (tensor.layout,)
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-
-
-def combined_buffers(
-    replicas: Sequence[Replica],
-    shares: Sequence[Share],
-    transfers: Transfers,
-    policy: BufferPolicy,
-) -> dict[tuple[int, str], Tensor]:
-    """The floating-point buffers that the policy combines over replicas, by (module, name).
-
-    Replicas whose buffer does not have the first replica's shape are left out.
-    """
-    if policy.combine is None:
-        return {}
-    first, total = replicas[0], sum(share.rows for share in shares)
-    buffers = {
-        (m, name): buffer
-        for m, (registered, _) in enumerate(first.registered)
-        for name, buffer in registered.items()
-        if buffer is not None and buffer.is_floating_point() and buffer.layout == torch.strided
-    }
-    values: list[list[Tensor]] = [[] for _ in buffers]
-    weights: list[list[float]] = [[] for _ in buffers]
-    for replica, share in zip(replicas, shares, strict=True):
-        here = {
-            number: other.detach()
-            for number, ((m, name), buffer) in enumerate(buffers.items())
-            if (other := replica.registered[m].buffers.get(name)) is not None
-            and other.shape == buffer.shape
-        }
-        if replica.device != first.device:
-            here = copy_coalesced(here, first.device, transfers, "reduce")
-        for number, value in here.items():
-            values[number].append(value)
-            weights[number].append(share.rows / total)
-    return dict(zip(buffers, map(policy.combine, values, weights), strict=True))
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether the elements of two tensors are stored in the same order and form."""
+    if not one.layout == other.layout == torch.strided or one.dtype != other.dtype:
+        return False
+    is_lazy = one.is_conj(), one.is_neg()
+    return one.stride() == other.stride() and is_lazy == (other.is_conj(), other.is_neg())
 
 
 def gather_to_master(

@@ -12,16 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.devices.recorder import can_record
+from scatterpar.batch.markers import batches_of, select_rows
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.replicas.buffers import BufferPolicy
-from scatterpar.replicas.compiled import CompileFn
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
-from scatterpar.step.costs import check_budget
-from scatterpar.step.markers import batches_of, select_rows
 
 Count = Callable[[Any, Any], "float | Tensor"]
 
@@ -33,15 +29,12 @@ class Request:
     Attributes:
         backward: whether gradients are computed; otherwise sub-steps are forward passes only.
         graphs: whether sub-steps are captured.
-        retain_rows: whether rows that have arrived stay for a second pass.
-        max_substeps: maximal number of sub-steps, for a trial whether they fit into memory.
         costs: one number per row, if micro-batches are cut by cost.
         order: for a plan by cost, the number in the user's batch of each row, in the order of the
             plan; otherwise empty.
         batches: the inputs and targets of each batch, one or several. ``checked`` sets this and
             the following attributes, and ``reduction``.
         sizes: the number of rows of each batch.
-        original: the request as the user made it, before ``checked``.
         scale: the scaler's factor.
     """
 
@@ -58,27 +51,18 @@ class Request:
     check_finite: bool = False
     verify: bool = True
     graphs: bool = False
-    retain_rows: bool = True
-    max_substeps: int | None = None
     costs: Any = None
     order: Sequence[int] = ()
     batches: Sequence[tuple[Any, Any]] = ()
     sizes: Sequence[int] = ()
     scale: float = 1.0
-    original: Request | None = None
 
     @property
     def batch(self) -> list[tuple[int, Any]]:
-        """The data to scatter: for each batch the number of its first row, its inputs and targets.
-
-        With ``whole_batch`` the targets are ``None``: only the master needs them.
-        """
+        """For each batch the number of its first row, its inputs and targets."""
         batches = self.batches or [(self.inputs, self.targets)]
         firsts = [0, *accumulate(self.sizes[:-1])]
-        return [
-            (first, (inputs, None if self.whole_batch else targets))
-            for first, (inputs, targets) in zip(firsts, batches, strict=True)
-        ]
+        return list(zip(firsts, batches, strict=True))
 
     @property
     def rows(self) -> int:
@@ -108,11 +92,13 @@ class Request:
             return self
         rows = max(self.sizes)
         one = self.batches[self.sizes.index(rows)]
+        if one[0] is self.inputs and one[1] is self.targets:
+            return self
         return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
 
     def as_trial(self) -> Self:
-        """The request as a trial: two sub-steps per replica have a whole step's peak of memory."""
-        return replace(self, return_outputs=False, verify=False, retain_rows=False, max_substeps=2)
+        """The request without outputs and checks, for a trial whether sub-steps fit into memory."""
+        return replace(self, return_outputs=False, verify=False)
 
     def checked(self, device: torch.device) -> Self:
         """The request with its rows counted and its reduction resolved. Refuses invalid ones."""
@@ -128,7 +114,6 @@ class Request:
             raise ValueError("targets were given without a criterion: pass criterion=")
         batches, sizes = batches_of(self.inputs, self.targets, self.dim)
         if self.whole_batch:
-            self._require_whole()
             reduction = "sum"  # each share has a part of one loss
         else:
             _refuse_splits(self.criterion)
@@ -136,25 +121,7 @@ class Request:
         scale = 1.0
         if self.scaler is not None:
             scale = to_numbers(self.scaler.scale(torch.ones((), device=physical(device))))
-        return replace(
-            self, batches=batches, sizes=sizes, reduction=reduction, scale=scale, original=self
-        )
-
-    def replay_call(self, replica: int, sub_step: int) -> str:
-        """The text of the ``engine.replay`` call for one sub-step, with the user's options."""
-        original = self.original or self
-        args = ["inputs"]
-        if original.targets is not None:
-            args.append("targets")
-        if original.criterion is not None:
-            args.append("criterion" if original.targets is not None else "criterion=criterion")
-        args += [f"replica={replica}", f"sub_step={sub_step}"]
-        for name in ("reduction", "count", "scaler", "return_outputs", "whole_batch", "costs"):
-            value = getattr(original, name)
-            if value is not None and value is not False:
-                shown = repr(value) if isinstance(value, (str, bool)) else name
-                args.append(f"{name}={shown}")
-        return f"engine.replay({', '.join(args)})"
+        return replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
 
     def _require_functions(self) -> None:
         """Refuse values that are not functions, or functions at another argument's position."""
@@ -168,26 +135,6 @@ class Request:
             if value is not None:
                 check_function(name, value)
 
-    def _require_whole(self) -> None:
-        if self.graphs:
-            raise ValueError(
-                "graphs=True captures forward pass, loss and backward pass of a sub-step as one, "
-                "and with whole_batch=True the loss comes after all forward passes: make another "
-                "engine, without graphs, for this loss"
-            )
-        if self.criterion is None:
-            raise ValueError(
-                "whole_batch=True without a criterion: pass criterion=, which is called once as "
-                "criterion(outputs, targets) with all rows; a loss that the module computes sees "
-                "one micro-batch: return the outputs of the rows from forward instead"
-            )
-        for name, value in (("reduction", self.reduction), ("count", self.count)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}= says how the losses of micro-batches combine, and with "
-                    f"whole_batch=True there is one loss, of all rows; leave {name}= out"
-                )
-
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
@@ -200,6 +147,7 @@ def check_options(
     module: Any,
     accum: Any,
     micro_batch_size: Any,
+    replicas: int,
     micro_batch_cost: Any,
     dim: Any,
     accumulate_dtype: Any,
@@ -208,10 +156,16 @@ def check_options(
     check_module(module)
     if accum != "auto":
         _require_positive("accum", accum, ' or "auto"')
-    if micro_batch_size is not None:
-        _require_positive("micro_batch_size", micro_batch_size)
-    if micro_batch_cost is not None:
-        check_budget(micro_batch_cost)
+    if isinstance(micro_batch_size, (list, tuple)):
+        if len(micro_batch_size) != replicas or not all(
+            type(size) is int and size > 0 for size in micro_batch_size
+        ):
+            raise ValueError(
+                f"micro_batch_size={micro_batch_size} must have one int of at least 1 for each of "
+                f"the {replicas} replicas; pass one number for each entry of device_ids"
+            )
+    elif micro_batch_size is not None:
+        _require_positive("micro_batch_size", micro_batch_size, " or a list with one per replica")
     cuts = [f"accum={accum}"] if accum != 1 else []
     cuts += [f"micro_batch_size={micro_batch_size}"] if micro_batch_size is not None else []
     cuts += [f"micro_batch_cost={micro_batch_cost}"] if micro_batch_cost is not None else []
@@ -233,45 +187,15 @@ def _require_positive(name: str, value: Any, also: str = "") -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_graphs(
-    graphs: Any,
-    devices: Sequence[torch.device],
-    policy: BufferPolicy,
-    compile_fn: CompileFn | None,
-    micro_batch_cost: float | None,
-) -> None:
-    """Refuse ``graphs=True`` with options or devices that do not support it."""
-    if not isinstance(graphs, bool):
-        raise TypeError(f"graphs must be True or False, got {graphs!r}")
-    if not graphs:
-        return
-    if compile_fn is not None:
+def check_buffers(buffers: Any) -> None:
+    """Refuse values of the option ``buffers`` that there are not."""
+    if isinstance(buffers, str) and buffers == "mean":
         raise ValueError(
-            "graphs=True and a compiled module: torch.compile captures graphs of its own, with "
-            'compile={"mode": "reduce-overhead"}; pass one of them'
+            'buffers="mean" was removed in 0.3.0; pass "batch", which updates running statistics '
+            'once per step from all rows, or "master"'
         )
-    if policy.pools_batch_norms:
-        raise ValueError(
-            'graphs=True and buffers="batch": what batch normalisations see is noted in Python, '
-            "which a captured sub-step does not run; pass one of them"
-        )
-    if micro_batch_cost is not None:
-        raise ValueError(
-            "graphs=True and micro_batch_cost: a graph is captured for each shape of micro-batch, "
-            "and those that are cut by cost differ in nearly every step; pass one of them"
-        )
-    for device in devices:
-        if not can_record(device):
-            raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
-
-
-def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
-    """Refuse ``measure_noise`` with a single replica, whose gradient cannot be compared."""
-    if len(device_ids) * ranks < 2:
-        raise ValueError(
-            f"measure_noise=True compares the gradients of replicas, and there is one; name its "
-            f"device twice: device_ids={[str(device_ids[0])] * 2}"
-        )
+    if not isinstance(buffers, str) or buffers not in ("master", "batch"):
+        raise ValueError(f'buffers must be "master" or "batch", got {buffers!r}')
 
 
 def check_module(module: Any) -> None:

@@ -15,12 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.coalescing import by_dtype
-from scatterpar.devices.fingerprints import Route
-from scatterpar.devices.transfers import Prefetcher, Transfers
-from scatterpar.plan import Plan, Share
-from scatterpar.step import nested
-from scatterpar.step.markers import (
+from scatterpar.batch import nested
+from scatterpar.batch.markers import (
     Marker,
     all_tensors,
     has_markers,
@@ -28,6 +24,10 @@ from scatterpar.step.markers import (
     unwrap_marker,
     unwrap_markers,
 )
+from scatterpar.devices.coalescing import by_dtype
+from scatterpar.devices.fingerprints import Route
+from scatterpar.devices.transfers import Prefetcher, Transfers
+from scatterpar.plan import Plan, Share
 
 BatchList = Sequence[tuple[int, Any]]  # per batch: its first row, and its (inputs, targets)
 
@@ -46,16 +46,20 @@ def micro_batches(batch: BatchList, plan: Plan, dim: int) -> Iterator[Any]:
 def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:
     """A loader per share. Copies values without rows; the loaders copy rows when asked."""
     sources = {tensor.device for tensor in all_tensors(batch)}
+    is_marked = has_markers(batch)
     mover, loaders = LeafMover(transfers), []
+    moved: dict[torch.device, BatchList] = {}  # values without rows are in the memory of the key
     for share in plan.shares:
-        if sources <= {share.device}:
+        device = share.device
+        if sources <= {device}:
             loaders.append(ShareLoader(batch, share, dim))
             continue
-        ahead = Prefetcher(share.device, sources)
+        ahead = Prefetcher(device, sources)
         transfers.follow(ahead)
-        moved = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
-        copies = share.device in sources or has_markers(batch)
-        loaders.append(ShareLoader(moved, share, dim, ahead, copies=copies))
+        if device not in moved:
+            moved[device] = nested.map_leaves(partial(mover.move_rowless, device), batch)
+        copies = is_marked or device in sources
+        loaders.append(ShareLoader(moved[device], share, dim, ahead, copies=copies))
     return loaders
 
 
@@ -71,8 +75,7 @@ class ShareLoader:
     Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
     boundary. With ``copies``, ``load`` copies the rows once more on the device. This is needed if
     rows may share memory: they were on the device before, are in markers, or were packed into one
-    transfer. Without ``ahead`` all rows are on the device. ``on_load`` is called by each ``load``,
-    and by graphs that read the rows without it.
+    transfer. Without ``ahead`` all rows are on the device.
     """
 
     def __init__(
@@ -86,7 +89,6 @@ class ShareLoader:
         self._batch, self._share, self._dim = batch, share, dim
         self._ahead, self._copies = ahead, copies
         self._arrived: dict[int, Any] = {}
-        self.on_load: Callable[[int], object] = lambda number: None
 
     @property
     def is_local(self) -> bool:
@@ -111,7 +113,6 @@ class ShareLoader:
 
         With ``retain`` the rows stay on the device for a later call.
         """
-        self.on_load(number)
         if self._ahead is None:
             return self._sliced(number, _COPIED)
         for coming in (number, number + 1):
@@ -162,7 +163,7 @@ def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
 
 
 def _move_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
-    """``contents`` on ``device``; small tensors of one dtype are copied together."""
+    """``contents`` on ``device``; small host tensors of one dtype are copied together."""
     remote = {id(t): t for t in nested.tensors(contents) if t.device != device}
     small = {key: t for key, t in remote.items() if _is_small(t)}
     arrived: dict[int, Tensor] = {}
@@ -178,5 +179,8 @@ def _move_together(transfers: Transfers, device: torch.device, contents: Any) ->
 
 
 def _is_small(tensor: Tensor) -> bool:
+    # Packing a GPU's tensors would queue work there for which the copying stream does not wait.
+    if tensor.device.type != "cpu":
+        return False
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_contiguous()
     return plain and 0 < tensor.numel() * tensor.element_size() <= _SMALL

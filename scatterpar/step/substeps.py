@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,24 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from scatterpar.devices.runtime import synchronize_stream
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Marker
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.plan import Plan, Share
-from scatterpar.replicas.replicas import Replica, ReplicaSet
-from scatterpar.step import nested
-from scatterpar.step.attempt import Attempt
+from scatterpar.plan import Plan, Share, shown
+from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.step.attempt import Attempt, Clock
 from scatterpar.step.criterion_closure import note_wrong_devices
-from scatterpar.step.markers import Marker
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
-from scatterpar.step.stash import Stash
+from scatterpar.step.set_aside import not_replicated
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.threads.clock import SILENT, Clock, Event
 from scatterpar.threads.generators import generator_for_backward
 from scatterpar.threads.workers import add_note
-from scatterpar.torch_private import backward, nodes_of
+from scatterpar.torch_private import backward, leaves_reached, nodes_of
 
-_UNLOCKED = contextlib.nullcontext()
+_UNTIMED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,9 @@ class ReplicaTask:
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         replicas: the replica of the model, and that of the criterion if there is one.
         leaves: the tensors in which backward passes accumulate gradients.
-        stash: has the user's gradients and hooks, and the locks; ``None`` in inference.
-        clock: times the parts of sub-steps.
+        criterion_lock: held in calls of a criterion of the user's; replicas that share the
+            criterion share the lock.
+        clock: times the parts of sub-steps; ``None`` if nobody asks for them.
     """
 
     share: Share
@@ -57,69 +57,63 @@ class ReplicaTask:
     weights: Sequence[float] = ()
     replicas: Sequence[Replica] = ()
     leaves: Sequence[Tensor] = ()
-    stash: Stash | None = None
-    clock: Clock = SILENT
+    criterion_lock: threading.Lock | None = None
+    clock: Clock | None = None
 
-    def span(self, name: str, number: int) -> contextlib.AbstractContextManager[Event | None]:
+    def span(self, name: str, number: int) -> contextlib.AbstractContextManager[object]:
         """Time the body as a part of sub-step ``number``."""
-        return self.clock.span(name, self.share, number)
+        return self.clock.span(name, self.share, number) if self.clock else _UNTIMED
 
     def rows_of(self, number: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
-        if self.clock.is_idle:
+        if self.clock is None:  # not an empty span: N replicas share the GIL in each sub-step
             return self.loader.load(number, retain=retain)
-        with self.span("arrival", number) as span:
-            rows = self.loader.load(number, retain=retain)
-            if span is not None:
-                whole = [rows[0]] if type(rows[0]) is Tensor else nested.tensors(rows[0])
-                span.elements = sum(map(Tensor.numel, whole))
-            return rows
-
-    def launch_lock(
-        self, number: int, name: str = "forward"
-    ) -> contextlib.AbstractContextManager[object]:
-        """The lock, if needed, for the Python of a forward pass and its loss; timed."""
-        device, stash = self.share.device, self.stash
-        lock = _UNLOCKED if stash is None else stash.launch_lock(device)
-        if self.clock.is_idle:
-            return lock
-        span = self.span(name, number)
-        if stash is None or isinstance(lock, contextlib.nullcontext):
-            return span
-        return _both(stash.launch_lock(device, self.span("waiting", number)), span)
+        with self.span("arrival", number):
+            return self.loader.load(number, retain=retain)
 
     def run_backward(
         self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int
     ) -> None:
         """Run the backward pass from a micro-batch's loss, timed."""
-        if self.clock.is_idle:
+        if self.clock is None:
             run_backward([root], [factor], autocast)
-        else:
-            with self.span("backward", number):
-                run_backward([root], [factor], autocast)
+            return
+        with self.span("backward", number):
+            run_backward([root], [factor], autocast)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
 
+    def refuse_others(self, loss: Tensor, nodes: Sequence[Any]) -> None:
+        """Raise ``ValueError`` if ``loss`` reaches another network without passing ``nodes``.
+
+        The graph shows its parameters before they get a gradient, wherever the criterion hides
+        them. Leaves that are no parameters may be the criterion's own, as for a gradient penalty.
+        """
+        for leaf in leaves_reached(loss, nodes):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in self._leaf_ids:
+                raise not_replicated(leaf, self.criterion)
+
     @functools.cached_property
-    def needs_criterion_lock(self) -> bool:
-        """Whether calls of the criterion may share state; torch's own losses share none."""
-        kind = type(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
-        is_of_torch = getattr(kind, "__module__", None) in (
-            "torch.nn.functional",
-            "torch.nn.modules.loss",
-        )
-        return self.stash is not None and self.criterion is not None and not is_of_torch
+    def _leaf_ids(self) -> set[int]:
+        return set(map(id, self.leaves))
 
 
-@contextlib.contextmanager
-def _both(
-    lock: contextlib.AbstractContextManager[Any], span: contextlib.AbstractContextManager[Any]
-) -> Iterator[None]:
-    with lock, span:
-        yield
+def criterion_locks(
+    criterion: Callable[..., Any] | None, count: int
+) -> Sequence[threading.Lock | None]:
+    """Locks for ``count`` replicas' calls of a criterion; ``None`` for torch's own losses.
+
+    A function is shared, with all that it refers to. A module is not: each replica has a copy.
+    """
+    is_module = isinstance(criterion, nn.Module)
+    kind = type(criterion) if is_module else criterion
+    of_torch = "torch.nn.functional", "torch.nn.modules.loss"
+    if criterion is None or getattr(kind, "__module__", None) in of_torch:
+        return [None] * count
+    return [threading.Lock() for _ in range(count)] if is_module else [threading.Lock()] * count
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -159,54 +153,59 @@ class Result(NamedTuple):
 
 
 class note_replica:
-    """Add notes to an exception of the body: replica, sub-step and, for a request, the replay."""
+    """Add notes to an exception of the body: replica, device, sub-step and its rows."""
 
-    def __init__(
-        self, share: Share, number: int | None = None, request: Request | None = None
-    ) -> None:
+    def __init__(self, share: Share, number: int | None = None) -> None:
         self._share = share
         self.number = number
-        self._request = request
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            where = f"in replica {self._share.replica} on {self._share.device}"
-            if self.number is not None:
-                where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
-            add_note(error, f"{where}, counted from 0")
-            if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
-                add_note(error, _ONE_ROW)
-            if self._request is not None and self.number is not None:
-                call = self._request.replay_call(self._share.replica, self.number)
-                add_note(error, f"alone, in this thread:\n{call}")
+        if error is None:
+            return
+        where = f"in replica {self._share.replica} on {self._share.device}"
+        if self.number is not None:
+            where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
+            where += f", {_named_rows(self._share.rows_of(self.number))}"
+        add_note(error, f"{where}, counted from 0")
+        if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
+            add_note(error, _ONE_ROW)
+
+
+def _named_rows(numbers: Sequence[int]) -> str:
+    """The numbers of a sub-step's rows as text, such as "rows 40 to 47"."""
+    if len(numbers) == 1:
+        return f"row {numbers[0]}"
+    if isinstance(numbers, range):
+        return f"rows {numbers[0]} to {numbers[-1]}"
+    return f"rows {shown(', '.join(map(str, numbers)))}"
 
 
 def make_tasks(
     plan: Plan,
-    replica_set: ReplicaSet,
+    replica_set: Replicas,
     loaders: Sequence[ShareLoader],
     weights: Sequence[Sequence[float]] | None = None,
-    stash: Stash | None = None,
-    clock: Clock = SILENT,
+    clock: Clock | None = None,
 ) -> list[ReplicaTask]:
     """One task per share. With fewer rows than replicas, the last replicas have none."""
     tasks = []
+    locks = criterion_locks(next(iter(replica_set.criteria), None), len(plan.shares))
     for i, share in enumerate(plan.shares):
         sets = [each for each in replica_set.replica_sets if i < len(each.replicas)]
         criteria = replica_set.criteria
         tasks.append(
             ReplicaTask(
                 share,
-                module=replica_set.replicas[i].roots[0],
+                module=replica_set.of_model.replicas[i].root,
                 loader=loaders[i],
                 criterion=criteria[i] if i < len(criteria) else None,
                 weights=weights[i] if weights else (),
                 replicas=[each.replicas[i] for each in sets],
                 leaves=[each.replicas[i].tensors[n] for each in sets for n in each.trained_indices],
-                stash=stash,
+                criterion_lock=locks[i],
                 clock=clock,
             )
         )
@@ -245,45 +244,36 @@ def train_share(
     task: ReplicaTask,
     *,
     attempt: Attempt,
-    substeps: Callable[[ReplicaTask, Request], EagerSubsteps] = EagerSubsteps,
+    substeps: Callable[[ReplicaTask], EagerSubsteps],
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the loss."""
-    share, request, generators = task.share, attempt.request, attempt.generators
+    share, request = task.share, attempt.request
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    runner, number, draws = substeps(task, request), 0, False
-    where = note_replica(share, number, request)
-    try:
-        for number, weight in enumerate(task.weights[: request.max_substeps]):
-            if number:  # every replica runs its first sub-step, so errors do not depend on timing
-                proceed()
-            if draws:
-                generators.mark(share.replica, number)
-            where.number = number
-            with where:
-                loss, output = runner.run(number, weight)
-                losses.append(loss)
-                if request.return_outputs:
-                    outputs.append(output)
-                del output
-            if not number:
-                draws = generators.has_drawn(share.replica)
-    finally:
-        if not draws:  # sub-step 0 drew nothing: if none did, one mark is valid for all
-            generators.mark(share.replica, number + 1)
+    runner = substeps(task)
+    where = note_replica(share, 0)
+    for number, weight in enumerate(task.weights[: attempt.max_substeps]):
+        if number:  # every replica runs its first sub-step, so errors do not depend on timing
+            proceed()
+        where.number = number
+        with where:
+            loss, output = runner.run(number, weight)
+            losses.append(loss)
+            if request.return_outputs:
+                outputs.append(output)
+            del output
     with note_replica(share):
         runner.finish()
         stacked = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
-        synchronize_stream(stacked.device)  # errors of the device are raised here at the latest
-        values = to_numbers(stacked)
+        values = to_numbers(stacked)  # errors of the device are raised here at the latest
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
         if not weight:  # ignores even NaN
             continue
         total += value * weight
         if request.check_finite and not math.isfinite(value):
-            with note_replica(share, number, request):
+            with note_replica(share, number):
                 raise FloatingPointError(
                     f"the loss is {value} in replica {share.replica} on {share.device}, "
                     f"sub-step {number}; nothing was changed"
@@ -306,18 +296,28 @@ def run_backward(
 
 
 def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:
-    """The output and loss of one micro-batch, under the locks. Stashes the criterion's leaves."""
+    """The output and loss of one micro-batch.
+
+    One replica at a time calls a function that they share: what a call stores in a network that it
+    closes over, such as features that a hook keeps, is read by the same call.
+    """
     inputs, targets = rows
-    with task.launch_lock(number):
+    with task.span("forward", number):
         output = task.output_of(inputs)
         del rows, inputs
-        if task.stash is None or not task.needs_criterion_lock:
+        if task.criterion_lock is None:
             return output, loss_of(output, targets, task.criterion)
-        nodes = nodes_of(nested.tensors(output))
-        with task.stash.criterion_lock(task.share.device, task.span("waiting", number)):
+        nodes = nodes_of(nested.tensors(output))  # before the criterion, which may write outputs
+        with task.criterion_lock:
             loss = loss_of(output, targets, task.criterion)
-        task.stash.stash_reachable(loss, nodes, task.share.replica)
+        task.refuse_others(loss, nodes)
         return output, loss
+
+
+def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward") -> Any:
+    """The module's output for the rows of one micro-batch."""
+    with task.span(name, number):
+        return task.output_of(rows[0])
 
 
 def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None) -> Tensor:

@@ -19,10 +19,8 @@ from scatterpar.devices import runtime
 from scatterpar.report import warn
 from scatterpar.torch_private import (
     PROFILE_ALL_THREADS,
-    emits_nvtx,
     is_profiled,
     modes,
-    nvtx_emitted,
     saved_tensors_hooks,
 )
 
@@ -66,12 +64,11 @@ class CallerContext:
                 f"use one replica, which computes in the caller's thread"
             )
         self._contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
-        if is_profiled() and emits_nvtx():
-            self._contexts.append(nvtx_emitted)
-        elif is_profiled():
+        if is_profiled():
             warn(
-                f"torch.profiler records the caller's thread alone, and replicas compute in "
-                f"threads of their own: to see their operators, pass it {PROFILE_ALL_THREADS}"
+                f"a profiler of torch records the caller's thread alone, and replicas compute in "
+                f"threads of their own; to see their operators, pass {PROFILE_ALL_THREADS} to "
+                f"torch.profiler.profile"
             )
         self._variables = contextvars.copy_context()
         self._streams = runtime.current_streams()
@@ -113,6 +110,10 @@ class Interrupts:
 
     An interrupt is a signal with a Python handler, such as Ctrl-C or a time limit. The handler may
     raise. Python delivers signals to the main thread only; in any other thread this does nothing.
+
+    ``try`` and ``except KeyboardInterrupt`` cannot replace this: Python may raise before the
+    ``try`` is entered. ``signal.pthread_sigmask`` does not exist on Windows, and delivers a blocked
+    signal when it is unblocked, which is too late to drop the step.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,6 @@ regularly, and code that needs the memory waits for them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import math
@@ -22,21 +21,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch import nn
 
 from scatterpar import torch_private
 from scatterpar.devices import runtime
 from scatterpar.threads.caller_context import CallerContext, Interrupts, no_autocast_cache
-from scatterpar.threads.locks import Claims
 
 _Task = Callable[[], object]
 _Queue = SimpleQueue[_Task | None]
 
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IDLE_SECONDS = 0.1
-_EXIT_SECONDS = 4.0  # time for running jobs to end when the interpreter exits
+_EXIT_SECONDS = 4.0  # time for running calls to end when the workers stop
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
@@ -62,7 +61,7 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
         return
     for queue in queues:
         queue.put(None)
-    deadline = min(time.monotonic() + _EXIT_SECONDS, Workers.exit_by)
+    deadline = time.monotonic() + _EXIT_SECONDS
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -127,7 +126,11 @@ class Job:
         return not self.interrupted
 
 
-_LOOK_SECONDS = 0.5  # between checks whether all workers are alive
+_LOOK_SECONDS = 0.5  # on Windows no signal interrupts a longer wait
+
+
+class Overdue(Exception):
+    """Calls have not ended within the limit; their threads are abandoned."""
 
 
 class Cancelled(Exception):
@@ -141,20 +144,62 @@ def add_note(error: BaseException, text: str) -> None:
             error.add_note(text)
 
 
+@contextlib.contextmanager
+def restored(*restores: Callable[[], object]) -> Iterator[None]:
+    """Call ``restores`` after the body. If the body has failed, their failures become notes."""
+    try:
+        yield
+    except BaseException as error:
+        restore_after(error, *restores)
+        raise
+    restore_after(None, *restores)
+
+
+def restore_after(error: BaseException | None, *restores: Callable[[], object]) -> None:
+    """Call ``restores``; with an ``error``, which will be raised, their failures are notes on it.
+
+    After a kernel's assertion nothing on that device can be restored, and the first error says why.
+    """
+    for restore in restores:
+        try:
+            restore()
+        except Exception as another:
+            if error is None:
+                raise
+            add_note(error, f"after that, something could not be put back: {another!r}")
+
+
+_claims: dict[tuple[int, int], object] = {}  # by process, since a fork copies them, and module
+
+
+@contextlib.contextmanager
+def claimed(module: nn.Module | None) -> Iterator[None]:
+    """In the body, no other step may claim ``module``.
+
+    Two engines may have the same module, and two threads may run a step of each. Both would add to
+    ``.grad`` at once. Raises ``RuntimeError`` if another step has claimed the module.
+    """
+    key, claim = (os.getpid(), id(module)), object()
+    if module is not None and _claims.setdefault(key, claim) is not claim:  # atomic
+        raise RuntimeError(
+            f"another engine is in the middle of a step that trains this "
+            f"{type(module).__name__}, and two steps at once would mix their gradients: take one "
+            f"after the other, or give each thread a copy of the module"
+        )
+    try:
+        yield
+    finally:
+        if module is not None:
+            del _claims[key]
+
+
 class Workers:
     """One thread per replica, named after its device in ``devices``; runs ``parallel_apply``.
 
     The threads start with the first parallel call, are daemons, and stop when the object is closed
     or collected, or the interpreter exits. Each computes with its part of the caller's intra-op
     threads. ``owner`` is the name in error messages.
-
-    When the interpreter exits, jobs that daemon threads of the user started get four seconds. The
-    calling threads then sleep: until Python 3.14 the interpreter aborts if such a thread returns
-    from C++, or frees a tensor, too late.
     """
-
-    exit_by: ClassVar[float] = math.inf  # on the monotonic clock
-    _living: ClassVar[set[weakref.ref[Workers]]] = set()  # a WeakSet is copied in Python code
 
     def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
         self.count = len(devices)
@@ -168,23 +213,9 @@ class Workers:
         self._closed = False
         self._failed = False  # whether the last job failed; then its error's objects must be freed
         self.interrupts = Interrupts()
-        self.claims = Claims()
         self.abandoned = False
         self._queues: list[_Queue] = []
-        self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
-        self._living.add(weakref.ref(self, self._living.discard))
-
-    @classmethod
-    def exit(cls) -> None:
-        """Let only the main thread start jobs from now on; wait four seconds for running ones."""
-        cls.exit_by = time.monotonic() + _EXIT_SECONDS
-        for reference in list(cls._living):  # other threads may add and remove engines
-            workers, patience = reference(), max(0.0, cls.exit_by - time.monotonic())
-            if workers is None or workers._pid != os.getpid():
-                continue
-            if workers._lock.acquire(timeout=patience):
-                workers._lock.release()
 
     def parallel_apply(
         self,
@@ -192,18 +223,21 @@ class Workers:
         inputs: Sequence[tuple[Any, ...]],
         devices: Sequence[torch.device],
         cancel: threading.Event | None = None,
+        is_serial: bool = False,
+        seconds: float | None = None,
     ) -> list[Any]:
         """Call ``modules[i](*inputs[i])`` on ``devices[i]``, in parallel.
 
         A single call runs in the caller's thread. On the CPU as many calls start as there are
         cores, and each of the others when one ends: short calls that compete for cores and for the
         GIL cost several times as much. But calls may wait for each other, so all start soon in any
-        case. Calls on the same accelerator run one after the other.
+        case. Calls on the same accelerator run one after the other, and all with ``is_serial``.
 
         If a call fails, ``cancel`` is set, the others are waited for, and the error of the lowest
         replica is raised in the caller's thread, with the others in its notes. An interrupt also
         sets ``cancel``, and is raised when the calls have ended. A second interrupt stops waiting
-        and abandons the threads; ``abandoned`` is then true.
+        and abandons the threads; ``abandoned`` is then true. So do ``seconds`` without an end of
+        calls in several threads, which raise ``Overdue``.
         """
         runtime.tune_malloc(devices[0])
         if len(modules) == 1:
@@ -216,15 +250,17 @@ class Workers:
         ]
         # Calls on one accelerator draw from its one generator, so they run in order.
         threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]
+        threads = [0] * len(devices) if is_serial else threads
         at_once = runtime.max_concurrency(devices)
-        return self._dispatch(Job(calls, threads, at_once, cancel or threading.Event()))
+        job = Job(calls, threads, at_once, cancel or threading.Event())
+        return self._dispatch(job, seconds)
 
     @contextlib.contextmanager
-    def exclusive(self, *things: object) -> Iterator[None]:
-        """In the body, this thread owns the workers and claims ``things``. Interrupts are deferred.
+    def exclusive(self, module: nn.Module | None = None) -> Iterator[None]:
+        """In the body, this thread owns the workers and claims ``module``; interrupts are deferred.
 
-        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or if another
-        job claims one of the things.
+        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or if the step
+        of another engine has claimed the module.
         """
         self._refuse_if_closed()
         if os.getpid() != self._pid:
@@ -234,11 +270,6 @@ class Workers:
             )
         with Interrupts() as interrupts:  # first: no interrupt between the lock and the try
             is_held = self._lock.acquire(blocking=False)
-            if self._is_exiting():  # the exiting thread may hold the lock
-                if is_held:
-                    self._lock.release()
-                time.sleep(_EXIT_SECONDS)  # ends with the interpreter
-                raise RuntimeError(f"{self._owner} begins no step while the interpreter exits")
             if not is_held:
                 raise RuntimeError(
                     f"{self._owner} is in the middle of a step: another cannot start from "
@@ -249,19 +280,15 @@ class Workers:
                 if self._failed:
                     self._await_deferred_frees()
                 self._failed = True
-                self.claims.take(*things)
-                yield
+                with claimed(module):
+                    yield
                 self._failed = False
+            except BaseException as error:
+                if runtime.is_out_of_memory(error):  # else the caller's next try runs out, too
+                    runtime.clear_frames(error)
+                raise
             finally:
-                self.claims.release()
                 self._lock.release()
-                if self._is_exiting():
-                    time.sleep(_EXIT_SECONDS)
-
-    def _is_exiting(self) -> bool:
-        """Whether the interpreter exits and this thread is not the main thread."""
-        is_main = threading.current_thread() is threading.main_thread()
-        return self.exit_by < math.inf and not is_main
 
     def release(self) -> None:
         """Free cached memory; call it in the body of ``exclusive``, outside ``parallel_apply``."""
@@ -284,14 +311,14 @@ class Workers:
         if self._closed:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
-    def _dispatch(self, job: Job) -> list[Any]:
+    def _dispatch(self, job: Job, seconds: float | None) -> list[Any]:
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
             for number, thread in enumerate(job.threads):
                 queues[thread].put(partial(job.run, number))
         try:
-            self._wait(job)
+            self._wait(job, math.inf if seconds is None else time.monotonic() + seconds)
             results = [job.results.get(number) for number in range(len(job.threads))]
             errors = [(i, job.errors[i]) for i in sorted(job.errors)]
         finally:
@@ -307,14 +334,18 @@ class Workers:
         finally:
             del errors, results
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: Job, deadline: float) -> None:
         """Wait until all calls have ended. Raises the first interrupt afterwards."""
         interrupt: BaseException | None = None
         while job.busy:
+            if time.monotonic() > deadline:
+                job.interrupted = True
+                job.cancel.set()
+                self._abandon()
+                raise Overdue
             try:
                 with self.interrupts.allowed(), contextlib.suppress(Empty):
                     job.ended.get(timeout=_LOOK_SECONDS)
-                self._find_lost(job)
             except BaseException as error:
                 self.interrupts.defer()
                 job.interrupted = True
@@ -330,19 +361,6 @@ class Workers:
             finally:
                 del interrupt
 
-    def _find_lost(self, job: Job) -> None:
-        """Fail the calls of dead threads: an exception set from outside has ended these."""
-        for number in list(job.busy):
-            thread = self._threads[job.threads[number]]
-            if not thread.is_alive() and number in job.busy:
-                text = (
-                    f"{self._owner} lost a worker ({thread.name}): an exception was raised in its "
-                    f"thread from outside; nothing was changed, and the next step starts new "
-                    f"workers"
-                )
-                job.fail(number, RuntimeError(text))
-                job.busy.discard(number)
-
     def _abandon(self) -> None:
         """Let threads that still work end by themselves; the next job starts new ones."""
         self.abandoned = True
@@ -352,35 +370,22 @@ class Workers:
 
     def _started(self) -> list[_Queue]:
         if self._stop is not None and self._stop.alive:
-            if all(thread.is_alive() for thread in self._threads):
-                return self._queues
-            self._abandon()
+            return self._queues
         torch_private.renew_engine()
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]
         ready = threading.Barrier(self.count + 1)
-        self._threads = threads = [
+        threads = [
             threading.Thread(target=_serve, args=(queue, budget, ready), daemon=True, name=name)
             for queue, name in zip(self._queues, self._names, strict=True)
         ]
-        try:
-            for thread in threads:  # a new context: a thread would keep the caller's alive
-                contextvars.Context().run(thread.start)
-        except RuntimeError as error:
-            if "shutdown" in str(error):  # in Python 3.12
-                raise RuntimeError(
-                    f"{self._owner} has no threads yet, and Python starts none while the "
-                    f"interpreter exits; take the first step before that"
-                ) from error
-            raise
+        for thread in threads:  # a new context: a thread would keep the caller's alive
+            contextvars.Context().run(thread.start)
         ready.wait()
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
         self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
         return self._queues
-
-
-atexit.register(Workers.exit)
 
 
 def _described(error: BaseException) -> str:

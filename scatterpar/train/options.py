@@ -1,4 +1,4 @@
-"""The command line of `python -m scatterpar train`: a dataclass whose fields tyro reads."""
+"""The options of `python -m scatterpar train`: dataclasses whose fields tyro reads."""
 
 from __future__ import annotations
 
@@ -16,171 +16,139 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from scatterpar.train.data import EMBEDDED, UsageError
-from scatterpar.train.machines import run_id
-
 LARGE_BATCH = 4096
-_MICRO_BATCH_SIZE = 64
-_LONGEST_DEFAULT_WARMUP = 5
-_DECISIVE = """data val image_size augment smallest_crop erase mixup cutmix skip_broken model batch
-    epochs base_lr warmup_epochs drop_at optimizer layer_decay momentum weight_decay label_smoothing
-    clip ema autocast seed"""
+EMBEDDED = "embedded"
+# The options that decide the result of a run: a resumed run must have the same ones.
+_DECISIVE = """data val image_size augment erase mixup cutmix skip_broken model batch epochs base_lr
+    warmup_epochs drop_at optimizer momentum weight_decay label_smoothing clip ema autocast seed"""
 # Ranges of numbers: in words, as a test, and the options of all commands that they apply to.
-_POSITIVE = """batch epochs accum micro_batch_size image_size checkpoint_every drop_at shares
-    base_lr clip smallest_crop layer_decay ema top val"""
+_POSITIVE = """batch epochs micro_batch_size image_size checkpoint_every drop_at base_lr clip ema
+    top val"""
 _NOT_NEGATIVE = """warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay
     label_smoothing seed"""
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above zero", lambda x: 0 < x < math.inf, _POSITIVE),
     ("zero or above", lambda x: 0 <= x < math.inf, _NOT_NEGATIVE),
-    ("at most 1", lambda x: x <= 1, "smallest_crop layer_decay erase label_smoothing"),
+    ("at most 1", lambda x: x <= 1, "erase label_smoothing"),
     ("below 1", lambda x: x < 1, "momentum ema val"),
     ("below 2**31", lambda x: x < 2**31, "seed"),
 )
-_EXAMPLES = """examples:
-  python -m scatterpar train                                    the images that are included
-  python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
-  python -m scatterpar train --data photos --model timm:resnet50 --batch 1024 --skip-broken 10
-  python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/photos
-  python -m scatterpar train --config photos.toml --epochs 90   a file of options, in TOML
-  python -m scatterpar train --out runs/photos --resume …       goes on where that run was
+# Options that do not exist, and what to use instead.
+_INSTEAD = {
+    "batch-size": "the images of a step are --batch N, those of a sub-step --micro-batch-size N",
+    "accum": "removed in 0.3.0; --micro-batch-size N sets the images of a sub-step",
+    "shares": "removed in 0.3.0; the engine has it: ScatterOnceParallel(model, shares=[2, 1])",
+    "layer-decay": "removed in 0.3.0; use timm.optim.param_groups_layer_decay in a script",
+    "smallest-crop": "removed in 0.3.0; --augment none takes pictures without random crops",
+    "init": "removed in 0.3.0; --model package.module:callable may load weights",
+    "check-data": "removed in 0.3.0; --skip-broken N leaves out up to N unreadable pictures",
+    "wandb": "removed in 0.3.0; wandb.init(sync_tensorboard=True) before scatterpar.__main__.main "
+    "logs the same curves, with tensorboard installed",
+}
 
-Writes into --out: report.html (look at it in a browser), metrics.jsonl (one JSON object a line:
-options, versions and commit of each start, steps, epochs), curves.png, checkpoint.pt, best.pt, and
-TensorBoard's event file if that is installed. What torchrun starts again goes on from the
-checkpoint by itself. Exit codes: 0 finished, 1 diverged training, 2 wrong argument
-or data, 130 interrupted, 143 ended by SIGTERM; both keep what was reached."""
+_LISTS = ("--devices", "--drop-at")  # their values are separated by spaces or commas
 
-# If the default is None, the help text says what that means.
-_arg = tyro.conf.arg
+_arg = tyro.conf.arg  # the help text says what a default of None means
 Number = Annotated[int | None, _arg(help_behavior_hint="", metavar="N")]
 Rate = Annotated[float | None, _arg(help_behavior_hint="", metavar="X")]
 Name = Annotated[str | None, _arg(help_behavior_hint="", metavar="NAME")]
 Folder = Annotated[Path | None, _arg(help_behavior_hint="", metavar="PATH")]
+OutFolder = Annotated[Path, _arg(help_behavior_hint="", metavar="PATH")]
+Batch = Annotated[int | Literal["auto"] | None, _arg(help_behavior_hint="", metavar="auto|N")]
+Precision = Annotated[Literal["bfloat16", "float16"] | None, _arg(help_behavior_hint="")]
 Devices = Annotated[tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")]
-_LISTS = ("--devices", "--shares", "--drop-at")  # their values are separated by spaces or commas
 
 
 @dataclass(frozen=True)
-class Options:
-    """Train a network on large batches, in one process; with torchrun on several machines."""
+class ImageOptions:
+    """The images, and how they are varied."""
 
-    examples: ClassVar[str] = _EXAMPLES
-
-    # options from a TOML file, such as `epochs = 90`; those of the command line come after it
-    config: Folder = None
-
-    # folder of images in train/CLASS/ and test/CLASS/ (or val), or in CLASS/ with --val; or timm's
-    # name of a set:
-    # torch/NAME, one of torchvision's such as torch/fashion_mnist; hfds/NAME, one of Hugging Face's
-    # or a folder that its datasets can read; or embedded (Fashion-MNIST's test set, 8,192 to train
-    # on and 1,808 to test)
+    # folder of images in train/CLASS/ and test/CLASS/ (or val), or in CLASS/ with --val; or a name:
+    # torch/NAME, one of torchvision's sets such as torch/fashion_mnist; hfds/NAME, one of Hugging
+    # Face's or a folder for its datasets; or embedded (Fashion-MNIST's test set, in two parts)
     data: str = EMBEDDED
-    # part of each class to test on, such as 0.1, for a folder of classes that has no split; the
-    # same pictures in every run
-    val: Rate = None
-    # where the sets of libraries lie
-    data_root: Path = Path("data")
-    # fetch the library's set where it is missing
-    download: bool = False
-    # height and width that pictures are brought to (default: 224, or the shorter side of the
-    # first picture where that is smaller)
-    image_size: Number = None
-    # how training pictures are varied: crop (random crop and flip, the default), a policy of
-    # timm's such as rand-m9-mstd0.5 (that and the policy), or none
+    val: Rate = None  # part of each class to test on, such as 0.1, if there is no split
+    data_root: Path = Path("data")  # where the sets of libraries are stored
+    download: bool = False  # fetch the library's set if it is missing
+    image_size: Number = None  # sides of pictures (default: the first one's shorter, at most 224)
+    # how training pictures are varied: crop (random crop and flip, the default), none, or crop
+    # and a policy of timm's such as rand-m9-mstd0.5
     augment: Name = None
-    # smallest part of a picture's area that a random crop shows
-    smallest_crop: float = 0.08
-    # how often a rectangle is erased
-    erase: float = 0.0
-    # mix pictures and labels by mixup, with this alpha
-    mixup: float = 0.0
-    # mix pictures and labels by CutMix, with this alpha
-    cutmix: float = 0.0
-    # processes that read pictures (default: one for each core, at most 16; 0: none)
-    workers: Number = None
-    # look at all pictures first, in parallel, and write the list of those that cannot be read
-    # into broken.txt in --out
-    check_data: bool = False
-    # leave out so many pictures that cannot be read, and count them, rather than stop
-    skip_broken: int = 0
+    erase: float = 0.0  # how often a rectangle is erased
+    mixup: float = 0.0  # mix pictures and labels, with this alpha
+    cutmix: float = 0.0  # the same by CutMix
+    workers: Number = None  # reading processes (default: one per core, at most 16; 0: none)
+    skip_broken: int = 0  # leave out so many pictures that cannot be read, rather than stop
 
-    # cnn, timm:NAME such as timm:resnet50, or package.module:callable, called with
-    # num_classes where it has that parameter, such as torchvision.models:resnet101
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The network, and how it is trained."""
+
+    # cnn, timm:NAME such as timm:resnet50, or package.module:callable such as
+    # torchvision.models:resnet101, called with num_classes if it has that parameter
     model: str = "cnn"
-    # start from the weights that timm has for its model, which are fetched if they are missing
-    pretrained: bool = False
-    # images of a step, over all machines (default: as many as leave 50 steps an epoch, at most
-    # 4096). auto: from 256 on, doubled after an epoch if the gradient's noise scale has reached the
-    # double, as long as an epoch keeps 8 steps; needs two replicas
-    batch: Annotated[
-        int | Literal["auto"] | None, _arg(help_behavior_hint="", metavar="auto|N")
-    ] = None
-    # how often all images are used
-    epochs: int = 20
-    # learning rate for batches of 256; scaled for the images of a step
-    base_lr: float = 0.0125
-    # epochs until the rate is reached; a cosine follows (default: a fifth of --epochs, at most 5;
-    # with --batch auto 0)
+    pretrained: bool = False  # start from timm's weights for its model, fetched if missing
+    # images of a step (default: as many as leave 50 steps an epoch, from 32 to 4096). auto: 256,
+    # doubled while the gradient's noise scale is twice that, as long as an epoch keeps 8 steps;
+    # needs two replicas
+    batch: Batch = None
+    epochs: Number = None  # how often all images are used (default: 20; for the included images 5)
+    base_lr: float = 0.0125  # learning rate for batches of 256; scaled for the images of a step
+    # epochs until the rate is reached; a cosine follows (default: a fifth of all, at most 5; with
+    # --batch auto 0)
     warmup_epochs: Number = None
-    # let the rate fall to a tenth after these epochs, such as 30 60 80, in place of the cosine
-    drop_at: tuple[int, ...] = ()
-    # class of torch.optim, or any name of timm's, such as lamb; SGD has Nesterov momentum
-    optimizer: str = "SGD"
-    # rate of each layer over that of the one after it, by timm, such as 0.75 to fine-tune
-    layer_decay: Rate = None
-    # of SGD
-    momentum: float = 0.9
-    # on all but biases and normalisation
-    weight_decay: float = 5e-4
-    # part of a label that is spread over all classes
-    label_smoothing: float = 0.0
-    # scale gradients down to at most this norm
-    clip: Rate = None
-    # keep a moving average of the weights with this decay, such as 0.999, and test with it
-    ema: Rate = None
-    # start from the weights in a state dict or checkpoint, as far as they fit
-    init: Folder = None
-    # random seed: weights, order of the images, augmentation
-    seed: int = 0
+    drop_at: tuple[int, ...] = ()  # epochs after which the rate is a tenth, such as 30 60 80
+    optimizer: str = "SGD"  # class of torch.optim, or timm's name such as lamb; SGD is Nesterov's
+    momentum: float = 0.9  # of SGD
+    weight_decay: float = 5e-4  # on all but biases and normalisation
+    label_smoothing: float = 0.0  # part of a label that is spread over all classes
+    clip: Rate = None  # scale gradients down to at most this norm
+    ema: Rate = None  # test with a moving average of the weights, of this decay, such as 0.999
+    seed: int = 0  # random seed: weights, order of the images, augmentation
 
-    # sub-steps of each replica, in place of --micro-batch-size
-    accum: Number = None
-    # images of a sub-step (default: 64)
-    micro_batch_size: Number = None
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """The devices, and how they compute."""
+
     # a device for each replica, such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU; without
-    # any, four replicas on the CPU)
+    # any, two replicas on the CPU)
     devices: Devices = ()
-    # relative sizes of the replicas' shares of a batch, such as 2,1,1 or 2 1 1, or auto: after the
-    # devices' measured pace (default: equal)
-    shares: Annotated[
-        Literal["auto"] | tuple[float, ...] | None,
-        _arg(help_behavior_hint="", metavar="auto|X [X ...]"),
-    ] = None
-    # measure the gradient's noise scale: about the batch beyond which more images buy few steps
-    # (McCandlish et al. 2018); needs two replicas
-    measure_noise: bool = False
-    # keep the optimizer's state on all devices, a part on each, rather than on the first; same bits
-    shard_optimizer: bool = False
-    # compile the network with torch.compile
-    compile: bool = False
-    # compute in bfloat16 or float16 where that is safe; float16 with a gradient scaler
-    autocast: Annotated[Literal["bfloat16", "float16"] | None, _arg(help_behavior_hint="")] = None
-    # keep images with their channels last in memory, often faster for convolutions
-    channels_last: bool = False
+    micro_batch_size: int = 64  # images of a sub-step of each replica
+    measure_noise: bool = False  # measure the gradient's noise scale; needs two replicas
+    shard_optimizer: bool = False  # keep a part of the optimizer's state on each device; same bits
+    compile: bool = False  # compile the network with torch.compile
+    autocast: Precision = None  # compute in that precision where it is safe
+    channels_last: bool = False  # channels last in memory, often faster for convolutions
 
-    # log to this project of Weights & Biases, too (WANDB_MODE=offline: without a network)
-    wandb: Name = None
-    # folder for what is written (default: a new one in runs/; with torchrun runs/train-ID, after
-    # its --rdzv-id)
-    out: Annotated[Path, _arg(help_behavior_hint="", metavar="PATH")] = field(
-        default_factory=lambda: Path("runs") / f"train-{run_id() or time.strftime('%Y%m%d-%H%M%S')}"
-    )
-    # steps between checkpoints; the last step always has one
-    checkpoint_every: int = 100
-    # go on from the checkpoint in --out, which must be given: bit for bit on as many machines and
-    # replicas
-    resume: bool = False
+
+@dataclass(frozen=True)
+class FileOptions:
+    """What is read and written."""
+
+    config: Folder = None  # options from a TOML file; those of the command line override it
+    # folder for what is written (default: a new one in runs/)
+    out: OutFolder = field(default_factory=lambda: Path(time.strftime("runs/train-%Y%m%d-%H%M%S")))
+    checkpoint_every: int = 100  # steps between checkpoints; the last step always has one
+    resume: bool = False  # go on from --out's checkpoint, bit for bit on as many replicas
+
+
+@dataclass(frozen=True)
+class Options(FileOptions, DeviceOptions, TrainingOptions, ImageOptions):
+    """Train a network on large batches, with all GPUs of this machine, in one process."""
+
+    examples: ClassVar[str] = """examples:
+  python -m scatterpar train                                    the images that are included
+  python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
+  python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/photos
+  python -m scatterpar train --config photos.toml --epochs 90   a file of options, in TOML
+  python -m scatterpar train --out runs/photos --resume …       goes on where that run was
+
+Writes into --out: metrics.jsonl (one JSON object a line: options, versions and commit of each
+start, steps, epochs), curves.png, checkpoint.pt, best.pt, and TensorBoard's event file if that is
+installed. Exit codes: 0 finished, 1 diverged training, 2 wrong argument or data, 130 interrupted,
+143 ended by SIGTERM; both keep what was reached."""
 
     def settings(self) -> dict[str, Any]:
         """Return the options that determine the result of the run, up to rounding."""
@@ -194,28 +162,35 @@ class Options:
 
 def parse(arguments: Sequence[str]) -> Options:
     """Read the command line, and fill in the defaults that depend on other options."""
-    options: Options = read(Options, arguments, "train")
-    grows, size, warmup = options.batch == "auto", options.micro_batch_size, options.warmup_epochs
-    if options.accum is not None and (grows or size is not None):
-        raise UsageError(
-            "--accum and --micro-batch-size say the same thing twice: give one; --batch auto keeps "
-            "the size of a sub-step while the batch grows, so it takes --micro-batch-size"
-        )
-    size = size or (None if options.accum else _MICRO_BATCH_SIZE)
+    options: Options = read(Options, arguments, "train", _grouped)
+    grows, epochs, warmup = options.batch == "auto", options.epochs, options.warmup_epochs
+    if epochs is None:
+        epochs = 5 if options.data == EMBEDDED else 20  # 5: half a minute on two cores
     if warmup is None:
-        warmup = 0 if grows else min(_LONGEST_DEFAULT_WARMUP, options.epochs // 5)
-    for earlier, later in pairwise((warmup, *options.drop_at, options.epochs)):
+        warmup = 0 if grows else min(5, epochs // 5)
+    for earlier, later in pairwise((warmup, *options.drop_at, epochs)):
         if earlier >= later:
             raise UsageError(
                 f"--warmup-epochs, --drop-at and --epochs must rise, and {later} follows {earlier}"
             )
-    return dataclasses.replace(
-        options,
-        warmup_epochs=warmup,
-        micro_batch_size=size,
-        accum=options.accum or 1,
-        measure_noise=options.measure_noise or grows,
-    )
+    noise = options.measure_noise or grows
+    return dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup, measure_noise=noise)
+
+
+def _grouped(
+    images: ImageOptions, training: TrainingOptions, device: DeviceOptions, file: FileOptions
+) -> Options:
+    """Join the groups that `--help` shows."""
+    return Options(**vars(images), **vars(training), **vars(device), **vars(file))
+
+
+class UsageError(Exception):
+    """An argument or a file of the user is wrong. The message is one line."""
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's message in one line, or its class if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def exit_code_of(command: str, action: Callable[[], int]) -> int:
@@ -230,16 +205,22 @@ def exit_code_of(command: str, action: Callable[[], int]) -> int:
         return 130
 
 
-def read(kind: type[Any], arguments: Sequence[str], command: str) -> Any:
-    """Read a command's options; those of a `--config` file come first."""
+def read(
+    kind: type[Any], arguments: Sequence[str], command: str, make: Callable[..., Any] | None = None
+) -> Any:
+    """Read a command's options, of a dataclass; those of a `--config` file come first."""
     words = [part for w in arguments for part in (w.split("=", 1) if w[:2] == "--" else [w])]
     files = [later for word, later in pairwise(words) if word == "--config"]
+    words = [*(word for file in files for word in _of_file(Path(file))), *words]
+    for word in words:
+        if word[:2] == "--" and (instead := _INSTEAD.get(word[2:].replace("_", "-"))):
+            raise UsageError(f"there is no {word}: {instead}")
     options = tyro.cli(
-        kind,
+        make or kind,
         prog=f"python -m scatterpar {command}",
-        args=[*_separated([*(word for file in files for word in _of_file(Path(file))), *words])],
+        args=[*_separated(words)],
         description=f"{inspect.getdoc(kind)}\n\n{kind.examples}",
-        config=(tyro.conf.FlagCreatePairsOff,),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
     )
     for range_, fits, names in _RANGES:
         for name in names.split():
@@ -262,7 +243,7 @@ def _of_file(path: Path) -> Iterator[str]:
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from error
+        raise UsageError(f"--config {path} cannot be read: {words_of(error)}") from error
     for name, value in options.items():
         if value is not False:
             yield "--" + name.replace("_", "-")

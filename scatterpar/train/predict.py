@@ -17,14 +17,13 @@ import tyro
 from torch import Tensor
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.checkpoint import load, written
-from scatterpar.train.data import TEST, UsageError, words_of
+from scatterpar.train import options as opt
+from scatterpar.train.data import TEST, Files, find_files, make_pictures
 from scatterpar.train.feed import Feed, Request
-from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
-from scatterpar.train.options import Devices, Folder, Name, Number, Options, exit_code_of, read
-from scatterpar.train.pictures import PictureData, find_files
-from scatterpar.train.training import scored
+from scatterpar.train.options import UsageError, words_of
+from scatterpar.train.records import load, written
+from scatterpar.train.training import choose_devices, scored
 
 _KNOWN = (BUILT_IN, "torchvision.models", "timm")  # their models need no --model
 _BATCH = 1024  # pictures
@@ -32,44 +31,43 @@ _BATCH = 1024  # pictures
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """Write the classes of all pictures in a folder, with their scores, as CSV: a line a file."""
+    """Write the classes of pictures, with their scores, as CSV: one line per file."""
 
     examples: ClassVar[str] = """examples:
   python -m scatterpar predict runs/photos/best.pt photos/new --out classes.csv --top 5"""
 
-    # best.pt or checkpoint.pt of a training run
-    checkpoint: tyro.conf.Positional[Path]
-    # folder of pictures, searched recursively
+    checkpoint: tyro.conf.Positional[Path]  # best.pt or checkpoint.pt of a training run
+    # a picture, or a folder of pictures, which is searched recursively
     folder: tyro.conf.Positional[Path]
-    # write there (default: standard output)
-    out: Folder = None
-    # classes of each picture
-    top: int = 1
-    # pictures of a sub-step of each device
-    micro_batch_size: int = 64
+    out: opt.Folder = None  # write there (default: standard output)
+    top: int = 1  # classes of each picture
+    micro_batch_size: int = 64  # pictures of a sub-step of each device
     # such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU, or the CPU)
-    devices: Devices = ()
+    devices: opt.Devices = ()
     # processes that read pictures; 0: none (default: one for each core, at most 16)
-    workers: Number = None
+    workers: opt.Number = None
     # allow the checkpoint to call this package.module:callable, if it was trained so
-    model: Name = None
-    # leave out so many pictures that cannot be read, rather than stop
-    skip_broken: int = 0
+    model: opt.Name = None
+    skip_broken: int = 0  # leave out so many pictures that cannot be read, rather than stop
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the tool. Returns the exit code: 0; 2: wrong argument or picture; 130: interrupted."""
-    return exit_code_of("predict", lambda: predict(read(PredictOptions, arguments, "predict")))
+    read = functools.partial(opt.read, PredictOptions, arguments, "predict")
+    return opt.exit_code_of("predict", lambda: predict(read()))
 
 
 def predict(options: PredictOptions) -> int:
     """Write the classes of all pictures."""
-    files = find_files(options.folder, [""], allow_empty=True)
+    is_one = options.folder.is_file()
+    start = options.folder.parent if is_one else options.folder
+    files = Files([(str(options.folder), 0)]) if is_one else find_files(start, [""], True)
     model, about = _load_model(options)
     classes, size = tuple(about["class_names"]), about["image_shape"][1]
-    data = PictureData(Options(image_size=size, augment="none"), files, files, classes)
-    default = () if torch.accelerator.is_available() else ("cpu",)
-    devices = choose_devices(options.devices or default)
+    data = make_pictures(opt.Options(image_size=size, augment="none"), files, files, classes)
+    devices = choose_devices(
+        options.devices or (() if torch.accelerator.is_available() else ("cpu",))
+    )
     coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(_BATCH))
     model, rows = model.to(devices[0]).eval(), options.micro_batch_size
     warn = functools.partial(print, file=sys.stderr)
@@ -81,10 +79,10 @@ def predict(options: PredictOptions) -> int:
         ScatterOnceParallel(model, device_ids=devices, micro_batch_size=rows) as engine,
         Feed(data, coming, options.workers, options.skip_broken, warn) as feed,
     ):
-        for batch, scores in scored(engine, feed, len(files)):
+        for batch, scores in scored(engine, feed, len(files), len(classes)):
             best = map(Tensor.tolist, scores.softmax(1).topk(top))
             for row, values, numbers in zip(batch.rows.tolist(), *best, strict=True):
-                name = os.path.relpath(files.name(row), options.folder)
+                name = os.path.relpath(files[row][0], start)
                 pairs = zip(numbers, values, strict=True)
                 writer.writerow([name, *(x for i, v in pairs for x in (classes[i], f"{v:.6f}"))])
     if options.out is None:

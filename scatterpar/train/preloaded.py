@@ -5,8 +5,8 @@ import contextlib
 import os
 import sys
 
-from scatterpar.train.data import UsageError
-from scatterpar.train.pictures import library
+from scatterpar.train.data import library
+from scatterpar.train.options import UsageError
 
 with contextlib.suppress(UsageError):  # raised again where it is needed
     library("torchvision.transforms.v2")

@@ -1,16 +1,16 @@
-"""Check that the engine combines losses correctly, and that its gradient is right.
+"""One question: is what this step computes in parts what plain torch computes at once?
 
-Before the sub-steps the check runs on some rows, and everything that it changes is restored::
+Before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and batch, the engine computes a
+few of the user's rows twice: at once, by the user's own module and criterion in plain torch, and in
+parts, as it is about to. If loss or gradient differ by more than rounding, it refuses before
+anything changes, and says what would be right.
 
-    parts    = choose_rows(batch)                              rows that differ as much as they can
-    outputs  = module(all rows), without a graph
-    expected = d criterion(outputs, targets) / d outputs                                of all rows
-    combined = sum of weight * d criterion(outputs, targets) / d outputs               of each part
-    if they differ by more than rounding, and a second choice of rows does not agree:
-        raise ValueError(what the criterion seems to do, what to pass)
-
-If the criterion refers to the module, the replica's loss of a few rows must equal that of the
-user's own module in plain torch (``few_rows``, which also tells of outputs that depend on other
-rows). ``engine.check`` compares the gradients of a whole batch when the user asks. The engine
-imports this package; of the integrations, only ``trainer_base.py`` does.
+``verifier`` decides when, and writes errors and warnings. ``look`` computes and compares. ``rows``
+chooses rows. ``user_state`` saves and restores what user code changes. ``gradient_check`` is
+``engine.check``: the same question over all rows, through the step's own schedule. The engine
+imports this package; of the integrations, only ``transformers.py`` does.
 """
+
+from scatterpar.verify.verifier import fits
+
+__all__ = ["fits"]

@@ -10,18 +10,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from scatterpar import torch_private
-from scatterpar.devices.transfers import Transfers, to_numbers
+from scatterpar.batch import nested
+from scatterpar.batch.markers import unwrap_markers
+from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.module_copy import module_of
-from scatterpar.step import nested
-from scatterpar.step.markers import unwrap_markers
-from scatterpar.step.outcome import Outcome
+from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import as_call, loss_of
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.threads.workers import Workers
-from scatterpar.verify.user_state import preserve_user_state
+from scatterpar.threads.workers import Workers, restored
+from scatterpar.torch_private import hooks_taken_off, uncompiled
+from scatterpar.verify.user_state import UserState
 
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SMALLEST_SCALE = 1e-6  # gradients smaller than this part of the largest are only rounding
@@ -84,26 +84,41 @@ def compare(
     outcome = compute_step()
     drawn = outcome.attempt.generators.drawn
     outcome.attempt.undo()
-    tensors = [tensor for tensor, _ in outcome.gradients]
+    tensors, found = zip(*outcome.gradients, strict=True) if outcome.gradients else ((), ())
     owner = module_of(request.criterion)
-    roots = [module] if owner is None else [module, owner]
-    with (
-        preserve_user_state([*roots, request.criterion], [device], parameters=True) as state,
-        torch_private.uncompiled(),
-        torch_private.hooks_taken_off(tensors),
-    ):
-        plain = partial(_plain, module, request, device, tensors)
+    roots = {"": module} if owner is None else {"": module, "criterion.": owner}
+    names = {id(p): at + name for at, root in roots.items() for name, p in root.named_parameters()}
+    state = UserState([*roots.values(), request.criterion], [device], parameters=True)
+    plain = partial(_plain, module, request, device, tensors)
+    with restored(state.restore), uncompiled(), hooks_taken_off(tensors):
         ((dtype, expected),) = workers.parallel_apply([plain], [()], devices=[device])
-    names = _names(roots)
-    found = [gradient for _, gradient in outcome.gradients]
     worst, position = relative_difference(found, expected)
     place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
     dtypes = {dtype, *map(torch.get_autocast_dtype, autocast_types()), *(t.dtype for t in tensors)}
     limit = max(_LIMITS.get(each, 0.0) for each in dtypes)
-    meaning = _meaning(module, request, drawn or state.drawn)
-    if not all(map(math.isfinite, map(_magnitude, expected))):
-        meaning = "The plain backward pass has NaN or infinite gradients, too."
+    meaning = _MEANINGS["rows" if request.whole_batch else "loss"]
+    if not all(map(math.isfinite, _magnitudes(expected))):
+        meaning = _MEANINGS["nan"]
+    elif drawn or state.drawn:
+        meaning = _MEANINGS["drawn"]
+    elif any(map(uses_batch_statistics, module.modules())):
+        meaning = _MEANINGS["statistics"]
     return GradientCheck(request.rows, worst, place, limit, meaning)
+
+
+_MEANINGS = {
+    "nan": "The plain backward pass has NaN or infinite gradients, too.",
+    "drawn": "The module drew random numbers (dropout?), and other ones each time: call "
+    "engine.eval() first.",
+    "statistics": "Batch normalisation in training mode ties the rows of a micro-batch to each "
+    "other: call engine.eval() first.",
+    "rows": "Outputs without rows differ between micro-batches, or the module ties the rows of a "
+    "micro-batch to each other.",
+    "loss": "The loss is no mean over rows: pass count=, the number of terms that it averages over "
+    '(labels that are ignored? scatterpar.count_labels()), or reduction="sum"; if it compares '
+    "rows with each other, steps need whole_batch=True. Or a row's result depends on its padding "
+    "or on other rows: mask the padding.",
+}
 
 
 def uses_batch_statistics(layer: nn.Module) -> bool:
@@ -122,26 +137,27 @@ def relative_difference(
     that entry is below ``least`` times the largest entry of all tensors, over that floor instead.
     Infinite for NaN, or if only one gradient exists and is not zero.
     """
-    floor = least * max(map(_magnitude, expected), default=0.0)
-    worst, position = 0.0, 0
-    for i, (mine, other) in enumerate(zip(found, expected, strict=True)):
-        if mine is None or other is None:
-            difference = math.inf if _magnitude(mine) or _magnitude(other) else 0.0
-        else:
-            off = _magnitude(mine.to_dense() - other.to_dense())
-            difference = off / max(_magnitude(other), floor, math.ulp(0.0)) if off else 0.0
-        if math.isnan(difference):
-            difference = math.inf
-        if difference > worst:
-            worst, position = difference, i
-    return worst, position
+    pairs = [*zip(found, expected, strict=True)]
+    both = [mine is not None and other is not None for mine, other in pairs]
+    off = [
+        mine if other is None else other if mine is None else mine.to_dense() - other.to_dense()
+        for mine, other in pairs
+    ]
+    sizes = _magnitudes(expected)
+    floor = max(least * max(sizes, default=0.0), math.ulp(0.0))
+    each = zip(_magnitudes(off), sizes, both, strict=True)
+    errors = [(n / max(size, floor) if two else math.inf) if n else 0.0 for n, size, two in each]
+    errors = [math.inf if math.isnan(error) else error for error in errors]
+    worst = max(errors, default=0.0)
+    return worst, errors.index(worst) if errors else 0
 
 
-def _magnitude(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
-        return 0.0
-    largest: float = to_numbers(torch.linalg.vector_norm(tensor.detach().to_dense(), math.inf))
-    return largest
+def _magnitudes(tensors: Gradients) -> list[float]:
+    """The largest absolute entry of each tensor, read together; zero if there is none."""
+    given = [t.detach().to_dense() if t is not None and t.numel() else None for t in tensors]
+    norms = [torch.linalg.vector_norm(t, math.inf) for t in given if t is not None]
+    numbers = iter([float(norm) for norm in to_host(norms)])
+    return [0.0 if t is None else next(numbers) for t in given]
 
 
 def _plain(
@@ -156,35 +172,3 @@ def _plain(
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         return loss.dtype, torch.autograd.grad(loss, tensors, allow_unused=True)
-
-
-def _names(roots: Sequence[nn.Module]) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for prefix, root in zip(("", "criterion."), roots, strict=False):
-        for name, parameter in root.named_parameters():
-            names.setdefault(id(parameter), prefix + name)
-    return names
-
-
-def _meaning(module: nn.Module, request: Request, drawn: bool) -> str:
-    if drawn:
-        return (
-            "The module drew random numbers (dropout?), and other ones each time: call "
-            "engine.eval() first."
-        )
-    if any(map(uses_batch_statistics, module.modules())):
-        return (
-            "Batch normalisation in training mode ties the rows of a micro-batch to each other, so "
-            "that no micro-batches have the whole batch's gradient: call engine.eval() first."
-        )
-    if request.whole_batch:
-        return (
-            "Outputs without rows differ between micro-batches, or the module ties the rows of "
-            "a micro-batch to each other."
-        )
-    return (
-        "The loss is no mean over rows: pass count=, the number of terms that it averages over "
-        '(labels that are ignored? scatterpar.count_labels()), or reduction="sum"; if it compares '
-        "rows with each other, steps need whole_batch=True. Or a row's result depends on its "
-        "padding or on other rows: mask the padding."
-    )

@@ -1,511 +1,438 @@
-"""Decide when to check a step, run the check, and write its errors and warnings.
+"""Decide when to look, look with the first replica, and say what was found.
 
-A kind of criterion and batch is checked in its first step, then up to seven more times while these
-checks have taken less than half a second together. It is also checked at any cost
+A kind of criterion and batch is looked at in steps 1, 2, 4, 8, 16, …, and also
 
-- until a check agrees (eight checks at most),
-- after a refusal, until a check agrees,
-- if labels leave the range that was checked,
-- if a number of the criterion changes that had stayed the same; if it changes in every step, in
-  steps 16, 32, 64 and so on,
+- after a refusal, until a look agrees,
+- if labels leave the range that was seen (labels on an accelerator: in the step after),
+- if switches of the model, numbers of the criterion or words in the batch are new.
 
-and whenever all checks have taken less than 1 % of the time. The only error of a check is its
-``ValueError``. If checks stay inconclusive, one warning says so.
+The only error of a look is its ``ValueError``. If looks stay inconclusive, one warning says so.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
-from typing import Any, TypeVar, cast
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain, islice, product
+from threading import Event
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from scatterpar.batch import nested
+from scatterpar.batch.markers import all_tensors
+from scatterpar.devices.runtime import is_async, is_out_of_memory
 from scatterpar.devices.transfers import Transfers
-from scatterpar.plan import Plan
-from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
-from scatterpar.replicas.wrapper import Wrapper
+from scatterpar.plan import shown
+from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.report import warn
-from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.criterion_closure import (
-    closure_tensors_and_modules,
-    describe,
-    ignored_values,
-)
+from scatterpar.step.criterion_closure import describe, ignored_values
 from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
-from scatterpar.threads.workers import Workers
-from scatterpar.verify.few_rows import Inconclusive
-from scatterpar.verify.layout import measure_layout
-from scatterpar.verify.moving_state import StateWatch, warning_about
-from scatterpar.verify.row_choice import choose_rows, informative_tensors, value_ranges
-from scatterpar.verify.spot_check import Finding, SpotCheck
+from scatterpar.threads.workers import Overdue
+from scatterpar.verify.look import Inconclusive, Look, Refused, Verdict, require_joined
+from scatterpar.verify.rows import (
+    choose_rows,
+    halves,
+    informative_tensors,
+    may_be_labels,
+    ranges_of,
+    read_ranges,
+)
 
-_FIRST = 8  # the first steps are checked
-_SHARE = 0.01  # maximal part of the time for later checks
-_FREE_SECONDS = 0.5  # for the checks of a kind in its second to eighth step
-_FEW, _MANY = 9, 2  # rows of a check, at least; micro-batches of rows in the first check
+_FEW, _MANY = 9, 2  # rows of a look, at least; micro-batches of rows in the first look
+_BYTES = 2**22  # of inputs in a look
+_SMALL = 2**20  # elements of parameters; with more, each row of a look takes long
 _KINDS = 1000  # maximal number of remembered kinds
-_KINDS_BY_SWITCHES = 8  # maximal number of kinds that may differ in switches
-_OFF = "Nothing was changed; an engine made with verify=False does not check."
-_RETURN = "Return it from forward, and take it from the output that the criterion is given"
-_PATIENCE_SECONDS = 20.0  # a check that takes longer runs on the other replicas, too
-
-_Result = TypeVar("_Result")
+_NEW = 8  # looks because something is new; later ones are rare
+_PATIENCE_SECONDS = 20.0  # a look that takes longer runs on the other replicas, too
 
 
 @dataclass
 class _Kind:
-    """The results of checks for one kind of criterion and batch."""
+    """The results of looks for one kind of criterion and batch."""
 
-    checks: int = 0
-    seconds: float = 0.0  # of all checks except the first
-    inconclusive: int = 0  # inconclusive checks in a row
-    verified_ranges: list[float] | None = None  # of labels, masks, lengths: see value_ranges
     steps: int = 0
-    numbers: Hashable = None  # to which the criterion referred in the last step
-    are_steady: bool = False  # the numbers did not change in the last step
+    looks: int = 0
+    inconclusive: int = 0  # in a row
+    ranges: list[float] | None = None  # of labels, masks, lengths that were seen
+    unread: list[Tensor] | None = None  # the ranges of the last step, on an accelerator
+    details: set[Hashable] = field(default_factory=set)  # that were seen: switches, numbers, words
+    is_steady: bool = False  # the last step had nothing new
     is_refused: bool = False  # refused, and has not agreed since
     is_serial: bool = False  # replicas run one at a time
-    measured: tuple[bool, float | None] = (False, None)  # shares_state, output_ratio: last check's
+    is_given_up: bool = False  # a look waited for ever
 
-    def needs_check(self, ranges: list[float], numbers: Hashable) -> bool:
-        """Whether this step must be checked at any cost. Remembers its ``numbers``."""
-        changed, was_steady = numbers != self.numbers, self.are_steady
-        self.numbers, self.are_steady = numbers, not changed
+    def is_due(self, asked: list[Tensor], details: Hashable) -> bool:
+        """Whether this step is looked at; ``asked`` are its ranges."""
         self.steps += 1
-        known = self.verified_ranges
-        if self.is_refused or known is None:
-            return self.is_refused or self.checks < _FIRST
+        is_new, was_steady = details not in self.details, self.is_steady
+        self.is_steady = not is_new
+        self.details.add(details)
+        if any(is_async(each.device) for each in asked):  # the host does not wait for them now
+            asked, self.unread = self.unread or [], asked
+        ranges = read_ranges(asked)
+        known = self.ranges or ranges
         beyond = len(ranges) != len(known) or not all(map(float.__le__, ranges, known))
-        # Of numbers that always change: in steps 16, 32, 64, …
-        return beyond or (
-            changed and (was_steady or (self.steps > _FIRST and not self.steps & (self.steps - 1)))
-        )
+        often = self.looks < _NEW or (was_steady and self.looks < _NEW + self.steps // 100)
+        scheduled = not self.steps & (self.steps - 1)
+        due = self.is_refused or (beyond and bool(asked)) or scheduled or (is_new and often)
+        return due and not self.is_given_up
 
     def agree(self, ranges: list[float]) -> None:
         """Record that losses agree for labels within ``ranges``."""
         self.is_refused, self.inconclusive = False, 0
-        known = self.verified_ranges or []
-        self.verified_ranges = [*map(max, known, ranges)] if len(known) == len(ranges) else ranges
+        known = self.ranges or []
+        self.ranges = [*map(max, known, ranges)] if len(known) == len(ranges) else ranges
 
 
 class Verifier:
-    """Checks steps, and remembers the results for each kind of criterion and batch."""
+    """Looks at steps, and remembers the results for each kind of criterion and batch."""
 
-    def __init__(self) -> None:
-        self._kinds: dict[Hashable, _Kind] = {}
-        self._layouts: dict[Hashable, Any] = {}
-        self._state_steps = 0
-        self._outputs_checked = self._keeps_state = False
-        self._warned: set[str] = set()  # beginnings of warnings given, and names of changed state
-        self._start, self._seconds = 0.0, 0.0  # when the first check began; time of all checks
+    def __init__(self, is_distributed: bool) -> None:
+        self._is_distributed = is_distributed
+        self._kinds: defaultdict[Hashable, _Kind] = defaultdict(_Kind)
+        self._joined: set[str] = set()  # kinds of outputs whose order is known
+        self._warned: set[str] = set()  # beginnings of warnings given, and names of state
 
-    def watch_state(
-        self, request: Request, tasks: Sequence[ReplicaTask], replica_sets: Sequence[ReplicaSet]
-    ) -> Callable[[], None]:
-        """Returns a function that warns of state changed since this call, each name once.
-
-        It does so only in the first eight steps, if they have several sub-steps.
-        """
-        sub_steps = sum(len(task.share.micro_batches) for task in tasks)
-        self._state_steps += 1
-        if not request.verify or sub_steps == 1 or self._state_steps > _FIRST:
-            return lambda: None
-        watch = StateWatch(replica_sets[:1] if request.whole_batch else replica_sets, tasks)
-
-        def tell() -> None:
-            changed = watch.changed()
-            new = [name for name in changed if name not in self._warned]
-            if new:
-                warn(warning_about(new, sub_steps))
-                self._warned.update(new)
-            elif self._keeps_state and not changed:
-                self._warn_once(_module_state_text(tasks[0].module))
-
-        return tell
-
-    def layout_of(
-        self,
-        attempt: Attempt,
-        request: Request,
-        task: ReplicaTask,
-        output_of: Callable[[Any], Any],
-        piece: Any,
-    ) -> Any:
-        """The number of entries per row in each output; ``None`` if checks are off.
-
-        It is kept for each kind of output once values have shown the order of entries.
+    def check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> None:
+        """Before the sub-steps: look at some rows, if that is due.
 
         Raises:
-            ValueError: the outputs of parts, joined, are not the output of one call.
+            ValueError: a replica, in parts, gives another loss or gradient than the user's own
+                module and criterion for the same rows.
         """
-        if not request.verify:
-            return None
-        start, stop = task.share.micro_batches[0]
-        shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
-        training = getattr(task.module, "training", None)
-        key = str((shapes, training, request.whole_batch, bool(request.return_outputs)))
-        if key in self._layouts:
-            return self._layouts[key]
-        few = request.of_largest() if request.sizes else request
-        rows = few.rows or attempt.plan.rows
-        some = sorted({0, rows // 2, rows - 1}) if rows > 1 else [0, 0]
-
-        def look(check: SpotCheck) -> list[Any]:
-            with attempt.isolated(task):
-                return check.outputs([some, some[:-1], some[-1:]], output_of)
-
-        outputs = _run_spot_check(attempt.workers, [SpotCheck(few, task)], look)
-        layout, shows = measure_layout(outputs, [len(some), len(some) - 1, 1], request.dim)
-        if shows:
-            self._layouts[key] = layout
-        return layout
-
-    def verify(
-        self,
-        attempt: Attempt,
-        request: Request,
-        tasks: Sequence[ReplicaTask],
-        replica_sets: Sequence[ReplicaSet],
-        peers: object,
-    ) -> None:
-        """Before the sub-steps: check some rows, if a check is due.
-
-        Raises:
-            ValueError: losses do not combine as the engine assumes; or the user's own module and
-                criterion give another loss than a replica; or, with ``whole_batch``, the criterion
-                reads state that each forward pass overwrites.
-        """
+        request = attempt.request.of_largest()
         if not request.verify:
             return
-        is_split = peers is not None or sum(len(t.share.micro_batches) for t in tasks) > 1
-        is_known = has_known_term_count(request)
-        # Steps without another check get this one in the eighth: the first compute nothing else.
-        is_due = self._state_steps >= _FIRST - 1 or not (is_known or request.whole_batch)
-        if is_split and is_due and not self._outputs_checked:
-            self._outputs_checked = True
+        splits = self._is_distributed or len(attempt.plan.substep_rows) > 1
+        splits = splits and not (request.whole_batch and request.rows == 1)
+        question = _Question(attempt, request, tasks, splits)
+        kind, details = self._kind_of(request, splits, attempt.replica_set.of_model.flags)
+        if kind.is_due(question.ranges, details):
             try:
-                self._check_outputs(attempt, request.of_largest(), tasks)
-            finally:
-                _drop_gradients(tasks, replica_sets)
-        if is_known:
-            return
-        combines = is_split and not request.whole_batch
-        kind, numbers = self._kind_of(request, combines, replica_sets[0].flags)
-        few = request.of_largest()
-        tensors = informative_tensors(few)
-        ranges, now = value_ranges(tensors), time.perf_counter()
-        self._start = self._start or now
-        is_cheap = self._seconds < _SHARE * (now - self._start)
-        is_cheap |= kind.checks < _FIRST and kind.seconds < _FREE_SECONDS
-        if kind.needs_check(ranges, numbers) or is_cheap:
-            try:
-                self._check(attempt, few, tasks, replica_sets, kind, tensors, combines)
-                kind.agree(ranges)
+                self._ask(question, kind, len(tasks))
             except Inconclusive as error:
                 kind.inconclusive += 1
-                if kind.inconclusive >= (2 if error.lasting else _FIRST):
-                    kind.checks = _FIRST  # from now on only if a check is cheap
-                    self._warn_once(_unchecked_text(request, error))
+                kind.is_given_up = isinstance(error.__cause__, Overdue)
+                is_lasting = kind.inconclusive >= (2 if error.lasting else 4)
+                if (is_lasting and not question.is_known) or kind.is_given_up:
+                    self._warn_once(question.unchecked(error))
             except ValueError:
                 kind.is_refused = True
                 raise
             finally:
-                _drop_gradients(tasks, replica_sets)
-                elapsed = time.perf_counter() - now
-                kind.seconds += elapsed if kind.checks else 0.0
-                self._seconds += elapsed
-                kind.checks += 1
-        if kind.is_serial and tasks[0].stash is not None:
-            tasks[0].stash.run_serially()
+                kind.looks += 1
+                for each in attempt.replica_set.replica_sets:  # user code may compute gradients
+                    each.clear_gradients()
+                attempt.set_aside.drop()
+        attempt.is_serial = kind.is_serial
 
-    def _check_outputs(
-        self, attempt: Attempt, request: Request, tasks: Sequence[ReplicaTask]
-    ) -> None:
-        """Warn if outputs depend on other rows, or if the criterion keeps state between calls."""
-        micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
-        number = min(request.rows, max(2, min(_FEW - 1, micro)))
-        if number < 2:
-            return
-        rows = [k * (request.rows - 1) // (number - 1) for k in range(number)]
+    def _ask(self, question: _Question, kind: _Kind, replicas: int) -> None:
+        """Look. Refuses or tells what the look has found."""
+        verdict, is_whole = question.verdict(kind.looks), question.request.whole_batch
+        if verdict.kind in _REFUSED:
+            raise ValueError(question.refusal(verdict))
+        kind.is_serial |= verdict.shares_state and replicas > 1 and not is_whole
+        moved = [n for n in verdict.moved if question.splits and n not in self._warned]
+        self._warned.update(moved)
+        for text in question.telling(verdict, moved, kind.is_serial):
+            self._warn_once(text)
+        kind.agree(read_ranges(question.ranges))
 
-        def look(check: SpotCheck) -> tuple[float, tuple[bool, bool]]:
-            with check.isolated():
-                return check.part_difference(rows), check.keeps_state(rows)
-
-        checks = [SpotCheck(request, task) for task in tasks]
-        try:
-            error, (self._keeps_state, by_criterion) = _run_spot_check(
-                attempt.workers, checks, look
-            )
-        except Exception:  # the step itself raises it, with notes
-            return
-        if error:
-            self._warn_once(_rows_depend_text(tasks[0].module, number, error))
-        if by_criterion and not request.whole_batch:
-            self._warn_once(_criterion_state_text(request))
-
-    def _check(
+    def check_join(
         self,
         attempt: Attempt,
-        request: Request,
-        tasks: Sequence[ReplicaTask],
-        replica_sets: Sequence[ReplicaSet],
-        kind: _Kind,
-        tensors: Sequence[Tensor],
-        combines: bool,
+        task: ReplicaTask,
+        compute_rows: Callable[[ReplicaTask, Any], Any],
+        piece: Any,
     ) -> None:
-        model, criterion = replica_sets[0].roots[0], request.criterion
-        refers = _refers_to(criterion, model)
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        ignored = ignored_values(model.forward if criterion is None else criterion)
-        ignored = [*dict.fromkeys([-100, 255, -1, *ignored, *ignored_values(request.count)])]
-        micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
-        most = max(_FEW, _MANY * micro if not kind.checks else micro // 4)
-        variant = max(0, kind.checks - 1)
-        choose = partial(
-            choose_rows, tensors, request.rows, ignored_labels=ignored, variant=variant
-        )
-        few = sorted({0, request.rows // 2, request.rows - 1})[:micro]
+        """Check on a few rows how outputs like ``piece`` are joined, until values show the order.
 
-        def run(check: SpotCheck) -> str:
-            with check.isolated():
-                if refers and (losses := check.losses_if_different(model, few)):
-                    return _replica_differs_text(request, *losses)
-                if combines:
-                    return _refusal_text(request, check.find(choose, most))
-                if hooked and criterion is not None:
-                    check.forward([0])
-                return ""
-
-        checks = [SpotCheck(request, task, tensors, ignored) for task in tasks]
-        for check in checks:
-            check.shares_state, check.output_ratio = kind.measured
-        try:
-            refusal = _run_spot_check(attempt.workers, checks, run)
-        except Inconclusive:
-            raise
-        except Exception as error:  # user code may fail for rows chosen like this
-            raise Inconclusive(f"{type(error).__name__}: {error}", lasting=True) from None
-        finally:
-            kind.measured = checks[0].shares_state, checks[0].output_ratio
-            if checks[0].shares_state:
-                self._tell_shared(request, attempt.plan, kind)
-        if refusal:
-            raise ValueError(refusal)
-
-    def _tell_shared(self, request: Request, plan: Plan, kind: _Kind) -> None:
-        """Handle a criterion that reads state that forward passes change.
-
-        With several sub-steps of ``whole_batch`` it is refused. Otherwise replicas run one at a
-        time, and a warning says so.
+        Raises:
+            ValueError: the outputs of parts, joined, are not the output of one call.
         """
-        reads = f"{_name_of(request)} reads what forward passes leave behind (a hook?)"
-        if request.whole_batch and sum(len(share.micro_batches) for share in plan.shares) > 1:
-            raise ValueError(
-                f"{reads}, and with whole_batch=True it finds there what the last micro-batch "
-                f"left. {_RETURN}. {_OFF}"
-            )
-        if not request.whole_batch and len(plan.shares) > 1:
-            kind.is_serial = True
-            self._warn_once(
-                f"{reads}, which replicas share: so they run one after the other, which is slower. "
-                f"{_RETURN}; an engine made with verify=False does not check"
-            )
+        request, sets = attempt.request, attempt.replica_set.replica_sets
+        start, stop = task.share.micro_batches[0]
+        shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
+        work = getattr(compute_rows, "key", None)  # of ``engine.map``
+        key = str((shapes, sets[0].flags, work, request.whole_batch, request.return_outputs))
+        if not request.verify or key in self._joined:
+            return
+        few = request.of_largest() if request.sizes else request
+        rows = few.rows or attempt.plan.rows
+        some = sorted({0, rows // 2, rows - 1}) if rows > 1 else [0, 0]
+        look, choices = Look(few, task, sets[0].root, sets), [some, some[:-1], some[-1:]]
+        run = partial(look.outputs, choices, compute_rows, attempt.isolated(task))
+        (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
+        if require_joined(found, [*map(len, choices)], request.dim):
+            self._joined.add(key)
 
     def _warn_once(self, text: str) -> None:
         if text[:60] not in self._warned:
             warn(text)
             self._warned.add(text[:60])
 
-    def _kind_of(self, request: Request, combines: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
-        """The results for the request's kind, and the numbers that its criterion refers to.
-
-        ``flags`` are the switches of the model.
-        """
+    def _kind_of(self, request: Request, splits: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
+        """The results for the request's kind, and its details, of which each may be new."""
         if len(self._kinds) > _KINDS:
             self._kinds.clear()
         made_of, numbers = describe(request.criterion, request.count, request.reduction)
         leaves = list(islice(nested.leaves((request.inputs, request.targets)), 32))
         batch = [(t.dtype, t.ndim) if isinstance(t, Tensor) else type(t) for t in leaves]
-        switches: Hashable = None
-        if len(self._kinds) < _KINDS_BY_SWITCHES:  # else one of them changes in every step
-            switches = hash((flags, *(t for t in leaves if isinstance(t, (bool, str)))))
-        key = made_of, combines, request.whole_batch, hash(tuple(batch)), switches
-        return self._kinds.setdefault(key, _Kind()), numbers
+        words = [t for t in leaves if isinstance(t, (bool, str))]
+        key = made_of, splits, request.whole_batch, hash(tuple(batch))
+        return self._kinds[key], hash((flags, numbers, *words))
 
 
-def difference(
-    engine: Any, inputs: Any, *, reduction: str | None = None, count: Count | None = None
-) -> float | None:
-    """Measure on a few rows the error of ``reduction`` and ``count`` for an engine's module.
+def fits(
+    engine: Any,
+    inputs: Any,
+    targets: Any = None,
+    criterion: Callable[[Any, Any], Any] | None = None,
+    *,
+    reduction: str | None = None,
+    count: Count | None = None,
+) -> bool:
+    """Whether losses combine as ``reduction`` and ``count`` say, for a few rows of this batch.
 
-    The module computes the loss. The first replica runs it, and its state is restored. Returns the
-    largest relative error, zero if there is only rounding, ``None`` if that could not be measured.
+    The first replica of the engine computes them, and all state is restored. Returns ``True`` with
+    a warning if the look is inconclusive.
 
     Raises:
-        ValueError: as ``forward_backward``.
+        ValueError: as ``forward_backward``, for arguments that it refuses.
     """
-    request = Request(inputs, reduction=reduction, count=count, dim=engine.dim)
-    request = request.checked(engine.device_ids[0])
-    plan = engine.plan(request.sizes)
-    choose = partial(choose_rows, informative_tensors(request), request.rows)
-
-    def find(check: SpotCheck) -> Finding | None:
-        with check.isolated():
-            return check.find(choose, _FEW)
-
-    with engine.replicas_for_update() as copies:
-        loaders = scatter(request.batch, plan, request.dim, Transfers())
-        checks = [SpotCheck(request, make_tasks(plan, copies, loaders)[0])]
+    request = Request(inputs, targets, criterion, reduction, count, dim=engine.dim)
+    request = request.checked(engine.device_ids[0]).of_largest()
+    attempt = Attempt(engine._workers, request, engine.plan(request.sizes))
+    with engine.replicas_for_update():
+        attempt.replica_set = copies = engine._replica_set
+        copies.refresh(engine.module, request.criterion, Transfers())
         try:
-            with parameter_writes_refused([copies]):
-                finding = _run_spot_check(engine._workers, checks, find)
-                return finding.relative_error if finding else 0.0
+            loaders = scatter(request.batch, attempt.plan, request.dim, Transfers())
+            tasks = make_tasks(attempt.plan, copies, loaders)[:1]
+            with parameter_writes_refused(copies.replica_sets):
+                verdict = _Question(attempt, request, tasks, splits=True).verdict(looks=1)
+                return verdict.kind not in _REFUSED
         except Exception:  # inconclusive, or raised by user code
-            return None
+            warn("could not check how the losses of micro-batches combine")
+            return True
         finally:
-            copies.clear_gradients()
+            copies.clear_step_state()
 
 
-def _run_spot_check(
-    workers: Workers, checks: Sequence[SpotCheck], run: Callable[[SpotCheck], _Result]
-) -> _Result:
-    """The result of the first replica's check.
+class _Question:
+    """A look at a step: its rows, its verdict, and what to say of that."""
 
-    User code may wait for the other replicas, for example at a barrier. So if the check takes long,
-    the others run the same check with their own modules.
-    """
-    ended = threading.Event()
+    def __init__(
+        self, attempt: Attempt, request: Request, tasks: Sequence[ReplicaTask], splits: bool
+    ) -> None:
+        self._attempt, self.request, self._tasks, self.splits = attempt, request, tasks, splits
+        self.is_known = has_known_term_count(request)
+        # Labels do not matter if the engine counts as the criterion does.
+        self.ranges = [] if self.is_known else ranges_of(self._tensors)
 
-    def check(one: SpotCheck) -> Any:
-        if one is not checks[0] and ended.wait(_PATIENCE_SECONDS):
-            return None
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return informative_tensors(self.request)
+
+    def verdict(self, looks: int) -> Verdict:
+        """The verdict of the first replica's look, at as many rows as are cheap.
+
+        User code may wait for the other replicas, for example at a barrier. So if the look takes
+        long, the others do the same with their own modules.
+        """
+        request, tasks, sets = self.request, self._tasks, self._attempt.replica_set.replica_sets
+        model, sizes = sets[0].root, self._attempt.plan.substep_rows
+        criterion = request.criterion
+        ignored = ignored_values(model.forward if criterion is None else criterion)
+        self._ignored = {*(-100, 255, -1), *ignored, *ignored_values(request.count)}
+        most = max(sizes) // 4 if looks else _MANY * max(sizes)
+        if sum(map(Tensor.numel, model.parameters())) > _SMALL:
+            most = min(most, max(sizes), request.rows // 8)
+        tensors = all_tensors(request.inputs)
+        a_row = 1 + sum(t.numel() * t.element_size() for t in tensors) // request.rows
+        most = min(max(_FEW, most), max(2, _BYTES // a_row))
+        parts = choose_rows(self._tensors, request.rows, most, self._ignored, looks)
+        parts = parts if self.splits else [[*chain(*parts)]]
+        models = [model, *(task.module for task in tasks[1:])]
+        each = [Look(request, *one, sets, sizes) for one in zip(tasks, models, strict=True)]
+        ended, deadline = Event(), time.monotonic() + 2 * _PATIENCE_SECONDS
+
+        def run(look: Look) -> Verdict | None:
+            if look is not each[0] and ended.wait(_PATIENCE_SECONDS):
+                return None
+            look.deadline = deadline
+            try:
+                return _judged(look, parts)
+            finally:
+                if look is each[0]:
+                    ended.set()
+
+        devices, seconds = [task.share.device for task in tasks], 2.2 * _PATIENCE_SECONDS
         try:
-            return run(one)
-        finally:
-            if one is checks[0]:
-                ended.set()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the user's code; the step itself warns
+                calls = [run] * len(each), [(look,) for look in each]
+                found = self._attempt.workers.parallel_apply(*calls, devices, seconds=seconds)
+                verdict: Verdict = found[0]
+                return verdict
+        except Overdue as error:  # inside a call
+            for look in each:
+                look.end()
+            raise Inconclusive("a call waits for something that does not come") from error
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the user's code; the step itself warns
-        each, devices = [(one,) for one in checks], [one.device for one in checks]
-        found = workers.parallel_apply([check] * len(checks), each, devices=devices)
-        return cast(_Result, found[0])
+    @property
+    def _name(self) -> str:
+        criterion: Any = self.request.criterion
+        while isinstance(criterion, partial):
+            criterion = criterion.func
+        name = getattr(criterion, "__qualname__", None)
+        name = name if isinstance(name, str) else type(criterion).__name__
+        return "the module's own loss" if criterion is None else f"the criterion {name}"
 
+    def refusal(self, verdict: Verdict) -> str:
+        """The error text: the difference, its size, what to pass."""
+        error, parts, factor = verdict.error, verdict.parts, verdict.factor
+        size = f"off by {100 * error:{',.0f' if error >= 1 else '.2g'}} %"
+        size += f" (a factor of {factor:.2g})" * (not 0.5 < factor < 2)
+        own, replica = verdict.losses
+        rows = [*chain(*parts)]
+        return self._name + _TEXTS[verdict.kind].format(
+            size=size if math.isfinite(error) else "NaN or infinite",
+            rows=len(rows),
+            sizes=" + ".join(str(len(part)) for part in parts),
+            reduction="mean" if self.request.is_mean else "sum",
+            own=f"{own:.4g}",
+            replica="an error" if math.isnan(replica) else f"{replica:.4g}",
+            advice=self._advice(verdict),
+            listed=f"{shown(', '.join(map(str, rows)))} of {self.request.rows}",
+        )
 
-def _drop_gradients(tasks: Sequence[ReplicaTask], replica_sets: Sequence[ReplicaSet]) -> None:
-    """Drop the gradients that user code computed in a check."""
-    for replica_set in replica_sets:
-        replica_set.clear_gradients()
-    if tasks[0].stash is not None:
-        tasks[0].stash.drop_gradients()
+    def _advice(self, verdict: Verdict) -> str:
+        """How the loss of all rows seems to combine, and what to pass."""
+        request, parts, fits = self.request, verdict.parts, verdict.fits
+        if fits([len(part) / sum(map(len, parts)) for part in parts]):
+            return _TEXTS["rows counted" if request.is_mean and request.count is None else "mean"]
+        if fits([1.0] * len(parts)):
+            return _TEXTS["sum"]
+        labels_of = filter(may_be_labels, self._tensors)
+        for labels, value, shifted in product(labels_of, self._ignored, (0, 1)):
+            counted = (labels[:, 1:] if shifted and labels.ndim > 1 else labels) != value
+            terms = [sum(int(counted[row].sum()) for row in part) for part in parts]
+            is_all = all(counted[row].all() for part in parts for row in part)
+            if sum(terms) and not is_all and fits([n / sum(terms) for n in terms]):
+                said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
+                return _TEXTS["labels"].format(value, said)
+        broadcast = _TEXTS["broadcast"].format(*verdict.shapes) if verdict.shapes else ""
+        penalty = "" if request.is_mean else _TEXTS["penalty"]
+        instead = _TEXTS["in_module" if request.criterion is None else "whole"]
+        return broadcast + penalty + instead + _TEXTS["other"]
 
+    def telling(self, verdict: Verdict, moved: Sequence[str], is_serial: bool) -> Iterator[str]:
+        """The warnings for what is no error; ``moved`` is state that no warning has named."""
+        module, error = type(self._tasks[0].module).__name__, verdict.error
+        if is_serial:
+            yield self._name + _TEXTS["serial"]
+        if moved:
+            names, number = shown(", ".join(moved)), len(self._attempt.plan.substep_rows)
+            yield f"forward passes move {names}: at each of the {number}" + _TEXTS["moved"]
+        elif verdict.kind == "state" and not verdict.moved:
+            yield f"{module} or {self._name}" + _TEXTS["state"]
+        if verdict.kind == "rows":
+            size = f"by {error:.2g} of the largest entry" if math.isfinite(error) else "in shape"
+            yield module + _TEXTS["rows"].format(sum(map(len, verdict.parts)), size)
+        if verdict.lost:
+            yield f"your code writes {verdict.lost[0]}" + _TEXTS["lost"]
 
-def _refers_to(criterion: Any, model: nn.Module) -> bool:
-    """Whether the criterion refers to the model, one of its parts or a parameter."""
-    brought = [v for v in closure_tensors_and_modules(criterion) if not isinstance(v, Wrapper)]
-    own = {id(each) for each in (*model.modules(), *model.parameters())} if brought else set()
-    each = (v.modules() if isinstance(v, nn.Module) else [v] for v in brought)
-    return not own.isdisjoint(map(id, chain(*each)))
-
-
-# --- texts ---
-
-
-def _rows_depend_text(module: Any, number: int, error: float) -> str:
-    """The warning if the outputs for some rows depend on the rows beside them."""
-    size = f"by {error:.2g} of the largest entry" if math.isfinite(error) else "in shape"
-    return (
-        f"{type(module).__name__} gives other outputs for {number} rows than for two halves of "
-        f"them: they differ {size}. So an output depends on the rows beside it; if the loss uses "
-        f"it, micro-batches do not have the whole batch's gradient. Is batch_first=True forgotten, "
-        f"or dim=? A tensor or list that has no rows is passed as Replicated(value), one with an "
-        f"entry per row as Rows(list). A number that compares rows is computed in the criterion, "
-        f"with whole_batch=True. If it is meant (a home-made batch normalisation), ignore this"
-    )
-
-
-def _module_state_text(module: Any) -> str:
-    """The warning if a module reads what its earlier calls have left in objects."""
-    return (
-        f"{type(module).__name__} gives other outputs when it is called again with the same rows: "
-        f"it keeps state (a hidden state, a list), which every sub-step changes on each replica "
-        f"apart, and which your module does not get. Return it from forward, and pass it as an "
-        f"input (docs/limits.md, State in modules)"
-    )
-
-
-def _criterion_state_text(request: Request) -> str:
-    """The warning if a criterion reads what its earlier calls have left."""
-    return (
-        f"{_name_of(request)} gives another loss when it is called again with the same rows: it "
-        f"keeps state, which the call of every micro-batch changes, where one pass over the whole "
-        f"batch changes it once. Change that state once per step, outside of the criterion, or "
-        f"pass whole_batch=True, which calls it once"
-    )
-
-
-def _replica_differs_text(request: Request, expected: float, found: float) -> str:
-    """The error text if a replica's loss is not that of the user's own module."""
-    on_replica = "an error" if math.isnan(found) else f"{found:.4g}"
-    return (
-        f"{_name_of(request)} leads to the module that is trained, and the loss of a few rows is "
-        f"{expected:.4g} with your own module in plain torch, but {on_replica} on a replica: it "
-        f"reads what the forward pass leaves on the module, such as an auxiliary loss, or asks "
-        f"autograd for gradients by your own parameters, of which replicas have copies. {_RETURN}; "
-        f"forward can compute gradients, too. No count=, reduction= or whole_batch= says that. "
-        f"{_OFF}"
-    )
-
-
-def _refusal_text(request: Request, finding: Finding | None) -> str:
-    """The error text: the difference, its size, what to pass. Empty if there is no finding."""
-    if finding is None:
-        return ""
-    sizes = " + ".join(str(len(part)) for part in finding.parts)
-    error = finding.relative_error
-    percent = f"{100 * error:.2g}" if error < 1 else f"{100 * error:,.0f}"
-    size = f"off by {percent} %" if math.isfinite(error) else "NaN or infinite"
-    if math.isfinite(error) and not finding.of_losses and not 0.5 < finding.factor < 2:
-        size += f" (a factor of {finding.factor:.2g})"
-    rows = [*chain(*finding.parts)]
-    listed = ", ".join(map(str, rows)) if len(rows) <= _FEW else f"{rows[0]}, {rows[1]}, …"
-    return (
-        f"{_name_of(request)}: your loss of {len(rows)} rows is not the "
-        f"{'mean' if request.is_mean else 'sum'} of the losses of {sizes} rows, but the engine "
-        f"assumes it is: the {'loss' if finding.of_losses else 'gradient'} would be {size}. "
-        f"{finding.advice} (Rows {listed} of {request.rows}.) {_OFF}"
-    )
+    def unchecked(self, error: Exception) -> str:
+        """The warning for inconclusive looks, with the assumption and what to pass."""
+        mean = "a mean over " + ("rows" if self.request.count is None else "what count= gives")
+        assumed = mean if self.request.is_mean else "a sum"
+        text = _TEXTS["unchecked"].format(str(error)[:120], assumed)
+        return f"could not check how {self._name} {text}"
 
 
-def _unchecked_text(request: Request, error: Exception) -> str:
-    """The warning for an inconclusive check, with the assumption and what to pass."""
-    terms = "rows" if request.count is None else "what count= gives"
-    return (
-        f"could not check how {_name_of(request)} combines micro-batches ({str(error)[:120]}). The "
-        f"engine assumes {f'a mean over {terms}' if request.is_mean else 'a sum'}. If it is a mean "
-        f"over something else, such as labels that are not ignored, pass count=, for instance "
-        f'scatterpar.count_labels(); if it is a sum, reduction="sum"; if it compares rows '
-        f"with each other, whole_batch=True. An engine made with verify=False does not check"
-    )
+def _judged(look: Look, parts: Sequence[Sequence[int]]) -> Verdict:
+    """The verdict on these parts of rows, or on others if user code fails for them."""
+    with look.isolated():
+        try:
+            return look.judge(parts)
+        except (Inconclusive, Refused):
+            raise
+        except Exception as error:  # user code may need pairs or groups of rows, or memory
+            short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
+        try:
+            return look.judge([parts[0][:1], parts[-1][-1:]] if short else halves(parts))
+        except (Inconclusive, Refused):
+            raise
+        except Exception:  # user code may fail for rows chosen like this
+            raise Inconclusive("memory ran out" if short else why, lasting=short) from None
 
 
-def _name_of(request: Request) -> str:
-    criterion = request.criterion
-    if criterion is None:
-        return "the module's own loss"
-    while isinstance(criterion, partial):
-        criterion = criterion.func
-    name = getattr(criterion, "__qualname__", None)
-    return f"the criterion {name if isinstance(name, str) else type(criterion).__name__}"
+_OFF = " Nothing was changed; an engine made with verify=False does not check."
+_RETURN = "Return it from forward, and take it from the output that the criterion is given"
+_REFUSED = "combination", "replica", "joined"
+_TEXTS = {
+    "combination": ": your loss of {rows} rows is not the {reduction} of the losses of {sizes} "
+    "rows, but the engine assumes it is: the gradient would be {size}. {advice} (Rows {listed}.)"
+    + _OFF,
+    "replica": " leads to the module that is trained, or the module has a tensor computed from "
+    "parameters (compute it in forward): the loss of {rows} rows is {own} with your own module in "
+    "plain torch, but {replica} on a replica (the gradient is {size}). It reads what forward "
+    "leaves on the module, such as an auxiliary loss, or asks autograd for gradients by your own "
+    "parameters. "
+    f"{_RETURN}; forward can compute gradients, too. No count=, reduction= or whole_batch= says "
+    f"that.{_OFF}",
+    "joined": ": with whole_batch=True the gradient would be {size}. It reads what forward passes "
+    "leave behind (a hook?), and finds what the last micro-batch left, or an output that has as "
+    f"many entries as a micro-batch has rows, and is taken for rows. {_RETURN}, with one entry per "
+    f"row; no count= or reduction= says that.{_OFF}",
+    "sum": 'It seems to be a sum: pass reduction="sum" (for a mean, count= says of what; '
+    "whole_batch=True for a loss that compares rows).",
+    "mean": 'It seems to be a mean over rows: pass reduction="mean", without count= '
+    "(whole_batch=True for a loss that compares rows).",
+    "rows counted": "It seems to be a mean over rows, whatever the labels: pass count=lambda "
+    'inputs, targets: len(targets) (reduction="sum" for a sum, whole_batch=True to compare rows).',
+    "labels": "It seems to be a mean over the labels that are not {}: pass "
+    'reduction="mean" and count=scatterpar.count_labels({}); or whole_batch=True.',
+    "broadcast": "The output has shape {} and the targets {}: operators broadcast them to a matrix "
+    "of all pairs of rows; pass targets of the output's shape. ",
+    "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
+    "on weights: multiply that by len(output) / the number of all rows. ",
+    "whole": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True.",
+    "in_module": "If it compares rows with each other, or is a ratio of sums, return the outputs "
+    "of the rows from forward, and pass the loss as criterion= with whole_batch=True.",
+    "other": " If it is a mean over something else than what was counted, pass count=, a function "
+    "of (inputs, targets) that gives the number of its terms, such as scatterpar.count_labels(); "
+    'for a sum, reduction="sum". Or make it a mean of one loss per row.',
+    "serial": " reads what forward passes leave behind (a hook?), which replicas share: so they "
+    f"run one after the other, which is slower. {_RETURN}; or pass verify=False",
+    "moved": " sub-steps, and on each replica apart, where one pass over the whole batch moves "
+    "state once. A later sub-step, and your module after the step, have other values than on one "
+    "device. Move such state once per step, outside of forward, or keep it in a buffer and train "
+    "with one sub-step (docs/limits.md, State in modules)",
+    "state": " gives another result when it is called again with the same rows: it keeps state (a "
+    "hidden state, a list), which every micro-batch changes. Return a module's state from forward, "
+    "and pass it as an input (docs/limits.md, State in modules). Change a criterion's once per "
+    "step, or pass whole_batch=True, which calls it once",
+    "rows": " gives other outputs for {} rows than for parts of them: they differ {}. So an output "
+    "depends on the rows beside it; if the loss uses it, the gradient is not the whole batch's. Is "
+    "batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a list "
+    "with an entry per row as Rows(list). Compute a number that compares rows in the criterion, "
+    "with whole_batch=True. If it is meant (a home-made batch normalisation), ignore this",
+    "lost": ", above 64 MiB, which a look at a few rows did not save: keep it in a buffer of the "
+    "module, or pass verify=False",
+    "unchecked": "combines micro-batches ({}). The engine assumes {}. If it is a mean over "
+    "something else, such as labels that are not ignored, pass count=, for instance "
+    'scatterpar.count_labels(); if it is a sum, reduction="sum"; if it compares rows with each '
+    "other, whole_batch=True. An engine made with verify=False does not check",
+}

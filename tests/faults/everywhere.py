@@ -3,6 +3,9 @@
 ``python -m faults.everywhere shared 300 [PLACE [FILES]]`` takes 300 steps of a place, each with an
 interrupt at another instruction (of these files of the engine). Afterwards the state is that of
 before the step or that of a whole step, and the next step is exact.
+
+Real signals at random moments (``faults.ctrl_c``) nearly always hit the long waits, and hardly ever
+the two instructions that matter. Tracing cannot interrupt C code, so both are needed.
 """
 
 from __future__ import annotations

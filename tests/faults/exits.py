@@ -22,7 +22,6 @@ import torch  # noqa: F401  likewise
 from torch import nn  # noqa: F401  likewise
 
 from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
-from scatterpar.threads.workers import Workers  # noqa: F401  likewise
 
 AT_ONCE = 3
 SECONDS = 120  # a child that hangs is killed then
@@ -57,13 +56,11 @@ def later(number):
 """
 
 STATES = {
-    # These two wait for their replica, while the others run.
+    # This one waits for its replica, while the others run.
     "Ctrl-C twice, a replica stuck": (
         "engine = make(); signal.signal(signal.SIGINT, hear); daemon(strike_twice)\n"
         "step(engine, stuck)"
     ),
-    # Not earlier: an interpreter ends a thread that comes back from C++ then with an abort.
-    "a stuck replica in a daemon": "engine = make(); daemon(step, engine, stuck); inside.wait()",
     "unused": "engine = make()",
     "used": "engine = make(); step(engine)",
     "used, virtual devices": "engine = make(['cpu:0', 'cpu:1']); step(engine)",
@@ -73,29 +70,6 @@ STATES = {
     "sys.exit": "engine = make(); step(engine); sys.exit(7)",
     "sys.exit in a criterion": "engine = make()\ndef leave(*_): sys.exit(9)\nstep(engine, leave)",
     "an error in a criterion": "engine = make()\ndef fail(*_): 1 / 0\nstep(engine, fail)",
-    "a step in a daemon thread": (
-        "def forever(engine):\n"
-        "    while True: step(engine, slow)\n"
-        "engine = make(); daemon(forever, engine); time.sleep(0.2)"
-    ),
-    "steps in many daemon threads": (
-        "def begin():\n"
-        "    model = nn.Sequential(nn.Linear(4, 100_000), nn.Linear(100_000, 2))\n"
-        "    engine = ScatterOnceParallel(model, 1, ['cpu:0', 'cpu:1'])\n"
-        "    daemon(forever, engine)\n"
-        "def forever(engine):\n"
-        "    while True: step(engine); inside.set()\n"
-        "for _ in range(4): begin()\n"
-        "inside.wait()"
-    ),
-    "engines are made in daemon threads": (
-        "sys.setswitchinterval(1e-6)\n"
-        "engines = [make() for _ in range(300)]\n"
-        "def forever():\n"
-        "    while True: engines.append(make()); engines.pop(0)\n"
-        "for _ in range(2): daemon(forever)\n"
-        "for _ in range(200): atexit.register(Workers.exit)"
-    ),
     "a step in a thread that goes on": (
         "engine = make()\nthreading.Thread(target=step, args=(engine, slow)).start()"
     ),

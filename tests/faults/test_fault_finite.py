@@ -13,6 +13,8 @@ from torch import nn
 from faults.state import capture, differences
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 REPLICAS, ACCUM, EACH = 3, 3, 2
 
 
@@ -27,6 +29,7 @@ def criterion(output, targets):
     return nn.functional.cross_entropy(output, targets) + output.sum() * 0
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("replica", [0, 2])

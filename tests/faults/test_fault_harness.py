@@ -12,7 +12,7 @@ from faults.grid import LAYOUTS, Bench
 from faults.places import PLACES
 from scatterpar import ScatterOnceParallel
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.core, pytest.mark.draws]
 
 PLACE = PLACES["backward of a Function"]
 kept = []

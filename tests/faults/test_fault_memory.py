@@ -17,6 +17,8 @@ import scatterpar.engine as engine_module
 from faults.state import capture, differences, values_differ
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 FEATURES, CLASSES = 5, 4
 
 FORMS = {
@@ -89,6 +91,7 @@ def fixed(model, accum, devices, rows=24, seed=1):
     return twin, loss, torch.get_rng_state()
 
 
+@pytest.mark.contract
 @pytest.mark.draws
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("form", FORMS)

@@ -9,6 +9,8 @@ from helpers.forks import environment
 
 from faults.processes import SILENCE
 
+pytestmark = pytest.mark.core
+
 jupyter_client = pytest.importorskip("jupyter_client", reason="needs a notebook kernel")
 pytest.importorskip("ipykernel", reason="needs a notebook kernel")
 

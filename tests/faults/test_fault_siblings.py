@@ -12,6 +12,8 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = pytest.mark.core
+
 ACCUM = 40
 SECONDS = 120
 
@@ -54,9 +56,8 @@ def test_siblings_stop_at_their_next_sub_step(devices, failing):
             engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
         assert sorted(model.visits) == [0, 1, 2]
         device = devices(3)[failing]
-        note = f"in replica {failing} on {device}, sub-step 0 of {ACCUM}, counted from 0"
-        call = f"engine.replay(inputs, criterion=criterion, replica={failing}, sub_step=0)"
-        assert caught.value.__notes__ == [note, f"alone, in this thread:\n{call}"]
+        where = f"in replica {failing} on {device}, sub-step 0 of {ACCUM}, row {failing * ACCUM}"
+        assert caught.value.__notes__ == [f"{where}, counted from 0"]
 
 
 class Together(nn.Linear):
@@ -78,12 +79,12 @@ def error_of_all(devices, errors):
     return caught.value
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
 def test_the_lowest_replica_speaks_and_the_others_are_noted(devices, kind):
     errors = [kind(f"from {i}") for i in range(3)]
     assert error_of_all(devices, errors).__notes__ == [
-        f"in replica 0 on {devices(3)[0]}, sub-step 0 of 2, counted from 0",
-        "alone, in this thread:\nengine.replay(inputs, criterion=criterion, replica=0, sub_step=0)",
+        f"in replica 0 on {devices(3)[0]}, sub-step 0 of 2, rows 0 to 1, counted from 0",
         f"replica 1 failed too: {errors[1]!r}",
         f"replica 2 failed too: {errors[2]!r}",
     ]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from helpers.models import CLASSES, FEATURES
 from helpers.oracle import RELATIVE, assert_close, build, call, loss_of, randint, randn, seeded
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar.batch import nested
 from scatterpar.plan import Plan, Share, make_plan
-from scatterpar.step import nested
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def count(self) -> int:
-        return len(next(nested.tensors(self.batch)))
+        return len(nested.tensors(self.batch)[0])
 
     def rows(self, start: int, stop: int) -> Any:
         """Copies of these rows of inputs and targets."""

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent.parent
 
 def environment() -> dict[str, str]:
     """The environment of a script: this folder's modules and the package are importable."""
-    path = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    path = [os.environ.get("PYTHONPATH", ""), str(TESTS), str(TESTS.parent)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 

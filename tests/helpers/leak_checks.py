@@ -19,7 +19,7 @@ from torch.nn.modules import module as module_globals
 FAILED = pytest.StashKey[bool]()
 GRACE_SECONDS = 180.0  # a thread that ends by itself may be late on a busy machine
 _AUTOCAST_TYPES = ("cpu", "cuda")
-_BESIDE_TRITON = ("InductorSubproc", "subproc_worker_timer")
+_KNOWN = ("InductorSubproc", "subproc_worker_timer", "tqdm_monitor")
 
 
 def threads() -> set[int | None]:
@@ -53,9 +53,7 @@ def threads_of_torchs_compiler() -> set[threading.Thread | None]:
         pools.append(inductor.AsyncCompile.pool())
     found: set[threading.Thread | None] = set()
     found.update(*(pool._threads for pool in pools if pool is not None))
-    progress = sys.modules.get("tqdm")  # inductor's bar of what is being compiled
-    found.add(None if progress is None else progress.tqdm.monitor)
-    return found.union(t for t in threading.enumerate() if t.name in _BESIDE_TRITON)
+    return found.union(t for t in threading.enumerate() if t.name in _KNOWN)
 
 
 def globals_of_torch() -> dict[str, Any]:

@@ -13,12 +13,12 @@ def needed(name: str, extra: str) -> Any:
     """The module ``name``; skips the test's file if its package is not installed.
 
     torchmetrics and fastai import torchvision, which is imported first: PyPI's does not import
-    beside torch's CPU build otherwise (docs/image-folders.md).
+    beside torch's CPU build otherwise (docs/training-tool.md).
     """
     if find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"needs {extra}: docs/other-loops.md", allow_module_level=True)
     if find_spec("torchvision") is not None:
-        from scatterpar.train.pictures import library
+        from scatterpar.train.data import library
 
         library("torchvision")
     return importlib.import_module(name)

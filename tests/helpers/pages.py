@@ -52,7 +52,8 @@ def namespace() -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
     if torch.accelerator.is_available():
         model, images, labels = (x.to("cuda:0") for x in (model, images, labels))
-    rows = {"images": images, "labels": labels, "device_ids": [images.device] * 2}
+    rows = {"images": images, "labels": labels, "device": images.device}
+    rows |= {"device_ids": [images.device] * 2}
     rows |= {"loader": [(images, labels)], "dataset": TensorDataset(images, labels)}
     names = {"torch": torch, "nn": nn, "scatterpar": scatterpar, "DataLoader": DataLoader}
     names |= {"model": model, "net": copy.deepcopy(model), "criterion": nn.CrossEntropyLoss()}

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
 from scatterpar.train.data import load
 
-needs_torchvision = pytest.mark.skipif(
-    find_spec("torchvision") is None, reason="torchvision is not installed"
-)
-needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 CLASSES = ("Trouser", "Bag", "Sandal")
 
 

@@ -2,8 +2,9 @@
 
 torch's libraries say themselves which functions they need of which library, and under which symbol
 version. What ``runtime/`` and ``libraries/`` do not define becomes a stub that notes its name.
-torch looks for the libraries in ``nvidia/cu13/lib``, and nowhere before it (its RPATH beats
-LD_LIBRARY_PATH), so that is where they go. The headers are in the wheel nvidia-cuda-runtime.
+torch looks for the libraries in ``nvidia/cu13/lib``, or for CUDA 12 in ``nvidia/cuda_runtime/lib``,
+and not before in other folders of the machine (its RPATH beats LD_LIBRARY_PATH), so that is where
+they go. The headers are beside them, from nvidia-cuda-runtime or nvidia-cuda-runtime-cu12.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RUNTIME = "libcudart.so.13"
 # Without a symbol version a function's library is known by the beginning of its name.
 UNVERSIONED = {
     "libcuda": r"cu[A-Z](?!File)",
@@ -25,19 +25,19 @@ UNVERSIONED = {
     "libnccl": "nccl",
     "libnvshmem_host": "nvshmem",
 }
-ALSO_OPENED = ["libnvrtc-builtins.so.13.0", "libnvJitLink.so.13", "libcusolver.so.12"]
 
 
 def main(site_packages: Path) -> None:
     """Compile every library that torch needs and the machine has not."""
     torch_libraries = sorted((site_packages / "torch" / "lib").glob("*.so*"))
-    out = site_packages / "nvidia" / "cu13" / "lib"
-    out.mkdir(parents=True, exist_ok=True)
-    build = Build(out, site_packages / "nvidia" / "cu13" / "include")
     wanted, sonames = undefined(torch_libraries)
+    (runtime,) = (soname for soname in sonames if soname.startswith("libcudart.so."))
+    cuda = runtime.rpartition(".")[2]
+    home = site_packages / "nvidia" / ("cuda_runtime" if cuda == "12" else f"cu{cuda}")
+    build = Build(home / "lib", home / "include", runtime)
+    build.runtime(wanted.pop(runtime))
     own = {library.name for library in torch_libraries}
-    build.runtime(wanted.pop(RUNTIME))
-    for soname in sorted((sonames | set(ALSO_OPENED)) - {RUNTIME} - own):
+    for soname in sorted((sonames | {f"libnvJitLink.so.{cuda}"}) - {runtime} - own):
         build.library(soname, wanted)
 
 
@@ -64,18 +64,20 @@ class Build:
     Args:
         out: where they go.
         include: where CUDA's headers are.
+        runtime: the name of CUDA's runtime library.
     """
 
-    def __init__(self, out: Path, include: Path) -> None:
-        self._out = out
-        self._include = include
+    def __init__(self, out: Path, include: Path, runtime: str) -> None:
+        self._out, self._runtime = out, runtime
+        self._includes = ["-I", str(HERE / "runtime"), "-I", str(include)]
         self._generated = HERE / "generated"
         self._generated.mkdir(exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
 
     def runtime(self, wanted: set[str]) -> None:
         """The runtime itself: what is not written fails with cudaErrorNotSupported."""
         sources = sorted((HERE / "runtime").glob("*.c"))
-        missing = sorted(wanted - set().union(*map(defined, sources)))
+        missing = sorted(wanted - set().union(*map(self._defined, sources)))
         stubs = self._generated / "cudart.c"
         stubs.write_text(
             "int null_not_done(const char *name);\n"
@@ -83,8 +85,8 @@ class Build:
                 f'int {name}(void) {{ return null_not_done("{name}"); }}\n' for name in missing
             )
         )
-        print(f"{RUNTIME}: {len(wanted)} functions, {len(missing)} of them fail")
-        self._compile(RUNTIME, [*sources, stubs], version=RUNTIME)
+        print(f"{self._runtime}: {len(wanted)} functions, {len(missing)} of them fail")
+        self._compile(self._runtime, [*sources, stubs], version=self._runtime)
 
     def library(self, soname: str, wanted: dict[str, set[str]]) -> None:
         """A library above it: what is not written succeeds, and does nothing."""
@@ -95,7 +97,7 @@ class Build:
             names |= {name for name in wanted[""] if re.match(UNVERSIONED[stem], name)}
         written = HERE / "libraries" / f"{stem.removeprefix('lib')}.c"
         sources = [written] if written.exists() else []
-        done = set().union(*map(defined, sources))
+        done = set().union(*map(self._defined, sources))
         stubs = self._generated / f"{stem}.c"
         stubs.write_text(
             "int null_library(const char *name, void *stream, int launches);\n"
@@ -105,14 +107,14 @@ class Build:
             )
         )
         print(f"{soname}: {len(names)} functions, {len(names & done)} of them written")
-        runtime = ["-L", str(self._out), f"-l:{RUNTIME}"]
+        runtime = ["-L", str(self._out), f"-l:{self._runtime}"]
         self._compile(soname, [stubs, *sources], version=version, more=runtime)
 
     def _compile(
         self, soname: str, sources: list[Path], version: str = "", more: list[str] | None = None
     ) -> None:
         command = ["gcc", "-O2", "-g", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}"]
-        command += ["-Wl,-rpath,$ORIGIN", "-I", str(HERE / "runtime"), "-I", str(self._include)]
+        command += ["-Wl,-rpath,$ORIGIN", *self._includes]
         if version:
             script = self._generated / f"{soname}.map"
             script.write_text(f"{version} {{ global: *; }};\n")
@@ -122,20 +124,19 @@ class Build:
         command += [*map(str, sources), "-o", str(target), *(more or []), "-lpthread", "-ldl"]
         subprocess.run(command, check=True)
 
+    def _defined(self, source: Path) -> set[str]:
+        """The functions that a file of ours defines, by the names that CUDA's headers give them."""
+        target = self._generated / f"{source.stem}.o"
+        command = ["gcc", "-c", "-w", *self._includes, str(source), "-o", str(target)]
+        subprocess.run(command, check=True)
+        symbols = ["nm", "--defined-only", "--extern-only", "--format=posix", str(target)]
+        listed = subprocess.run(symbols, capture_output=True, text=True, check=True).stdout
+        return {line.split()[0] for line in listed.splitlines()}
+
 
 def is_of(version: str, stem: str) -> bool:
     """Whether symbols of ``version`` belong to the library ``stem``."""
     return version.startswith("lib") or stem == "libnvshmem_host"
-
-
-def defined(source: Path) -> set[str]:
-    """The functions that a file of ours defines; those made by its macros, too."""
-    text = source.read_text()
-    names = set(re.findall(r"^[A-Za-z_][\w \*]*?\b(\w+)\(", text, re.MULTILINE))
-    names |= set(re.findall(r"^LAUNCHES\((\w+)\)", text, re.MULTILINE))
-    for kind in re.findall(r"^DESCRIPTOR\((\w+)\)", text, re.MULTILINE):
-        names |= {f"cudnnCreate{kind}Descriptor", f"cudnnDestroy{kind}Descriptor"}
-    return names
 
 
 if __name__ == "__main__":

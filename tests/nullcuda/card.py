@@ -38,7 +38,7 @@ class _Record(ctypes.Structure):
 @cache
 def runtime() -> ctypes.CDLL:
     """The library; an ``AttributeError`` of its functions where the runtime is another one."""
-    library = ctypes.CDLL("libcudart.so.13")
+    library = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
     library.null_kind.restype = ctypes.c_char_p
     for function in (library.null_count, library.null_bytes, library.null_shadow):
         function.restype = ctypes.c_uint64

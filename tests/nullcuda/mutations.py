@@ -78,9 +78,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the host waits for the losses awake",
-        "if event is not None:\n        event.synchronize()",
+        "event = record_event(device)\n        event.synchronize()",
         PATH + "test_the_host_sleeps_until_the_losses_are_there",
-        instead="",
         words="awake",
     ),
     Mutation(
@@ -90,8 +89,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what comes after a capture does not wait for its stream",
-        "current.wait_stream(stream)",
+        "with restored(partial(current.wait_stream, stream)), stream:",
         GRAPHS + "test_gradients_are_those_of_the_whole_batch",
+        instead="with stream:",
     ),
     Mutation(
         "the host waits for every micro-batch",

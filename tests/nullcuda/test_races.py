@@ -8,6 +8,8 @@ from nullcuda import mutations
 from nullcuda.card import Record
 from nullcuda.races import races
 
+pytestmark = pytest.mark.nullcuda
+
 
 def on(stream, kind, address=0, size=64, *, device=0, source=0, blocks=False, pageable=False):
     return Record(kind, device, stream, address, source, size, -1, blocks, pageable, 1, kind)

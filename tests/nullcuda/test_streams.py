@@ -18,7 +18,7 @@ from nullcuda.test_the_path import script, side_streams
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.devices.transfers import Prefetcher, Transfers, to_host
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
 
 

@@ -10,7 +10,7 @@ import torch
 from nullcuda import card
 from nullcuda.races import races
 
-pytestmark = [pytest.mark.races, pytest.mark.draws]
+pytestmark = [pytest.mark.nullcuda, pytest.mark.races, pytest.mark.draws]
 
 
 def found(work):

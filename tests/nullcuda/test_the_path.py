@@ -20,7 +20,7 @@ from torch import nn
 from nullcuda import card
 from scatterpar import Replicated, ScatterOnceParallel
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARDS = [1, 2, 4]
 ACCUM = 4
 KERNELS = ("launch", "library")
@@ -229,7 +229,7 @@ def test_recurrent_layers_have_values(kind, bias):
 
 
 def test_nothing_is_launched_on_a_wrong_card():
-    with ScatterOnceParallel(network(), ACCUM, [0, 1, 2, 3], buffers="mean") as engine:
+    with ScatterOnceParallel(network(), ACCUM, [0, 1, 2, 3], buffers="batch") as engine:
         each = settled(engine)
     assert [counts["wrong_device"] for counts in each] == [0] * len(each)
 
@@ -313,8 +313,7 @@ print(fewest, fits)
     assert (fits == "True") == (fewest == "1")
 
 
-def test_a_trace_of_launching_says_so():
-    """Kernels take no time here: cards are done as soon as the host has launched them."""
+def test_a_trace_has_the_times_of_the_cards():
     inputs, targets = batch(64, pinned=True)
     with ScatterOnceParallel(network(), ACCUM, [0, 1], verify=False) as engine:
         settled(engine)
@@ -325,4 +324,4 @@ def test_a_trace_of_launching_says_so():
     assert len(launched) == 3 * 2 * ACCUM * 2
     for span in launched:
         assert span.on_device[0] <= span.on_device[1]
-    assert "graphs=True" in trace.bounds().sentence()
+    assert str(trace).splitlines()[1].endswith("  on device")

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pair.common import Pair, Plain, assert_alike
 
+pytestmark = pytest.mark.core
+
 BATCH = randn(11, FEATURES), randint(CLASSES, 11)
 
 

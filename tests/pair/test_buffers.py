@@ -13,6 +13,8 @@ from torch import nn
 from pair.common import Pair, assert_alike
 from scatterpar import DataParallelModel
 
+pytestmark = pytest.mark.core
+
 INPUTS = randn(9, FEATURES)
 
 

@@ -16,13 +16,14 @@ from torch import nn
 from pair.common import Pair, Shared
 from scatterpar import DataParallelCriterion, DataParallelModel
 
+pytestmark = pytest.mark.core
+
 BATCH = randn(8, FEATURES), randint(CLASSES, 8)
 
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
-def test_replicas_run_at_the_same_time(placed, part, monkeypatch):
+def test_replicas_run_at_the_same_time(placed, part):
     """Each waits for all the others: one after the other, they would never come to an end."""
-    monkeypatch.setattr("scatterpar.threads.locks._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(4, timeout=120)
 
     class Meets(nn.Module):

@@ -14,6 +14,8 @@ from torch.nn.functional import cross_entropy
 from pair.common import Pair, assert_pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
+pytestmark = pytest.mark.core
+
 INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
 
 

@@ -16,6 +16,8 @@ from torch import nn
 from pair.common import Shared
 from scatterpar import DataParallelCriterion, DataParallelModel
 
+pytestmark = pytest.mark.core
+
 INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from pair.common import Pair, assert_alike
 from scatterpar import DataParallelCriterion, DataParallelModel, Rows, gather
 
+pytestmark = pytest.mark.core
+
 INPUTS = randn(9, FEATURES)
 
 

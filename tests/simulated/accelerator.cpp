@@ -373,6 +373,10 @@ TORCH_LIBRARY(simulated, m) {
     const Lock lock(mutex);
     switches.kernels_until_failure[index] = number;
   });
+  m.def("set_lost(int index, bool on) -> ()", [](int64_t index, bool on) {
+    const Lock lock(mutex);
+    switches.lost[index] = on;
+  });
   m.def("counters() -> int[]", get_counters);
   m.def("own_nanoseconds() -> int[]", [] {
     return std::vector<int64_t>{own_nanoseconds, own_nanoseconds_of_all};

@@ -97,6 +97,21 @@ def fail_kernel(index: int, number: int = 1) -> None:
     torch.ops.simulated.fail_kernel(index, number)
 
 
+def lose(index: int) -> None:
+    """Let nothing work on a device, as after a kernel's assertion, until ``found_again`` ends."""
+    torch.ops.simulated.set_lost(index, True)
+
+
+@contextlib.contextmanager
+def found_again() -> Iterator[None]:
+    """After the body, devices that it has lost work again, which no card's process can do."""
+    try:
+        yield
+    finally:
+        for index in range(torch.accelerator.device_count()):
+            torch.ops.simulated.set_lost(index, False)
+
+
 def queued() -> int:
     """How much work waits in all streams."""
     found: int = torch.ops.simulated.queued()

@@ -115,6 +115,7 @@ inline void enqueue_with(
     graph->nodes.push_back([=](StreamKey now) { enqueue_with(now, blocks, work, seconds); });
     return;
   }
+  refuse_if_lost(stream.first);
   for (auto& block : blocks) ++block->uses[stream];
   enqueue(stream, [stream, blocks = std::move(blocks), work = std::move(work)] {
     struct Done {

@@ -82,6 +82,7 @@ inline struct Switches {
   bool complete = true; // know float64, and what CUDA knows but MPS does not
   std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, Copy> links;
   std::array<int64_t, kDevices> kernels_until_failure{};  // zero: none fails
+  std::array<bool, kDevices> lost{};  // as after a kernel's assertion on CUDA
   double link = 0, memory = 0;  // bytes per second; zero: it takes no time
 } switches;
 
@@ -193,6 +194,10 @@ inline void refuse_in_capture(StreamKey stream) {
   }
 }
 
+inline void refuse_if_lost(c10::DeviceIndex device) {
+  TORCH_CHECK(!switches.lost[device], "simulated error: device-side assert triggered on device ", int(device));
+}
+
 inline void run_first(StreamKey stream) {
   auto& queue = queues[stream];
   const auto work = std::move(queue.work.front());
@@ -256,6 +261,7 @@ inline void surface(c10::DeviceIndex device) {
     std::swap(error, errors[device]);
   }
   if (error) std::rethrow_exception(error);
+  refuse_if_lost(device);
 }
 
 // The host waits for a stream, if there is anything to wait for.
@@ -315,6 +321,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Event;
     auto& mine = *static_cast<Event*>(*event);
     mine.stream = key_of(stream);
+    refuse_if_lost(stream.device_index());
     if (flag == c10::EventFlag::BACKEND_DEFAULT) {
       mine.time = std::make_shared<std::chrono::steady_clock::time_point>();
       enqueue(mine.stream, [time = mine.time] { *time = std::chrono::steady_clock::now(); });
@@ -325,6 +332,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const Own own;
     const Lock lock(mutex);
     const auto& mine = *static_cast<Event*>(event);
+    refuse_if_lost(stream.device_index());
     wait_for(key_of(stream), mine.stream, mine.number);
   }
   bool queryEvent(void* event) const override {

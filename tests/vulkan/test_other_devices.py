@@ -16,7 +16,7 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, training
 from scatterpar.devices.runtime import has_streams
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.vulkan, pytest.mark.draws]
 TWO = [0, 1]
 
 

@@ -4,12 +4,13 @@
 int cudaGetDevice(int *device);
 int cudaSetDevice(int device);
 int cudaGetDeviceCount(int *count);
+int cudaRuntimeGetVersion(int *out);
 int null_has_context(int device);
 
 enum { CONTEXT = 0x1000 };
 
 int cuInit(unsigned flags) { return 0; }
-int cuDriverGetVersion(int *out) { return *out = 13000, 0; }
+int cuDriverGetVersion(int *out) { return cudaRuntimeGetVersion(out); }
 int cuDeviceGetCount(int *out) { return cudaGetDeviceCount(out); }
 int cuDeviceGet(int *out, int ordinal) { return *out = ordinal, 0; }
 int cuDeviceGetAttribute(int *out, int which, int device) { return *out = 0, 0; }

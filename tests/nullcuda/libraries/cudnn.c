@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+int cudaRuntimeGetVersion(int *out);
 int null_library(const char *name, void *stream, int launches);
 
 struct handle {
@@ -10,7 +11,10 @@ struct handle {
 };
 
 size_t cudnnGetVersion(void) { return 92000; }
-size_t cudnnGetCudartVersion(void) { return 13000; }
+size_t cudnnGetCudartVersion(void) {
+  int version;
+  return cudaRuntimeGetVersion(&version), version;
+}
 int cudnnGetProperty(int which, int *out) { return *out = which == 0 ? 9 : which == 1 ? 20 : 0, 0; }
 const char *cudnnGetErrorString(int error) { return error ? "an error of the null cuDNN" : "none"; }
 void cudnnGetLastErrorString(char *out, size_t size) {

@@ -1,2 +1,8 @@
 /* The runtime compiler: there is none. */
-int nvrtcVersion(int *major, int *minor) { return *major = 13, *minor = 0, 0; }
+int cudaRuntimeGetVersion(int *out);
+
+int nvrtcVersion(int *major, int *minor) {
+  int version;
+  cudaRuntimeGetVersion(&version);
+  return *major = version / 1000, *minor = version % 1000 / 10, 0;
+}

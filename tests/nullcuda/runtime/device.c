@@ -135,7 +135,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
 }
 
 cudaError_t cudaDriverGetVersion(int *out) {
-  *out = 13000;
+  *out = CUDART_VERSION;
   return cudaSuccess;
 }
 
@@ -174,6 +174,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out, unsig
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+
+#if CUDART_VERSION < 13000
+cudaError_t cudaGetDriverEntryPoint(const char *name, void **out, unsigned long long flags,
+                                    enum cudaDriverEntryPointQueryResult *result) {
+  return cudaGetDriverEntryPointByVersion(name, out, CUDART_VERSION, flags, result);
+}
+#endif
 
 cudaError_t cudaProfilerStart(void) { return cudaSuccess; }
 cudaError_t cudaProfilerStop(void) { return cudaSuccess; }

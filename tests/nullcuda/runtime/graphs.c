@@ -76,10 +76,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
   return cudaSuccess;
 }
 
+#if CUDART_VERSION >= 13000
+#define EDGES const cudaGraphEdgeData **edges,
+#else
+#define EDGES
+#endif
+
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                      unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                     size_t *count) {
+                                     const cudaGraphNode_t **nodes, EDGES size_t *count) {
   struct CUgraph_st *own = capture_of(stream);
   if (id) *id = own ? own->id : 0;
   if (graph) *graph = own;
@@ -100,6 +105,13 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t grap
   *out = (cudaGraphExec_t)copy;
   return cudaSuccess;
 }
+
+#if CUDART_VERSION < 13000
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph,
+                                 unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(out, graph, flags);
+}
+#endif
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   struct CUgraph_st *graph = (struct CUgraph_st *)exec;

@@ -1,0 +1,1 @@
+"""Nested data, markers, and rows by number."""

@@ -1,0 +1,456 @@
+"""Count, slice and select the rows of a batch; mark values whose rows are not slices of tensors."""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from numbers import Number
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
+
+from scatterpar.batch import nested
+
+
+class Marker:
+    """A wrapper around one value of a batch. The base class is for a value without rows.
+
+    A new kind of marker is a subclass: other code only calls these methods. It is not a dataclass,
+    because ``nested`` would descend into its fields.
+    """
+
+    contents: Any  # the marked value, nested at will, without other markers in it
+    collate: Callable[[Any], Any] | None = None  # returns what the module or criterion gets
+
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """A copy of the marker whose contents are ``function(contents)``; the rest is shared."""
+        marker = copying.copy(self)
+        marker.contents = function(self.contents)
+        return marker
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of rows; ``None`` for a value without rows, which goes to every replica."""
+        return None
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """A marker with these rows, in this order; if they are a ``range``, with views of tensors.
+
+        Shares and micro-batches are selected with a ``range``.
+        """
+        return self
+
+    def join(self, others: Sequence[Self]) -> Self:
+        """One marker with the rows of this one, then those of ``others``."""
+        return self
+
+    def unwrap(self, *, copy: bool) -> Any:
+        """The value as a module or criterion sees it; with ``copy``, tensors are copied."""
+        value = nested.map_tensors(Tensor.clone, self.contents) if copy else self.contents
+        return value if self.collate is None else self.collate(value)
+
+    def leaves(self) -> list[Any]:
+        """Every leaf of the contents. Raises ``TypeError`` for a marker in the marker."""
+        leaves = nested.leaves(self.contents)
+        for leaf in leaves:
+            if isinstance(leaf, (Marker, Batches)):
+                raise TypeError(f"{self!r} has {leaf!r} in it; give the two side by side")
+        return leaves
+
+
+class Replicated(Marker):
+    """Marks a value without rows, whatever its sizes are: every replica gets the same.
+
+    Tensors in ``value`` are copied once to every device without being split, and every sub-step
+    gets the whole value. Use it for position ids of shape ``[1, L]``, masks of shape ``[L, L]``,
+    anchors, a lookup table, or the adjacency matrix of a graph. It may be anywhere in the inputs or
+    targets.
+
+    Args:
+        value: tensors, nested at will.
+
+    Raises:
+        TypeError: ``value`` has ``Rows`` or another ``Replicated`` in it.
+
+    Example:
+        >>> import torch
+        >>> from scatterpar import ScatterOnceParallel
+        >>> class Attend(torch.nn.Module):
+        ...     def forward(self, x, mask):
+        ...         return x @ mask
+        >>> engine = ScatterOnceParallel(Attend().eval(), device_ids=["cpu"] * 2)
+        >>> engine(torch.ones(4, 4), Replicated(torch.eye(4))).shape
+        torch.Size([4, 4])
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.contents = value
+        self.leaves()  # refuses markers in it
+
+    def __repr__(self) -> str:
+        value = self.contents
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        return f"Replicated({type(value).__name__}{shape})"
+
+
+class Rows(Marker):
+    """Marks a sequence with one entry per row, for rows that are not slices of one tensor.
+
+    Shares and micro-batches are slices of ``entries``; their tensors are copied to the device of
+    the share. Use it for detection targets (a list of dicts), images of different sizes, strings,
+    or sequences of different lengths. It may be anywhere in the inputs or targets.
+
+    Args:
+        entries: a list, tuple or other sequence; tensors in an entry may be of any shape.
+        collate: ``collate(entries)`` returns the input of the module or criterion for the entries
+            of a micro-batch, so each micro-batch is padded separately. It runs in the replica's
+            thread, on the replica's device. It also runs when terms are counted, losses are
+            checked, or sub-steps are compiled or captured. So it must be cheap and have no side
+            effects. Without it, the module or criterion gets the list of entries.
+
+    Raises:
+        TypeError: ``entries`` is no sequence, or ``collate`` cannot be called.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn.utils.rnn import pad_sequence
+        >>> from scatterpar import ScatterOnceParallel
+        >>> engine = ScatterOnceParallel(torch.nn.Embedding(9, 2).eval(), device_ids=["cpu"] * 2)
+        >>> sentences = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])]
+        >>> rows = Rows(sentences, lambda few: pad_sequence(few, batch_first=True)[:, -1])
+        >>> rows
+        Rows(3 x Tensor, collate=<lambda>)
+        >>> engine(rows).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(
+        self, entries: Sequence[Any], collate: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        if isinstance(entries, (str, bytes, Mapping, Rows)) or not hasattr(entries, "__len__"):
+            raise TypeError(
+                f"Rows takes a sequence with one entry per row, such as a list, got "
+                f"{type(entries).__name__}"
+            )
+        if collate is not None and not callable(collate):
+            raise TypeError(f"collate must be callable, got {collate!r}")
+        self.contents = list(entries)
+        self.collate = collate
+
+    @property
+    def entries(self) -> list[Any]:
+        """The entries: one per row."""
+        entries: list[Any] = self.contents
+        return entries
+
+    @property
+    def num_rows(self) -> int:
+        """The number of entries."""
+        return len(self.entries)
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The entries of these rows."""
+        return self.map(lambda entries: [entries[row] for row in rows])
+
+    def join(self, others: Sequence[Self]) -> Self:
+        """One marker with the entries of this one, then those of ``others``."""
+        return self.map(lambda entries: [*chain(entries, *(other.entries for other in others))])
+
+    def __repr__(self) -> str:
+        kinds = " or ".join(dict.fromkeys(type(entry).__name__ for entry in self.entries))
+        name = getattr(self.collate, "__name__", repr(self.collate))
+        shown = "" if self.collate is None else f", collate={name}"
+        return f"Rows({len(self.entries)} x {kinds or 'nothing'}{shown})"
+
+    @classmethod
+    def from_batches(cls, batches: Iterable[Any]) -> Batches:
+        """Several batches that make one step, such as a window of a loader's batches.
+
+        Each batch is what ``forward_backward`` takes as inputs, or as targets: tensors, tuples or
+        mappings. Batches may differ in their number of rows and in the lengths of rows. Each batch
+        is divided over all replicas as it would be alone, and no micro-batch has rows of two
+        batches: with ``accum=2`` a replica has two sub-steps of each batch. If inputs and targets
+        are both passed in this way, each batch must have the same number of rows in both.
+
+        Raises:
+            TypeError: one batch instead of several.
+            ValueError: no batch at all.
+
+        Example:
+            >>> import torch
+            >>> from scatterpar import ScatterOnceParallel
+            >>> model = torch.nn.Embedding(9, 3)
+            >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2)
+            >>> window = Rows.from_batches([torch.ones(3, 5).long(), torch.ones(2, 7).long()])
+            >>> loss = engine.forward_backward(window, criterion=lambda output, _: output.mean())
+            >>> engine.last_step.plan.shares[0].micro_batches
+            ((0, 2), (3, 4))
+        """
+        return Batches(batches)
+
+
+class Batches:
+    """The result of ``Rows.from_batches``: it must be the whole inputs, or the whole targets."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        one = Tensor, Mapping, str, Rows, Batches
+        if isinstance(batches, one) or not isinstance(batches, Iterable):
+            raise TypeError(f"from_batches takes a list of batches, got {type(batches).__name__}")
+        self.entries = list(batches)
+        if not self.entries:
+            raise ValueError("from_batches got no batch: a step needs one at least")
+
+    def __repr__(self) -> str:
+        return f"Rows.from_batches({len(self.entries)} batches)"
+
+
+def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
+    """The (inputs, targets) of each batch, and the number of rows of each batch."""
+    parts = {"inputs": inputs, "targets": targets}
+    split = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
+    if not split:
+        return [(inputs, targets)], [count_rows(parts, dim)]
+    sizes = {
+        name: [count_rows({f"{name}, batch {k}": batch}, dim) for k, batch in enumerate(batches)]
+        for name, batches in split.items()
+    }
+    batch_sizes = next(iter(sizes.values()))
+    total = sum(batch_sizes)
+    for name in parts.keys() - split.keys():  # one batch: it is sliced like the others
+        rows = count_rows({name: parts[name]}, dim, known=total)
+        sizes[name] = batch_sizes if rows == total else [rows]
+        ends = pairwise(accumulate(batch_sizes, initial=0))
+        split[name] = [slice_rows(parts[name], *span, dim) for span in ends if rows == total]
+    if any(each != batch_sizes for each in sizes.values()):
+        shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
+        raise ValueError(f"the several batches disagree in their rows along dim={dim}: {shown}")
+    return list(zip(split["inputs"], split["targets"], strict=True)), batch_sizes
+
+
+def has_markers(value: Any) -> bool:
+    """Whether any leaf of ``value`` is a marker."""
+    return any(isinstance(leaf, Marker) for leaf in nested.leaves(value))
+
+
+def has_markers_with_rows(value: Any) -> bool:
+    """Whether ``value`` has a marker with rows; then outputs may be lists with entries per row."""
+    leaves = nested.leaves(value)
+    return any(isinstance(leaf, Marker) and leaf.num_rows is not None for leaf in leaves)
+
+
+def all_tensors(value: Any) -> list[Tensor]:
+    """Every tensor of ``value``, also inside markers."""
+    found = []
+    for leaf in nested.leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Marker):
+            found += [one for one in leaf.leaves() if isinstance(one, Tensor)]
+    return found
+
+
+def slice_rows(
+    value: Any, start: int, stop: int, dim: int, function: Callable[[Any], Any] | None = None
+) -> Any:
+    """``value`` with rows ``start:stop`` of every tensor and marker.
+
+    ``function``, if given, is applied to each resulting leaf. Tensors become views. 0-dim tensors
+    are copied, so that no two callers share one. A marker becomes a marker with these rows.
+    """
+
+    def sliced(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            leaf = leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
+        elif isinstance(leaf, Marker):
+            leaf = leaf.select(range(start, stop))
+        return leaf if function is None else function(leaf)
+
+    return nested.map_leaves(sliced, value)
+
+
+def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
+    """``value`` with these rows, in this order, of every tensor and marker; tensors are copied."""
+
+    def select(leaf: Any) -> Any:
+        if isinstance(leaf, Marker):
+            return leaf.select(rows)
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        return leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
+
+    return nested.map_leaves(select, value)
+
+
+def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
+    """``value`` as a module or criterion sees it; with ``copy``, tensors are copied."""
+    return nested.map_leaves(partial(unwrap_marker, copy=copy), value)
+
+
+def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
+    """One leaf without its marker; with ``copy``, tensors are copied."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone() if copy else leaf
+    return leaf.unwrap(copy=copy) if isinstance(leaf, Marker) else leaf
+
+
+_HOW_TO_MARK = (
+    "mark what has no rows as Replicated(value), and a list with one entry per row as Rows(entries)"
+)
+
+
+def count_rows(
+    batch: Mapping[str, Any], dim: int, *, refuse_grad: bool = True, known: int | None = None
+) -> int:
+    """The number of rows of the batch.
+
+    This is the size of its tensors along ``dim`` and the ``num_rows`` of its markers, which must
+    agree. 0-dim tensors and values without rows are ignored. If nothing has rows, the result is
+    ``known``. The keys of ``batch`` are names for errors. With ``refuse_grad``, no tensor may
+    require grad.
+    """
+    names_by_size: dict[int, str] = {}
+    for name, part in batch.items():
+        for leaf in nested.leaves(part):
+            if refuse_grad:
+                _refuse_grad(name, leaf)
+            size = _size(name, leaf, dim)
+            if size is not None and size not in names_by_size:
+                names_by_size[size] = f"{name} with {size} ({_shown(leaf)})"
+    if not names_by_size and known is not None:
+        return known
+    if not names_by_size:
+        raise ValueError(
+            "the batch has no tensor with rows: "
+            + ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
+            + "; a list with one entry per row is passed as Rows(entries)"
+        )
+    for name, part in batch.items():
+        _refuse_ambiguous(name, part, dim, names_by_size)
+    if len(names_by_size) > 1:
+        shown = [*names_by_size.values()]
+        sizes = ", ".join(shown[:3]) + f" and {len(shown) - 3} more" * (len(shown) > 3)
+        raise ValueError(
+            f"the batch disagrees in its rows along dim={dim}: {sizes}; {_HOW_TO_MARK}"
+        )
+    (rows,) = names_by_size
+    if rows == 0:
+        raise ValueError(f"the batch is empty: {names_by_size[rows]} along dim={dim}")
+    return rows
+
+
+def _size(name: str, leaf: Any, dim: int) -> int | None:
+    """The number of rows of a leaf; ``None`` if every replica gets it unchanged."""
+    if isinstance(leaf, Batches):
+        raise ValueError(
+            f"{name}: Rows.from_batches must be the whole inputs, or the whole targets, of "
+            f"forward_backward; put everything that belongs to a batch into that batch. For "
+            f"inference, and with the pair, make one call per batch"
+        )
+    if isinstance(leaf, Marker):
+        return leaf.num_rows
+    if not isinstance(leaf, Tensor):
+        _refuse_foreign(name, leaf)
+        return None
+    if leaf.is_nested:
+        raise ValueError(
+            f"{name}: a nested tensor (torch.nested) cannot be split into rows; pass "
+            f"Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins, or "
+            f"torch.nested.to_padded_tensor and the lengths"
+        )
+    if leaf.layout != torch.strided:
+        raise ValueError(
+            f"{name}: a tensor of layout {leaf.layout} cannot be split into rows; pass "
+            f"it as a dense tensor, or its parts"
+        )
+    if leaf.ndim and not -leaf.ndim <= dim < leaf.ndim:
+        raise ValueError(
+            f"{name}: a tensor of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
+            f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
+        )
+    return leaf.size(dim) if leaf.ndim else None
+
+
+def _refuse_foreign(name: str, leaf: Any) -> None:
+    """Refuse objects of other libraries that contain rows: every replica would get them unsplit."""
+    modules = [kind.__module__ for kind in type(leaf).__mro__]
+    if isinstance(leaf, DataLoader):
+        instead = "iterate the loader, for inputs, targets in loader: …"
+    elif any(module.startswith("torch_geometric.data") for module in modules):
+        instead = "pass Rows(graphs, Batch.from_data_list)"
+    elif modules[0] == "numpy" and getattr(leaf, "shape", None):
+        instead = "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
+    else:
+        return
+    raise ValueError(f"{name}: a {type(leaf).__name__} cannot be split into rows: {instead}")
+
+
+def _shown(leaf: Any) -> str:
+    return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _refuse_grad(name: str, leaf: Any) -> None:
+    for tensor in [leaf] if isinstance(leaf, Tensor) else all_tensors(leaf):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{name}: a tensor of shape {tuple(tensor.shape)} requires grad, but a batch is "
+                f"data; pass tensor.detach()"
+            )
+
+
+def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) -> None:
+    """Refuse values that would silently be split along something other than rows, or not at all.
+
+    A packed sequence would be split inside its tensors, a list of ``[3, H, W]`` images along the
+    channels. Every replica would get the whole of a list with as many texts or numbers, or lists of
+    them, as there are rows.
+    """
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
+            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
+        )
+    if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
+        raise ValueError(
+            f"{name}: a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like "
+            f"images, which would be split over their 3 channels; pass Rows(images) for one "
+            f"image per row, or a tuple if dimension 0 does hold 3 rows"
+        )
+    is_as_long = isinstance(value, (list, tuple)) and len(value) > 1 and len(value) in sizes
+    kind = _kind_of_entries(value) if is_as_long else ""
+    if kind:
+        raise ValueError(
+            f"{name}: a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
+            f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "
+            f"row, or Replicated({kind})"
+        )
+    items = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(value, Tensor) and isinstance(value, (list, tuple, Mapping)):
+        for item in items:
+            _refuse_ambiguous(name, item, dim, sizes)
+
+
+def _kind_of_entries(value: Sequence[Any]) -> str:
+    """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else nothing.
+
+    Up to four numbers are taken for a size, such as ``(height, width)``.
+    """
+    nest = list, tuple
+    flat = [one for item in value for one in (item if isinstance(item, nest) else [item])]
+    if flat and isinstance(value, list) and all(isinstance(one, str) for one in flat):
+        return "texts"
+    is_nested = any(isinstance(item, nest) for item in value)
+    are_numbers = all(
+        isinstance(one, Number) or (isinstance(one, Tensor) and not one.ndim) for one in flat
+    )
+    return "numbers" if flat and are_numbers and (is_nested or len(value) > 4) else ""
+
+
+def _is_image(entry: Any) -> bool:
+    if not isinstance(entry, Tensor) or entry.ndim != 3 or entry.size(0) != 3:
+        return False
+    return entry.is_floating_point() or entry.dtype == torch.uint8

@@ -1,0 +1,322 @@
+"""Traverse, merge and join nested values: tuples, lists, mappings, dataclasses, caches of tensors.
+
+Methods of a user's tensor subclass are not called inside a generator, except to compare bits: a
+``StopIteration`` from such a method would become another error.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import getitem, setitem
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import to_device
+
+Lists = Literal["never", "if clear", "always"]  # whether lists may have one entry per row
+
+_PLAIN = {bool, int, float, str, bytes, type(None)}  # leaves, which need no look at their class
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in _PLAIN:
+        return function(value)
+    if type(value) is dict:  # fast path: a batch may have many such entries
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    children, make = _parts(value, value)
+    if make is None:
+        return function(value)
+    return make(
+        [function(v) if isinstance(v, Tensor) else map_leaves(function, v) for v in children]
+    )
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor replaced by ``function(tensor)``; other leaves stay."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def merge(
+    function: Callable[[list[Any]], Any],
+    values: Sequence[Any],
+    is_leaf: Callable[[Sequence[Any]], bool] = lambda _: False,
+) -> Any:
+    """One value from several of the same structure: ``function`` gets the leaves of each position.
+
+    If ``is_leaf(values)``, the values of a position count as leaves.
+
+    >>> merge(sum, [{"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)}])
+    {'a': 11, 'b': (22, 33)}
+    """
+    first = values[0]
+    _, make = _parts(first, first) if not is_leaf(values) and _alike(values) else ((), None)
+    if make is None:
+        return function(list(values))
+    each = [_parts(value, first)[0] for value in values]
+    return make([merge(function, children, is_leaf) for children in zip(*each, strict=True)])
+
+
+def leaves(value: Any) -> list[Any]:
+    """Every leaf of ``value``, in order."""
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    children = value if type(value) in (tuple, list) else _children(value)
+    if children is None:
+        found.append(value)
+        return
+    for child in children:  # most are tensors: one call for all children of a container
+        if isinstance(child, Tensor):
+            found.append(child)
+        else:
+            _collect(child, found)
+
+
+def _children(value: Any) -> Iterable[Any] | None:
+    """The children of a container; ``None`` for a leaf."""
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        return None
+    children, make = _parts(value, value)
+    return None if make is None else children
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor of ``value``, in order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any] | None]:
+    """The children of ``value``, in the order of ``like``'s keys, and a function.
+
+    The function makes such a container from new children. For a leaf: no children, and ``None``.
+    """
+    if type(value) in (tuple, list):
+        return value, type(value)
+    if isinstance(value, (Tensor, torch.Size)):
+        return (), None
+    if isinstance(value, (tuple, list)):
+        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return value, (lambda children: type(value)(*children)) if is_named else type(value)
+    get: Callable[..., Any] = getitem
+    put: Callable[..., None] = setitem
+    if isinstance(value, Mapping):
+        names = [*like]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        get, put = getattr, object.__setattr__  # of frozen ones too
+    elif _is_cache(value):
+        names = [n for n, v in vars(like).items() if isinstance(v, (Tensor, list)) or _is_cache(v)]
+        get, put = getattr, object.__setattr__
+    else:
+        return (), None
+
+    def make(children: list[Any]) -> Any:
+        if type(value) is dict or (put is setitem and not hasattr(value, "__setitem__")):
+            return dict(zip(names, children, strict=True))
+        result = copy.copy(value)  # keeps its other attributes
+        for name, child in zip(names, children, strict=True):
+            put(result, name, child)
+        return result
+
+    return [get(value, name) for name in names], make
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether ``value`` is a cache of ``transformers``, or a layer of one."""
+    return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
+
+
+def refuse_generators(output: Any) -> None:
+    """Refuse generators in an output: they would run later, outside of any replica's context."""
+    for leaf in leaves(output):
+        if isinstance(leaf, Iterator):
+            raise TypeError(
+                f"the module's output contains a {type(leaf).__name__} that has not been consumed; "
+                f"return a list or tuple of its items"
+            )
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    """Whether the outermost containers have the same structure, so that they can be merged."""
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        return False
+    if isinstance(first, (tuple, list)):
+        return all(len(value) == len(first) for value in values)
+    if isinstance(first, Mapping) and any(value.keys() != first.keys() for value in values):
+        raise ValueError(
+            f"mappings with different keys cannot be joined: "
+            f"{' and '.join(str(sorted(map(str, value))) for value in values)}; return the same "
+            f"keys for all rows"
+        )
+    return True
+
+
+def join_rows(
+    pieces: Sequence[Any],
+    dim: int,
+    weights: Sequence[float],
+    rows: Sequence[int] | None = None,
+    *,
+    lists: Lists = "never",
+    order: Sequence[int] = (),
+    pad: float | None = None,
+) -> Any:
+    """Join pieces of the same nested types, each of consecutive rows, into one value.
+
+    0-dim tensors are averaged with ``weights``, one per piece; pieces with weight zero are ignored.
+    ``rows`` has the number of rows of each piece. Tensors with that size along ``dim``, or with one
+    and the same multiple of it, are concatenated along ``dim``. A tensor with another size and the
+    same bits in all pieces, such as a codebook, is returned once. Other tensors are refused by a
+    ``ValueError``. Without ``rows`` all tensors are concatenated. With ``pad`` tensors get equal
+    sizes in the other dimensions: they are padded at the end with this value.
+
+    Any other leaf is returned once if all pieces have the same, and otherwise becomes a list with
+    one entry per piece. ``lists`` says whether lists that have one entry per row are concatenated;
+    ``"if clear"``: unless they may be lists of tensors with rows.
+
+    If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by piece, and
+    the result has the rows in ascending order. A single piece is already in that order.
+
+    >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
+    {'y': tensor([0., 0., 1.])}
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+
+    if lists != "never" and rows and _are_entries(pieces, rows):
+        return _entries(pieces, order)
+
+    def are_entries(values: Sequence[Any]) -> bool:
+        return rows is not None and _are_joined_as_entries(values, rows, dim, lists)
+
+    def join_leaves(leaves: list[Any]) -> Any:
+        if isinstance(leaves[0], PackedSequence):
+            raise ValueError(
+                "outputs that are PackedSequences cannot be joined, because a PackedSequence "
+                "interleaves the entries of its rows; return what "
+                "pad_packed_sequence(output, batch_first=True) gives"
+            )
+        if are_entries(leaves):
+            return _entries(leaves, order)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return leaves[0] if _all_same(leaves) else leaves
+        if not leaves[0].ndim:
+            return _average(leaves, weights)
+        if pad is not None:
+            leaves = _padded(leaves, dim, pad)
+        if rows is not None and not _entries_per_row(leaves, rows, dim):
+            return leaves[0]
+        joined = torch.cat(leaves, dim)
+        return joined.index_select(dim, _places(order, joined, dim)) if order else joined
+
+    return merge(join_leaves, pieces, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
+
+
+def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
+    """The tensors, padded at the end to equal sizes in all dimensions except ``dim``."""
+    if len({leaf.ndim for leaf in leaves}) > 1 or not -leaves[0].ndim <= dim < leaves[0].ndim:
+        return leaves
+    sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
+    padded = []
+    for leaf in leaves:
+        sizes[dim] = leaf.size(dim)
+        padded.append(leaf.new_full(sizes, value))
+        padded[-1][tuple(map(slice, leaf.shape))] = leaf
+    return padded
+
+
+def have_entries(piece: Any, dim: int, rows: int) -> bool:
+    """Whether a tensor of the output for ``rows`` rows may have several entries per row."""
+    sizes = [t.size(dim) for t in tensors(piece) if -t.ndim <= dim < t.ndim]
+    return any(n > rows and n % rows == 0 for n in sizes)
+
+
+def _entries(pieces: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """The entries of all pieces, in ascending ``order`` of their rows."""
+    entries = [entry for piece in pieces for entry in piece]
+    return [entries[i] for i in sorted(range(len(order)), key=order.__getitem__)] or entries
+
+
+def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
+    """The indices along ``dim`` that sort the rows of ``joined`` by their numbers in ``order``."""
+    each = joined.size(dim) // len(order)  # entries per row
+    places = torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
+    return to_device(places.flatten(), joined.device)
+
+
+def _are_joined_as_entries(
+    values: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
+) -> bool:
+    """Whether values are lists with one entry per row, and not lists of tensors with rows."""
+    if lists == "never" or not _are_entries(values, rows):
+        return False
+    if lists == "always":
+        return True
+    pairs = [(t, n) for value, n in zip(values, rows, strict=True) for t in tensors(value)]
+    sizes = [(t.shape[dim:][:1], (n,)) for t, n in pairs]
+    return not pairs or any(size != expected for size, expected in sizes)
+
+
+def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
+    return all(isinstance(v, list) and len(v) == n for v, n in zip(values, rows, strict=True))
+
+
+def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
+    """The number of entries per row along ``dim``; 0 if the tensors are the same in all pieces.
+
+    Raises ``ValueError`` if the tensors cannot be joined.
+    """
+    sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
+    ratios = {size / n for size, n in zip(sizes, rows, strict=True)}
+    others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
+    entries = min(ratios) if len(ratios) == len(others) == 1 and min(ratios) % 1 == 0 else 0
+    if entries == 1:
+        return 1
+    first = leaves[0]
+    # Entries of rows that are all equal, as those of a head of zeros, are no codebook.
+    are_rows = entries and same_bits(first, first.narrow(dim, 0, 1).expand_as(first).contiguous())
+    if not are_rows and all(same_bits(first, other) for other in leaves[1:]):
+        return 0
+    if not entries:
+        shapes = " and ".join([str(tuple(leaf.shape)) for leaf in leaves])
+        raise ValueError(
+            f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
+            f"rows, cannot be joined along dim={dim}; return the rows along that dimension, such "
+            f"as torch.stack([a, b], 1) in the place of torch.cat([a, b]), or select with "
+            f"return_outputs=function, or pad them to one size with engine.map(…, pad=value)"
+        )
+    return int(entries)
+
+
+def _all_same(leaves: list[Any]) -> bool:
+    first = leaves[0]
+    is_plain = isinstance(first, (bool, int, float, complex, str, bytes, torch.Size))
+    return all(
+        leaf is first or (is_plain and type(leaf) is type(first) and leaf == first)
+        for leaf in leaves
+    )
+
+
+def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
+    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    total = sum(weight for _, weight in counted)
+    if not counted:
+        return values[0]
+    dtype = torch.promote_types(values[0].dtype, torch.float32)
+    mean = torch.stack([value.to(dtype) * (weight / total) for value, weight in counted]).sum()
+    is_integer = not (values[0].is_floating_point() or values[0].is_complex())
+    return mean if is_integer else mean.to(values[0].dtype)

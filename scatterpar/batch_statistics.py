@@ -1,0 +1,197 @@
+"""buffers="batch": running statistics of batch normalisation are updated once per step.
+
+With sub-steps they would be updated at each sub-step, from few rows. Here they are updated from all
+rows of the step. Replicas record the statistics of each call and leave the running ones unchanged;
+at the end of the step the records are pooled. Only the first computation of a call is recorded, not
+its recomputation in a backward pass (activation checkpointing). After torchgpipe's
+DeferredBatchNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.devices.coalescing import copy_coalesced
+from scatterpar.devices.transfers import Transfers, to_numbers
+from scatterpar.replicas.buffers import RUNNING, Buffers, BufferValue
+from scatterpar.replicas.replicas import Records, Replica, ReplicaSet
+from scatterpar.torch_private import current_graph_task
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Moments(NamedTuple):
+    """Per channel: the number of values, their mean, and their unbiased variance."""
+
+    values: int
+    mean: Tensor
+    variance: Tensor
+
+
+class BatchNormUpdate(NamedTuple):
+    """A batch normalisation of the user's module, and its statistics of a step, if called."""
+
+    buffers: Buffers
+    momentum: float | None
+    moments: Moments | None
+
+
+class StepStatistics:
+    """The statistics of a step, of each layer that is updated once per step."""
+
+    def __init__(self, layers: Sequence[BatchNormUpdate]) -> None:
+        self._layers = layers
+
+    def values(self) -> list[BufferValue]:
+        """The running statistics that torch would compute in one call with all rows."""
+        return [value for layer in self._layers for value in _running_stats_after(layer)]
+
+    def to_pool(self) -> list[Tensor]:
+        """One tensor of counts, then each layer's mean and variance; empty without layers."""
+        moments = []
+        for layer in self._layers:
+            like = layer.buffers["running_mean"]
+            assert like is not None
+            nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+            moments.append(layer.moments or Moments(0, nothing, nothing))
+        both = [tensor for layer_moments in moments for tensor in layer_moments[1:]]
+        if not both:
+            return []
+        counts = [layer_moments.values for layer_moments in moments]
+        return [torch.tensor(counts, device=both[0].device), *both]
+
+    def pooled(self, rows: Sequence[Sequence[Tensor]]) -> StepStatistics:
+        """The statistics of all ranks; ``rows`` has, for each tensor of ``to_pool``, all ranks'."""
+        by_layer: list[list[Moments | None]] = [[] for _ in self._layers]
+        for counts, *both in zip(*rows, strict=True):
+            for k, count in enumerate(to_numbers(counts)):
+                if count:
+                    by_layer[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
+        pairs = zip(self._layers, by_layer, strict=True)
+        return StepStatistics([layer._replace(moments=_pooled(each)) for layer, each in pairs])
+
+
+class BatchStatistics:
+    """Records the statistics of batch normalisations in replicas, and pools them."""
+
+    def record(self, modules: Iterable[nn.Module]) -> Records:
+        """Install hooks on a replica's batch normalisations; they record the moments of each call.
+
+        The records are by the number of the module.
+        """
+        layers: dict[int, Any] = {m: x for m, x in enumerate(modules) if isinstance(x, _KINDS)}
+        records: Records = {m: [] for m in layers}
+        for m, module in layers.items():
+            call = _MomentsRecorder(m, records)
+            module.register_forward_pre_hook(call.begin)
+            module.register_forward_hook(call.end, with_kwargs=True)
+        return records
+
+    def of_step(
+        self, replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
+    ) -> StepStatistics:
+        """The pooled statistics of the first ``active`` replicas, on the master."""
+        layers = []
+        for each in replica_sets:
+            replicas = each.replicas[:active]
+            recorded = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
+            for m in replicas[0].records:
+                module: Any = each.modules[m]
+                moments = _pooled([of_replica[m] for of_replica in recorded if m in of_replica])
+                if module.running_mean is not None:
+                    buffers = each.registered[m].buffers
+                    layers.append(BatchNormUpdate(buffers, module.momentum, moments))
+        return StepStatistics(layers)
+
+
+def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
+    """The statistics that one replica recorded, by number of the module, on ``device``."""
+    by_module = {m: _pooled(calls) for m, calls in replica.records.items()}
+    recorded = {m: moments for m, moments in by_module.items() if moments is not None}
+    if replica.device == device or not recorded:
+        return recorded
+    tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))
+    moved = copy_coalesced(tensors, device, transfers, "reduce")
+    return {
+        m: Moments(moments.values, moved[2 * i], moved[2 * i + 1])
+        for i, (m, moments) in enumerate(recorded.items())
+    }
+
+
+class _MomentsRecorder:
+    """Hooks around the calls of one batch normalisation, of any class.
+
+    In a call the running statistics are zero and the momentum is 1. So the kernel writes the
+    statistics of the batch to them, which it computes anyway.
+    """
+
+    def __init__(self, number: int, seen: Records) -> None:
+        self._number, self._seen = number, seen
+        self._running: tuple[Any, ...] | None = None
+
+    def begin(self, module: Any, _: object) -> None:
+        buffers = module._buffers
+        saved = [buffers.get(name) for name in RUNNING[:2]]
+        tracks = module.training and module.track_running_stats and saved[0] is not None
+        self._running = (*saved, module.momentum) if tracks else None
+        if tracks:
+            buffers.update(zip(RUNNING, map(torch.zeros_like, saved), strict=False))
+            vars(module)["momentum"] = 1.0
+
+    def end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+        if self._running is None:
+            return
+        buffers = module._buffers
+        mean, variance = (buffers[name] for name in RUNNING[:2])
+        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = self._running
+        if current_graph_task() == -1:  # else a backward pass recomputes a recorded call
+            (layer_input, *_) = (*args, *kwargs.values())
+            values = layer_input.numel() // layer_input.size(1)
+            self._seen[self._number].append(Moments(values, mean, variance))
+
+
+def _pooled(moments: Sequence[Moments | None]) -> Moments | None:
+    """The moments of all values together; ``None`` if there are none."""
+    recorded = [moment for moment in moments if moment is not None]
+    if not recorded:
+        return None
+    dtype = torch.promote_types(recorded[0].mean.dtype, torch.float32)
+    counts = [moment.values for moment in recorded]
+    means = [moment.mean.to(dtype) for moment in recorded]
+    variances = [moment.variance.to(dtype) for moment in recorded]
+    if len(recorded) == 1:
+        return Moments(counts[0], means[0], variances[0])
+    total = sum(counts)
+    mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
+    deviations = torch._foreach_sub(means, [mean] * len(means))
+    squares = torch._foreach_mul(deviations, deviations)
+    between = torch._foreach_mul(squares, [float(count) for count in counts])
+    within = torch._foreach_mul(variances, [count - 1.0 for count in counts])
+    return Moments(total, mean, (_sum(between) + _sum(within)) / (total - 1))
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)
+
+
+@torch.no_grad()
+def _running_stats_after(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
+    """The running statistics that torch would compute in one call: container, name and value."""
+    if layer.moments is None:
+        return []
+    values = {}
+    factor: Any = layer.momentum
+    tracked = layer.buffers.get("num_batches_tracked")
+    if tracked is not None:
+        values["num_batches_tracked"] = tracked + 1
+    if factor is None:  # the mean of all batches; without a count torch uses 0
+        factor = 0.0 if tracked is None else 1.0 / (to_numbers(tracked) + 1)
+    for name, new in zip(RUNNING, layer.moments[1:], strict=False):
+        old = layer.buffers[name]
+        assert old is not None
+        values[name] = (old.to(new.dtype) * (1 - factor) + new * factor).to(old.dtype)
+    return [(layer.buffers, name, value) for name, value in values.items()]

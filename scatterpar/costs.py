@@ -1,0 +1,177 @@
+"""Micro-batches by cost: rows of similar cost share a micro-batch, whose cost is limited.
+
+A micro-batch costs its number of rows times their largest cost, since rows are padded to the
+longest one. A row that costs more than the limit is a micro-batch of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from scatterpar.plan import Plan, Share, make_plan, shown
+
+_HALVINGS = 20  # steps of the bisection for the smallest limit
+
+
+@dataclass(frozen=True)
+class CostPlan(Plan):
+    """A plan by cost; ``costs`` has one number per row."""
+
+    costs: tuple[float, ...] = ()
+
+    def load_of(self, share: Share) -> float:
+        """The padded cost of a share: for each micro-batch its rows times their largest cost."""
+        return sum(len(rows) * max(self.costs[row] for row in rows) for rows in share.row_numbers)
+
+    def __str__(self) -> str:
+        """A table with one line per share: cost without and with padding, rows per sub-step."""
+        loads = [self.load_of(share) for share in self.shares]
+        padded, cost = sum(loads), sum(self.costs)
+        heads = "replica", "device", "rows", "cost", "padded", "load", "sub-steps", "rows of each"
+        table = [heads]
+        for share, load in zip(self.shares, loads, strict=True):
+            cost_of_rows = sum(self.costs[row] for rows in share.row_numbers for row in rows)
+            part = f"{load / padded:.1%}" if padded else "-"
+            numbers = f"{share.rows}", f"{cost_of_rows:,.6g}", f"{load:,.6g}", part
+            each = " + ".join(str([*rows]) for rows in share.row_numbers)
+            substeps = str(len(share.row_numbers))
+            table.append((str(share.replica), str(share.device), *numbers, substeps, shown(each)))
+        more = f" ({padded / cost - 1:.1%} more)" if cost else ""
+        return self.printed(table, f", by cost: {cost:,.6g}, with padding {padded:,.6g}{more}")
+
+
+def has_costs_argument(module: nn.Module) -> bool:
+    """Whether the module's ``forward`` takes an argument ``costs`` or any keyword argument."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(p.name == "costs" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse an impossible ``micro_batch_cost``."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"micro_batch_cost must be a number, got {budget!r}")
+    if not 0 < budget < math.inf:
+        raise ValueError(f"micro_batch_cost must be positive and finite, got {budget!r}")
+
+
+def plan_by_cost(
+    rows: int | Sequence[int],
+    costs: Any,
+    devices: Sequence[torch.device],
+    budget: float | None,
+    shares: Sequence[float],
+) -> CostPlan:
+    """Cut rows, sorted by cost, into micro-batches within ``budget``; assign them to ``devices``.
+
+    The number of micro-batches is a multiple of the number of replicas, if there are enough rows.
+    The cuts minimise the largest cost of a micro-batch. Loads are in proportion to ``shares``, up
+    to whole micro-batches. Raises ``ValueError`` without costs or budget, for costs that do not fit
+    the rows, and for several batches; ``TypeError`` for costs that are no numbers.
+
+    >>> plan = plan_by_cost(6, [1, 4, 1, 4, 1, 1], [torch.device("cpu")] * 2, 4, [1, 1])
+    >>> [share.row_numbers for share in plan.shares]
+    [((1,), (0, 2)), ((3,), (4, 5))]
+    """
+    number = make_plan(rows, devices).rows
+    if budget is None:
+        raise ValueError(
+            "costs= says what rows cost, but this engine cuts by their number; make the engine "
+            "with micro_batch_cost=, the most that a micro-batch may cost"
+        )
+    if not isinstance(rows, int) and len(rows) > 1:
+        raise ValueError(
+            f"micro_batch_cost puts rows of like cost together, and Rows.from_batches keeps "
+            f"{len(rows)} batches apart; pass all rows as one batch, such as Rows(entries, collate)"
+        )
+    numbers = _checked(costs, number, budget)
+    used = min(len(devices), number)
+    pieces = _cut(numbers, budget, used)
+    padded = [len(piece) * numbers[piece[0]] for piece in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: -padded[i])
+    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(used)]
+    loads = [0.0] * used
+    for left, i in zip(range(len(order), 0, -1), order, strict=True):
+        # The replica that would finish first (longest processing time first, Graham 1969). At the
+        # end, replicas without a micro-batch come first: each gets at least one.
+        idle = [replica for replica in range(used) if not dealt[replica]]
+        among = idle if left <= len(idle) else range(used)
+        best = min(among, key=lambda r: ((loads[r] + padded[i]) / shares[r], len(dealt[r]), r))
+        dealt[best].append(tuple(sorted(pieces[i])))
+        loads[best] += padded[i]
+    planned, start = [], 0
+    for replica, row_numbers in enumerate(dealt):
+        ends = [*accumulate(map(len, row_numbers), initial=start)]
+        cuts = tuple(pairwise(ends))
+        planned.append(Share(replica, devices[replica], start, ends[-1], cuts, tuple(row_numbers)))
+        start = ends[-1]
+    return CostPlan(number, tuple(planned), numbers)
+
+
+def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
+    if costs is None:
+        raise ValueError(
+            f"micro_batch_cost={budget} cuts by what rows cost; pass costs=, one number per row, "
+            f"such as the lengths of sequences"
+        )
+    values = costs.tolist() if hasattr(costs, "tolist") else costs  # of tensors and arrays
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise TypeError(
+            f"costs must be one number per row, as a list or a 1-D tensor, got {costs!r}"
+        )
+    if len(values) != rows:
+        raise ValueError(f"costs has {len(values)} numbers for {rows} rows; pass one per row")
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]
+    for row, cost in enumerate(numbers):
+        if isinstance(cost, bool) or not isinstance(cost, (int, float)):
+            raise TypeError(f"costs must be numbers, got {cost!r} for row {row}")
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"costs must be finite and not negative, got {cost!r} for row {row}")
+    return tuple(numbers)
+
+
+def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]]:
+    """The rows of each micro-batch, the most expensive rows first.
+
+    There are as few micro-batches as the budget allows, rounded up to a multiple of ``replicas``.
+    Rows are sorted by falling cost, and the cuts minimise the largest cost of a micro-batch.
+    """
+    rows = sorted(range(len(costs)), key=lambda row: -costs[row])  # stable
+    falling = [costs[row] for row in rows]
+    number = len(_ends(falling, budget, len(rows)))
+    number = min(len(rows), -(-number // replicas) * replicas)
+    low, high = 0.0, float(budget)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _ends(falling, middle, number)[-1] < len(rows):
+            low = middle
+        else:
+            high = middle
+    pieces = [rows[start:stop] for start, stop in pairwise([0, *_ends(falling, high, number)])]
+    while len(pieces) < number:
+        sizes = [(len(piece) > 1, len(piece) * costs[piece[0]], len(piece)) for piece in pieces]
+        i = sizes.index(max(sizes))
+        half = len(pieces[i]) // 2
+        pieces[i : i + 1] = pieces[i][:half], pieces[i][half:]
+    return pieces
+
+
+def _ends(falling: Sequence[float], limit: float, max_pieces: int) -> list[int]:
+    """The ends of at most ``max_pieces`` micro-batches, each as large as the limit allows."""
+    ends: list[int] = []
+    start = 0
+    while start < len(falling) and len(ends) < max_pieces:
+        cost, size = falling[start], len(falling) - start
+        if cost:
+            size = max(1, int(min(size, limit / cost)))
+            size -= size > 1 and size * cost > limit  # the quotient was rounded up
+        start += size
+        ends.append(start)
+    return ends

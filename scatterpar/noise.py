@@ -1,0 +1,76 @@
+"""measure_noise=True: the noise of a step's gradient, from the differences between replicas.
+
+``observe`` looks at the replicas' gradients before they are added; ``noise_of`` compares its
+numbers, which ranks have added meanwhile, with the gradient of the whole batch. The formula is in
+the docstring of :class:`scatterpar.GradientNoise`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.transfers import to_numbers
+from scatterpar.report import GradientNoise
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.reduce import Outcome
+
+
+def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
+    """Refuse ``measure_noise`` with a single replica, whose gradient cannot be compared."""
+    if len(device_ids) * ranks < 2:
+        raise ValueError(
+            f"measure_noise=True compares the gradients of replicas, and there is one; name its "
+            f"device twice: device_ids={[str(device_ids[0])] * 2}"
+        )
+
+
+def observe(attempt: Attempt, gradients: list[dict[int, Tensor]]) -> None:
+    """Record the number of replicas that had terms, and their ``sum of c_i |g_i|^2``."""
+    request, weights = attempt.request, attempt.weights
+    counts = [float(share.rows) for share in attempt.plan.shares]
+    if request.is_mean:
+        counts = [sum(factors) * weights.terms for factors in weights.by_share]
+    # Gradients of a mean were divided by the number of all terms, those of a sum by nothing.
+    scale = request.scale / weights.terms if request.is_mean and weights.terms else request.scale
+    squares = [
+        count * _squared_norm(of_replica.values()) / (scale * count) ** 2
+        for count, of_replica in zip(counts, gradients, strict=True)
+        if count
+    ]
+    attempt.observed = sum(squares), len(squares)
+
+
+def noise_of(outcome: Outcome) -> GradientNoise:
+    """The gradient's noise; NaN if there is nothing to compare. Call it before the commit."""
+    request, (squares, replicas), square = outcome.request, outcome.observed, math.nan
+    terms = outcome.terms if request.is_mean else float(outcome.rows)
+    if replicas > 1 and terms and request.backward and math.isfinite(squares):
+        gradients = [gradient for _, gradient in outcome.gradients if gradient is not None]
+        factor = request.scale * (1.0 if request.is_mean else terms)
+        square = _squared_norm(gradients) / factor**2
+    if not math.isfinite(square):
+        return GradientNoise(math.nan, math.nan)
+    variance = (squares - terms * square) / (replicas - 1)
+    return GradientNoise(square - variance / terms, variance * outcome.rows / terms)
+
+
+def _squared_norm(tensors: Iterable[Tensor]) -> float:
+    """The sum of the squares of all elements; the host reads the device once."""
+    values = [_reals(tensor.detach()) for tensor in tensors]
+    exact = [value for value in values if value.dtype == torch.float64]
+    others = [value for value in values if value.dtype != torch.float64]
+    norms: list[float] = []
+    for group, dtype in ((exact, torch.float64), (others, torch.float32)):
+        if group:
+            norms += to_numbers(torch.stack(torch._foreach_norm(group, 2, dtype)))
+    return sum(norm**2 for norm in norms)
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """All elements as real numbers; of complex ones, the real and the imaginary parts."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -1,0 +1,62 @@
+"""Frozen quantised weights, which hold other tensors (bitsandbytes) or consist of them (torchao).
+
+Their tensors are shared, sent and guarded as parameters are. This file tells which they are.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+# The files of the classes ``QuantState`` and ``MatmulLtState``.
+_STATES = {"bitsandbytes.functional", "bitsandbytes.autograd._functions"}
+
+
+def is_composite(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a subclass whose tensors consist of others."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is more than its memory: it consists of others, or is bitsandbytes'."""
+    state = getattr(tensor, "quant_state", None)
+    is_of_bitsandbytes = type(tensor).__module__.startswith("bitsandbytes.")
+    return state is not None or is_of_bitsandbytes or is_composite(tensor)
+
+
+def is_state(value: Any) -> bool:
+    """Whether ``value`` is bitsandbytes' state of a weight, or of a layer, which forward writes."""
+    return type(value).__module__ in _STATES and hasattr(value, "__dict__")
+
+
+def held_by(weight: Tensor) -> list[Any]:
+    """The tensors that ``weight`` consists of, or the tensors and objects with tensors it holds."""
+    if is_composite(weight):
+        names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [getattr(weight, name) for name in names]
+    return [value for value in vars(weight).values() if holds_tensors(value)]
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether ``value`` is a tensor, or an object with tensors, such as a ``QuantState``."""
+    if isinstance(value, (type, nn.Module, types.FunctionType, types.MethodType)):
+        return False
+    held = getattr(value, "__dict__", {}).values()
+    return isinstance(value, Tensor) or is_state(value) or any(isinstance(t, Tensor) for t in held)
+
+
+def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """A frozen tensor of ``like``'s class and shape that consists of ``parts``."""
+    if like.requires_grad:
+        raise TypeError(
+            f"a module holds a trained {type(like).__name__} of shape {tuple(like.shape)}, which "
+            f"is made of other tensors; call .requires_grad_(False) and train adapters"
+        )
+    kind: Any = like
+    names, context = kind.__tensor_flatten__()
+    named = dict(zip(names, parts, strict=True))
+    made = type(kind).__tensor_unflatten__(named, context, like.size(), like.stride())
+    return nn.Parameter(made, requires_grad=False) if isinstance(like, nn.Parameter) else made

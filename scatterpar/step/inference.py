@@ -1,0 +1,120 @@
+"""Work without gradients on all rows of a batch: the forward pass, or any function of a replica."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import has_markers_with_rows
+from scatterpar.batch.nested import Lists, join_rows
+from scatterpar.replicas.buffers import BufferWriter
+from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.criterion_closure import closure_and_globals
+from scatterpar.step.outputs import check_entries
+from scatterpar.step.reduce import gather_to_master, reduce_buffers, reduce_statistics
+from scatterpar.step.scatter import scatter
+from scatterpar.step.substeps import ReplicaTask, make_tasks, note_replica
+
+
+def map_rows(
+    attempt: Attempt, module: nn.Module, function: Callable[..., Any], pad: float | None = None
+) -> Any:
+    """The function's results for the whole batch, on the master: scatter, replicate, call, join.
+
+    The request's ``inputs`` are a pair of positional and keyword arguments. ``function`` is the
+    module, a method of a part of it, or gets a replica as its first argument. ``pad`` is that of
+    ``join_rows``. Lists in a module's output may be lists of tensors, and then are not joined.
+    """
+    plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
+    replica_set = attempt.replica_set
+    loaders = scatter(request.batch, plan, request.dim, transfers)
+    replica_set.refresh(module, None, transfers)
+    tasks, replica_sets = make_tasks(plan, replica_set, loaders), replica_set.replica_sets
+    work = _work(function, replica_set.of_model)
+    with parameter_writes_refused(replica_sets):
+        outputs = attempt.run(work.of_share, tasks)
+        check_entries(attempt, tasks[0], outputs, work)
+    lists: Lists = "always"
+    if function is module:
+        lists = "if clear" if has_markers_with_rows(request.batch) else "never"
+    output = join_rows(
+        gather_to_master(outputs, plan, transfers),
+        request.dim,
+        weights=plan.substep_rows,
+        rows=plan.substep_rows,
+        lists=lists,
+        order=plan.order,
+        pad=pad,
+    )
+    transfers.synchronize()
+    if any(part.training for part in module.modules()):
+        buffers = reduce_buffers(replica_sets)
+        statistics = reduce_statistics(replica_sets, len(tasks), transfers)
+        BufferWriter([*buffers, *(statistics.values() if statistics else [])])()
+    attempt.generators.commit()
+    return output
+
+
+@dataclass
+class _Work:
+    """The function as each replica calls it; ``key`` names its code."""
+
+    key: str
+    calls: Sequence[Callable[..., Any]]
+
+    def __call__(self, task: ReplicaTask, rows: Any) -> Any:
+        (args, kwargs), _ = rows
+        with torch.no_grad():
+            output = self.calls[task.share.replica](*args, **kwargs)
+        nested.refuse_generators(output)
+        return output
+
+    def of_share(self, task: ReplicaTask, *, proceed: Callable[[], None]) -> list[Any]:
+        """The results for the micro-batches of a share."""
+        outputs = []
+        for number in range(len(task.share.micro_batches)):
+            if number:
+                proceed()
+            with note_replica(task.share, number):
+                outputs.append(self(task, task.loader.load(number)))
+        return outputs
+
+
+def _work(function: Callable[..., Any], replica_set: ReplicaSet) -> _Work:
+    """Each replica calls its own method, or ``function`` with the replica as first argument.
+
+    Raises ``ValueError`` if ``function`` refers to the user's module, which is on one device.
+    """
+    inner, bound = function, []
+    while isinstance(inner, partial):
+        bound += [*inner.args, *inner.keywords.values()]
+        inner = inner.func
+    replicas = replica_set.replicas
+    key = str(getattr(inner, "__code__", type(inner)))  # a lambda is a new object in each call
+    if _is_of(inner, replica_set):
+        return _Work(key, [replica.copy_of(function) for replica in replicas])
+    if isinstance(inner, types.FunctionType):
+        closure, file_globals = closure_and_globals(inner)
+        bound += [*closure.values(), *file_globals.values()]
+    if any(_is_of(value, replica_set) for value in bound):
+        raise ValueError(
+            "the function refers to the module itself, which is on one device; use the replica, "
+            "its first argument, as in lambda replica, x: replica.generate(x), or pass a method "
+            "of the module, such as model.generate"
+        )
+    return _Work(key, [partial(function, replica.root) for replica in replicas])
+
+
+def _is_of(value: Any, replica_set: ReplicaSet) -> bool:
+    """Whether ``value`` is a module that is replicated, or a method of one."""
+    owner = module_of(value)
+    return owner is not None and replica_set.contains_all_of(owner)

@@ -31,7 +31,8 @@ def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
     model = build(Branches)
     all_plus, all_minus = BATCH[0].clone(), BATCH[0].clone()
     all_plus[:, 0], all_minus[:, 0] = 1, -1
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+    # A look drops what replicas keep from the step before.
+    with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine:
         engine.forward_backward(all_plus, BATCH[1], nn.CrossEntropyLoss())
         kept = model.plus.weight.grad.clone()
         assert model.minus.weight.grad is None

@@ -138,7 +138,7 @@ def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         about["commit"] = subprocess.check_output(
-            git, stderr=subprocess.DEVNULL, text=True, timeout=10
+            git, stderr=subprocess.DEVNULL, encoding="utf-8", timeout=10
         ).strip()
     return {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": versions, **about}
 

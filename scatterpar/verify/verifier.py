@@ -37,7 +37,7 @@ from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
-from scatterpar.threads.workers import Overdue
+from scatterpar.threads.workers import Overdue, add_note
 from scatterpar.verify.look import Inconclusive, Look, Refused, Verdict, require_joined
 from scatterpar.verify.rows import (
     choose_rows,
@@ -363,19 +363,31 @@ class _Question:
 
 def _judged(look: Look, parts: Sequence[Sequence[int]]) -> Verdict:
     """The verdict on these parts of rows, or on others if user code fails for them."""
-    with look.isolated():
-        try:
-            return look.judge(parts)
-        except (Inconclusive, Refused):
+    raised: list[Exception] = []
+    try:
+        with look.isolated():
+            try:
+                return look.judge(parts)
+            except (Inconclusive, Refused):
+                raise
+            except Exception as error:  # user code may need pairs or groups of rows, or memory
+                short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
+                raised.append(error)
+            try:
+                return look.judge([parts[0][:1], parts[-1][-1:]] if short else halves(parts))
+            except (Inconclusive, Refused):
+                raise
+            except Exception:  # user code may fail for rows chosen like this
+                raise Inconclusive("memory ran out" if short else why, lasting=short) from None
+    except (Inconclusive, Refused):
+        raise
+    except Exception as error:  # nothing can be restored, as on a device that is lost
+        if not raised:
             raise
-        except Exception as error:  # user code may need pairs or groups of rows, or memory
-            short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
-        try:
-            return look.judge([parts[0][:1], parts[-1][-1:]] if short else halves(parts))
-        except (Inconclusive, Refused):
-            raise
-        except Exception:  # user code may fail for rows chosen like this
-            raise Inconclusive("memory ran out" if short else why, lasting=short) from None
+        add_note(raised[0], f"after that, something could not be restored: {error!r}")
+        raise raised[0] from None
+    finally:
+        raised.clear()  # its traceback leads here
 
 
 _OFF = " Nothing was changed; an engine made with verify=False does not check."

@@ -138,7 +138,8 @@ class Look:
             with uncompiled(), torch.inference_mode(False), torch.enable_grad():
                 yield
         finally:
-            self.end()
+            with note_replica(task.share):  # its device may be lost
+                self.end()
 
     def end(self) -> None:
         """Undo everything, once. From then on the look, if it still runs, changes nothing."""

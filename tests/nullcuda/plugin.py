@@ -53,9 +53,9 @@ def _tell_who_hands_work_over() -> None:
         run(job, number)
 
     @wraps(wait)
-    def waited(workers, job):
+    def waited(workers, job, deadline):
         try:
-            wait(workers, job)
+            wait(workers, job, deadline)
         finally:
             card.take_over(id(job))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import NoReturn
 
@@ -61,7 +62,13 @@ def _tool(command: str, options: list[str]) -> int:
 def run() -> NoReturn:
     """Be the program: `scatterpar` and `python -m scatterpar`."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        try:
+            sys.exit(main(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at exit, too
+        sys.exit(1)
     except KeyboardInterrupt:
         print("scatterpar: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -142,7 +142,10 @@ def test_several_entries_per_row(engine):
         return torch.randn(3 * len(x), 2)
 
     assert torch.equal(engine.map(in_order, INPUTS), INPUTS.repeat_interleave(3, 0))
-    assert engine.map(drawn, INPUTS).shape == (33, 2)
+    with pytest.raises(ValueError, match=r"draws random numbers .*\.view\(rows, k, -1\)"):
+        engine.map(drawn, INPUTS)
+    found = engine.map(lambda _, x: torch.randn(3 * len(x), 2).view(len(x), 3, -1), INPUTS)
+    assert found.shape == (11, 3, 2)
     with pytest.raises(ValueError, match=r"9 entries for 3 rows, .*\.view\(rows, k, -1\)"):
         engine.map(lambda _, x: x.repeat(3, 1), INPUTS)
 

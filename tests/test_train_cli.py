@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -119,6 +121,15 @@ def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
     assert "default: None" not in text
     for group in ("images", "training", "device", "file"):
         assert f"{group} options" in text
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    """`--help | head` ended with a message about a broken pipe."""
+    line = [sys.executable, "-m", "scatterpar", "train", "--help"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        process.wait(timeout=100)
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["train", "--version"]])

@@ -42,7 +42,7 @@ def map_rows(
     work = _work(function, replica_set.of_model)
     with parameter_writes_refused(replica_sets):
         outputs = attempt.run(work.of_share, tasks)
-        check_entries(attempt, tasks[0], outputs, work)
+        check_entries(attempt, tasks[0], outputs, work, function is module)
     lists: Lists = "always"
     if function is module:
         lists = "if clear" if has_markers_with_rows(request.batch) else "never"

@@ -19,14 +19,22 @@ def check_entries(
     task: ReplicaTask,
     outputs: Sequence[Sequence[Any]],
     compute_rows: Callable[[ReplicaTask, Any], Any],
+    is_module: bool = True,
 ) -> None:
     """Have the joined order checked if rows of each replica's ``outputs`` may have several entries.
 
     ``compute_rows(task, rows)`` returns the output for other rows. Raises ``ValueError`` if joined
-    outputs are not those of one call.
+    outputs are not those of one call, or if they are of a function that is not the module
+    (``is_module``) and drew random numbers: how many it draws may depend on the rows.
     """
     plan, pieces = attempt.plan, [*chain(*outputs)]
     if len(pieces) > 1 and have_entries(pieces[0], attempt.request.dim, plan.substep_rows[0]):
+        if not is_module and attempt.generators.drawn:
+            raise ValueError(
+                "the function draws random numbers and returns several entries per row, whose "
+                "order cannot be compared with that of one call: return .view(rows, k, -1) of k "
+                "entries per row"
+            )
         with no_kernel_search():  # the check has other sizes
             attempt.check_join(attempt, task, compute_rows, pieces[0])
 

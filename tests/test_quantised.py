@@ -7,8 +7,9 @@ import pickle
 
 import pytest
 import torch
+from faults.processes import run
 from helpers.oracle import assert_close, assert_gradients, assert_step, build, randn, whole_batch
-from helpers.quantised import LAYERS, Adapted, quantised_llama
+from helpers.quantised import LAYERS, Adapted, on_cards, quantised_llama
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -202,6 +203,47 @@ def test_layers_of_libraries_are_exact_and_only_adapters_are_sent_again(layer, l
             expected = trained * (len(set(layout)) - 1)
             assert sent == expected if step else sent >= expected
             optimizer.step()
+
+
+def squares(output, targets):
+    return (output - targets).square().mean()
+
+
+@pytest.mark.loops
+@pytest.mark.skipif(torch.accelerator.device_count() < 3, reason="needs 3 accelerators")
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("layer", ["nf4", "nf4 twice"])
+def test_weights_of_4_bits_on_cards(layer, number):
+    card = torch.accelerator.current_accelerator().type
+    plain, model = Adapted(layer), on_cards(Adapted(layer), f"{card}:0")
+    batch = randn(22, 64, dtype=torch.float32), randn(22, 64, dtype=torch.float32, seed=2)
+    squares(plain(batch[0]), batch[1]).backward()
+    with ScatterOnceParallel(model, 2, [f"{card}:{i}" for i in range(number)]) as engine:
+        engine.forward_backward(*batch, squares)
+        for (name, found), expected in zip(
+            model.named_parameters(), plain.parameters(), strict=True
+        ):
+            if expected.requires_grad:
+                assert_close(found.grad.cpu(), expected.grad, name, 1e-5)
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+        model.zero_grad()
+        engine.forward_backward(*batch, squares)
+        adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert engine.last_step.bytes["replicate"] == adapters * (number - 1)
+
+
+@pytest.mark.loops
+def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
+    """Operators there refuse tensors of two devices, which virtual devices on the CPU do not."""
+    pytest.importorskip("bitsandbytes")
+    if not simulated_accelerator:
+        pytest.skip("there is no g++ to build it")
+    # Else bitsandbytes compiles what it runs on accelerators that it does not know: minutes.
+    variables = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", **simulated_accelerator}
+    chosen = "-p", "simulated", "-p", "no:cacheprovider", "-k", "test_weights_of_4_bits_on_cards"
+    outcome = run("-m", "pytest", *chosen, __file__, **variables)
+    assert outcome.code == 0, outcome.out
+    assert "6 passed" in outcome.out
 
 
 @pytest.mark.loops

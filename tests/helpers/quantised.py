@@ -54,6 +54,20 @@ def Adapted(name: str) -> nn.Module:
         return nn.Sequential(_Adapter(name, 64, 128), nn.GELU(), _Adapter(name, 128, 64))
 
 
+def on_cards(model: nn.Module, device: str) -> nn.Module:
+    """``model`` on an accelerator that torch does not know, to which 4-bit weights have no copy."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    for part in model.modules():
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, layers.Params4bit):
+            held = weight.quant_state.as_dict().items()
+            state = {name: v.to(device) if torch.is_tensor(v) else v for name, v in held}
+            part.weight = layers.Params4bit.from_prequantized(
+                weight.data, state, device=torch.device(device), module=part
+            )
+    return model.to(device)
+
+
 def quantised_llama(folder: Path, bits: int) -> Any:
     """A tiny Qwen2 that ``from_pretrained`` quantises, with adapters of peft, checkpointed."""
     pytest.importorskip("bitsandbytes")

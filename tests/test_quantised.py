@@ -275,3 +275,30 @@ def test_qlora_of_a_pretrained_model(bits, tmp_path, devices):
         engine.forward_backward(batch)
         sent = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         assert engine.last_step.bytes["replicate"] == sent * (len(set(engine.device_ids)) - 1)
+
+
+@pytest.mark.loops
+@pytest.mark.draws
+def test_a_trainer_of_a_quantised_model_trains_it_as_on_one_device(tmp_path):
+    """With bfloat16 the stock class differs by as much if the same rows are split otherwise."""
+    transformers = pytest.importorskip("transformers")
+    trainers = pytest.importorskip("scatterpar.integrations.transformers")
+    ids = torch.randint(50, (12, 9), generator=torch.Generator().manual_seed(5))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    how = {"max_steps": 2, "gradient_accumulation_steps": 3, "learning_rate": 0.1, "optim": "sgd"}
+    how |= {"lr_scheduler_type": "constant", "max_grad_norm": 0, "report_to": []}
+
+    def changes(kind, size, **options):
+        model = quantised_llama(tmp_path, 4)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().clone() for name, p in trained.items()}
+        arguments = transformers.TrainingArguments(
+            tmp_path / "run", per_device_train_batch_size=size, use_cpu=True, **how
+        )
+        kind(model, arguments, train_dataset=data, **options).train()
+        return {name: p.detach() - before[name] for name, p in trained.items()}
+
+    expected = changes(transformers.Trainer, 2)
+    found = changes(trainers.ScatterOnceTrainer, 1, device_ids=["cpu:0", "cpu:1"])
+    for name, change in found.items():
+        assert_close(change, expected[name], name, relative=1e-2)

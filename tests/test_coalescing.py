@@ -31,7 +31,7 @@ HOST = torch.device("cpu")
 @pytest.fixture
 def tiny_chunks(monkeypatch):
     monkeypatch.setattr(coalescing, "CHUNK_BYTES", 96)
-    monkeypatch.setattr(fingerprints, "_WORDS", 5)
+    monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", 5)
 
 
 class Mixed(nn.Module):
@@ -235,7 +235,7 @@ DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn
 @pytest.mark.parametrize("words", [3, 2**21])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_shows(monkeypatch, dtype, words):
-    monkeypatch.setattr(fingerprints, "_WORDS", words)
+    monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", words)
     tensor = (randn(5) * 5).to(dtype)
     before = prints(tensor)
     assert prints(tensor.clone()) == before
@@ -263,7 +263,7 @@ CHANGES = {
 @pytest.mark.parametrize("words", [4, 2**21])
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_shows(monkeypatch, change, words):
-    monkeypatch.setattr(fingerprints, "_WORDS", words)
+    monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", words)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         tensor = torch.arange(1.0, 33).to(dtype)
         changed = CHANGES[change](tensor).to(dtype)

@@ -10,6 +10,7 @@ import torch
 from faults.processes import run
 from helpers.oracle import assert_close, assert_gradients, assert_step, build, randn, whole_batch
 from helpers.quantised import LAYERS, Adapted, on_cards, quantised_llama
+from helpers.rank_processes import run_on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -128,6 +129,30 @@ def test_a_scale_of_a_weight_that_is_trained_later_is_refused_until_it_is_frozen
             engine.forward_backward(*batch)
         model.weight.requires_grad_(False)
         assert_step(engine, *batch)
+
+
+def test_a_buffer_made_of_other_tensors_is_refused():
+    model = build(lambda: nn.Linear(8, 4))
+    model.register_buffer("table", TwoTensor(randn(4, 8), randn(4, 8)))
+    with pytest.raises(TypeError, match=r"'table', a TwoTensor, .* frozen parameters of this kind"):
+        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"])
+
+
+def refused(group):
+    """The error for a frozen parameter that is a part of a tensor of several processes."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.size(),))
+    whole = torch.distributed.tensor.distribute_tensor(randn(4, 8), mesh)
+    model = nn.Linear(8, 4)
+    model.weight = nn.Parameter(whole, requires_grad=False)
+    with pytest.raises(TypeError) as caught:
+        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"])
+    return str(caught.value)
+
+
+def test_a_frozen_dtensor_is_refused():
+    (words,) = run_on_ranks(1, refused)
+    assert "'weight', a DTensor" in words
+    assert ".full_tensor()" in words
 
 
 def test_another_state_is_followed():

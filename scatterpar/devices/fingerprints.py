@@ -35,6 +35,7 @@ Fingerprint = tuple[int, ...]
 Route = tuple[torch.device, torch.device]  # two devices between which tensors are copied
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
+_WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in its cache
 
 _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
 
@@ -52,10 +53,11 @@ class Fingerprints:
         self._owners: list[int] = []
         words = {i: _words(tensor.detach()) for i, tensor in tensors.items()}
         longest = max(map(Tensor.numel, words.values()), default=0)
-        factors = _factors(min(_WORDS, longest), device)
+        most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
+        factors = _factors(min(most, longest), device)
         sums = [runtime.empty(0, torch.int64, device)]
         for numbers in by_dtype(words.items()).values():
-            for message in messages(tuple([(i, words[i].numel()) for i in numbers]), _WORDS):
+            for message in messages(tuple([(i, words[i].numel()) for i in numbers]), most):
                 self._owners += [piece.key for piece in message.pieces]
                 sums.append(_sums(message.of(words), message.sizes, factors))
         self.values = torch.cat(sums)

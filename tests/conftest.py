@@ -12,18 +12,20 @@ import pytest
 import simulated
 import torch
 from helpers import leak_checks
-from hypothesis import HealthCheck, settings
 
 from scatterpar.devices.fingerprints import check_links
 
-settings.register_profile(
-    "suite",
-    database=None,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy
-)
-settings.load_profile("suite")
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "suite",
+        database=None,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy
+    )
+    settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,8 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Packages of extras, by the names under which they are imported.
 EXTRAS = {
-    *("accelerate", "datasets", "matplotlib", "nbformat", "peft", "PIL"),
-    *("sentence_transformers", "timm", "torchvision", "tqdm", "transformers", "trl", "tyro"),
+    *("accelerate", "datasets", "hypothesis", "matplotlib", "nbformat", "numpy", "peft", "PIL"),
+    *(
+        "psutil",
+        "pytest_timeout",
+        "sentence_transformers",
+        "timm",
+        "torchvision",
+        "tqdm",
+        "transformers",
+        "trl",
+        "tyro",
+    ),
 }
 
 

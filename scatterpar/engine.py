@@ -45,7 +45,7 @@ from scatterpar.step.commit import commit
 from scatterpar.step.compute import Check, compute
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights, weights_by_rows
-from scatterpar.step.reduce import Observer, Outcome, gradient_routes, reduce
+from scatterpar.step.reduce import Combine, Observer, Outcome, gradient_routes, reduce
 from scatterpar.step.request import (
     Count,
     Request,
@@ -254,6 +254,7 @@ class ScatterOnceParallel(Wrapper):
 
             self._verifier = Verifier(self._ranks is not None)
             self._checks = [self._verifier.check]
+        self._combine: Combine | None = self._ranks.reduce_outcome if self._ranks else None
         self._one_pass = Schedule()
         if self.graphs:
             from scatterpar.graphs import Captured
@@ -387,7 +388,7 @@ class ScatterOnceParallel(Wrapper):
         """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""
         with self._workers.exclusive(self.module), self._timed() as waited:
             compute = partial(self._fit, request)
-            outcome = self._ranks.reduce_outcome(compute) if self._ranks else compute()
+            outcome = self._combine(compute) if self._combine else compute()
             attempt = outcome.attempt
             with attempt, attempt.span("commit"):
                 noise = self._noise_of(outcome) if self._noise_of else None
@@ -707,7 +708,7 @@ class ScatterOnceParallel(Wrapper):
         Calling it is optional: workers also stop when the engine is collected.
         """
         self._workers.close()
-        self._ranks = None
+        self._ranks = self._combine = None
 
     def __enter__(self) -> Self:
         return self

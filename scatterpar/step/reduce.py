@@ -97,6 +97,8 @@ class Outcome:
         return StepReport(plan, self.loss, *counted, noise, waited, busy)
 
 
+# Around all of the step up to the commit: ranks exchange sums, and what one raises all raise.
+Combine = Callable[[Callable[[], Outcome]], Outcome]
 # Called before the commit with the gradients of each replica, by ``id`` of the user's leaf.
 Observer = Callable[[Attempt, list[dict[int, Tensor]]], None]
 

@@ -1,13 +1,14 @@
-"""What is refused, and in which words: the table in ``tests/bad_inputs.md``.
+"""What is refused, with the error's type and key words: the lines of ``bad_inputs.txt``.
 
-``python -m faults.bad_inputs`` (from ``tests/``) tries its first column and writes the others anew.
+A line is an expression, a type, and words of its text, with `` | `` between them. Without words the
+text is torch's own, or the user's. In an expression ``model`` is ``nn.Linear(4, 2)``, ``engine``
+has two replicas on the CPU, ``by_cost`` too, with ``micro_batch_cost=8``. ``x`` holds 6 rows of 4
+features, ``y`` 6 classes. The other names are in ``world``.
 """
 
 from __future__ import annotations
 
 import collections
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,7 @@ from scatterpar import (
     recipe,
 )
 
-PAGE = Path(__file__).parent.parent / "bad_inputs.md"
-PASSED_ON = "(torch's own words)"
-HEAD = """# Bad inputs
-
-What was tried, and what it says. `model` is `nn.Linear(4, 2)`, `engine` has two replicas on the
-CPU, `by_cost` too, with `micro_batch_cost=8`. `x` holds 6 rows of 4 features, `y` 6 classes,
-`loss` is `nn.CrossEntropyLoss()`. `pair` is `Pair(model)` (`DataParallelModel`) on the same
-replicas, `judge` is `Judge(loss)` (`DataParallelCriterion`), `outputs` is `pair(x)`, `Sharded` is
-`ShardedOptimizer`, `SGD(lr)` is an optimizer of its own. After each of them the model is bit for
-bit what it was, and the engine's next step is exact.
-
-A test tries every row of this page and fails when one says anything else.
-
-| tried | raises | says |
-|---|---|---|
-"""
+_FILE = Path(__file__).with_suffix(".txt")
 
 
 def world() -> dict[str, Any]:
@@ -85,41 +71,15 @@ def world() -> dict[str, Any]:
     }
 
 
-def tried() -> dict[str, bool]:
-    """What the page tries, and whether it leaves the words to torch or to the user's own code.
-
-    Those arrive as they are, and other versions may word them in another way.
-    """
-    rows = re.findall(r"^\| `(.+?)` \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    return {code: said == PASSED_ON for code, said in rows}
+def bad_inputs() -> list[list[str]]:
+    """Each expression, the name of the type of its error, and words of the error's text."""
+    return [line.split(" | ") for line in _FILE.read_text(encoding="utf-8").splitlines()]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the table, and the world after it was tried."""
-
-    tried: str
-    kind: str
-    said: str
-    names: dict[str, Any]
-    passed_on: bool
-
-    def __str__(self) -> str:
-        return f"| `{self.tried}` | {self.kind} | {PASSED_ON if self.passed_on else self.said} |"
-
-
-def attempt(tried: str, passed_on: bool = False) -> Row:
+def attempt(expression: str) -> tuple[str, str, dict[str, Any]]:
+    """The name of the error's type, its text, and the names that the expression used."""
     names = world()
     try:
-        kind, said = "nothing", repr(eval(tried, names))
+        return "nothing", repr(eval(expression, names)), names
     except Exception as error:
-        kind, said = type(error).__name__, str(error)
-    return Row(tried, kind, " ".join(said.split()).replace("|", "\\|"), names, passed_on)
-
-
-def page(rows: list[Row]) -> str:
-    return HEAD + "\n".join(map(str, rows)) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page([attempt(*row) for row in tried().items()]))
+        return type(error).__name__, str(error), names

@@ -1,6 +1,6 @@
 """Errors of the user's, noted where they happened, and calls inside of calls.
 
-What is refused, and in which words, is in ``tests/bad_inputs.md``.
+What is refused is in ``tests/faults/bad_inputs.txt``.
 """
 
 from __future__ import annotations

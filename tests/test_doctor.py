@@ -110,11 +110,10 @@ def test_every_ordered_pair_is_examined_once(monkeypatch, devices, ways):
 
 def test_the_pattern_is_made_once(monkeypatch):
     """It was made twice for each way: 256 MiB, and 25 seconds on eight GPUs."""
-    made, whole = [], copies._bytes
     monkeypatch.setattr(copies, "SIZES", (1000, 2000))
-    monkeypatch.setattr(copies, "_bytes", lambda size: made.append(size) or whole(size))
-    assert len(list(copies.examine(VIRTUAL))) == 6
-    assert made == [2000]
+    with mock.patch.object(torch, "randint", wraps=torch.randint) as draw:
+        assert len(list(copies.examine(VIRTUAL))) == 6
+    assert [call.args[1] for call in draw.call_args_list] == [(2000,)]
 
 
 def test_cards_have_pinned_ways_too():

@@ -11,8 +11,7 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
-from scatterpar.checkup import Verdict
-from scatterpar.devices.fingerprints import check_links, pattern
+from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.devices.transfers import VIA_HOST, Prefetcher, Transfers
 
@@ -20,15 +19,13 @@ PAGEABLE, PINNED = "host", "pinned host"
 EACH, OTHERS = "each device", "all others"  # all pairs at once, in both directions
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
 LARGE = (2**26, 2**28)  # bytes, between two accelerators: the engine's largest copies, and more
-_PERIOD = 1_000_003  # bytes after which the pattern repeats
 _TRIES = 3
 _INITIAL = 0x5A  # every byte of a target before the copy
 
 _LINKS = (
-    "Copies between two GPUs bypass the host, and something on the way changes them: switch the "
-    "IOMMU off (kernel option iommu=off, or iommu=pt) and PCIe ACS (in the BIOS), and update the "
-    "driver. Until then set NCCL_P2P_DISABLE=1 for whatever uses NCCL, DistributedDataParallel "
-    "too. The engine checks its copies, and copies through the host if they arrive wrong."
+    "Copies between two GPUs bypass the host, and something changes them: switch the IOMMU off "
+    "(kernel option iommu=off or iommu=pt) and PCIe ACS (in the BIOS), and update the driver. Until "
+    "then set NCCL_P2P_DISABLE=1 for NCCL. The engine copies through the host if it must."
 )
 _MEMORY = (
     "The memory, the slot or the driver is at fault, and nothing that is computed on this machine "
@@ -37,6 +34,17 @@ _MEMORY = (
 
 Place = torch.device | str  # a device, PAGEABLE or PINNED
 Copies = tuple[list[tuple[Tensor, Tensor]], float]  # arrived and expected tensors, and the seconds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One conclusion: ``fine``, ``note``, ``slow`` or ``WRONG``, with the reason and the remedy."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.kind in ('fine', 'note') else ' because'}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,9 @@ class RouteResult:
         return f"failed: {self.error}" if self.error else wrong and f"{wrong} bytes were altered"
 
     def __str__(self) -> str:
-        speed = f"{self.gigabytes_per_second:7.2f} GB/s"
         result = f"WRONG: {self.fault}" if self.fault else "whole"
-        return f"{self.source:>12} to {self.target:12} {speed}  {result}"
+        speed = self.gigabytes_per_second
+        return f"{self.source:>12} to {self.target:12} {speed:7.2f} GB/s  {result}"
 
 
 def on_copies(found: Sequence[RouteResult]) -> Iterator[Verdict]:
@@ -86,8 +94,9 @@ def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
     VIA_HOST.clear()  # the direct routes are tested
     check_links.cache_clear()  # the next step of an engine checks its own routes again
     senders = [device for device in dict.fromkeys(devices) if has_streams(device)]
-    largest = _bytes(LARGE[-1] if len(senders) > 1 else SIZES[-1])
-    known = cache(lambda place: _at(place, largest))  # one copy of the pattern per memory
+    size = LARGE[-1] if len(senders) > 1 else SIZES[-1]
+    largest = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator())
+    known = cache(lambda place: _at(place, largest))  # one copy per memory
 
     def one(source: Place, target: Place, size: int, number: int) -> Copies:
         arrived, seconds = carry(known(source)[:size] ^ number, source, target)
@@ -127,8 +136,7 @@ def _result(
             for number in range(1, 1 + _TRIES):
                 # Each try sends other bytes. A copy that does nothing would pass otherwise.
                 pairs, seconds = copies_of(size, number)
-                counts = [int((a != b).sum()) for a, b in pairs if not torch.equal(a, b)]
-                altered[size] = max(altered[size], *counts, 0)
+                altered[size] = max(altered[size], *(int((a != b).sum()) for a, b in pairs))
                 fastest = min(fastest, seconds)
                 speed = size * len(pairs) / fastest / 1e9
     except Exception as error:
@@ -139,7 +147,7 @@ def _result(
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     """``tensor``, copied from ``source`` to ``target`` by ``copy_into``, and the seconds."""
     original = _at(source, tensor)
-    arrived = _at(target, torch.full_like(original, _INITIAL, device=_physical(target)))
+    arrived = _at(target, torch.full_like(original, _INITIAL))
     synchronize([source, target])
     start = time.perf_counter()
     Transfers().copy_into(arrived, original, "scatter")
@@ -147,18 +155,9 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     return arrived, max(time.perf_counter() - start, 1e-9)
 
 
-def _bytes(size: int) -> Tensor:
-    """``size`` bytes on the host, irregular within the period."""
-    return pattern(min(size, _PERIOD)).repeat(-(-size // _PERIOD))[:size]
-
-
 def _at(place: Place, tensor: Tensor) -> Tensor:
-    tensor = tensor.to(_physical(place))
+    tensor = tensor.to(physical(place) if isinstance(place, torch.device) else "cpu")
     return tensor.pin_memory() if place == PINNED else tensor
-
-
-def _physical(place: Place) -> torch.device:
-    return physical(place) if isinstance(place, torch.device) else torch.device("cpu")
 
 
 def synchronize(devices: Sequence[Place]) -> None:

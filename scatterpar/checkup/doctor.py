@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils.collect_env import get_pretty_env_info
 
-from scatterpar.checkup import Verdict
-from scatterpar.checkup.copies import RouteResult, examine, on_copies
+from scatterpar.checkup.copies import RouteResult, Verdict, examine, on_copies
 from scatterpar.checkup.training import Speed, Step, measure, on_speed, on_step, take_step
 from scatterpar.devices.runtime import DeviceLike, parse_devices, resolve
 
@@ -112,8 +111,8 @@ def doctor(
             report.show(report.speed, *on_speed(places, report.speed, load))
     report.show(f"\n{report!r}")
     if json is not None:
-        content = asdict(report) | {"exit_code": report.exit_code}
-        Path(json).write_text(dumps(content, indent=2), encoding="utf-8")
+        findings = dumps(asdict(report) | {"exit_code": report.exit_code}, indent=2)
+        Path(json).write_text(findings, encoding="utf-8")
     return report
 
 

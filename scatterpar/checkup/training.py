@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from scatterpar.checkup import Verdict
-from scatterpar.checkup.copies import synchronize
+from scatterpar.checkup.copies import Verdict, synchronize
 from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.engine import ScatterOnceParallel
 
@@ -78,26 +77,22 @@ def take_step(devices: Sequence[torch.device]) -> Step:
         ScatterOnceParallel(_network(master, dtype), 3, devices) as engine,
     ):
         check = engine.check(*_batch(rows, dtype), nn.CrossEntropyLoss())
-    words = f"gradients of {rows} rows are {check.worst:.1e} apart at most ({check.parameter})"
+    apart = f"{check.worst:.1e} apart at most ({check.parameter}), in {dtype}"
     warned = tuple(str(warning.message) for warning in caught)
-    return Step(check.passed, f"{words}, in {str(dtype).removeprefix('torch.')}", warned)
+    return Step(check.passed, f"gradients of {rows} rows are {apart}", warned)
 
 
 def on_step(step: Step) -> Iterator[Verdict]:
     """Conclude whether the gradient is right, and repeat the engine's warnings."""
-    if step.is_exact:
-        yield Verdict("fine", "the gradient on all devices is that on one, up to rounding.")
-    else:
-        yield Verdict("WRONG", f"{step.words}. If copies are fine, please report this as a bug.")
+    fine = "the gradient on all devices is that on one, up to rounding."
+    wrong = f"{step.words}. If copies are fine, please report this as a bug."
+    yield Verdict("fine", fine) if step.is_exact else Verdict("WRONG", wrong)
     yield from (Verdict("note", words) for words in dict.fromkeys(step.warned))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The seconds of a step in each round, by program, and the engine's median seconds by phase.
-
-    All programs run in every round. A GPU alone computes its part of the batch.
-    """
+    """The seconds of a step in each round, by program, and the engine's median seconds by phase."""
 
     rows: int
     seconds: dict[str, list[float]]

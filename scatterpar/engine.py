@@ -34,7 +34,6 @@ from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.runtime import DeviceLike, resolve
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, check_shares, make_plan
-from scatterpar.replicas.broadcast import broadcast_routes
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import Compiler
 from scatterpar.replicas.replicas import Replicas, ReplicaSet
@@ -45,7 +44,7 @@ from scatterpar.step.commit import commit
 from scatterpar.step.compute import Check, compute
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights, weights_by_rows
-from scatterpar.step.reduce import Combine, Observer, Outcome, gradient_routes, reduce
+from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
 from scatterpar.step.request import (
     Count,
     Request,
@@ -53,7 +52,7 @@ from scatterpar.step.request import (
     check_options,
     check_synchronised,
 )
-from scatterpar.step.scatter import micro_batches, row_routes, scatter
+from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.schedule import Schedule
 from scatterpar.step.substeps import call_inputs
 from scatterpar.threads.workers import Workers
@@ -446,7 +445,7 @@ class ScatterOnceParallel(Wrapper):
         If the body raises, random state and everything that was passed to
         ``Attempt.save_for_undo`` are restored.
         """
-        check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
+        check_links(self.device_ids)
         try:
             offset, clock = self._replica_offset, self._trace.current if self._trace else None
             with Attempt(self._workers, request, plan, offset, clock, **trial) as attempt:
@@ -691,7 +690,7 @@ class ScatterOnceParallel(Wrapper):
     def replicas_for_update(self) -> Iterator[ReplicaSet]:
         """Yields the replicas, updated to match the module, for code that writes their parameters.
 
-        ``broadcast_updates`` copies the new values to all other memories, also to the master's. If
+        ``broadcast.send`` copies the new values to all other memories, also to the master's. If
         the body fails, the next refresh sends the master's values again.
         """
         with self._workers.exclusive():

@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from scatterpar.batch import nested
-from scatterpar.devices.coalescing import copy_coalesced, copy_each
+from scatterpar.devices.coalescing import copy_coalesced, copy_each, has_flat_view
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.replicas.replicas import ParameterCopies, parameter_like
+from scatterpar.replicas.replicas import ReplicaSet, parameter_like
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
 
 __all__ = ["ShardedOptimizer"]
+
+ParameterCopies = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 
 class ShardedOptimizer(Optimizer):
@@ -90,7 +92,7 @@ class ShardedOptimizer(Optimizer):
         self.state = self._plain.state
         if self.state and len(self._memories) > 1:  # some classes have state from the start
             with engine.replicas_for_update() as replica_set:
-                self._assign_owners(list(self.state), replica_set.parameter_copies())
+                self._assign_owners(list(self.state), _parameter_copies(replica_set))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -134,7 +136,7 @@ class ShardedOptimizer(Optimizer):
                 step_without_hooks(plain)
             return loss
         with self.engine.replicas_for_update() as replica_set:
-            copies = replica_set.parameter_copies()
+            copies = _parameter_copies(replica_set)
             parameters = dict.fromkeys(p for group in self.param_groups for p in group["params"])
             updated = [p for p in parameters if p.grad is not None]
             stand_ins = self._assign_owners(updated, copies)
@@ -144,9 +146,8 @@ class ShardedOptimizer(Optimizer):
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # frees memory for the new values
             try:
-                replica_set.broadcast_updates(
-                    {p: self._owners[p] for p in updated if p in copies}, self._transfers
-                )
+                owners = {p: self._owners[p] for p in updated if p in copies}
+                _broadcast_updates(replica_set, owners, self._transfers)
             except Exception:  # no memory for messages: the next refresh sends the other copies
                 for p, stand_in in stand_ins.items():
                     self._transfers.copy_into(p, stand_in, "replicate")
@@ -254,7 +255,7 @@ class ShardedOptimizer(Optimizer):
             self._load(loaded, {})
         else:
             with self.engine.replicas_for_update() as replica_set:
-                self._load(loaded, replica_set.parameter_copies())
+                self._load(loaded, _parameter_copies(replica_set))
         for hook in after:
             hook(self)
 
@@ -296,6 +297,26 @@ def _checked(made: Any, optimizer_class: Any) -> Optimizer:
             f"itself; use it as it is, on engine.module.parameters()"
         )
     return made
+
+
+def _parameter_copies(replica_set: ReplicaSet) -> ParameterCopies:
+    """The parameters that may be sharded: they are dense, and share their memory with no other."""
+    broadcast, tensors = replica_set.broadcast, replica_set.tensors
+    starts = Counter(map(Tensor.data_ptr, tensors))  # not two parameters in one place
+    return {
+        tensors[i]: {device: broadcast.at(device)[i] for device in broadcast.memories}
+        for i in broadcast.parameters
+        if has_flat_view(tensors[i]) and starts[tensors[i].data_ptr()] == 1
+    }
+
+
+def _broadcast_updates(
+    replica_set: ReplicaSet, owners: Mapping[Tensor, torch.device], transfers: Transfers
+) -> None:
+    """Copy the new values of parameters from their owners' memories to all others."""
+    replica_set.broadcast.fits()  # the optimizer may have moved the values
+    positions = {i: owners[t] for i, t in enumerate(replica_set.tensors) if t in owners}
+    replica_set.broadcast.send(positions, transfers)
 
 
 def _stand_in(p: Tensor, values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from scatterpar.devices.runtime import has_streams, timed_mark
+from scatterpar.devices.runtime import has_streams
 from scatterpar.plan import Share, as_text
 from scatterpar.step.attempt import ProfilerClock
 
@@ -65,7 +65,7 @@ class Event:
 
     def _mark(self) -> None:
         if self._zero is not None and self.share is not None:
-            self._marks.append(timed_mark(self.share.device))
+            self._marks.append(_timed_mark(self.share.device))
 
     @property
     def replica(self) -> int | None:
@@ -129,7 +129,7 @@ class Trace:
         self.current: TracedStep | None = None  # the clock of attempts; ``None`` outside of a step
         self._zeros: dict[torch.device, Zero] = {}
         for device in filter(has_streams, devices):
-            mark = timed_mark(device)
+            mark = _timed_mark(device)
             mark.synchronize()
             self._zeros[device] = mark, time.perf_counter()
         self._start = self._last = time.perf_counter()
@@ -238,3 +238,10 @@ class Trace:
         """The seconds from the trace's beginning, and from each step, to the next step."""
         ends = [self._start, *(step.end for step in self.steps)]
         return sum(step.start - end for step, end in zip(self.steps, ends, strict=False))
+
+
+def _timed_mark(device: torch.device) -> torch.Event:
+    """An event with a time, recorded on the current stream of a device with streams."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event

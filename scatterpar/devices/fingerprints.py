@@ -11,8 +11,8 @@ several words is missed in about one case of 2**60.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, permutations
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from scatterpar.devices.transfers import (
 from scatterpar.report import warn
 
 Fingerprint = tuple[int, ...]
-Route = tuple[torch.device, torch.device]  # two devices between which tensors are copied
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 _WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in its cache
@@ -132,10 +131,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @functools.cache
-def check_links(
-    device_ids: tuple[torch.device, ...],
-    *routes_of: Callable[[Sequence[torch.device]], Iterable[Route]],
-) -> None:
+def check_links(device_ids: tuple[torch.device, ...]) -> None:
     """Check once whether copies between these devices arrive intact.
 
     Copies between two GPUs bypass the host by peer access. On some machines they arrive corrupted
@@ -143,19 +139,15 @@ def check_links(
     (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
 
-    Each of ``routes_of`` yields routes. Known bytes are sent in both directions of each, without
-    being counted. If they change, copies from that device to the other one go through host memory
-    from now on, and a warning says so.
+    Known bytes are sent from each to each other, without being counted. If they change, copies from
+    that device to the other one go through host memory from now on, and a warning says so.
 
     Raises:
         RuntimeError: bytes change on the way through host memory, too.
     """
-    all_routes = dict.fromkeys(route for routes in routes_of for route in routes(device_ids))
     with torch.inference_mode(False), torch.no_grad():
-        for one, other in all_routes:
-            if one != other:
-                _check_route(one, other)
-                _check_route(other, one)
+        for source, target in permutations(dict.fromkeys(device_ids), 2):
+            _check_route(source, target)
 
 
 def _check_route(source: torch.device, target: torch.device) -> None:

@@ -263,13 +263,6 @@ def _record_blocking_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-def timed_mark(device: torch.device) -> torch.Event:
-    """An event with a time, recorded on the current stream of a device with streams."""
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
 @contextlib.contextmanager
 def no_kernel_search() -> Iterator[None]:
     """In the body, cuDNN searches no kernels for new sizes, if ``cudnn.benchmark`` asks for it.

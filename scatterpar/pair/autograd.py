@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import all_tensors, has_markers, slice_rows, unwrap_markers
-from scatterpar.devices.coalescing import empty_like_on
 from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.broadcast import Broadcast, is_plain, version
+from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.buffers import BufferValue, buffers_of, values_after
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
@@ -90,18 +89,14 @@ def replicate(
         # detects an optimizer step before the backward pass. The others have their own counters,
         # because one of them may exchange its storage.
         broadcast = Broadcast(originals, device_ids, module_contents.weights)
-        broadcast.send(Transfers())
-        arrived = {device: broadcast.at(device) for device in device_ids}
-        copies = [
-            [tensor.data if replica else tensor.detach() for tensor in arrived[device]]
-            for replica, device in enumerate(device_ids)
-        ]
-        states = [i for i, t in enumerate(originals) if id(t) not in module_contents.weights]
-        for copy, device in zip(copies, device_ids, strict=True):
-            destinations = empty_like_on([originals[i] for i in states], device, is_plain)
-            for i, destination in zip(states, destinations, strict=True):
-                write(destination.data, copy[i])  # ``.data``: its own version counter
-                copy[i] = destination.data
+        broadcast.update(Transfers(), broadcast.compare())
+        copies: list[list[Tensor]] = []
+        for device in device_ids:
+            storages = broadcast.storages(device)
+            copies.append([t.data if copies else t.detach() for t in storages])
+            for storage, source in zip(storages, broadcast.at(device), strict=True):
+                if storage is not source:
+                    write(storage.data, source)  # ``.data``: its own version counter
     for i, original in enumerate(originals):
         if original.requires_grad:
             args = tuple(device_ids), original, *(copy[i] for copy in copies)

@@ -31,13 +31,11 @@ from scatterpar.pair.autograd import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.broadcast import broadcast_routes
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.reduce import gradient_routes
 from scatterpar.step.request import (
     Count,
     Request,
@@ -46,7 +44,6 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
-from scatterpar.step.scatter import row_routes
 from scatterpar.step.substeps import call_inputs, criterion_locks, scalar_loss
 from scatterpar.threads.workers import Workers
 
@@ -130,7 +127,7 @@ class DataParallelModel(Wrapper):
         require_eager(self.module)
         devices = [share.device for share in plan.shares]
         with self._workers.exclusive(), AutogradTransfers() as transfers:
-            check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
+            check_links(self.device_ids)
             replicas, guard = replicate(self.module, devices, self._checked_modes)
             modules = [replica.copy_of(self.module) for replica in replicas]
             calls = scatter_owned(call_inputs(inputs, kwargs), plan, self.dim, transfers)

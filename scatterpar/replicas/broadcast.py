@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,7 +18,7 @@ from scatterpar.devices.coalescing import (
     iter_messages,
     tree_rounds,
 )
-from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Route
+from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
 from scatterpar.devices.transfers import Transfers, to_device, write
 from scatterpar.replicas.checks import refuse_sparse
 
@@ -39,15 +38,6 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return list(map(version, tensors))
 
 
-def broadcast_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
-    """Yield (source, target) for copies of parameters, whichever memory has the new values."""
-    memories = list(dict.fromkeys(device_ids))
-    for number in range(len(memories)):
-        from_owner = [*memories[number:], *memories[:number]]
-        for sender, receiver in chain(*tree_rounds(len(from_owner))):
-            yield from_owner[sender], from_owner[receiver]
-
-
 class Broadcast:
     """Copies of dense ``tensors`` on every device of ``device_ids`` except the first.
 
@@ -57,9 +47,8 @@ class Broadcast:
     another device. So are the fingerprints of buffers, whose versions every commit changes.
     ``weights`` has the ids of the tensors that count as parameters.
 
-    The owner of a tensor sends it chunk by chunk. Every device that has a chunk sends it on, in the
-    rounds of ``tree_rounds`` from last to first. The owner is the master, except in
-    ``receive_updates``.
+    The owner of a tensor, in ``update`` the master, sends it chunk by chunk. Every device that has
+    a chunk sends it on, in the rounds of ``tree_rounds`` from last to first.
     """
 
     def __init__(
@@ -81,10 +70,8 @@ class Broadcast:
         }
         self.parameters = [i for i, tensor in enumerate(tensors) if id(tensor) in weights]
         self._kinds = list(map(_kind, tensors))
-        self._sent: list[int] | None = None  # versions of the sent values; ``None``: send all
         self._fingerprints: dict[int, Fingerprint] = {}  # those known of the sent values
-        self._versions: list[int] = []
-        self._compared: list[Fingerprints] = []
+        self.invalidate()
         self._find_places()
 
     def is_of(
@@ -113,20 +100,36 @@ class Broadcast:
         """The tensors in the memory of ``device``."""
         return self._tensors if device == self.memories[0] else self._copies[device]
 
+    def storages(self, device: torch.device) -> list[Tensor]:
+        """Where a new replica's tensors are stored: ``at(device)``, but new memory for buffers."""
+        storages, weights = list(self.at(device)), set(self.parameters)
+        private = [i for i in range(len(storages)) if i not in weights]
+        new = empty_like_on([self._tensors[i] for i in private], device, _is_plain)
+        for i, storage in zip(private, new, strict=True):
+            storages[i] = storage
+        return storages
+
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
-        self._sent = None
+        # The versions of the sent values; ``None``: the tensor is sent the next time.
+        self._sent: list[int | None] = [None] * len(self._tensors)
 
     def compare(self) -> list[Tensor]:
         """Compute the fingerprints of tensors that may have changed.
 
-        Returns tensors whose copies on the host ``send`` needs; the host waits for them once.
+        Returns tensors whose copies on the host ``update`` needs. So the host waits once for all
+        objects of this class.
         """
-        self._compared = []
+        self._compared: list[Fingerprints] = []
         if not self._copies:
             return []
         self._versions = versions(self._tensors)  # read before the values
-        doubtful = [] if self._sent is None else self._doubtful(self._sent)
+        parameters = set(self.parameters)
+        doubtful = [
+            i
+            for i, (old, new) in enumerate(zip(self._sent, self._versions, strict=True))
+            if old is not None and (old == new or i not in parameters)
+        ]
         if not doubtful:  # an optimizer has updated all, and there are no buffers
             return []
         master, other = self.memories[:2]
@@ -137,8 +140,8 @@ class Broadcast:
         # The fingerprints are combined on the master, so the host waits for one copy.
         return [here.values, to_device(there.values, master)]
 
-    def send(self, transfers: Transfers, values: Sequence[Tensor] = ()) -> None:
-        """Send the changed tensors; ``values`` are the tensors of ``compare``, on the host."""
+    def update(self, transfers: Transfers, values: Sequence[Tensor]) -> None:
+        """Send the master's values of changed tensors; ``values``: of ``compare``, on the host."""
         if not self._copies:
             return
         pairs = zip(self._compared, values, strict=True)
@@ -146,27 +149,26 @@ class Broadcast:
         known = self._fingerprints | there
         unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
-        if changed:
-            self._sent = None
-            self._send(dict.fromkeys(changed, self.memories[0]), transfers)
-        self._sent, self._fingerprints = self._versions, here
+        self.send(dict.fromkeys(changed, self.memories[0]), transfers)
+        self._sent, self._fingerprints = [*self._versions], here
 
-    def receive_updates(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Copy new values from their owner's memory to all others, including the master's."""
-        self.fits()  # the code that wrote the values may have moved them
-        sent, self._sent = self._sent, None
-        self._send(owners, transfers)
-        now = versions(self._tensors)
-        if sent is not None:
-            self._sent = [now[i] if i in owners else old for i, old in enumerate(sent)]
+    def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
+        """Copy tensors from their owner's memory to all others, each message over the whole tree.
+
+        If it fails, the next ``update`` sends the master's values of these tensors.
+        """
         for i in owners:
+            self._sent[i] = None
             self._fingerprints.pop(i, None)
-
-    def _doubtful(self, sent: Sequence[int]) -> list[int]:
-        """The numbers of the tensors whose versions do not show whether they have changed."""
-        parameters = set(self.parameters)
-        pairs = enumerate(zip(sent, self._versions, strict=True))
-        return [i for i, (old, now) in pairs if old == now or i not in parameters]
+        for number, owner in enumerate(self.memories):
+            flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
+            from_owner = [*self.memories[number:], *self.memories[:number]]
+            for message, flat in iter_messages(flats):
+                self._spread(message, flat, from_owner, transfers)
+                del flat
+        now = versions([self._tensors[i] for i in owners])
+        for i, sent in zip(owners, now, strict=True):
+            self._sent[i] = sent
 
     def _find_places(self) -> None:
         """Look up where the master's tensors are stored, and their 1-D views."""
@@ -185,15 +187,6 @@ class Broadcast:
             flat = flat_view(dense)
             assert flat is not None
         return flat
-
-    def _send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Send each owner's tensors in messages, each over the whole tree before the next."""
-        for number, owner in enumerate(self.memories):
-            flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
-            from_owner = [*self.memories[number:], *self.memories[:number]]
-            for message, flat in iter_messages(flats):
-                self._spread(message, flat, from_owner, transfers)
-                del flat
 
     def _spread(
         self,
@@ -217,7 +210,7 @@ class Broadcast:
                     copy_lists([(parts, copies[receiver].split(message.sizes))])
 
 
-def is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` is of no subclass, dense, not expanded, not empty, not lazily negated."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -13,15 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import runtime
-from scatterpar.devices.coalescing import (
-    copy_each,
-    copy_lists,
-    empty_like_on,
-    grouped,
-    has_flat_view,
-)
+from scatterpar.devices.coalescing import copy_lists, grouped
 from scatterpar.devices.transfers import Transfers, to_host
-from scatterpar.replicas.broadcast import Broadcast, is_plain
+from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import (
     RUNNING,
     Buffers,
@@ -40,8 +33,6 @@ from scatterpar.replicas.module_copy import (
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.threads.workers import restored
 from scatterpar.torch_private import CompileFn
-
-ParameterCopies = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 Records = dict[int, list[Any]]  # what replicas record in a step, by number of the module
 
@@ -125,9 +116,9 @@ class Replicas:
                 self.replica_sets.append(self._of_criterion)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
-            values = iter(to_host([*chain(*to_read)]))
+            values = to_host([*chain(*to_read)])
             for each, tensors in zip(self.replica_sets, to_read, strict=True):
-                each.send(transfers, list(islice(values, len(tensors))))
+                each.send(transfers, [values.pop(0) for _ in tensors])
 
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: other replicas may compile."""
@@ -172,7 +163,7 @@ class ReplicaSet:
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
         self._state: Snapshot | None = None
-        self._broadcast = Broadcast((), self.device_ids)
+        self.broadcast = Broadcast((), self.device_ids)
 
     def contains_all_of(self, root: Any) -> bool:
         """Whether the modules and tensors of ``root`` are all replicated here."""
@@ -189,26 +180,6 @@ class ReplicaSet:
         self.changes += 1
         if self.compiler is not None:
             self.compiler.forget()
-
-    def parameter_copies(self) -> ParameterCopies:
-        """The parameters that code outside may write, each with its copy on every device.
-
-        They are dense, and share their memory with no other. After writing call
-        ``broadcast_updates``, or ``guard.invalidate`` if the write failed.
-        """
-        starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
-        return {
-            tensor: {device: copies[i] for device, copies in self.guard.memories.items()}
-            for i, tensor in enumerate(self.guard.originals)
-            if has_flat_view(tensor) and starts[tensor.data_ptr()] == 1
-        }
-
-    def broadcast_updates(
-        self, owners: Mapping[Tensor, torch.device], transfers: Transfers
-    ) -> None:
-        """Copy the new values of parameters from their owners' memories to all others."""
-        positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
-        self._broadcast.receive_updates(positions, transfers)
 
     @property
     def shared_objects(self) -> list[Any]:
@@ -249,14 +220,14 @@ class ReplicaSet:
         self.root, self.device_ids = root, device_ids
         if is_other or not self._update_in_place():
             self._build()
-        return self._broadcast.compare()
+        return self.broadcast.compare()
 
     def send(self, transfers: Transfers, values: Sequence[Tensor]) -> None:
         """Send the values of tensors to all replicas; ``values``: those of ``follow``, on the host.
 
         Call it under ``torch.no_grad()``.
         """
-        self._broadcast.send(transfers, values)
+        self.broadcast.update(transfers, values)
         for replica in self.replicas:
             replica.refresh()
 
@@ -266,7 +237,7 @@ class ReplicaSet:
         Returns ``False`` if anything else has changed, so that new replicas are needed. Plain
         values are numbers, strings and flags: schedules change these at every step.
         """
-        if self._state is None or not self._broadcast.fits():
+        if self._state is None or not self.broadcast.fits():
             return False
         if not self._state.unchanged():
             changed = self._state.value_changes()
@@ -304,19 +275,17 @@ class ReplicaSet:
         self._module_contents = module_contents
         self.registered = [buffers_of(module) for module in self.modules]
         tensors = self.tensors, self.device_ids, module_contents.weights
-        if not self._broadcast.is_of(*tensors):
-            self._broadcast = Broadcast(*tensors)
+        if not self.broadcast.is_of(*tensors):
+            self.broadcast = Broadcast(*tensors)
         if self._compile_fn is not None:
             compiled = self.root, self._compile_fn
             module_contents.compiled.setdefault(id(self.root), compiled)
         if module_contents.compiled and self.compiler is None and self._make_compiler is not None:
             self.compiler = self._make_compiler()
         common = module_contents, self.compiler, self.statistics_policy
-        self.replicas = [
-            Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
-        ]
+        self.replicas = [Replica(device, self.broadcast, *common) for device in self.device_ids]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
-        self.guard = ParameterGuard(self.root, self._broadcast, copies)
+        self.guard = ParameterGuard(self.root, self.broadcast, copies)
         self._set_requires_grad()
         containers = [
             *module_contents.containers,
@@ -382,28 +351,25 @@ class Replica(ModuleCopy):
     def __init__(
         self,
         device: torch.device,
-        sources: Sequence[Tensor],
+        broadcast: Broadcast,
         module_contents: ModuleContents,
         compiler: Compiler | None,
         statistics_policy: StatisticsPolicy | None,
     ) -> None:
         self.device = device
         originals = list(module_contents.tensors.values())
-        private = [i for i, t in enumerate(originals) if id(t) not in module_contents.weights]
-        private_tensors = empty_like_on([originals[i] for i in private], device, is_plain)
-        # The storage of each tensor: that of the source, or private memory of this replica.
-        self._canonical = list(sources)
-        for i, allocated in zip(private, private_tensors, strict=True):
-            self._canonical[i] = allocated
+        storages = broadcast.storages(device)
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
         self.tensors = [
             parameter_like(original, storage.data)
             if isinstance(original, nn.Parameter)
             else storage.data
-            for original, storage in zip(originals, self._canonical, strict=True)
+            for original, storage in zip(originals, storages, strict=True)
         ]
-        self._states = [self.tensors[i] for i in private]
-        self._copied = grouped(self._states, [sources[i] for i in private])
+        self._places = list(zip(self.tensors, storages, strict=True))
+        rows = zip(self.tensors, storages, broadcast.at(device), strict=True)
+        private = [(tensor, source) for tensor, storage, source in rows if storage is not source]
+        self._copied = grouped(*(zip(*private, strict=True) if private else ((), ())))
         super().__init__(
             module_contents, dict(zip(module_contents.tensors, self.tensors, strict=True)), compiler
         )
@@ -426,10 +392,9 @@ class Replica(ModuleCopy):
         """
         if not self.state.unchanged():
             self.state.restore()
-        if not self._is_canonical():
-            for tensor, storage in zip(self.tensors, self._canonical, strict=True):
-                if not tensor.is_set_to(storage):
-                    tensor.data = storage
+        for tensor, storage in self._places:
+            if not tensor.is_set_to(storage):
+                tensor.data = storage
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.set_requires_grad(self._sum_dtypes)
         copy_lists(self._copied)
@@ -449,13 +414,13 @@ class Replica(ModuleCopy):
         registered = [(one, dict(one.buffers), set(one.non_persistent)) for one in self.registered]
         recorded = dict(self.records)
         with torch.inference_mode(False), torch.no_grad():
-            values = [state.clone() for state in self._states]
+            saved = [(states, [t.clone() for t in states]) for states, _ in self._copied]
             self.refresh()
 
         def restore() -> None:
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
-                copy_each(self._states, values)
+                copy_lists(saved)
             for one, buffers, non_persistent in registered:
                 one.buffers.clear()
                 one.buffers.update(buffers)
@@ -468,10 +433,7 @@ class Replica(ModuleCopy):
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""
-        return self.state.unchanged() and self._is_canonical()
-
-    def _is_canonical(self) -> bool:
-        return all(map(Tensor.is_set_to, self.tensors, self._canonical))
+        return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
 
     def set_requires_grad(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Set which tensors are trained, and the dtypes in which their gradients are added."""

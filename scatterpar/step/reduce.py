@@ -32,7 +32,6 @@ from scatterpar.devices.coalescing import (
     plus,
     tree_rounds,
 )
-from scatterpar.devices.fingerprints import Route
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan
@@ -199,12 +198,6 @@ def reduce_statistics(
 def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
     """Yield (target, source): the sum of replica ``source`` is added to that of ``target``."""
     return chain(*tree_rounds(count))
-
-
-def gradient_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
-    """Yield (source, target) for copies of gradients."""
-    for target, source in sum_pairs(len(device_ids)):
-        yield device_ids[source], device_ids[target]
 
 
 def sum_in_order(

@@ -25,7 +25,6 @@ from scatterpar.batch.markers import (
     unwrap_markers,
 )
 from scatterpar.devices.coalescing import by_dtype
-from scatterpar.devices.fingerprints import Route
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 
@@ -61,12 +60,6 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
         copies = is_marked or device in sources
         loaders.append(ShareLoader(moved[device], share, dim, ahead, copies=copies))
     return loaders
-
-
-def row_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
-    """Yield (source, target) for copies of rows from the master; outputs take the way back."""
-    for device in device_ids:
-        yield device_ids[0], device
 
 
 class ShareLoader:

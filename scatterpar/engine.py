@@ -37,7 +37,6 @@ from scatterpar.plan import Plan, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import Compiler
 from scatterpar.replicas.replicas import Replicas, ReplicaSet
-from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
@@ -57,6 +56,7 @@ from scatterpar.step.schedule import Schedule
 from scatterpar.step.substeps import call_inputs
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import unwrapped
+from scatterpar.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from scatterpar.auto_accum import AutoAccum
@@ -236,6 +236,8 @@ class ScatterOnceParallel(Wrapper):
                 "belongs to this process; copy engine.module, or save engine.state_dict()"
             )
         return super().__getstate__()
+
+    _transient = "_workers", "_replica_set", "_checks", "_verifier", "_one_pass", "_trace"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")

@@ -34,7 +34,6 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
-from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import (
     Count,
@@ -46,6 +45,7 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.substeps import call_inputs, criterion_locks, scalar_loss
 from scatterpar.threads.workers import Workers
+from scatterpar.wrapper import Wrapper
 
 __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
 
@@ -97,6 +97,8 @@ class DataParallelModel(Wrapper):
         self.dim = dim
         check_placement(module, self.device_ids, lazy=True)
         self._init_transient()
+
+    _transient = "_workers", "_checked_modes"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this DataParallelModel")
@@ -178,6 +180,8 @@ class DataParallelCriterion(Wrapper):
         )
         self.dim = dim
         self._init_transient()
+
+    _transient = "_workers", "_checked_modes"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids or (), "this DataParallelCriterion")

@@ -16,8 +16,8 @@ from scatterpar.batch.markers import batches_of, select_rows
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.module_copy import module_of
-from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
+from scatterpar.wrapper import Wrapper
 
 Count = Callable[[Any, Any], "float | Tensor"]
 

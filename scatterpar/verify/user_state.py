@@ -25,8 +25,8 @@ from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.buffers import RUNNING
 from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents
 from scatterpar.replicas.replicas import Replica
-from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step.criterion_closure import closure_and_globals
+from scatterpar.wrapper import Wrapper
 
 _MOST = 1000  # entries of a container; longer ones are data
 _MOST_BYTES = 2**26  # of tensors that are no buffers; larger ones are data

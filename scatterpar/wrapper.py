@@ -40,15 +40,7 @@ class Wrapper(nn.Module):
 
     module: Any
 
-    _transient = (
-        "_workers",
-        "_replica_set",
-        "_checks",
-        "_verifier",
-        "_one_pass",
-        "_checked_modes",
-        "_trace",
-    )
+    _transient: tuple[str, ...]  # the attributes that ``_init_transient`` makes
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +80,7 @@ class Wrapper(nn.Module):
             )
 
     def _init_transient(self) -> None:
-        """Create the attributes that ``_transient`` lists."""
+        """Make the attributes that ``_transient`` lists."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:

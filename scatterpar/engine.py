@@ -237,7 +237,7 @@ class ScatterOnceParallel(Wrapper):
             )
         return super().__getstate__()
 
-    _transient = "_workers", "_replica_set", "_checks", "_verifier", "_one_pass", "_trace"
+    _transient = "_workers", "_replicas", "_checks", "_verifier", "_one_pass", "_trace"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
@@ -247,7 +247,7 @@ class ScatterOnceParallel(Wrapper):
 
             policy = BatchStatistics()
         options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
-        self._replica_set = Replicas(self.device_ids, *options)
+        self._replicas = Replicas(self.device_ids, *options)
         self._checks: list[Check] = []
         self._verifier: Verifier | None = None
         if find_spec("scatterpar.verify"):
@@ -423,7 +423,7 @@ class ScatterOnceParallel(Wrapper):
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         with self._attempt(request, plan, **trial) as attempt:
             phase, transfers = attempt.phase, attempt.transfers
-            replica_set, data = self._replica_set, schedule.data(request)
+            replicas, data = self._replicas, schedule.data(request)
             with phase("scatter"):  # 2
                 if schedule.weights_apply():
                     pieces = micro_batches(data, plan, self.dim)
@@ -433,12 +433,12 @@ class ScatterOnceParallel(Wrapper):
                 loaders = scatter(data, plan, self.dim, transfers)
             with phase("replicate"):  # 3
                 criteria = schedule.replicas_of_criterion
-                replica_set.refresh(self.module, request.criterion, transfers, criteria)
+                replicas.refresh(self.module, request.criterion, transfers, criteria)
             with phase("compute"):  # 4
                 results = compute(attempt, loaders, self._checks, schedule)
             with phase("reduce"):  # 5
                 observers = self._observers if schedule.weights_apply() else ()
-                return reduce(attempt, replica_set.replica_sets, results, observers)
+                return reduce(attempt, replicas.replica_sets, results, observers)
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
@@ -451,17 +451,17 @@ class ScatterOnceParallel(Wrapper):
         try:
             offset, clock = self._replica_offset, self._trace.current if self._trace else None
             with Attempt(self._workers, request, plan, offset, clock, **trial) as attempt:
-                attempt.replica_set = self._replica_set
-                attempt.end_substep = self._replica_set.end_substep
+                attempt.replicas = self._replicas
+                attempt.end_substep = self._replicas.end_substep
                 if self._verifier is not None:
                     attempt.check_join = self._verifier.check_join
                 yield attempt
         finally:
             if self._workers.abandoned:
                 self._workers.abandoned = False
-                self._replica_set.discard()
+                self._replicas.discard()
             else:
-                self._replica_set.clear_step_state()
+                self._replicas.clear_step_state()
 
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -696,11 +696,11 @@ class ScatterOnceParallel(Wrapper):
         the body fails, the next refresh sends the master's values again.
         """
         with self._workers.exclusive():
-            self._replica_set.refresh(self.module, None, Transfers())
+            self._replicas.refresh(self.module, None, Transfers())
             try:
-                yield self._replica_set.of_model
+                yield self._replicas.of_model
             except BaseException:
-                self._replica_set.of_model.guard.invalidate()
+                self._replicas.of_model.guard.invalidate()
                 raise
 
     def close(self) -> None:

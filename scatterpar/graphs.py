@@ -158,7 +158,7 @@ class Captured(Schedule):
         """The sub-steps of one replica in one step; drops graphs that are no longer valid."""
         if attempt.max_substeps is not None or not attempt.request.backward:
             return super().substeps(attempt, task)
-        number, state = task.share.replica, _state_of(task, attempt.replica_set.replica_sets)
+        number, state = task.share.replica, _state_of(task, attempt.replicas.replica_sets)
         if number not in self._by_replica:
             recorder = Recorder(task.share.device)
             self._by_replica[number] = _ReplicaGraphs(recorder, self._warning_lock)

@@ -250,7 +250,7 @@ class ClosureGradients:
     def __init__(self, attempt: Attempt, task: ReplicaTask, peers: Peers | None) -> None:
         self._in_reach, self._task, self._peers = attempt.set_aside, task, peers
         self.gradients: list[Gradient] = []  # of each leaf that is no replica's
-        sets = attempt.replica_set.replica_sets
+        sets = attempt.replicas.replica_sets
         self._trained = {id(leaf) for each in sets for leaf in each.trained_tensors}
 
     def others(self, loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
@@ -330,7 +330,7 @@ class TwoPasses(Schedule):
         check_entries(attempt, tasks[0], outputs, output_at)
         # A trial runs in this process only.
         peers = self._peers if attempt.max_substeps is None else None
-        replica_sets = attempt.replica_set.replica_sets
+        replica_sets = attempt.replicas.replica_sets
         try:
             batch = WholeBatch(attempt, passes)
             with parameter_writes_refused(replica_sets, second_pass=True):
@@ -355,18 +355,18 @@ class TwoPasses(Schedule):
         peers: Peers | None,
     ) -> Tensor:
         """The loss of all rows. Its gradient is in the outputs of the first passes."""
-        generators, replica_set = attempt.generators, attempt.replica_set
+        generators, replicas = attempt.generators, attempt.replicas
         seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
         # Interrupts wait until the criterion and its backward pass have ended.
         with attempt.span("criterion"), generators.of_criterion(seed):
-            args = replica_set.criteria[0], closure
+            args = replicas.criteria[0], closure
             master = attempt.plan.shares[0].device
             loss: Tensor
             (loss,) = attempt.workers.parallel_apply([batch.backward], [args], devices=[master])
         if peers is not None and peers.rank:  # rank 0 has the same gradients, and they count once
-            for each in replica_set.replica_sets:
+            for each in replicas.replica_sets:
                 each.clear_gradients()
-            for each in replica_set.replica_sets[1:]:
+            for each in replicas.replica_sets[1:]:
                 for replica in each.replicas:
                     replica.clear_records()
         batch.return_gradients()

@@ -24,8 +24,8 @@ _INITIAL = 0x5A  # every byte of a target before the copy
 
 _LINKS = (
     "Copies between two GPUs bypass the host, and something changes them: switch the IOMMU off "
-    "(kernel option iommu=off or iommu=pt) and PCIe ACS (in the BIOS), and update the driver. Until "
-    "then set NCCL_P2P_DISABLE=1 for NCCL. The engine copies through the host if it must."
+    "(kernel option iommu=off or iommu=pt) and PCIe ACS (in the BIOS), and update the driver. "
+    "Until then set NCCL_P2P_DISABLE=1 for NCCL. The engine copies through the host if it must."
 )
 _MEMORY = (
     "The memory, the slot or the driver is at fault, and nothing that is computed on this machine "

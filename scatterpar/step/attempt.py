@@ -87,7 +87,7 @@ class Attempt:
         self.generators = Generators([share.device for share in plan.shares], replica_offset)
         self.transfers = Transfers()
         self.weights = LossWeights([], 1.0)
-        self.replica_set: Replicas
+        self.replicas: Replicas
         self.set_aside = SetAside(())  # the user's leaves, while replicas compute
         self.is_serial = False  # replicas run one after the other
         self.end_substep: Callable[[], None] = lambda: None  # called in the replica's thread

@@ -40,8 +40,8 @@ def compute(
     which are restored if the step fails. Raises ``ValueError`` if a gradient arrives at the user's
     own leaves, or at those that the criterion or an object in the module refers to.
     """
-    request, replica_set = attempt.request, attempt.replica_set
-    replica_sets = replica_set.replica_sets
+    request, replicas = attempt.request, attempt.replicas
+    replica_sets = replicas.replica_sets
     held, generators = closure_contents(request.criterion)
     shared, _ = closure_contents([each.shared_objects for each in replica_sets])
     buffers, shared_buffers = training_buffers(held), training_buffers(shared)
@@ -54,14 +54,14 @@ def compute(
     leaves = [t for t in trained_leaves([*trained, *held, *shared]) if id(t) not in of_replicas]
     with SetAside(leaves) as attempt.set_aside:
         args = attempt.weights.by_share, attempt.clock
-        tasks = make_tasks(attempt.plan, replica_set, loaders, *args)
+        tasks = make_tasks(attempt.plan, replicas, loaders, *args)
 
         @contextlib.contextmanager
         def forward_passes() -> Iterator[None]:
             with parameter_writes_refused(replica_sets):
                 with attempt.span("verify"), no_kernel_search():
                     for check in checks:
-                        check(attempt, tasks[: len(replica_set.criteria)])
+                        check(attempt, tasks[: len(replicas.criteria)])
                 yield
 
         attempt.forward_passes = forward_passes

@@ -35,11 +35,11 @@ def map_rows(
     ``join_rows``. Lists in a module's output may be lists of tensors, and then are not joined.
     """
     plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
-    replica_set = attempt.replica_set
+    replicas = attempt.replicas
     loaders = scatter(request.batch, plan, request.dim, transfers)
-    replica_set.refresh(module, None, transfers)
-    tasks, replica_sets = make_tasks(plan, replica_set, loaders), replica_set.replica_sets
-    work = _work(function, replica_set.of_model)
+    replicas.refresh(module, None, transfers)
+    tasks, replica_sets = make_tasks(plan, replicas, loaders), replicas.replica_sets
+    work = _work(function, replicas.of_model)
     with parameter_writes_refused(replica_sets):
         outputs = attempt.run(work.of_share, tasks)
         check_entries(attempt, tasks[0], outputs, work, function is module)

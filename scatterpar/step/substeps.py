@@ -185,21 +185,21 @@ def _named_rows(numbers: Sequence[int]) -> str:
 
 def make_tasks(
     plan: Plan,
-    replica_set: Replicas,
+    replicas: Replicas,
     loaders: Sequence[ShareLoader],
     weights: Sequence[Sequence[float]] | None = None,
     clock: Clock | None = None,
 ) -> list[ReplicaTask]:
     """One task per share. With fewer rows than replicas, the last replicas have none."""
     tasks = []
-    locks = criterion_locks(next(iter(replica_set.criteria), None), len(plan.shares))
+    locks = criterion_locks(next(iter(replicas.criteria), None), len(plan.shares))
     for i, share in enumerate(plan.shares):
-        sets = [each for each in replica_set.replica_sets if i < len(each.replicas)]
-        criteria = replica_set.criteria
+        sets = [each for each in replicas.replica_sets if i < len(each.replicas)]
+        criteria = replicas.criteria
         tasks.append(
             ReplicaTask(
                 share,
-                module=replica_set.of_model.replicas[i].root,
+                module=replicas.of_model.replicas[i].root,
                 loader=loaders[i],
                 criterion=criteria[i] if i < len(criteria) else None,
                 weights=weights[i] if weights else (),

@@ -116,7 +116,7 @@ class Verifier:
         splits = self._is_distributed or len(attempt.plan.substep_rows) > 1
         splits = splits and not (request.whole_batch and request.rows == 1)
         question = _Question(attempt, request, tasks, splits)
-        kind, details = self._kind_of(request, splits, attempt.replica_set.of_model.flags)
+        kind, details = self._kind_of(request, splits, attempt.replicas.of_model.flags)
         if kind.is_due(question.ranges, details):
             try:
                 self._ask(question, kind, len(tasks))
@@ -131,7 +131,7 @@ class Verifier:
                 raise
             finally:
                 kind.looks += 1
-                for each in attempt.replica_set.replica_sets:  # user code may compute gradients
+                for each in attempt.replicas.replica_sets:  # user code may compute gradients
                     each.clear_gradients()
                 attempt.set_aside.drop()
         attempt.is_serial = kind.is_serial
@@ -160,7 +160,7 @@ class Verifier:
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call.
         """
-        request, sets = attempt.request, attempt.replica_set.replica_sets
+        request, sets = attempt.request, attempt.replicas.replica_sets
         start, stop = task.share.micro_batches[0]
         shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
         work = getattr(compute_rows, "key", None)  # of ``engine.map``
@@ -214,7 +214,7 @@ def fits(
     request = request.checked(engine.device_ids[0]).of_largest()
     attempt = Attempt(engine._workers, request, engine.plan(request.sizes))
     with engine.replicas_for_update():
-        attempt.replica_set = copies = engine._replica_set
+        attempt.replicas = copies = engine._replicas
         copies.refresh(engine.module, request.criterion, Transfers())
         try:
             loaders = scatter(request.batch, attempt.plan, request.dim, Transfers())
@@ -250,7 +250,7 @@ class _Question:
         User code may wait for the other replicas, for example at a barrier. So if the look takes
         long, the others do the same with their own modules.
         """
-        request, tasks, sets = self.request, self._tasks, self._attempt.replica_set.replica_sets
+        request, tasks, sets = self.request, self._tasks, self._attempt.replicas.replica_sets
         model, sizes = sets[0].root, self._attempt.plan.substep_rows
         criterion = request.criterion
         ignored = ignored_values(model.forward if criterion is None else criterion)

@@ -144,8 +144,9 @@ def test_every_accelerator_starts_at_once():
     assert scatterpar.devices.runtime.max_concurrency(devices) == 64
 
 
-def test_closed_while_some_wait_for_their_turn(devices, cores):
+def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
     """The threads' end once overtook the calls that were still to come: nobody ever ended."""
+    monkeypatch.setattr(scatterpar.threads.workers, "_EXIT_SECONDS", 0.5)
     model = build(lambda: Watched(2, 1))
     model.watch = Watch()
     engine = ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False)

@@ -292,10 +292,10 @@ def test_the_look_stays_on_one_device(monkeypatch):
         assert_agreed(engine, lambda: step(engine, criterion, classes(ROWS)))
 
 
-@pytest.mark.parametrize("place", ["criterion", "module"])
+@pytest.mark.parametrize("place", ["criterion", pytest.param("module", marks=pytest.mark.slow)])
 def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch, place):
     """A look by one replica alone waited at the barrier for ever."""
-    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 1.0)
     barrier = threading.Barrier(3)
 
     class Meets(nn.Linear):

@@ -146,8 +146,10 @@ class ShardedOptimizer(Optimizer):
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # frees memory for the new values
             try:
-                owners = {p: self._owners[p] for p in updated if p in copies}
-                _broadcast_updates(replica_set, owners, self._transfers)
+                replica_set.broadcast.fits()  # the optimizer may have moved the values
+                numbers = {p: i for i, p in enumerate(replica_set.tensors)}
+                owners = {numbers[p]: self._owners[p] for p in updated if p in copies}
+                replica_set.broadcast.send(owners, self._transfers)
             except Exception:  # no memory for messages: the next refresh sends the other copies
                 for p, stand_in in stand_ins.items():
                     self._transfers.copy_into(p, stand_in, "replicate")
@@ -308,15 +310,6 @@ def _parameter_copies(replica_set: ReplicaSet) -> ParameterCopies:
         for i in broadcast.parameters
         if has_flat_view(tensors[i]) and starts[tensors[i].data_ptr()] == 1
     }
-
-
-def _broadcast_updates(
-    replica_set: ReplicaSet, owners: Mapping[Tensor, torch.device], transfers: Transfers
-) -> None:
-    """Copy the new values of parameters from their owners' memories to all others."""
-    replica_set.broadcast.fits()  # the optimizer may have moved the values
-    positions = {i: owners[t] for i, t in enumerate(replica_set.tensors) if t in owners}
-    replica_set.broadcast.send(positions, transfers)
 
 
 def _stand_in(p: Tensor, values: Tensor) -> Tensor:

@@ -34,15 +34,9 @@ _counting = threading.Lock()
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """Turn ``device_ids`` into devices, the master first.
+    """Turn ``device_ids`` into devices; ``None``: all accelerators, or one CPU replica without any.
 
-    Args:
-        device_ids: ints (ordinals of the accelerator), strings or devices; entries may
-            repeat. ``None``: every visible accelerator, or one CPU replica without any.
-
-    Raises:
-        TypeError: not a sequence, or an entry is no device.
-        ValueError: empty, or a device that this machine does not have.
+    Raises ``TypeError`` for what is no list of devices, ``ValueError`` for those that are not here.
 
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))

@@ -29,7 +29,6 @@ from scatterpar.replicas.checks import new_like
 from scatterpar.replicas.quantised import (
     composite_like,
     held_by,
-    holds_tensors,
     is_composite,
     is_state,
 )
@@ -137,7 +136,7 @@ class ModuleContents:
             elif id(value) not in self.states:
                 self.states[id(value)] = value
                 self.containers.append(vars(value))
-                self._visit_held(filter(holds_tensors, vars(value).values()))
+                self._visit_held(held_by(value))
 
     @property
     def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:

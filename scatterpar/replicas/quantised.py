@@ -15,7 +15,7 @@ from torch import Tensor, nn
 _STATES = {"bitsandbytes.functional", "bitsandbytes.autograd._functions"}
 
 
-def is_composite(tensor: Tensor) -> bool:
+def is_composite(tensor: Any) -> bool:
     """Whether ``tensor`` is of a subclass whose tensors consist of others."""
     return hasattr(tensor, "__tensor_flatten__")
 
@@ -32,15 +32,15 @@ def is_state(value: Any) -> bool:
     return type(value).__module__ in _STATES and hasattr(value, "__dict__")
 
 
-def held_by(weight: Tensor) -> list[Any]:
-    """The tensors that ``weight`` consists of, or the tensors and objects with tensors it holds."""
-    if is_composite(weight):
-        names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [getattr(weight, name) for name in names]
-    return [value for value in vars(weight).values() if holds_tensors(value)]
+def held_by(value: Any) -> list[Any]:
+    """The tensors of which a weight consists; else those, and objects with some, that it holds."""
+    if is_composite(value):
+        names, _ = value.__tensor_flatten__()
+        return [getattr(value, name) for name in names]
+    return [held for held in vars(value).values() if _holds_tensors(held)]
 
 
-def holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Any) -> bool:
     """Whether ``value`` is a tensor, or an object with tensors, such as a ``QuantState``."""
     if isinstance(value, (type, nn.Module, types.FunctionType, types.MethodType)):
         return False

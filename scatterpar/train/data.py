@@ -13,7 +13,7 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ank
 _MEAN = (123.675, 116.28, 103.53)  # ImageNet's, for pixels from 0 to 255
 _STD = (58.395, 57.12, 57.375)
 _SMALL = 128  # pixels; smaller images usually have no edges that can be cut off
-_OPERATORS: list[torch.library.Library] = []
 _INSTALL, _WHEELS = "pip install -c constraints.txt", "https://download.pytorch.org/whl/cpu"
 OTHER_BUILD = (
     "this torchvision was built for another torch; the one for torch's CPU build: "
@@ -158,13 +157,14 @@ def seed_of(*parts: object) -> int:
     return random.Random(" ".join(map(str, parts))).getrandbits(32)
 
 
-def seed_host(*parts: object) -> None:
-    """Seed Python, NumPy, and torch on the CPU with a function of the parts."""
+def seed_host(*parts: object) -> int:
+    """Seed Python, NumPy, and torch on the CPU with a function of the parts, and return it."""
     seed = seed_of(*parts)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    return seed
 
 
 def load() -> Source:
@@ -207,11 +207,10 @@ def library(module: str) -> Any:
         line = f"where you cloned scatterpar run: {_INSTALL} {wheels}-e '.[images]'"
         raise UsageError(f"this needs torchvision and timm; {line} ({error})") from error
     except RuntimeError as error:
-        if _OPERATORS or "torchvision::" not in str(error):
+        if "torchvision::nms does not exist" not in str(error):
             raise UsageError(f"{OTHER_BUILD} ({words_of(error)})") from error
-        _OPERATORS.append(torch.library.Library("torchvision", "DEF"))
         for name in ("nms", "qnms"):
-            _OPERATORS[0].define(f"{name}(Tensor x) -> Tensor")
+            torch.library.define(f"torchvision::{name}", "(Tensor x) -> Tensor")
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
         return library(module)
@@ -238,17 +237,13 @@ def _transforms(size: int, options: Options, classes: int) -> dict[str, tuple[An
             ) from error
         for op in (op for step in varied.transforms for op in getattr(step, "ops", ())):
             if "Posterize" in op.name:  # Pillow 13 refuses zero bits
-                op.level_fn = functools.partial(_some_bits, op.level_fn)
+                op.level_fn = lambda *x, level=op.level_fn: (max(1, level(*x)[0]),)
     if options.erase:
         grey = [round(value) for value in _MEAN]  # standardised, this is zero
         varied = v2.Compose([varied, v2.RandomErasing(options.erase, value=grey)])
     kinds = (v2.MixUp, options.mixup), (v2.CutMix, options.cutmix)
     mixing = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
     return {TRAIN: (varied, v2.RandomChoice(mixing) if mixing else None), TEST: (test, None)}
-
-
-def _some_bits(level: Callable[..., tuple[int]], *strength: Any) -> tuple[int]:
-    return (max(1, level(*strength)[0]),)
 
 
 def open_data(options: Options) -> Source:
@@ -314,17 +309,16 @@ def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:
 
 def _split(files: Files, part: float) -> tuple[Files, Files]:
     """Split each class into files to train on and to test on, in the same way in every run."""
-    tests, generator = torch.zeros(len(files)), torch.Generator().manual_seed(0)
+    is_test, generator = torch.zeros(len(files)), torch.Generator().manual_seed(0)
     for label in files.labels.unique():
         rows = (files.labels == label).nonzero().flatten()
         number = max(1, round(len(rows) * part))
         if number == len(rows):
             name = Path(files[int(rows[0])][0]).parent
             raise UsageError(f"{name} has too few pictures ({len(rows)}) for --val {part}")
-        tests[rows[torch.randperm(len(rows), generator=generator)[:number]]] = 1
-    halves = ((tests == half).nonzero().flatten().tolist() for half in (0, 1))
-    training, testing = (Files([files[row] for row in rows]) for rows in halves)
-    return training, testing
+        is_test[rows[torch.randperm(len(rows), generator=generator)[:number]]] = 1
+    training, testing = ((is_test == part).nonzero().flatten().tolist() for part in (0, 1))
+    return Files([files[row] for row in training]), Files([files[row] for row in testing])
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Files:

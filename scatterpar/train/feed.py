@@ -15,8 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import tee
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Request(NamedTuple):
     epoch: int = 0
 
 
-class Feed:
+class Feed(AbstractContextManager["Feed"]):
     """Reads the requested batches, in order, with worker processes unless there are 0 `workers`.
 
     Up to `skip_broken` unreadable images are left out; `warn` gets a line for each. `broken` counts
@@ -102,9 +103,6 @@ class Feed:
             self._thread.shutdown(wait=True)
             self._thread = None
         self._batches.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

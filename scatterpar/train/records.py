@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import torch
 
@@ -79,7 +79,7 @@ def load(path: Path) -> dict[str, Any]:
     )
 
 
-class Metrics:
+class Metrics(contextlib.AbstractContextManager["Metrics"]):
     """Records in memory and as lines of JSON, each with its `"kind"`; for TensorBoard, too.
 
     The records of the first `earlier_steps` steps of earlier sessions stay in the file.
@@ -116,9 +116,6 @@ class Metrics:
         """Return the records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # a full disk was reported before
             for file in (self._file, self._board):
@@ -129,18 +126,20 @@ class Metrics:
 def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
     """Return the time, the command, versions, devices, and the commit of the current folder."""
     names = "scatterpar", "torch", "torchvision", "timm", "numpy", "pillow"
-    found = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
-    versions = found | {"python": platform.python_version()}
+    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
     gpus = {d: torch.cuda.get_device_name(d) for d in devices if d.type == "cuda"}
-    about: dict[str, Any]
-    about = {"command": sys.argv, "devices": [f"{d} {gpus.get(d, '')}".strip() for d in devices]}
-    about |= {"system": platform.platform(), "commit": None}
+    git, commit = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        about["commit"] = subprocess.check_output(
-            git, stderr=subprocess.DEVNULL, encoding="utf-8", timeout=10
-        ).strip()
-    return {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": versions, **about}
+        found = subprocess.run(git, capture_output=True, encoding="utf-8", timeout=10)
+        commit = found.stdout.strip() or None
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "versions": versions | {"python": platform.python_version()},
+        "devices": [f"{d} {gpus.get(d, '')}".strip() for d in devices],
+        "system": platform.platform(),
+        "commit": commit,
+    }
 
 
 def draw_curves(metrics: Metrics, path: Path) -> None:

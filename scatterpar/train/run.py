@@ -120,7 +120,6 @@ class Run:
     def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
         self.training, self.feed, self.metrics = training, feed, metrics
         self.options, self.stopping, self.model = training.options, Stopping(), training.model
-        self.sent: dict[str, int] = {}  # bytes of the first step, which sends everything
         self._about = {  # `predict` needs these
             "model": self.options.model,
             "image_shape": list(feed.source.image_shape),
@@ -215,7 +214,6 @@ class Run:
             sent = {"seconds": report.seconds, "bytes": report.bytes, "messages": report.messages}
             noise = {"noise_scale": training.noise.scale} if training.noise else {}
             self.metrics.write("step", **where, **made, **took, **sent, **noise)
-            self.sent = self.sent or report.bytes
             self._show_progress(number, report.loss, took["seconds_waited"] / took["seconds_whole"])
             if training.epoch < number:  # at the end of the epoch the test comes first
                 self._save(self.options.checkpoint_every)
@@ -290,6 +288,8 @@ class Run:
         position, training, out = self.training.position, self.training, self.options.out
         seconds, metrics = time.perf_counter() - self._start, self.metrics
         accuracy, sessions = position.accuracy, len(metrics.of_kind("run"))
+        steps = metrics.of_kind("step")
+        sent = steps[0]["bytes"] if steps else {}  # the first step sends everything
         in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
         if epochs := metrics.of_kind("epoch"):
             best = max(epochs, key=lambda r: float(r["test_accuracy"]))  # the first of equal ones
@@ -298,11 +298,11 @@ class Run:
         reached = f"{training.epoch} of {training.epochs} epochs, {position.step} steps, {in_all}"
         measured = "not measured, no epoch was finished" if accuracy is None else f"{accuracy:.2%}"
         print(f"{ending} after {reached}\ntest accuracy: {measured}")
-        crossed = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in self.sent.items() if size)
+        crossed = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in sent.items() if size)
         traffic = f"crossed between devices in a step, in MB: {crossed}"
         print(traffic if crossed else "nothing had to cross between devices")
         done = {"ending": ending, "epochs": training.epoch, "steps": position.step}
-        done |= {"seconds": seconds, "test_accuracy": accuracy, "bytes": self.sent}
+        done |= {"seconds": seconds, "test_accuracy": accuracy, "bytes": sent}
         metrics.write("summary", **done, left_out=dict(self.feed.broken))
         with records.writing(out):
             draw_curves(metrics, out / "curves.png")

@@ -55,7 +55,7 @@ class Training:
     """Everything that changes while training, and how it changes."""
 
     def __init__(self, options: Options, source: Source, devices: list[torch.device]) -> None:
-        seed_all("run", options.seed)
+        torch.manual_seed(seed_host("run", options.seed))  # the generators of accelerators, too
         self.options, self.images, self.tests = options, len(source.train), len(source.test)
         self.classes, self.epochs = len(source.class_names), options.epochs or 0
         self.engine = make_engine(options, source, devices)
@@ -125,7 +125,7 @@ class Training:
         return report
 
     def _update(self, batch: Images) -> StepReport:
-        seed_all("step", self.options.seed, self.position.consumed)
+        torch.manual_seed(seed_host("step", self.options.seed, self.position.consumed))
         optimizer, scaler, rate = self.optimizer, self.scaler, self.rate()
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -210,12 +210,6 @@ class Training:
             yield
         finally:
             self.model.load_state_dict(saved)
-
-
-def seed_all(*parts: object) -> None:
-    """Seed all generators, those of accelerators too, with a function of the parts."""
-    seed_host(*parts)
-    torch.manual_seed(seed_of(*parts))
 
 
 def default_batch(images: int) -> int:

@@ -146,7 +146,6 @@ class ShardedOptimizer(Optimizer):
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # frees memory for the new values
             try:
-                replica_set.broadcast.fits()  # the optimizer may have moved the values
                 numbers = {p: i for i, p in enumerate(replica_set.tensors)}
                 owners = {numbers[p]: self._owners[p] for p in updated if p in copies}
                 replica_set.broadcast.send(owners, self._transfers)

@@ -149,26 +149,32 @@ class Broadcast:
         known = self._fingerprints | there
         unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
-        self.send(dict.fromkeys(changed, self.memories[0]), transfers)
+        self.invalidate()  # until all are sent
+        self._send(dict.fromkeys(changed, self.memories[0]), transfers)
         self._sent, self._fingerprints = [*self._versions], here
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Copy tensors from their owner's memory to all others, each message over the whole tree.
+        """Copy new values from their owner's memory to all others, also to the master's.
 
-        If it fails, the next ``update`` sends the master's values of these tensors.
+        If it fails, the next ``update`` sends the master's values of all tensors.
         """
+        self.fits()  # the code that wrote the values may have moved them
+        sent = self._sent
+        self.invalidate()
+        self._send(owners, transfers)
+        now = versions(self._tensors)
+        self._sent = [now[i] if i in owners else old for i, old in enumerate(sent)]
         for i in owners:
-            self._sent[i] = None
             self._fingerprints.pop(i, None)
+
+    def _send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
+        """Send each owner's tensors in messages, each over the whole tree before the next."""
         for number, owner in enumerate(self.memories):
             flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
             from_owner = [*self.memories[number:], *self.memories[:number]]
             for message, flat in iter_messages(flats):
                 self._spread(message, flat, from_owner, transfers)
                 del flat
-        now = versions([self._tensors[i] for i in owners])
-        for i, sent in zip(owners, now, strict=True):
-            self._sent[i] = sent
 
     def _find_places(self) -> None:
         """Look up where the master's tensors are stored, and their 1-D views."""

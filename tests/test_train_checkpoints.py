@@ -80,7 +80,7 @@ class Fragile(Small):
 
 
 ARGUMENTS = [
-    *("--model", "test_train_checkpoints:Fragile", "--batch", "1024", "--epochs", "2"),
+    *("--model", f"{__name__}:Fragile", "--batch", "1024", "--epochs", "2"),
     *("--devices", "cpu", "--micro-batch-size", "1024", "--checkpoint-every", "3"),
 ]
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from helpers.oracle import randint, randn
-from helpers.pairwise import pairwise
+from helpers.pairwise import all_pairs, pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,25 +105,19 @@ def trained(model, accum, whole_batch, layouts):
     }
 
 
+FACTORS = {"layout": LAYOUTS, "model": MODELS, "accum": [1, 3], "whole_batch": [False, True]}
 in_one_memory = functools.cache(lambda *given: trained(*given, [["cpu"] * 8]))
 
 
 @pytest.mark.contract
-@pairwise(
-    layout=QUICK,
-    stops=[False, True],
-    accum=[1, 3],
-)
+@pairwise(layout=QUICK, stops=[False, True], accum=[1, 3])
 def test_the_bits_do_not_depend_on_the_layout(layout, stops, accum):
     """Nor does it show that a run stopped on four devices and went on on another layout."""
     assert_same_bits("everything", layout, stops, accum, whole_batch=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole_batch", [False, True])
-@pytest.mark.parametrize("accum", [1, 3])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(tuple(FACTORS), all_pairs(FACTORS))
 def test_the_bits_of_each_kind_of_model(layout, model, accum, whole_batch):
     assert_same_bits(model, layout, True, accum, whole_batch)
 

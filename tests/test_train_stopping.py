@@ -143,13 +143,15 @@ def test_ctrl_c_keeps_what_was_reached(folder, whole, tmp_path, capsys):
     goes_on([*arguments(folder, out)[2:], "--workers", "0", "--resume"], whole, out)
 
 
-@pytest.mark.pictures
-def test_a_killed_run_leaves_no_process_behind(folder, tmp_path):
-    """They watched their parent, the fork server, and that one waited for them."""
-    process = start_forked(*arguments(folder, tmp_path / "out"))
-    others = send_in_the_second_epoch(process, signal.SIGKILL, tmp_path / "out")
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process_and_goes_on_from_its_checkpoint(folder, whole, tmp_path):
+    """Workers watched their parent, the fork server, and that one waited for them."""
+    out, often = tmp_path / "out", ["--checkpoint-every", "2"]
+    process = start_forked(*arguments(folder, out), *often)
+    others = send_in_the_second_epoch(process, signal.SIGKILL, out)
     assert_gone(others)
     assert finish(process).code == -signal.SIGKILL
+    goes_on([*arguments(folder, out)[2:], *often, "--resume"], whole, out)
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,8 @@ class Network:
 
     def batch(self, rows, number=0):
         """Inputs and targets on the host, other ones for each ``number``."""
-        data, side = (
-            _data(self._setting.folder).roll(1001 * number),
-            224 - 192 * self._setting.small,
-        )
+        data = _data(self._setting.folder).roll(1001 * number)
+        side = 32 if self._setting.small else 224
         if not self._length:
             return _repeated(data, rows, 3, side, side), data[:rows].long() % self._classes
         tokens = _repeated(data.view(torch.int64), rows, self._length + 1) % self._classes
@@ -110,10 +108,8 @@ class _Mixed(nn.Module):
         super().__init__()
         is_old = setting.is_real and not torch.cuda.is_bf16_supported(False)  # it would emulate
         half = torch.float16 if is_old else torch.bfloat16
-        self.net, self._autocast = (
-            net,
-            functools.partial(torch.autocast, setting.devices[0].type, half),
-        )
+        self._autocast = functools.partial(torch.autocast, setting.devices[0].type, half)
+        self.net = net
         # Without a mask transformers reads numbers on the GPU, and takes other kernels in a graph.
         self.register_buffer("mask", torch.full((1, 1, length, length), -math.inf).triu(1))
 

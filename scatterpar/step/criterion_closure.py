@@ -6,7 +6,7 @@ import contextlib
 import dis
 import functools
 import types
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -51,12 +51,11 @@ def closure_contents(function: Any) -> tuple[list[Tensor | nn.Module], list[torc
     held: list[Tensor | nn.Module] = []
     generators: list[torch.Generator] = []
     replicated = getattr(function, "__self__", None)  # if it is a method of a module
-    with contextlib.suppress(Exception):  # raised by a user's object
-        for value in _reachable(function, _DEPTH, {id(replicated)}):
-            if isinstance(value, (Tensor, nn.Module)):
-                held.append(value)
-            elif isinstance(value, torch.Generator):
-                generators.append(value)
+    for value in _reachable(function, _DEPTH, {id(replicated)}):
+        if isinstance(value, (Tensor, nn.Module)):
+            held.append(value)
+        elif isinstance(value, torch.Generator):
+            generators.append(value)
     return held, generators
 
 
@@ -70,10 +69,15 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
 
     They contain no addresses: a lambda that is made again in every step has the same keys.
     """
+    values = _reachable(functions, _DEPTH + 1, set())
+    for value in [value for value in values if isinstance(value, nn.Module)]:
+        if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
+            for part in value.modules():
+                values += [type(part).__qualname__, *part._buffers.values()]
+                values += [v for v in vars(part).values() if isinstance(v, _PLAIN)]
     parts: set[Hashable] = set()
     numbers: list[float] = []
-
-    def note(value: Any) -> None:
+    for value in values:
         if type(value) in (int, float):
             numbers.append(value)
         elif value is None or isinstance(value, (bool, str)):
@@ -84,15 +88,6 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
             parts.add(value.__code__)
         else:
             parts.add(type(value).__qualname__)
-
-    with contextlib.suppress(Exception):
-        for value in _reachable(functions, _DEPTH + 1, set()):
-            note(value)
-            is_own = type(value).__module__.startswith("scatterpar.")  # an engine counts its steps
-            for part in value.modules() if isinstance(value, nn.Module) and not is_own else ():
-                plain = [v for v in vars(part).values() if isinstance(v, _PLAIN)]
-                for one in (type(part).__qualname__, *plain, *part._buffers.values()):
-                    note(one)
     return hash(frozenset(parts)), str(numbers)
 
 
@@ -120,15 +115,20 @@ def training_buffers(held: Sequence[Tensor | nn.Module]) -> list[Tensor]:
     return list(buffers.values())
 
 
-def _reachable(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    if id(value) in seen and not isinstance(value, _PLAIN):
-        return
-    yield value
-    if depth and not isinstance(value, (Tensor, nn.Module, *_PLAIN)):
-        seen.add(id(value))
-        for child in _children(value):
-            yield from _reachable(child, depth - 1, seen)
-    seen.add(id(value))
+def _reachable(root: Any, depth: int, seen: set[int]) -> list[Any]:
+    """``root`` and what it leads to, each before its children, as far as user objects allow it."""
+    found, rest = [], [(root, depth)]
+    with contextlib.suppress(Exception):  # raised by a user's object
+        while rest:
+            value, left = rest.pop()
+            if isinstance(value, _PLAIN):
+                found.append(value)
+            elif id(value) not in seen:
+                found.append(value)
+                seen.add(id(value))
+                if left and not isinstance(value, (Tensor, nn.Module)):
+                    rest += [(child, left - 1) for child in reversed([*_children(value)])]
+    return found
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -93,6 +93,7 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
     return torch.device(device.type, index)
 
 
+@functools.cache
 def physical(device: torch.device) -> torch.device:
     """The device as torch knows it: ``cpu`` for a virtual ``cpu:i``."""
     return torch.device("cpu") if device.type == "cpu" else device

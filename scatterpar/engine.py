@@ -42,7 +42,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import Check, compute
 from scatterpar.step.inference import map_rows
-from scatterpar.step.loss_weights import compute_loss_weights, weights_by_rows
+from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
 from scatterpar.step.request import (
     Count,
@@ -228,14 +228,6 @@ class ScatterOnceParallel(Wrapper):
             from scatterpar.noise import check_noise
 
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._ranks is not None:
-            raise TypeError(
-                "an engine with a process_group cannot be copied or pickled, since the group "
-                "belongs to this process; copy engine.module, or save engine.state_dict()"
-            )
-        return super().__getstate__()
 
     _transient = "_workers", "_replicas", "_checks", "_verifier", "_one_pass", "_trace"
 
@@ -425,11 +417,8 @@ class ScatterOnceParallel(Wrapper):
             phase, transfers = attempt.phase, attempt.transfers
             replicas, data = self._replicas, schedule.data(request)
             with phase("scatter"):  # 2
-                if schedule.weights_apply():
-                    pieces = micro_batches(data, plan, self.dim)
-                    attempt.weights = compute_loss_weights(request, plan, pieces)
-                else:
-                    attempt.weights = weights_by_rows(plan)
+                pieces = micro_batches(data, plan, self.dim) if schedule.weights_apply() else None
+                attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
             with phase("replicate"):  # 3
                 criteria = schedule.replicas_of_criterion
@@ -563,14 +552,7 @@ class ScatterOnceParallel(Wrapper):
         """
         return self._map(function, inputs, kwargs, costs, pad)
 
-    def _map(
-        self,
-        function: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        costs: Any,
-        pad: float | None = None,
-    ) -> Any:
+    def _map(self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None) -> Any:
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
@@ -618,14 +600,9 @@ class ScatterOnceParallel(Wrapper):
             master = self.device_ids[0]
             schedule, request = self._schedule(request), request.checked(master)
             plan = self.plan(request.sizes, request.costs)
-            step = partial(
-                self._compute,
-                schedule,
-                request.in_order(plan.order),
-                plan,
-                max_substeps=request.rows,  # a trial, without other ranks
-            )
-            return compare(self.module, request, master, self._workers, step)
+            planned = schedule, request.in_order(plan.order), plan
+            trial = partial(self._compute, *planned, max_substeps=request.rows)  # of this rank only
+            return compare(self.module, request, master, self._workers, trial)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,12 @@ class Ranks:
         options = f"buffers={buffers!r}\naccumulate_dtype={accumulate_dtype}"
         self._collectives.require_same(module, options)
         self._collectives.broadcast_from_rank_0(module)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an engine with a process_group cannot be copied or pickled, since the group belongs "
+            "to this process; copy engine.module, or save engine.state_dict()"
+        )
 
     def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks together, the same bits on each. If one raises, all raise."""

@@ -35,28 +35,24 @@ class LossWeights(NamedTuple):
 
 
 def compute_loss_weights(
-    request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]
+    request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]] | None
 ) -> LossWeights:
-    """The factors with which the losses of this plan's micro-batches combine."""
+    """The factors with which the losses of this plan's micro-batches combine.
+
+    Without ``pieces``, for schedules whose micro-batches have no losses of their own: their numbers
+    of rows, the weights with which 0-dim outputs are averaged.
+    """
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
-    if request.is_mean:
+    if pieces is None:
+        factors = [float(stop - start) for start, stop in spans]
+    elif request.is_mean:
         counts = term_counts(request, spans, pieces)
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
     remaining = iter(factors)
     return LossWeights(
         [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
-    )
-
-
-def weights_by_rows(plan: Plan) -> LossWeights:
-    """The numbers of rows of this plan's micro-batches, for schedules without losses of their own.
-
-    They are the weights with which 0-dim outputs are averaged.
-    """
-    return LossWeights(
-        [[float(stop - start) for start, stop in share.micro_batches] for share in plan.shares], 1.0
     )
 
 

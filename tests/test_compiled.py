@@ -14,6 +14,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.notes import beginning_of_note
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -318,7 +319,7 @@ def test_a_users_error_arrives_as_it_is(graphs):
     with engine:
         with pytest.raises(Fails, match="mine") as caught:
             engine.forward_backward(*batch(), criterion)
-        assert "in replica 0 on cpu, sub-step 0 of 3" in "".join(caught.value.__notes__)
+        assert beginning_of_note(0, "cpu", 0, of=3) in "".join(caught.value.__notes__)
         engine.forward_backward(*batch(), CRITERION)
 
 

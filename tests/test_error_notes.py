@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
+from helpers.notes import note_of
 from helpers.oracle import build, randint, randn
 from torch import nn
 
@@ -24,7 +25,7 @@ class Fails(nn.Linear):
         return super().forward(inputs)
 
 
-def note_of(engine, row, *, inputs=ROWS, labels=LABELS, **options):
+def note_on(engine, row, *, inputs=ROWS, labels=LABELS, **options):
     """The only note on the error of a step in which this row fails."""
     inputs = inputs.clone()
     inputs[row] = BAD
@@ -42,17 +43,20 @@ def failing_engine(device_ids, **options):
 @pytest.mark.contract
 @pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize(
-    ("row", "accum", "where"),
-    [
-        (0, 3, "sub-step 0 of 3, rows 0 to 2"),
-        (4, 3, "sub-step 1 of 3, rows 3 to 4"),
-        (6, 7, "sub-step 6 of 7, row 6"),
-    ],
+    ("row", "accum", "sub_step", "rows"),
+    [(0, 3, 0, range(3)), (4, 3, 1, range(3, 5)), (6, 7, 6, range(6, 7))],
 )
-def test_a_note_names_consecutive_rows(devices, whole_batch, row, accum, where):
+def test_a_note_names_consecutive_rows(devices, whole_batch, row, accum, sub_step, rows):
     engine = failing_engine(devices(2), accum=accum)
-    note = note_of(engine, row, whole_batch=whole_batch)
-    assert note == f"in replica 0 on {devices(2)[0]}, {where}, counted from 0"
+    note = note_on(engine, row, whole_batch=whole_batch)
+    assert note == note_of(0, devices(2)[0], sub_step, accum, rows)
+
+
+def test_the_words_of_a_note():
+    words = "in replica 1 on cpu:1, sub-step 2 of 4, rows 8 to 9, counted from 0"
+    assert note_of(1, "cpu:1", 2, of=4, rows=range(8, 10)) == words
+    words = "in replica 0 on cpu, sub-step 0 of 1, row 6, counted from 0"
+    assert note_of(0, "cpu", 0, rows=[6]) == words
 
 
 def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
@@ -67,7 +71,7 @@ def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
     )
     rows = plan.rows_of(replica, step)
     assert len(rows) > 1
-    note = note_of(engine, 4, costs=costs)
+    note = note_on(engine, 4, costs=costs)
     assert note.startswith(f"in replica {replica} on {devices(2)[replica]}, sub-step {step} of ")
     assert note.endswith(f", rows {', '.join(map(str, rows))}, counted from 0")
 
@@ -75,7 +79,7 @@ def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
 def test_many_rows_of_a_micro_batch_cut_by_cost_are_cut_off():
     engine = failing_engine(["cpu"], micro_batch_cost=1000)
     inputs, labels = randn(90, FEATURES), randint(CLASSES, 90)
-    note = note_of(engine, 80, inputs=inputs, labels=labels, costs=[1] * 90)
+    note = note_on(engine, 80, inputs=inputs, labels=labels, costs=[1] * 90)
     assert ", rows 0, 1, 2, 3, " in note
     assert note.endswith(", ..., counted from 0")
     assert len(note) < 150

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier, Of, Returns, mlp
+from helpers.notes import note_of
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -122,7 +123,7 @@ def test_errors_arrive_as_they_are(devices):
             engine(INPUTS)
         assert caught.value is model.error
         (note,) = caught.value.__notes__
-        assert note == f"in replica 2 on {devices(3)[2]}, sub-step 1 of 2, row 10, counted from 0"
+        assert note == note_of(2, devices(3)[2], 1, of=2, rows=(10,))
         model.row = None
         assert_close(engine(INPUTS), model(INPUTS).detach(), "output")
 

@@ -16,6 +16,7 @@ from helpers.contrastive import clip, two_views
 from helpers.isolation import MixedMemories, guarded
 from helpers.models import CLASSES, FEATURES, Returns, mlp
 from helpers.module_cases import CASES, MODELS, Head
+from helpers.notes import beginning_of_note
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -171,7 +172,7 @@ def test_the_guard_can_fail(monkeypatch):
         pytest.raises(MixedMemories, match=r"aten.add.*on cpu:1 mixes tensors of") as caught,
     ):
         engine.forward_backward(inputs, randint(CLASSES, 4), nn.CrossEntropyLoss())
-    assert "in replica 1 on cpu:1, sub-step 0 of 1" in caught.value.__notes__[0]
+    assert caught.value.__notes__[0].startswith(beginning_of_note(1, "cpu:1", 0, of=1))
 
 
 @pytest.mark.parametrize("accum", [1, 3])

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from helpers.models import Of
+from helpers.notes import beginning_of_note
 from helpers.oracle import assert_close, build, randint, randn, seeded
 from helpers.rank_processes import run_on_ranks
 from torch import nn
@@ -208,7 +209,7 @@ def test_an_error_names_the_replica_and_its_rows(engine):
 
     with pytest.raises(KeyError) as info:
         engine.map(fails, INPUTS)
-    assert "replica 2" in info.value.__notes__[0]
+    assert info.value.__notes__[0].startswith(beginning_of_note(2, engine.device_ids[2]))
     assert engine.map(lambda _, x: x, INPUTS).shape == INPUTS.shape
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Of, mlp
+from helpers.notes import beginning_of_note
 from helpers.oracle import assert_gradients, build, randint, randn, whole_batch
 from helpers.rank_processes import failure, run_on_ranks
 from torch import nn
@@ -97,10 +98,11 @@ def no_memory_to_pack(engine, inputs, targets):
         engine.forward_backward(inputs, targets, CRITERION)
 
 
+NOTED = f"mine\n{beginning_of_note(0, 'cpu')}"
 PLACES = {
-    "forward": (raising_in("forward"), "Trouble", "mine\nin replica 0"),
-    "backward": (raising_in("backward"), "Trouble", "mine\nin replica 0"),
-    "criterion": (given(trouble), "Trouble", "mine\nin replica 0"),
+    "forward": (raising_in("forward"), "Trouble", NOTED),
+    "backward": (raising_in("backward"), "Trouble", NOTED),
+    "criterion": (given(trouble), "Trouble", NOTED),
     "count": (given(count=trouble), "Trouble", "mine"),
     "empty": (given(rows=slice(0), labels=slice(0)), "ValueError", "empty"),
     "rows": (given(labels=slice(1)), "ValueError", "rows"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from faults.state import capture, differences
 from helpers.models import Of
+from helpers.notes import note_of
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -230,7 +231,7 @@ def test_one_row_that_does_not_fit_changes_nothing(room):
             engine.forward_backward(*batch(), LOSS)
         assert differences(before, capture(model)) == []
         notes = "\n".join(caught.value.__notes__)
-        assert "in replica 0 on cpu:0, sub-step 0 of 13, row 0, counted from 0" in notes
+        assert note_of(0, "cpu:0", 0, of=13) in notes
         assert "a sub-step is one row, and that does not fit" in notes
         room.rows = 10**9
         engine.forward_backward(*batch(), LOSS)

@@ -16,6 +16,7 @@ import threading
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
+from helpers.notes import beginning_of_note
 from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -133,7 +134,7 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
                     with pytest.raises(ArithmeticError, match=f"of caller {number}") as caught:
                         engine.forward_backward(*batch(kind), fails)
                     where, *others = caught.value.__notes__
-                    assert where.startswith("in replica 0 on ")
+                    assert where.startswith(beginning_of_note(0, devices(3)[0]))
                     assert all(f"of caller {number}" in other for other in others)
                 for step_of in (lambda *given: engine.forward_backward(*given, criterion), by_pair):
                     model.zero_grad()

@@ -18,6 +18,7 @@ from typing import Any
 
 import simulated
 import torch
+from helpers.notes import beginning_of_note
 
 from faults.kinds import KINDS, REPLACED
 from faults.places import LEAKS_IN_TORCH, PLACES, Place, Step
@@ -135,7 +136,7 @@ class Bench:
                 )
                 wrong.append("nothing was raised")
             except BaseException as error:
-                wrong += _judge_error(error, kind, where)
+                wrong += _judge_error(error, kind, where, self.devices)
                 error = None  # type: ignore[assignment]
             trap.sprung, sprung = {}, trap.sprung
             wrong += [] if sprung else ["the trap was never visited"]
@@ -152,7 +153,9 @@ class Bench:
         return wrong
 
 
-def _judge_error(error: BaseException, kind: str, where: dict[str, Any]) -> list[str]:
+def _judge_error(
+    error: BaseException, kind: str, where: dict[str, Any], devices: list[str]
+) -> list[str]:
     if kind in REPLACED:  # by Python's own context managers; the user's is its context
         error = error.__context__ or error
     positions = where.get("positions", [where.get("visit")])
@@ -165,8 +168,8 @@ def _judge_error(error: BaseException, kind: str, where: dict[str, Any]) -> list
     notes = getattr(error, "__notes__", [])
     if kind not in REPLACED and "positions" in where:
         replica, number = positions[0]
-        found = [note for note in notes if f", sub-step {number} of {ACCUM}, row" in note]
-        if len(found) != 1 or f"in replica {replica} on " not in found[0]:
+        begins = beginning_of_note(replica, devices[replica], number, ACCUM)
+        if [note.startswith(begins) for note in notes].count(True) != 1:
             wrong.append(f"notes: {notes}")
         for position in positions[1:]:
             other = trap.sprung.get(position)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from helpers.notes import note_of
 from helpers.oracle import build
 from torch import nn
 
@@ -56,8 +57,8 @@ def test_siblings_stop_at_their_next_sub_step(devices, failing):
             engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
         assert sorted(model.visits) == [0, 1, 2]
         device = devices(3)[failing]
-        where = f"in replica {failing} on {device}, sub-step 0 of {ACCUM}, row {failing * ACCUM}"
-        assert caught.value.__notes__ == [f"{where}, counted from 0"]
+        rows = (failing * ACCUM,)
+        assert caught.value.__notes__ == [note_of(failing, device, 0, ACCUM, rows)]
 
 
 class Together(nn.Linear):
@@ -84,7 +85,7 @@ def error_of_all(devices, errors):
 def test_the_lowest_replica_speaks_and_the_others_are_noted(devices, kind):
     errors = [kind(f"from {i}") for i in range(3)]
     assert error_of_all(devices, errors).__notes__ == [
-        f"in replica 0 on {devices(3)[0]}, sub-step 0 of 2, rows 0 to 1, counted from 0",
+        note_of(0, devices(3)[0], 0, of=2, rows=range(2)),
         f"replica 1 failed too: {errors[1]!r}",
         f"replica 2 failed too: {errors[2]!r}",
     ]

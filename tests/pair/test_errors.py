@@ -10,6 +10,7 @@ import traceback
 
 import pytest
 from helpers.models import CLASSES, FEATURES
+from helpers.notes import beginning_of_note
 from helpers.oracle import randint, randn
 from torch import nn
 
@@ -64,7 +65,7 @@ def test_the_user_s_exception_object_traceback_and_a_note(placed, part, replicas
     assert caught.value.args == (42, "a reason")
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[-2:] == ["forward", "fail"]
-    assert caught.value.__notes__[0].startswith(f"in replica {replica} on {devices[replica]}")
+    assert caught.value.__notes__[0].startswith(beginning_of_note(replica, devices[replica]))
 
 
 def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works(placed):
@@ -72,7 +73,7 @@ def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works
     model = DataParallelModel(module, placed(4))
     with pytest.raises(Unusual) as caught:
         model(INPUTS)
-    assert caught.value.__notes__[0].startswith("in replica 1 on ")
+    assert caught.value.__notes__[0].startswith(beginning_of_note(1, placed(4)[1]))
     assert len(caught.value.__notes__) == 1 or "replica 3 failed too" in caught.value.__notes__[1]
     module.rows.clear()
     assert len(model(INPUTS)) == 4

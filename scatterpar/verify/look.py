@@ -46,7 +46,7 @@ from scatterpar.verify.user_state import State, UserState, moved_between, state_
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 _LEAST = 1e-2  # gradients smaller than this part of the largest: their tolerance is absolute
 _NOTHING_BUT = 0.4  # if rounding changes a gradient by more, it is nothing but rounding
-_NUDGES = 16  # rounding that opens or closes a ReLU shows in every third or so
+_NUDGES, _AT_A_RELU = 16, 0.2  # rounding at a ReLU shows in every third, and changes no more
 _SMALL = 2**20  # elements of parameters that are compared
 _UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 _JOINED = 1e-2  # relative difference of joined outputs: the number of rows changes rounding
@@ -260,9 +260,9 @@ class Look:
         eps = abs(expected[0]) * min(torch.finfo(dtype).eps for dtype in self._dtypes)
         is_zero = expected[1] and all(g.abs().max() <= eps for g in expected[1] if g.numel())
         rounding = 0.0
-        for number in range(_NUDGES):
-            nudged = 2 * _error(_sum(self._run([rows], nudge=number)[0]), one)
-            rounding = max(rounding, nudged if math.isfinite(nudged) else 0.0)
+        for number in range(_NUDGES if error < _AT_A_RELU else 1):
+            nudged = _error(_sum(self._run([rows], nudge=number)[0]), one)
+            rounding = max(rounding, (2 if number else 4) * nudged if nudged < math.inf else 0.0)
             if is_zero or error <= rounding:
                 break
         if is_zero or (error <= rounding and rounding > _NOTHING_BUT):

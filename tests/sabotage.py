@@ -664,7 +664,7 @@ SABOTAGES = [
         "note_replica.__exit__",
         "if self.number is not None:",
         "if False:",
-        "test_a_note_names_consecutive_rows",
+        "test_the_words_of_a_note",
     ),
     Sabotage(
         ERRORS,

@@ -52,6 +52,7 @@ def test_a_note_names_consecutive_rows(devices, whole_batch, row, accum, sub_ste
     assert note == note_of(0, devices(2)[0], sub_step, accum, rows)
 
 
+@pytest.mark.contract
 def test_the_words_of_a_note():
     words = "in replica 1 on cpu:1, sub-step 2 of 4, rows 8 to 9, counted from 0"
     assert note_of(1, "cpu:1", 2, of=4, rows=range(8, 10)) == words

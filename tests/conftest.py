@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import simulated
 import torch
-from helpers import leak_checks
+from harness import leak_checks
 
 from scatterpar.devices.fingerprints import check_links
 
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "draws: moves torch's random generator on purpose; it is put back afterwards"
     )
-    # The caller's thread has a guard of its own, see helpers/isolation.py.
+    # The caller's thread has a guard of its own, see harness/isolation.py.
     config.addinivalue_line("filterwarnings", "ignore:Guard. active")
 
 
@@ -125,7 +125,7 @@ def _no_leaked_threads(request: pytest.FixtureRequest):
 def _no_moved_generators(request: pytest.FixtureRequest):
     """Random state is put back after every test, and only tests marked ``draws`` may move it.
 
-    Data and initial weights come from generators of their own (``helpers``), so that what
+    Data and initial weights come from generators of their own (``harness``), so that what
     moves the global one is the code under test.
     """
     before = leak_checks.random_states()
@@ -134,7 +134,7 @@ def _no_moved_generators(request: pytest.FixtureRequest):
     if moved:
         leak_checks.put_back_random_states(before)
     if request.node.get_closest_marker("draws") is None:
-        advice = "take data from helpers.oracle, or mark the test `draws`"
+        advice = "take data from harness.oracle, or mark the test `draws`"
         assert not moved, f"the test moved random generators: {sorted(moved)}; {advice}"
 
 

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from helpers.oracle import build, randint, randn
-from helpers.pairwise import pairwise
-from helpers.rank_processes import Counted, run_on_ranks
+from harness.oracle import build, randint, randn
+from harness.pairwise import pairwise
+from harness.rank_processes import Counted, run_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

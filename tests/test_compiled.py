@@ -14,8 +14,8 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.notes import beginning_of_note
-from helpers.oracle import (
+from harness.notes import beginning_of_note
+from harness.oracle import (
     assert_close,
     assert_gradients,
     assert_step,

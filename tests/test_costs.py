@@ -8,10 +8,10 @@ import math
 import numpy
 import pytest
 import torch
-from helpers.contrastive import LOSSES, two_views
-from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_step, build, gradients, randint, randn, whole_batch
-from helpers.rank_processes import run_on_ranks
+from harness.contrastive import LOSSES, two_views
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import assert_close, assert_step, build, gradients, randint, randn, whole_batch
+from harness.rank_processes import run_on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.oracle import seeded
+from harness.oracle import seeded
 from torch import nn
 
 import scatterpar

@@ -7,9 +7,9 @@ from functools import partial
 import numpy
 import pytest
 import torch
-from helpers.optional import needed
-from helpers.oracle import randint, randn, seeded
-from helpers.pages import blocks, read
+from harness.optional import needed
+from harness.oracle import randint, randn, seeded
+from harness.pages import blocks, read
 from torch import nn
 
 needed("fastai.basics", "'.[fastai]'")

@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers.oracle import assert_close, assert_gradients, build, randint, randn
-from helpers.oracle import whole_batch as plain_step
+from harness.oracle import assert_close, assert_gradients, build, randint, randn
+from harness.oracle import whole_batch as plain_step
 from torch import nn
 from torch.nn import functional as F
 

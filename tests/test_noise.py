@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from helpers.models import Of
-from helpers.oracle import build, randint, randn
-from helpers.rank_processes import run_on_ranks
+from harness.models import Of
+from harness.oracle import build, randint, randn
+from harness.rank_processes import run_on_ranks
 from torch import nn
 
 from scatterpar import GradientNoise, NoiseScale, ScatterOnceParallel

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 from faults.processes import run
-from helpers.models import Of
-from helpers.oracle import assert_close, assert_parameters, build, randint, randn
-from helpers.pages import World, blocks, read, sections
+from harness.models import Of
+from harness.oracle import assert_close, assert_parameters, build, randint, randn
+from harness.pages import World, blocks, read, sections
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

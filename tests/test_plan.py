@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.oracle import assert_step, build, randint, randn
+from harness.oracle import assert_step, build, randint, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

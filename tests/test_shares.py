@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.oracle import assert_step, build, randint, randn
+from harness.oracle import assert_step, build, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults.forked import run_forked
-from helpers.oracle import build
+from harness.oracle import build
 from torch import nn
 from torch.overrides import TorchFunctionMode
 

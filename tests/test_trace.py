@@ -12,8 +12,8 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.notes import beginning_of_note
-from helpers.pages import blocks, namespace, read, run
+from harness.notes import beginning_of_note
+from harness.pages import blocks, namespace, read, run
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

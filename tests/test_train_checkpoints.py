@@ -11,7 +11,7 @@ import signal
 import pytest
 import torch
 from faults.forked import run_forked
-from helpers.runs import Small, assert_same_run, records, steps
+from harness.runs import Small, assert_same_run, records, steps
 
 from scatterpar.train.options import UsageError
 from scatterpar.train.records import FILE, load, save

@@ -17,7 +17,7 @@ from scatterpar.train.run import main
 from scatterpar.train.training import Training, default_batch
 
 pytestmark = pytest.mark.draws
-SMALL = ["--model", "helpers.runs:Small"]  # a run of the default network takes seconds
+SMALL = ["--model", "harness.runs:Small"]  # a run of the default network takes seconds
 TWO_CPUS = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "128", "--epochs", "1"]
 
 

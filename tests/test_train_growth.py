@@ -11,8 +11,8 @@ import types
 
 import pytest
 import torch
-from helpers.pictures import write_folder
-from helpers.runs import assert_same_run, records, steps
+from harness.pictures import write_folder
+from harness.runs import assert_same_run, records, steps
 from test_train_runs import Stop, stop_after
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
@@ -28,7 +28,7 @@ from scatterpar.train.training import Training
 pytestmark = pytest.mark.draws
 
 ROWS, EPOCHS = 4096, 3
-GROWING = ["--batch", "auto", "--model", "helpers.runs:Small", "--epochs", str(EPOCHS)]
+GROWING = ["--batch", "auto", "--model", "harness.runs:Small", "--epochs", str(EPOCHS)]
 GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05", "--micro-batch-size", "256"]
 
 

@@ -112,7 +112,7 @@ def test_evaluation_counts_every_row_the_same_in_uneven_batches(toy):
 
 
 def test_a_batch_too_small_for_batch_normalisation_says_what_to_choose(tmp_path, capsys):
-    options = ["--model", "helpers.runs:Small", "--batch", "2", "--devices", "cpu:0,cpu:1"]
+    options = ["--model", "harness.runs:Small", "--batch", "2", "--devices", "cpu:0,cpu:1"]
     assert command(["train", *options, "--out", str(tmp_path)]) == 2
     words = "a batch of 2 makes micro-batches of one row, which batch normalisation cannot train on"
     assert words in capsys.readouterr().err

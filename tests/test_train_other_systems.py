@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.pictures import write_folder
+from harness.pictures import write_folder
 
 SECONDS = 600
 WITHOUT = '''
@@ -104,7 +104,7 @@ def test_the_doctor_and_the_tool(python):
     words = python("-m", "scatterpar", "doctor", "--json", "what it found.json")
     assert "fine: the gradient" in words
     assert (python.folder / "what it found.json").exists()
-    small = ["--model", "helpers.runs:Small", "--devices", "cpu:0,cpu:1", "--epochs", "1"]
+    small = ["--model", "harness.runs:Small", "--devices", "cpu:0,cpu:1", "--epochs", "1"]
     python("-m", "scatterpar", "train", *small, "--out", "a run")
     python("-m", "scatterpar", "train", *small, "--resume", "--out", "a run")
     assert (python.folder / "a run" / "checkpoint.pt").exists()

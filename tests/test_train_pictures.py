@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.pictures import CLASSES, truncate, write_folder
+from harness.pictures import CLASSES, truncate, write_folder
 from PIL import Image
 
 from scatterpar.train import data as data_module

@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 from faults.processes import run
-from helpers.pictures import truncate, write_folder
-from helpers.runs import assert_same_run, records, steps
+from harness.pictures import truncate, write_folder
+from harness.runs import assert_same_run, records, steps
 from torch import nn
 
 from scatterpar.__main__ import main as command

@@ -16,8 +16,8 @@ import pytest
 import torch
 from faults.forked import start_forked
 from faults.processes import SILENCE, finish
-from helpers.pictures import write_folder
-from helpers.runs import Small, assert_same_run, environment, steps, wait_until
+from harness.pictures import write_folder
+from harness.runs import Small, assert_same_run, environment, steps, wait_until
 
 from scatterpar.__main__ import main as command
 

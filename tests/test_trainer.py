@@ -14,11 +14,11 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers import oracle
-from helpers.isolation import guarded
-from helpers.models import Of
-from helpers.oracle import assert_close, seeded
-from helpers.trainers import (
+from harness import oracle
+from harness.isolation import guarded
+from harness.models import Of
+from harness.oracle import assert_close, seeded
+from harness.trainers import (
     LAYOUTS,
     PADDING,
     SAME,

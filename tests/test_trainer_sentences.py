@@ -9,11 +9,11 @@ from functools import partial
 import numpy
 import pytest
 import torch
-from helpers.isolation import guarded
-from helpers.models import Of
-from helpers.oracle import randint, seeded
-from helpers.pages import example
-from helpers.trainers import (
+from harness.isolation import guarded
+from harness.models import Of
+from harness.oracle import randint, seeded
+from harness.pages import example
+from harness.trainers import (
     LAYOUTS,
     QUIET,
     SAME,

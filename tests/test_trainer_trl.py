@@ -7,10 +7,10 @@ import importlib
 import pytest
 import torch
 import transformers
-from helpers.isolation import guarded
-from helpers.oracle import seeded
-from helpers.pages import example
-from helpers.trainers import (
+from harness.isolation import guarded
+from harness.oracle import seeded
+from harness.pages import example
+from harness.trainers import (
     LAYOUTS,
     QUIET,
     VOCABULARY,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.oracle import seeded
+from harness.oracle import seeded
 from torch import nn
 
 from scatterpar import (

@@ -9,7 +9,7 @@ import sys
 from multiprocessing.connection import Connection
 from subprocess import Popen
 
-from helpers import forks
+from harness import forks
 
 from faults.processes import Outcome, finish, start
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import simulated
 import torch
-from helpers.notes import beginning_of_note
+from harness.notes import beginning_of_note
 
 from faults.kinds import KINDS, REPLACED
 from faults.places import LEAKS_IN_TORCH, PLACES, Place, Step

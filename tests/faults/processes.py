@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
 
-from helpers.forks import environment
+from harness.forks import environment
 
 SILENCE = 180.0  # seconds; an idle machine needs two or three
 ABORT_SECONDS = 10.0  # to say where the threads are

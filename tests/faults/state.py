@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from helpers import leak_checks
+from harness import leak_checks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

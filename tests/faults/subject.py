@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers.oracle import build
+from harness.oracle import build
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import randint, randn
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import randint, randn
 from torch import nn
 
 from faults.state import capture, differences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers.forks import environment
+from harness.forks import environment
 
 from faults.processes import SILENCE
 

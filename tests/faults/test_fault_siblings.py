@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from helpers.notes import note_of
-from helpers.oracle import build
+from harness.notes import note_of
+from harness.oracle import build
 from torch import nn
 
 from scatterpar import ScatterOnceParallel

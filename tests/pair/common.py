@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from helpers.oracle import (
+from harness.oracle import (
     RELATIVE,
     assert_close,
     assert_gradients,

@@ -10,8 +10,8 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Classifier, mlp
-from helpers.oracle import assert_gradients, gradients, randint, randn
+from harness.models import CLASSES, FEATURES, Classifier, mlp
+from harness.oracle import assert_gradients, gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES
-from helpers.oracle import assert_close, build, randn
+from harness.models import CLASSES, FEATURES
+from harness.oracle import assert_close, build, randn
 from torch import nn
 
 from pair.common import Pair, assert_alike

@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 import torch
-from helpers.freed import in_time
-from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, build, randint, randn
+from harness.freed import in_time
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import assert_close, build, randint, randn
 from torch import nn
 
 from pair.common import Pair, Shared

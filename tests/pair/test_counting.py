@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp
-from helpers.oracle import assert_close, build, randint, randn
+from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp
+from harness.oracle import assert_close, build, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -9,9 +9,9 @@ import threading
 import traceback
 
 import pytest
-from helpers.models import CLASSES, FEATURES
-from helpers.notes import beginning_of_note
-from helpers.oracle import randint, randn
+from harness.models import CLASSES, FEATURES
+from harness.notes import beginning_of_note
+from harness.oracle import randint, randn
 from torch import nn
 
 from pair.common import Shared

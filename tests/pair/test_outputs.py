@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Classifier, Columns, Returns, mlp
-from helpers.oracle import assert_close, build, randint, randn
+from harness.models import CLASSES, FEATURES, Classifier, Columns, Returns, mlp
+from harness.oracle import assert_close, build, randint, randn
 from torch import Tensor, nn
 
 from pair.common import Pair, assert_alike

@@ -1,0 +1,714 @@
+"""What only an accelerator can show; one is enough: ``device_ids=[0, 0]``.
+
+Where there is none, ``test_simulated.py`` runs these on a simulated one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+from harness.oracle import assert_step, seeded
+from harness.watch import Watch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import scatterpar.devices.runtime
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    ScatterOnceParallel,
+    ShardedOptimizer,
+    gather,
+)
+from scatterpar.devices import coalescing, fingerprints
+from scatterpar.step.reduce import sum_pairs
+from scatterpar.torch_private import uncompiled
+
+pytestmark = [
+    pytest.mark.nullcuda,
+    pytest.mark.vulkan,
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator is here"),
+]
+ROWS, FEATURES, CLASSES = 37, 8, 3
+PLACES = [[0], [0, 0], [0, 0, 0], [0, 1], [0, 1, 0, 1], [0, 1, 2, 3]]
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def device_ids(request):
+    if max(request.param) >= torch.accelerator.device_count():
+        pytest.skip(f"needs {max(request.param) + 1} accelerators")
+    return request.param
+
+
+def kind():
+    return torch.accelerator.current_accelerator().type
+
+
+def problem(*layers, dtype=torch.float64):
+    with seeded():
+        first, last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        inputs, targets = torch.randn(ROWS, FEATURES), torch.randint(CLASSES, (ROWS,))
+    model = nn.Sequential(first, *layers, nn.Tanh(), last).to(kind(), dtype)
+    return model, inputs.to(dtype), targets
+
+
+def whole_batch(model, inputs, targets):
+    """Loss and gradients of a copy of the model, on the one card."""
+    other = copy.deepcopy(model)
+    loss = nn.CrossEntropyLoss()(other(inputs.to(kind())), targets.to(kind()))
+    loss.backward()
+    return loss.detach(), gradients(other)
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_close(found, expected, rtol=1e-10, atol=1e-12):
+    torch.testing.assert_close(list(found), list(expected), rtol=rtol, atol=atol)
+
+
+def assert_bits(found, expected):
+    assert_close(found, expected, 0, 0)
+
+
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+def test_exact_from_any_memory(device_ids, place):
+    model, inputs, targets = problem()
+    batch = [moved(tensor, place) for tensor in (inputs, targets)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        for move in (lambda: None, optimizer.step, optimizer.step):
+            move()
+            for is_new in (True, False):
+                plain = inputs.to(kind()), targets.to(kind())
+                assert_step(engine, *batch, nn.CrossEntropyLoss(), plain=plain)
+                wanted = crossed(engine.last_step.plan, model, batch)
+                if not is_new:  # what the other devices have already does not travel
+                    wanted["replicate"] = 0
+                assert engine.last_step.bytes == wanted
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_activations_in_host_memory(device_ids, pinned):
+    model, *batch = problem()
+    plain = [tensor.to(kind()) for tensor in batch]
+    saving = torch.autograd.graph.save_on_cpu(pinned, kind())
+    with ScatterOnceParallel(model, 3, device_ids) as engine, saving:
+        assert_step(engine, *batch, nn.CrossEntropyLoss(), plain=plain)
+
+
+def moved(tensor, place):
+    if place == "pinned":
+        return tensor.pin_memory()
+    return tensor.to(kind()) if place == "device" else tensor
+
+
+def crossed(plan, model, batch):
+    """What a step has to bring from one memory to another, in bytes by phase."""
+    rows = plan.rows
+    row = sum(tensor.nbytes // rows for tensor in batch)
+    here = batch[0].device
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    places = [share.device for share in plan.shares]
+    others = {*places} - {places[0]}
+    return {
+        "scatter": sum(share.rows * row for share in plan.shares if share.device != here),
+        "replicate": weights * len(others),
+        "compute": 0,
+        "reduce": weights * sum(places[a] != places[b] for a, b in sum_pairs(len(places))),
+    }
+
+
+@contextlib.contextmanager
+def streams_of_the_users():
+    """Another current stream on every device."""
+    count = torch.accelerator.device_count()
+    with contextlib.ExitStack() as stack:
+        for index in reversed(range(count)):
+            stack.enter_context(torch.Stream(f"{kind()}:{index}"))
+        yield
+
+
+def by_engine(model, device_ids, inputs, targets, spoil, **options):
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), **options)
+        spoil(inputs), spoil(targets)
+        return loss
+
+
+def by_pair(model, device_ids, inputs, targets, spoil):
+    inputs, labels = inputs.detach().requires_grad_(), targets.clone()
+    outputs = DataParallelModel(model, device_ids)(inputs)
+    spoil(inputs)
+    loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
+    spoil(targets)
+    loss.backward()
+    together = nn.functional.cross_entropy(gather(outputs, "cpu"), labels)
+    assert_close([together], [loss.cpu()])
+    return loss.detach()
+
+
+def by_inference(model, device_ids, inputs, targets, spoil):
+    with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
+        output = engine(inputs)
+        spoil(inputs)
+        return nn.functional.cross_entropy(output, targets.to(kind()))
+
+
+WAYS = {
+    "step": by_engine,
+    "whole batch": functools.partial(by_engine, whole_batch=True),
+    "pair": by_pair,
+    "inference": by_inference,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pinned_memory_may_be_overwritten_after_a_call(device_ids, way):
+    """A copy from pinned memory reads it some time after it was asked for."""
+    model, inputs, targets = problem()
+    loss, expected = whole_batch(model, inputs, targets)
+    batch = [moved(tensor, "pinned") for tensor in (inputs, targets)]
+    found = WAYS[way](model, device_ids, *batch, lambda tensor: tensor.data.zero_())
+    assert_close([found], [loss])
+    if way != "inference":
+        assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_the_users_stream_of_every_device(device_ids, way):
+    model, inputs, targets = problem()
+    loss, expected = whole_batch(model, inputs, targets)
+    torch.accelerator.synchronize()
+    with streams_of_the_users():
+        inputs = inputs.to(kind()) * 2 / 2
+        found = WAYS[way](model, device_ids, inputs, targets, lambda _: None).cpu()
+        grads = [] if way == "inference" else [gradient.cpu() for gradient in gradients(model)]
+    assert_close([found, *grads], [each.cpu() for each in (loss, *expected)][: 1 + len(grads)])
+
+
+def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
+    """Nothing reads the caller's memory any more, which may be freed, or be another batch's."""
+    model, inputs, targets = problem()
+    inputs = moved(inputs, "pinned")
+    seen = []
+
+    def fails(scores, labels):
+        seen.append(scores)
+        raise RuntimeError("on purpose")
+
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.forward_backward(inputs, targets, fails)
+        inputs.fill_(float("nan"))
+        assert all(scores.isfinite().all() for scores in seen)
+
+
+def test_workers_are_on_the_users_stream_of_every_device(device_ids):
+    """A criterion may use what the caller has just computed on another device."""
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    first = torch.device(kind(), 0)
+    torch.accelerator.synchronize()
+    with ScatterOnceParallel(model, 3, device_ids) as engine, streams_of_the_users():
+        factor = torch.full((), 2.0, device=first, dtype=inputs.dtype)
+
+        def criterion(scores, labels):
+            return factor * nn.functional.cross_entropy(scores.to(first), labels.to(first))
+
+        engine.forward_backward(inputs, targets, criterion)
+        found = [gradient.cpu() / 2 for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected])
+
+
+def test_no_two_threads_enter_one_stream_object(device_ids, monkeypatch):
+    """In torch 2.11 a second entry set the stream, and then raised."""
+
+    class Once:
+        """What ``torch.Stream`` was: an object that can be entered once at a time."""
+
+        def __init__(self, stream):
+            self.stream_id, self.device_index = stream.stream_id, stream.device_index
+            self.device_type, self.device = stream.device_type, stream.device
+            self._stream, self._is_entered = stream, threading.Lock()
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+        def __enter__(self):
+            assert self._is_entered.acquire(blocking=False), "it was entered already"
+            self._stream.__enter__()
+
+        def __exit__(self, *error):
+            self._stream.__exit__(*error)
+            self._is_entered.release()
+
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    torch.accelerator.synchronize()
+    meet = threading.Barrier(len(set(device_ids)), timeout=60)
+    if len(set(device_ids)) == len(device_ids):  # else some take turns
+
+        def wait(*_):
+            meet.wait()
+
+        model.register_forward_pre_hook(wait)
+    runtime = scatterpar.devices.runtime
+    current = runtime.current_streams
+    monkeypatch.setattr(runtime, "current_streams", lambda: tuple(map(Once, current())))
+    engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
+    with engine, streams_of_the_users():
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        found = [gradient.cpu() for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_reaches_every_replica(device_ids, dtype):
+    model, inputs, targets = problem(dtype=torch.float32)
+    _, expected = whole_batch(model, inputs, targets)
+    seen = []
+
+    def criterion(scores, labels):
+        seen.append(scores.dtype)
+        return nn.functional.cross_entropy(scores, labels)
+
+    engine = ScatterOnceParallel(model, 2, device_ids, verify=False)  # it would be seen too
+    with engine, torch.autocast(kind(), dtype):
+        engine.forward_backward(inputs, targets, criterion)
+    assert seen == [dtype] * 2 * len(device_ids)
+    assert_close(gradients(model), expected, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("factor", [1, 0.5])
+def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids, factor):
+    """Autograd's thread hands the gradients over, after the step, and before what comes next."""
+    model, inputs, targets = problem()
+    plain = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    step, end = torch.Stream(kind()), torch.Stream(kind())
+    step.wait_stream(torch.accelerator.current_stream())
+    with ScatterOnceParallel(model, 2, device_ids) as engine:
+        for _ in range(3):
+            with step:
+                engine.loss(inputs, targets, nn.CrossEntropyLoss())  # dropped
+                losses = [engine.loss(inputs, targets, nn.CrossEntropyLoss()) for _ in range(2)]
+            end.wait_stream(step)
+            with end:
+                for loss in losses:
+                    (loss * factor).backward()
+                ours.step()
+            step.wait_stream(end)
+            ours.zero_grad()  # not before: that memory is the step's stream's
+            for _ in losses:
+                loss = nn.CrossEntropyLoss()(plain(inputs.to(kind())), targets.to(kind()))
+                (loss * factor).backward()
+            theirs.step()
+            theirs.zero_grad()
+    torch.accelerator.current_stream().wait_stream(end)
+    assert_close(list(model.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.draws
+def test_the_masters_generator_decides_a_step(device_ids):
+    """So a checkpoint of it is enough: what follows a restart is what would have followed."""
+    model, inputs, targets = problem(nn.Dropout(0.5))
+    device = torch.get_device_module()
+    steps, states = [], []
+    for start in (0, 2):
+        with ScatterOnceParallel(model, 3, device_ids) as engine:
+            torch.manual_seed(9 if start else 1)
+            if start:
+                device.set_rng_state(states[start], f"{kind()}:0")
+            for _ in range(start, 4):
+                states.append(device.get_rng_state(f"{kind()}:0"))
+                model.zero_grad()
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                steps.append(gradients(model))
+    assert_bits(steps[2] + steps[3], steps[4] + steps[5])
+    assert any(not torch.equal(a, b) for a, b in zip(steps[2], steps[3], strict=True))
+
+
+class DrawsElsewhere(nn.Module):
+    """Dropout on all devices but the master's."""
+
+    def forward(self, features):
+        return nn.functional.dropout(features) if features.device.index else features
+
+
+@pytest.mark.draws
+def test_steps_differ_though_the_master_draws_nothing(device_ids):
+    model, inputs, targets = problem(DrawsElsewhere())
+    found = []
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        for seed in (1, None, 1):
+            if seed is not None:
+                torch.manual_seed(seed)
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            found.append(gradients(model))
+    assert_bits(found[0], found[2])
+    same = all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert same == (set(device_ids) == {0})
+
+
+@pytest.mark.draws
+def test_replicas_draw_different_masks(device_ids):
+    model = nn.Sequential(problem()[0][0], nn.Dropout(0.5))
+    ones = torch.ones(36, FEATURES, dtype=torch.float64)
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        _, outputs = engine.forward_backward(ones, None, lambda y, _: y.mean(), return_outputs=True)
+    masks = {tuple((output == 0).flatten().tolist()) for output in outputs}
+    assert len(masks) == len(device_ids)
+
+
+class Draws(nn.Module):
+    """With operators that take a generator, which must be the card's own."""
+
+    def forward(self, features):
+        noise = torch.rand(len(features), 1, device=features.device) - 0.5
+        order = torch.randperm(len(features), device=features.device)
+        kept = nn.functional.dropout1d(features.unsqueeze(0), 0.5, self.training).squeeze(0)
+        return kept + noise[order] * torch.randn_like(features)
+
+
+@pytest.mark.draws
+def test_every_kind_of_draw_works_on_the_card(device_ids):
+    model, inputs, targets = problem(Draws())
+    before = torch.get_rng_state()
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Remembers(nn.Module):
+    """Dropout by hand, on the card or on the host, checkpointed or not."""
+
+    def __init__(self, where, again):
+        super().__init__()
+        self.where, self.again = where, again
+
+    def forward(self, features):
+        if self.again:
+            return checkpoint(self.drop, features, use_reentrant=self.again == "reentrant")
+        return self.drop(features)
+
+    def drop(self, features):
+        device = "cpu" if self.where == "host" else features.device
+        mask = torch.rand(features.shape, device=device) < 0.5
+        return features * mask.to(features.device)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("loss_on", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
+def test_checkpointing_draws_the_same_numbers_again(device_ids, where, again, loss_on):
+    """Backward passes run in threads of torch's own, which belong to no replica by themselves."""
+
+    def criterion(scores, labels):
+        if loss_on == "host":
+            scores, labels = scores.cpu(), labels.cpu()
+        return nn.functional.cross_entropy(scores, labels)
+
+    found = []
+    for how in (None, again):
+        model, inputs, targets = problem(Remembers(where, how))
+        states = []
+        with ScatterOnceParallel(model, 3, device_ids) as engine:
+            for _ in range(3):
+                model.zero_grad()
+                torch.manual_seed(5)
+                engine.forward_backward(inputs, targets, criterion)
+                states.append(torch.get_rng_state())
+            found.append([*gradients(model), *states])
+    assert_bits(found[0], found[1])
+
+
+def test_what_is_looked_at_uncompiled_stays_so_in_autograd_s_own_thread():
+    """A checkpoint computes again in that thread, and must not come to other code there."""
+    if not hasattr(torch._C, "_remove_obj_from_tls"):
+        return  # this torch does not take the caller's context to that thread
+    compiled = []
+    function = torch.compile(torch.nn.Tanh().forward, backend=lambda *given: compiled.append(given))
+    features = torch.ones(3, device=kind(), requires_grad=True)
+    threads = []
+
+    def again(rows):
+        threads.append(threading.get_ident())
+        return function(rows)
+
+    with uncompiled():
+        checkpoint(again, features, use_reentrant=False).sum().backward()
+    assert len(set(threads)) == 2
+    assert not compiled
+    torch.testing.assert_close(features.grad, 1 - features.detach().tanh() ** 2)
+
+
+def of_pairs(scores, labels):
+    """A loss of all pairs of rows, which draws too."""
+    scores = nn.functional.dropout(scores, 0.2)
+    return ((scores @ scores.T).tanh() - (labels[:, None] == labels).double()).square().mean()
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("again", [None, "reentrant", "not reentrant"])
+def test_both_passes_draw_the_same_numbers(device_ids, where, again):
+    """What is drawn is written down in the outputs: the loss is of them, and so is the gradient."""
+    found = []
+    for accum in (1, 4):  # in one pass, and in two
+        model, inputs, targets = problem(Remembers(where, again))
+        with ScatterOnceParallel(model, accum, device_ids) as engine:
+            losses = []
+            for _ in range(2):
+                model.zero_grad()
+                torch.manual_seed(5)
+                losses.append(engine.forward_backward(inputs, targets, of_pairs, whole_batch=True))
+            states = [torch.get_rng_state(), *states_of({0})]
+            assert torch.equal(*losses)
+            found.append((gradients(model), states))
+            shares = engine.last_step.plan.shares
+    assert max(len(share.micro_batches) for share in shares) == 4
+    if len(device_ids) == 1:  # what a plain loop draws, sub-step by sub-step
+        model, inputs, targets = problem(Remembers(where, again))
+        torch.manual_seed(5)
+        rows = shares[0].micro_batches
+        scores = torch.cat([model(inputs[a:b].to(kind())) for a, b in rows])
+        of_pairs(scores, targets.to(kind())).backward()
+        assert_close(found[1][0], gradients(model))
+        assert_bits(found[1][1], [torch.get_rng_state(), *states_of({0})])
+
+
+def states_of(devices):
+    """Of the generators of devices that have these numbers."""
+    module = torch.get_device_module(kind())
+    return [module.get_rng_state(torch.device(kind(), index)) for index in sorted(devices)]
+
+
+def test_by_default_every_accelerator_has_a_replica():
+    model, inputs, targets = problem()
+    count = torch.accelerator.device_count()
+    with ScatterOnceParallel(model) as engine:
+        assert engine.device_ids == tuple(torch.device(kind(), i) for i in range(count))
+        plain = inputs.to(kind()), targets.to(kind())
+        assert_step(engine, inputs, targets, nn.CrossEntropyLoss(), plain=plain)
+        assert [next(r.parameters()).device for r in engine.replicas] == list(engine.device_ids)
+
+
+OUT_OF_MEMORY = {
+    "allocator": torch.OutOfMemoryError("pretended"),
+    "cuBLAS": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    ),
+}
+
+
+@pytest.mark.parametrize("who", OUT_OF_MEMORY)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_runs_out(device_ids, where, who, monkeypatch):
+    """Backward passes run, and fail, in threads of torch's own."""
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    monkeypatch.setattr(scatterpar.devices.runtime, "empty_cache", lambda: released.append(1))
+    released = []
+
+    def criterion(scores, labels):
+        def run_out(_):
+            raise copy.copy(OUT_OF_MEMORY[who])
+
+        if len(labels) > 4:
+            if where == "forward":
+                run_out(None)
+            scores.register_hook(run_out)
+        return nn.functional.cross_entropy(scores, labels)
+
+    with ScatterOnceParallel(model, "auto", device_ids) as engine:
+        with pytest.warns(UserWarning, match="ran out of memory"):
+            engine.forward_backward(inputs, targets, criterion)
+        assert_close(gradients(model), expected)
+        sizes = [b - a for share in engine.last_step.plan.shares for a, b in share.micro_batches]
+        assert max(sizes) <= 4
+    assert len(released) >= engine.last_step.retries > 0
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_statistics_of_the_whole_batch(device_ids, reentrant):
+    """Checkpoints compute anew in the threads of autograd, which counts nothing twice."""
+    inner = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh())
+    first = inner if reentrant is None else Checkpointed(inner, reentrant)
+    model, inputs, targets = problem(first)
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 2, device_ids, buffers="batch") as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    twin(inputs.to(kind()))
+    assert_close(model.buffers(), twin.buffers())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, inputs):
+        return checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
+
+
+class Noisy(nn.Module):
+    """On the accelerator and on the CPU, also in what a backward pass computes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.4)
+        self.mix = nn.Linear(16, 16)
+
+    def middle(self, inputs):
+        noise = torch.rand(len(inputs), 1, dtype=inputs.dtype).to(inputs.device)
+        return self.dropout(self.mix(inputs)) + noise
+
+    def forward(self, inputs):
+        return checkpoint(self.middle, inputs, use_reentrant=False)
+
+
+LAYOUTS = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 1], [0, 1, 0, 1]]
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("accum", [1, 3])
+def test_the_same_bits_on_any_number_of_cards(accum):
+    layouts = [ids for ids in LAYOUTS if max(ids) < torch.accelerator.device_count()]
+    first = steps_on(layouts[0], accum)
+    for ids in layouts[1:]:
+        assert_bits(steps_on(ids, accum), first)
+
+
+def steps_on(ids, accum):
+    """The losses, parameters and random states that some steps leave."""
+    with seeded():
+        noisy = Noisy()
+    model, inputs, targets = problem(noisy, dtype=torch.float32)
+    torch.manual_seed(3)
+    others = states_of({*ids} - {0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    with ScatterOnceParallel(model, accum, ids) as engine:
+        for rows in (ROWS, 5, 3, ROWS):
+            optimizer.zero_grad()
+            batch = inputs[:rows], targets[:rows]
+            losses.append(engine.forward_backward(*batch, nn.CrossEntropyLoss()))
+            optimizer.step()
+    assert_bits(states_of({*ids} - {0}), others)
+    return [*losses, *model.parameters(), torch.get_rng_state(), *states_of({0})]
+
+
+def step_of_both(sharded, plain, model, twin):
+    """With the same gradients, to the same bits; what is saved then, in the host's memory."""
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        other.grad = one.grad.clone()
+    sharded.step()
+    plain.step()
+    assert_bits(model.parameters(), twin.parameters())
+    saved = sharded.state_dict()
+    for kept in saved["state"].values():
+        for value in kept.values():
+            assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+    return saved
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
+    model, inputs, targets = problem(dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    plain = make(twin.parameters())
+    saved = None
+    for devices in (device_ids, [0], device_ids):  # the state goes from one number to another
+        with ScatterOnceParallel(model, 1, devices) as engine:
+            sharded = ShardedOptimizer(engine, make)
+            if saved is not None:
+                sharded.load_state_dict(saved)
+            for number in range(3):
+                sharded.zero_grad()
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                assert not number or engine.last_step.bytes["replicate"] == 0
+                saved = step_of_both(sharded, plain, model, twin)
+
+
+def peaks_of(make, *devices):
+    """Of two steps of the engine and the optimizer, in multiples of the parameters."""
+    with seeded():
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(16)]
+    model = nn.Sequential(*layers).to(f"{kind()}:0")
+    size = sum(p.nbytes for p in model.parameters())
+    held = [torch.accelerator.memory_allocated(index) for index in devices]
+    with ScatterOnceParallel(model, 1, devices, verify=False) as engine:
+        optimizer = make(engine)
+        for _ in range(3):
+            for index in devices:
+                torch.accelerator.synchronize(index)
+                torch.accelerator.reset_peak_memory_stats(index)
+            optimizer.zero_grad()
+            engine.forward_backward(torch.ones(len(devices), 512), None, lambda y, _: y.mean())
+            optimizer.step()
+        peaks = [torch.accelerator.max_memory_allocated(index) for index in devices]
+    held[0] -= size
+    return [(peak - other) / size for peak, other in zip(peaks, held, strict=True)]
+
+
+def test_a_sharded_optimizer_takes_as_much_on_each_device(monkeypatch):
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 2**16)  # little beside the parameters
+    monkeypatch.setattr(fingerprints, "_WORDS", 2**14)
+    if torch.accelerator.device_count() < 4:
+        pytest.skip("needs 4 accelerators")
+    plain = peaks_of(lambda e: torch.optim.AdamW(e.module.parameters()), 0, 1, 2, 3)
+    sharded = peaks_of(lambda e: ShardedOptimizer(e, torch.optim.AdamW), 0, 1, 2, 3)
+    print(plain, sharded)
+    assert max(sharded) < 0.75 * max(plain)
+
+
+class Crowd(nn.Module):
+    """A forward pass that counts how many are in it; ``meets``: and waits for all others."""
+
+    def __init__(self, cards, meets):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+        self.watch, self.barrier = Watch(), threading.Barrier(cards if meets else 1)
+
+    def forward(self, rows):
+        with self.watch:
+            self.barrier.wait(60)
+            for _ in range(200):
+                rows = rows + 0
+        return self.body(rows)
+
+
+def crowd(meets, *, criterion=None, **options):
+    """The most replicas that were in their forward passes at once, in a step of every card."""
+    cards = torch.accelerator.device_count()
+    if cards < 2:
+        pytest.skip("needs 2 accelerators")
+    model = Crowd(cards, meets).to(kind(), torch.float64)
+    criterion = criterion or (lambda output, _: output.square().sum())
+    with ScatterOnceParallel(model, 3, range(cards), verify=False) as engine:
+        inputs = torch.randn(6 * cards, FEATURES, dtype=torch.float64, device=kind())
+        if not options:
+            options["reduction"] = "sum"
+        engine.forward_backward(inputs, torch.zeros(6 * cards), criterion, **options)
+    gradient, model.barrier = model.body.weight.grad, threading.Barrier(1)
+    model.zero_grad()
+    model(inputs).square().sum().backward()
+    assert torch.allclose(gradient, model.body.weight.grad, rtol=1e-10)
+    return model.watch.most
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole_batch"])
+@pytest.mark.draws
+def test_replicas_that_wait_for_each_other_launch_beside_each_other(options):
+    assert crowd(meets=True, **options) == torch.accelerator.device_count()

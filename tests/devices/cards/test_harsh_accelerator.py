@@ -1,0 +1,817 @@
+"""What goes unseen on an accelerator that is quick: these need the simulated one's controls.
+
+``test_simulated.py`` runs them in every order of the simulated streams. The first ones hold
+the simulation itself to what CUDA does.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import time
+import warnings
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices.cards import test_accelerator
+from devices.cards.test_accelerator import whole_batch
+from harness.notes import beginning_of_note
+from harness.oracle import seeded
+from simulated import NAME, control
+from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from scatterpar import DataParallelCriterion, DataParallelModel, Rows, ScatterOnceParallel
+from scatterpar.checkup import copies, training
+from scatterpar.devices import coalescing, fingerprints
+from scatterpar.devices.transfers import Prefetcher
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        torch._C._get_privateuse1_backend_name() != NAME,
+        reason="needs the simulated accelerator: run by test_simulated.py",
+    ),
+]
+CLASSES = test_accelerator.CLASSES
+FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
+
+
+@pytest.fixture
+def late():
+    synchronize()
+    with control.ordered("late"):
+        yield
+
+
+problem = functools.partial(test_accelerator.problem, dtype=torch.float32)
+
+
+def synchronize():
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+
+
+def put(place, *tensors):
+    """These tensors in pageable or pinned memory, or on the first card."""
+    if place == "pinned":
+        return [tensor.pin_memory() for tensor in tensors]
+    return [tensor.to(FIRST if place == "device" else "cpu") for tensor in tensors]
+
+
+def gradients_of(model, inputs, targets):
+    """The gradients of a plain backward pass."""
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def assert_near(model, expected, **tolerances):
+    """Its gradients are these."""
+    found = [parameter.grad.cpu() for parameter in model.parameters()]
+    torch.testing.assert_close(found, [gradient.cpu() for gradient in expected], **tolerances)
+
+
+# ---- the simulation ----------------------------------------------------------------------------
+
+
+def test_work_waits_until_the_host_reads(late):
+    ones = torch.ones(4, device=FIRST)
+    torch.accelerator.synchronize()
+    doubled = ones * 2
+    assert control.queued() == 1
+    assert doubled.sum().item() == 8
+    assert control.queued() == 0
+
+
+def test_another_stream_that_does_not_wait_reads_poison(late):
+    other = torch.Stream(FIRST)
+    ones = torch.ones(4, device=FIRST)
+    with other:
+        too_early = (ones + 1).cpu()
+    torch.accelerator.synchronize()
+    assert too_early.isnan().all()
+    ones = torch.ones(4, device=FIRST)
+    other.wait_stream(torch.accelerator.current_stream(FIRST))
+    with other:
+        assert (ones + 1).cpu().tolist() == [2] * 4
+
+
+def test_pinned_memory_is_read_late_and_pageable_memory_is_staged(late):
+    pinned, pageable = torch.ones(4).pin_memory(), torch.ones(4)
+    assert pinned[1:].is_pinned()
+    assert not pageable.is_pinned()
+    copies = [memory.to(FIRST, non_blocking=True) for memory in (pinned, pageable)]
+    for memory in (pinned, pageable):
+        memory.fill_(7)
+    assert [copy[0].item() for copy in copies] == [7, 1]
+
+
+def test_a_copy_to_pinned_memory_holds_poison_until_then(late):
+    there = torch.ones(4, device=FIRST).to("cpu", non_blocking=True)
+    assert there.is_pinned()
+    assert there.isnan().all()
+    torch.accelerator.synchronize()
+    assert there.tolist() == [1] * 4
+
+
+def test_freed_memory_that_another_stream_reads_holds_poison(late):
+    other, found = torch.Stream(FIRST), []
+    for keep in (False, True):
+        ones = torch.ones(4, device=FIRST)
+        other.wait_stream(torch.accelerator.current_stream(FIRST))
+        with other:
+            twos = ones + 1
+        if keep:
+            ones.record_stream(other)
+        del ones
+        other.synchronize()
+        found.append(twos.cpu().isnan().any().item())
+    assert found == [True, False]
+
+
+def test_views_of_the_same_memory_are_told_from_others():
+    ones = torch.ones(4, device=FIRST)
+    assert ones.is_set_to(ones.data)
+    assert not ones.is_set_to(ones[:2])
+    assert not ones.is_set_to(ones.clone())
+
+
+def test_operators_refuse_mixtures():
+    one, other = torch.ones(4, device=FIRST), torch.ones(4, device=SECOND)
+    for wrong in (other, torch.ones(4)):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            one + wrong
+    assert (one + torch.tensor(2.0)).tolist() == [3] * 4
+
+
+def test_copies_over_a_broken_link_lose_bytes():
+    source = torch.ones(64, device=FIRST)
+    for kind in ("dropped", "altered"):
+        with control.broken_link(0, 1, kind):
+            assert not torch.equal(source.to(SECOND).cpu(), source.cpu())
+        assert torch.equal(source.to(SECOND).cpu(), source.cpu())
+
+
+def test_a_kernel_fails_at_the_next_synchronisation(late):
+    control.fail_kernel(0)
+    torch.ones(4, device=FIRST)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        torch.accelerator.synchronize(0)
+    torch.accelerator.synchronize(0)
+
+
+def test_memory_is_counted_and_limited():
+    before = torch.accelerator.memory_allocated(1)
+    with control.limited(1, 1000):
+        kept = torch.empty(200, device=SECOND, dtype=torch.float32)
+        assert torch.accelerator.memory_allocated(1) - before == 800
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(200, device=SECOND)
+    del kept
+    assert torch.accelerator.memory_allocated(1) == before
+    assert torch.accelerator.max_memory_allocated(1) >= before + 800
+
+
+def test_what_kernels_take_here_is_not_the_host_s_time(late):
+    square = torch.ones(1024, 1024, device=FIRST)
+    cpu, (host, everyone) = time.thread_time(), control.host_seconds()
+    (square @ square).sum().item()
+    host_now, everyone_now = control.host_seconds()
+    kernels = (time.thread_time() - cpu) - (host_now - host)
+    assert kernels > host_now - host > 0
+    assert everyone_now > everyone
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [None, *range(1, 7)])
+def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(late, number):
+    """With a number: around a captured sub-step; before the launch of a graph, in it, after it."""
+    model, inputs, targets = problem()
+    options = {} if number is None else {"graphs": True, "verify": False}
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], **options) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        before = [p.grad.clone() for p in model.parameters()]
+        control.fail_kernel(1, number or 1)
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        if number is None:
+            assert beginning_of_note(1, SECOND) in "".join(caught.value.__notes__)
+        assert_near(model, before, rtol=0, atol=0)
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        assert_near(model, [2 * gradient for gradient in before])
+
+
+class FailsBackward(torch.autograd.Function):
+    """A kernel of its backward pass fails, on the second device."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.device.index == 1:
+            control.fail_kernel(1)
+        return 2 * gradient
+
+
+class Backward(nn.Module):
+    fails = False
+
+    def forward(self, inputs):
+        return FailsBackward.apply(inputs) if self.fails else inputs
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_kernel_of_a_second_pass_that_fails_is_an_error_of_the_step(late, accum):
+    """With one sub-step nothing is read from other cards than the first after the criterion."""
+    fails = Backward()
+    model, inputs, targets = problem(fails)
+    with ScatterOnceParallel(model, accum, [FIRST, SECOND], verify=False) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), whole_batch=True)
+
+        step()
+        before = [p.grad.clone() for p in model.parameters()]
+        fails.fails = True
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            step()
+        assert beginning_of_note(1, SECOND) in "".join(caught.value.__notes__)
+        assert_near(model, before, rtol=0, atol=0)
+        fails.fails = False
+        step()
+        assert_near(model, [2 * gradient for gradient in before])
+
+
+class Countdown:
+    """Zero after so many forward passes on one device; replicas share it."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def is_over(self):
+        self.number -= 1
+        return self.number == 0
+
+
+class Asserts(nn.Module):
+    """Loses a device in one of its forward passes there, and raises."""
+
+    def __init__(self, index, countdown):
+        super().__init__()
+        self.index, self.countdown = index, countdown
+
+    def forward(self, inputs):
+        if inputs.device.index == self.index and self.countdown.is_over():
+            control.lose(self.index)
+            raise IndexError("an index of the user's")
+        return inputs
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, {}),
+        ({"verify": False}, {}),
+        ({"verify": False}, {"whole_batch": True}),
+        ({"verify": False, "graphs": True}, {}),
+        ({"verify": False, "buffers": "batch"}, {}),
+        ({"verify": False, "accumulate_dtype": torch.float64}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:graphs=True")
+def test_the_users_error_arrives_though_its_device_is_lost(late, index, options, arguments):
+    """After a kernel's assertion nothing can be put back, which is a note on the error.
+
+    If a check or a capture meets it, the step goes on, and a sub-step meets the lost device.
+    """
+
+    def step(number):
+        countdown = Countdown(number)
+        layers = nn.BatchNorm1d(16), nn.Dropout(0.1), Asserts(index, countdown)
+        model, inputs, targets = problem(*layers)
+        with ScatterOnceParallel(model, 2, [FIRST, SECOND], **options) as engine:
+            engine.forward_backward(inputs, targets, CRITERIA["function"], **arguments)
+        return -countdown.number
+
+    notes = []
+    for number in range(1, 1 + step(0)):
+        with control.found_again(), pytest.raises((IndexError, RuntimeError)) as caught:
+            step(number)
+        goes_on = "verify" not in options or "graphs" in options
+        if not goes_on or not isinstance(caught.value, RuntimeError):
+            assert isinstance(caught.value, IndexError)
+        noted = "".join(caught.value.__notes__)
+        assert any(beginning_of_note(i, place) in noted for i, place in enumerate((FIRST, SECOND)))
+        notes += caught.value.__notes__
+    assert any("could not be put back" in note for note in notes)
+
+
+LOSSES = {
+    "ignored": nn.CrossEntropyLoss(ignore_index=1),
+    "weighted": nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_float64_on_the_device(place, loss):
+    model, inputs, targets = problem()
+    criterion = copy.deepcopy(LOSSES[loss])
+    expected = criterion(model.cpu()(inputs), targets)
+    model, criterion = model.to(FIRST), criterion.to(FIRST)
+    inputs, targets = put(place, inputs, targets)
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine, control.incomplete():
+        for options in ({}, {"whole_batch": True}):
+            found = engine.forward_backward(inputs, targets, criterion, **options)
+            torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+    parallel = DataParallelModel(model, [FIRST, SECOND])
+    with control.incomplete():
+        found = DataParallelCriterion(criterion)(parallel(inputs), targets)
+        torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+OPTIONS = {
+    "wide sums": {"accumulate_dtype": torch.float32},
+    "noise": {"measure_noise": True},
+    "shares": {"shares": [2, 1, 1]},
+    "batch statistics": {"buffers": "batch"},
+    "finite": {"check_finite": True},
+    "auto": {"accum": "auto"},
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_needs_float64_on_the_device(name, dtype):
+    """Neither MPS nor the smaller XPUs have it; an operator that makes some is refused here."""
+    layers = [nn.BatchNorm1d(16)] if dtype == torch.float32 else []
+    model, inputs, targets = problem(*layers, nn.Dropout(0.1), dtype=dtype)
+    devices = [FIRST, SECOND, FIRST]
+    options = {"accum": 3} | OPTIONS[name]
+    scaler = torch.amp.GradScaler(NAME, init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with control.incomplete():
+        with pytest.raises(TypeError, match="has no float64"):
+            torch.zeros(1, dtype=torch.float64, device=FIRST)
+        with ScatterOnceParallel(model, device_ids=devices, **options) as engine:
+            for arguments in ({}, {"return_outputs": True}, {"scaler": scaler}):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), **arguments)
+                optimizer.step()
+            with torch.no_grad():
+                assert engine(inputs).dtype == dtype
+        pair = DataParallelModel(model, devices)
+        DataParallelCriterion(nn.CrossEntropyLoss())(pair(inputs), targets).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+STEPS = {
+    "plain": ({}, {}),
+    "finite": ({"check_finite": True}, {}),
+    "count": ({}, {"count": lambda _, targets: (targets != 1).sum()}),
+    "outputs": ({}, {"return_outputs": True}),
+    "weighted": ({}, {}),
+    "function": ({}, {}),
+}
+CRITERIA = {
+    "weighted": LOSSES["weighted"],  # with a buffer
+    "function": lambda scores, labels: (scores.square().sum(1) * (labels != 1)).mean(),
+}
+
+
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, place):
+    model, inputs, targets = problem(nn.BatchNorm1d(16))
+    batch = put(place, inputs, targets)
+    options, arguments = STEPS[step]
+    criterion = CRITERIA.get(step, nn.CrossEntropyLoss(ignore_index=1))
+    if isinstance(criterion, nn.Module):
+        criterion = copy.deepcopy(criterion).to(FIRST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # Labels on a card, counted by the user: how far they go is a question of its own.
+    most = 3 + 2 + (place == "device" and step == "count")
+    with ScatterOnceParallel(model, 4, [FIRST, SECOND, FIRST], **options) as engine:
+        for _ in range(8):  # checks the links, and in all of these steps the loss
+            engine.forward_backward(*batch, criterion, **arguments)
+        for move in (lambda: None, optimizer.step, optimizer.step):
+            move()
+            found = counted(lambda: engine.forward_backward(*batch, criterion, **arguments))
+            assert found.synchronizations <= most, found
+            assert found.blocking_copies <= most, found
+
+
+@pytest.mark.parametrize("accum", [2, 8])
+def test_a_replica_reads_once_what_its_second_passes_gave(late, accum):
+    model, inputs, targets = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ScatterOnceParallel(model, accum, [FIRST, SECOND, FIRST], verify=False) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), whole_batch=True)
+
+        for _ in range(2):
+            step()
+            optimizer.step()
+        found = counted(step)
+    assert found.to_host == 3 + 1  # and the loss
+    assert found.blocking_copies == 0  # the host sleeps
+
+
+def test_a_step_after_an_evaluation_costs_what_others_do(late):
+    """It copied the model to the host, one parameter after the other, and looked at all of it."""
+    with seeded():
+        layers = nn.Linear(16, 2048), nn.Linear(2048, 16)
+    model, inputs, targets = problem(*layers)
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+
+        def evaluate():
+            model.eval()
+            engine(inputs)
+            model.train()
+
+        for _ in range(4):
+            step()
+            evaluate()
+        plain = counted(step)
+        evaluate()
+        after = counted(step)
+        model.eval()
+        evaluation = counted(lambda: engine(inputs))
+    assert after.synchronizations <= plain.synchronizations
+    assert after.kernels <= plain.kernels
+    assert max(after.bytes_to_host, evaluation.bytes_to_host) < 5000
+
+
+def counted(step):
+    """What a step does, once the devices have done what they were given before."""
+    synchronize()
+    before = control.counters()
+    step()
+    return control.counters() - before
+
+
+class Bare(nn.Module):
+    """Large and small parameters, statistics, and next to no activations."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(512, 1024), *[(64, 32)] * 40, *[(32,)] * 40]
+        self.weights = nn.ParameterList([torch.randn(size) for size in sizes])
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, rows):
+        return self.norm(rows).mean() * torch.stack([w.sum() for w in self.weights]).sum()
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices):
+    """Three times and more it was: flat copies to send, to receive, and of gradients at the end."""
+    chunk = 2**16
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(fingerprints, "_WORDS", chunk // 40)
+    with seeded():
+        model, rows = Bare(), torch.randn(4 * devices, 32)
+    model.to(FIRST)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    room = 2 * chunk + 2**15  # all activations, buffers and what is counted
+    with ScatterOnceParallel(model, 1, range(devices), verify=False) as engine:
+        for step in ("first", "later", "unchanged", "kept"):
+            if step in ("first", "later", "unchanged"):
+                optimizer.zero_grad()
+            synchronize()
+            for index in range(devices):
+                torch.accelerator.reset_peak_memory_stats(index)
+            engine.forward_backward(rows)
+            master, *others = (torch.accelerator.max_memory_allocated(i) for i in range(devices))
+            assert master <= (2 + (step == "kept")) * size + room, step
+            assert max(others) <= 2 * size + room, step
+            if step == "first":
+                optimizer.step()
+
+
+def test_a_broken_link_of_the_broadcast_is_found(late):
+    """Parameters go from the third device to the fourth."""
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    with (
+        control.broken_link(2, 3, "altered"),
+        ScatterOnceParallel(model, 1, range(4)) as engine,
+        pytest.warns(UserWarning, match=f"from {NAME}:2 to {NAME}:3 arrived corrupted"),
+    ):
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert_near(model, expected)
+
+
+class Rebinds(nn.Module):
+    """Exchanges the storages of its parameters for others that hold the same values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def forward(self, features):
+        for parameter in self.layers.parameters():
+            parameter.data = parameter.data.clone()
+        return self.layers(features)
+
+
+def test_storages_that_were_exchanged_are_compared_at_once_in_each_memory(late):
+    with seeded():
+        rebinds = Rebinds()
+    model, inputs, targets = problem(rebinds)
+    with ScatterOnceParallel(model, 1, [FIRST, SECOND, FIRST]) as engine:
+        for _ in range(3):
+            found = counted(lambda: engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()))
+    assert found.synchronizations <= 3 + 2 + 2, found
+
+
+@pytest.mark.parametrize("kind", ["dropped", "altered"])
+@pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["out", "back"])
+def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
+    """Broken peer access says nothing: the gradient was simply wrong (pytorch #84803)."""
+    model, inputs, targets = problem()
+    criterion = nn.CrossEntropyLoss()
+    expected_loss, expected = whole_batch(model, inputs, targets)
+    batch = put("device", inputs, targets)  # a batch on a card crosses that way too
+    source, target = (f"{NAME}:{i}" for i in way)
+    with control.broken_link(*way, kind), ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+        with pytest.warns(UserWarning, match=f"from {source} to {target} arrived corrupted"):
+            engine.forward_backward(*batch, criterion)
+        model.zero_grad()
+        loss = engine.forward_backward(*batch, criterion)
+    torch.testing.assert_close(loss, expected_loss)
+    assert_near(model, expected)
+
+
+def test_the_pair_looks_for_itself_too_and_only_once():
+    model, inputs, targets = problem()
+    criterion = nn.CrossEntropyLoss()
+    expected_loss, expected = whole_batch(model, inputs, targets)
+    with control.broken_link(0, 1, "altered"):
+        parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(criterion)
+        with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} arrived corrupted"):
+            parallel(inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = loss(parallel(inputs), targets)
+        found.backward()
+    torch.testing.assert_close(found.detach(), expected_loss)
+    assert_near(model, expected)
+
+
+@pytest.mark.parametrize("kind", ["dropped", "altered"])
+def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
+    """Alone, and among all copies at once."""
+    monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
+    monkeypatch.setattr(copies, "LARGE", (2**17, 2**18))
+    devices = [torch.device(FIRST), torch.device(SECOND)]
+    with control.broken_link(1, 0, kind):
+        found = list(copies.examine(devices))
+        step = training.take_step(devices)
+    assert len(found) == 11
+    broken = [route for route in found if route.fault]
+    ways = [(SECOND, FIRST), (copies.EACH, copies.OTHERS)]
+    assert [(route.source, route.target) for route in broken] == ways
+    assert list(broken[0].altered) == [1000, 2**16, 2**17, 2**18]
+    assert all(route.altered[size] for route in broken for size in route.altered)
+    assert step.is_exact
+    assert f"from {SECOND} to {FIRST}" in step.warned[0]
+    assert not list(filter(lambda route: route.fault, copies.examine(devices)))
+
+
+@pytest.fixture
+def two_backends(monkeypatch):
+    """A group of one rank: gloo on the host, and on the device a library that sends nothing."""
+    name = "nowhere"
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(
+            name,
+            lambda common, options: FakeProcessGroup._create_internal(
+                common.group_rank, common.group_size, options
+            ),
+            extended_api=True,
+            devices=[NAME],
+        )
+    dist.init_process_group(f"cpu:gloo,{NAME}:{name}", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_flags_and_counts_go_through_the_host_and_gradients_do_not(two_backends, monkeypatch):
+    """Where a rank is lost NCCL ends the process, and gloo raises."""
+    sent = []
+    whole = dist.all_reduce
+
+    def all_reduce(tensor, group):
+        sent.append((tensor.device.type, tensor.dtype, tensor.numel() * tensor.element_size()))
+        whole(tensor, group=group)
+
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], process_group=two_backends) as engine:
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        (where, _, size), *large = sent
+        assert where == "cpu"
+        assert size < 1024
+        assert [message[:2] for message in large] == [(NAME, torch.float32)]
+        assert large[0][2] >= sum(p.numel() for p in model.parameters()) * 4
+
+
+# ---- rows that arrive ----------------------------------------------------------------------------
+
+WIDE, MANY = 256, 2048
+
+
+def wide_problem():
+    """A batch of 2 MiB, a model of a few KiB."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(WIDE, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+        inputs, targets = torch.randn(MANY, WIDE), torch.randint(CLASSES, (MANY,))
+    expected = copy.deepcopy(model).double()
+    nn.CrossEntropyLoss()(expected(inputs.double()), targets).backward()
+    return model.to(FIRST), inputs, targets, [p.grad.float() for p in expected.parameters()]
+
+
+@pytest.mark.parametrize("accum", [16, "auto"])
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
+    """Half of the batch is 1 MiB, and the second device has room for a quarter of that."""
+    model, inputs, targets, expected = wide_problem()
+    batch = inputs.nbytes + targets.nbytes
+    inputs, targets = put(place, inputs, targets)
+    with ScatterOnceParallel(model, accum, [FIRST, SECOND]) as engine:
+        engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
+        assert engine.last_step.retries == 0
+        model.zero_grad()
+        with control.limited(1, 2**18), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(4):  # the last is the fifth step, which has no look
+                before = control.counters()
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                moved = control.counters() - before
+                inputs.add_(1).sub_(1)  # the step has ended: the caller's memory is the caller's
+        assert engine.last_step.retries == 0
+        crossed = batch // 2 if place == "device" else batch
+        assert engine.last_step.bytes["scatter"] == crossed
+        sent = moved.bytes_between_devices if place == "device" else moved.bytes_to_device
+        assert crossed <= sent < 1.1 * crossed  # weights of the losses, too
+        assert_near(model, [4 * gradient for gradient in expected], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
+    """One after the other they took the sum of both, and from the host so much for each card."""
+    monkeypatch.setattr(fingerprints, "_WORDS", 1024)
+    model, inputs, targets, _ = wide_problem()
+    size, speed = inputs.nbytes // 2, 1e9
+    inputs, targets = put(place, inputs, targets)
+    with ScatterOnceParallel(model, 16, [FIRST, SECOND], verify=False) as engine:
+
+        def seconds(link, memory):
+            synchronize()
+            with control.paced(link, memory):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                return control.seconds()
+
+        seconds(0.0, 0.0)
+        compute = seconds(0.0, speed)
+        link = size / compute  # so that both take as long
+        arrival, both = seconds(link, 0.0), seconds(link, speed)
+    assert arrival > 0.9 * compute
+    assert both < max(compute, arrival) + 3 * arrival / 16
+
+
+def test_copies_ahead_wait_for_nothing_that_comes_later(late):
+    """While a sub-step is queued and not begun, the next one's rows can arrive."""
+    kept = torch.arange(1.0, 33.0).view(8, 4).pin_memory()
+    ahead = Prefetcher(torch.device(SECOND))
+    first = sent(ahead, kept, 0)
+    ahead.wait_on_stream(0)
+    computed = first * 2  # waits in the queue of the stream that computes
+    second = sent(ahead, kept, 1)
+    third = first * 3
+    ahead.synchronize()  # the copies, and what came before them
+    assert control.queued() > 0
+    kept.zero_()
+    torch.testing.assert_close(third.cpu() * 2, computed.cpu() * 3)
+    ahead.wait_on_stream(1)
+    sent(ahead, kept, 2)
+    torch.testing.assert_close(second.cpu() * 2, computed.cpu())
+    assert control.queued() > 0  # a sub-step does not wait for the rows of the next one
+    assert ahead.bytes["scatter"] == 3 * kept.nbytes
+
+
+def sent(ahead, tensor, number):
+    """A copy of a tensor on the second device, which has set out."""
+    target = ahead.copy(tensor, torch.device(SECOND), "scatter")
+    ahead.issue(number)
+    return target
+
+
+def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
+    """The caller let go of all targets, though it had waited for the earlier ones alone."""
+    kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
+    ahead, made = Prefetcher(device), []
+
+    def copy_another():  # by the worker
+        made.append(weakref.ref(sent(ahead, kept, 0)))
+
+    with mock.patch("scatterpar.devices.transfers.record_event") as mark:
+        mark.return_value.synchronize = copy_another
+        ahead.synchronize()
+    assert made[0]() is not None
+    ahead.wait_on_stream(0)
+    assert made[0]() is None
+
+
+@pytest.mark.parametrize("places", [[SECOND], [FIRST, SECOND]], ids=len)
+@pytest.mark.parametrize("use", ["step", "inference"])
+def test_memory_is_free_again_though_the_error_is_kept(late, places, use):
+    model, inputs, targets = problem()
+    model.to(places[0])
+    with ScatterOnceParallel(model, 1, places, verify=False) as engine:
+
+        def call(rows):
+            model.zero_grad()
+            if use == "step":
+                engine.forward_backward(inputs[:rows], targets[:rows], nn.CrossEntropyLoss())
+            else:
+                with torch.no_grad():
+                    engine(inputs[:rows])
+            model.zero_grad()
+            synchronize()
+
+        def live():
+            return [torch.accelerator.memory_allocated(i) for i in range(2)]
+
+        for _ in range(2):
+            call(4)
+        before = live()
+        with control.limited(1, 2000), pytest.raises(torch.OutOfMemoryError) as caught:
+            call(len(inputs))
+        synchronize()
+        assert all(now <= earlier for now, earlier in zip(live(), before, strict=True))
+        assert caught.value.__traceback__ is not None
+
+
+class Ragged(nn.Module):
+    """Takes a list of tensors of different lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, rows):
+        return torch.stack([self.linear(row).sum(0) for row in rows])
+
+
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+def test_rows_of_small_tensors_arrive_whole_from_any_memory(late, place):
+    """On a card, packing them is work of a stream for which their copy does not wait."""
+    with seeded():
+        model = Ragged().to(FIRST)
+        rows, targets = [torch.randn(1 + i % 3, 8) for i in range(16)], torch.arange(16) % 4
+    expected = gradients_of(model, [row.to(FIRST) for row in rows], targets.to(FIRST))
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], verify=False) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            engine.forward_backward(Rows(put(place, *rows)), targets, nn.CrossEntropyLoss())
+            assert_near(model, expected)
+
+
+def test_rows_that_nobody_came_for_are_not_written_late(late):
+    """A step that fails lets go of its targets only when the copies into them have ended."""
+    model, inputs, targets, _ = wide_problem()
+
+    class Stops(Exception):
+        pass
+
+    def criterion(output, labels):
+        raise Stops
+
+    with ScatterOnceParallel(model, 8, [FIRST, SECOND], verify=False) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        pinned = inputs.pin_memory()
+        with pytest.raises(Stops):
+            engine.forward_backward(pinned, targets, criterion)
+        mine = [torch.zeros(MANY // 8, WIDE, device=SECOND) for _ in range(8)]
+        torch.accelerator.synchronize(1)
+        assert all(not tensor.any() for tensor in mine)

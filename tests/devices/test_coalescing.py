@@ -1,0 +1,347 @@
+"""Copies in chunks, fingerprints, the order of the sum, and the routes of copies.
+
+Chunks are of a few bytes here, so that small models are cut as large ones are.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import permutations
+
+import pytest
+import torch
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import assert_step, build, randint, randn
+from torch import nn
+
+import scatterpar.engine
+from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar.devices import coalescing, fingerprints
+from scatterpar.devices.fingerprints import Fingerprints, check_links
+from scatterpar.devices.transfers import Transfers
+from scatterpar.step.reduce import sum_in_order, sum_pairs
+
+BATCH = randn(16, FEATURES), randint(CLASSES, 16)
+CRITERION = nn.CrossEntropyLoss()
+HOST = torch.device("cpu")
+
+
+@pytest.fixture
+def tiny_chunks(monkeypatch):
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 96)
+    monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", 5)
+
+
+class Mixed(nn.Module):
+    """Dtypes and strides of all sorts, statistics, a parameter that only some rows use."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Conv2d(2, 3, (2, 2), dtype=torch.float64)
+        self.enter.weight = nn.Parameter(
+            self.enter.weight.detach().contiguous(memory_format=torch.channels_last)
+        )
+        self.norm = nn.BatchNorm2d(3)
+        self.turned = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).T)
+        self.seldom = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.single = nn.Parameter(torch.randn(7, dtype=torch.float32))
+        self.register_buffer("table", torch.randn(1, 5).expand(3, 5))
+
+    def forward(self, inputs):
+        hidden = self.norm(self.enter(inputs.view(-1, 2, 2, 2))).flatten(1)
+        hidden = hidden @ self.turned[: hidden.shape[1]] + self.single.sum() + self.table.sum()
+        positive = inputs[:, :1] > 0
+        return hidden + self.seldom * positive if positive.any() else hidden
+
+
+def of_mixed():
+    inputs = randn(16, 8)
+    inputs[:8, 0], inputs[8:, 0] = -1, 1
+    return build(Mixed).eval(), inputs
+
+
+@pytest.mark.parametrize("alone", [coalescing.ALONE_BYTES, 50])
+def test_exact_in_pieces(tiny_chunks, devices, alone, monkeypatch):
+    monkeypatch.setattr(coalescing, "ALONE_BYTES", alone)
+    model, inputs = of_mixed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ScatterOnceParallel(model, 1, devices(4)) as engine:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = assert_step(engine, inputs, randint(6, 16), CRITERION)
+            optimizer.step()
+        for _ in range(2):
+            model.zero_grad()
+            again = assert_step(engine, inputs, randint(6, 16), CRITERION)
+        for replica in engine.replicas:
+            for one, other in zip(model.parameters(), replica.parameters(), strict=True):
+                assert torch.equal(one, other)
+    assert not torch.equal(loss, again)
+
+
+def test_a_message_is_a_chunk_and_each_byte_crosses_once(tiny_chunks):
+    model = mlp()
+    size = sum(p.nbytes for p in model.parameters())
+    with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in range(4)]) as engine:
+        engine.forward_backward(*BATCH, CRITERION)
+        report = engine.last_step
+    assert report.bytes["replicate"] == report.bytes["reduce"] == 3 * size
+    for phase in ("replicate", "reduce"):
+        assert size / 96 <= report.messages[phase] / 3 <= 2 * size / 96 + 1
+
+
+def test_large_tensors_travel_alone_and_small_ones_together(monkeypatch):
+    """From their place to their place, with no copy on the way, though they leave gaps."""
+    monkeypatch.setattr(coalescing, "ALONE_BYTES", 8 * 500)
+    widths = [FEATURES] * 5 + [501, CLASSES]
+    model = build(lambda: nn.Sequential(*map(nn.Linear, widths, widths[1:])))
+    with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in range(4)]) as engine:
+        assert_step(engine, *BATCH, CRITERION)
+        report = engine.last_step
+    large = sum(p.nbytes >= 8 * 500 for p in model.parameters())
+    assert large == 3
+    assert report.messages["replicate"] == report.messages["reduce"] == 3 * (large + 1)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("replicas", [2, 3, 4, 5, 8])
+def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
+    """Whatever the chunks, and whoever is ready first."""
+    found = []
+    for chunk in (2**26, 2**26, 96):
+        monkeypatch.setattr(coalescing, "CHUNK_BYTES", chunk)
+        model = mlp().float()
+        with ScatterOnceParallel(model, 2, devices(replicas)) as engine:
+            engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
+        found.append([p.grad for p in model.parameters()])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def test_the_sum_is_the_same_wherever_replicas_are():
+    """The order of the additions is the same on one device and on five."""
+    parts = [randn(1000, seed=i).float() for i in range(5)]
+    sums = list(parts)
+    for target, source in sum_pairs(5):
+        sums[target] = sums[target] + sums[source]
+    expected = sums[0]
+    for names in (["cpu"] * 5, [f"cpu:{i}" for i in range(5)]):
+        for in_place in (True, False):
+            given = [{0: part.clone()} for part in parts]
+            memories = list(map(torch.device, names))
+            found = sum_in_order(given, memories, Transfers(), in_place=in_place)
+            assert torch.equal(found[0], expected)
+            assert in_place or all(map(torch.equal, parts, (one[0] for one in given)))
+
+
+@pytest.mark.contract
+def test_gradients_of_four_replicas_are_added_in_pairs(devices):
+    """(0 + 1) + (2 + 3) is 0: in float32 1e8 + 1 is 1e8. From left to right it would be 1."""
+    rows = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
+    model = build(lambda: nn.Linear(1, 1, bias=False)).float()
+    with ScatterOnceParallel(model, 1, devices(4), verify=False) as engine:
+        engine.forward_backward(rows, criterion=lambda out, _: out.sum(), reduction="sum")
+    assert model.weight.grad.item() == 0.0
+
+
+def test_gradients_of_other_strides_are_added_element_by_element():
+    """In chunks of memory, elements of other places would be added up."""
+    one, turned = randn(3, 4), randn(4, 3, seed=1).T
+    memories = [torch.device("cpu:0"), torch.device("cpu:1")]
+    given = [{0: one.clone()}, {0: turned.clone()}]
+    found = sum_in_order(given, memories, Transfers(), in_place=True)
+    assert torch.equal(found[0], one + turned)
+
+
+CROSSINGS = {
+    "00000000": 0,
+    "00001111": 1,
+    "00112233": 3,
+    "01234567": 7,
+    "00112234": 4,
+    "00011122": 3,
+    "01111111": 3,
+    "01010101": 4,
+}
+
+
+@pytest.mark.parametrize("layout", CROSSINGS)
+def test_gradients_cross_as_often_as_their_pairs_are_apart(layout):
+    """Of the fixed tree over replicas: once for each other device, where blocks are even."""
+    model = mlp()
+    size = sum(p.nbytes for p in model.parameters())
+    with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in layout]) as engine:
+        assert_step(engine, *BATCH, CRITERION)
+        assert engine.last_step.bytes["reduce"] == CROSSINGS[layout] * size
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_tensors_begin_where_allocations_do(devices, accum):
+    """A kernel that finds one at 60 of 64 bytes may go about the same sum in another order."""
+    places = []
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 7)
+            self.register_buffer("three", torch.ones(3))
+            self.last = nn.Linear(7, CLASSES)
+
+        def forward(self, inputs):
+            given = [inputs, *self.parameters(), *self.buffers()]
+            places.extend(tensor.data_ptr() % 64 for tensor in given)
+            return self.last(self.linear(inputs))
+
+    with ScatterOnceParallel(build(Odd).float(), accum, devices(3)) as engine:
+        engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
+    assert len(places) >= 6 * 3 * accum
+    assert set(places) == {0}
+
+
+def test_the_way_of_every_copy_is_looked_at(monkeypatch):
+    """Of five memories all: each may own parameters, which it sends over a tree of its own."""
+    looked_at = set()
+
+    def arrives(source, target, size):
+        looked_at.add((source.index, target.index))
+        return True
+
+    monkeypatch.setattr(fingerprints, "_arrives", arrives)
+    devices = tuple(torch.device(f"cpu:{i}") for i in (0, 1, 2, 3, 4, 1, 0, 2))
+    check_links(devices)
+    assert looked_at == set(permutations(range(5), 2))
+
+
+# ---- fingerprints: what tells that bits have changed unseen -------------------------------------
+
+
+def prints(*tensors):
+    found = Fingerprints(dict(enumerate(tensors)), HOST)
+    return list(found.read(found.values).values())
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("words", [3, 2**21])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_shows(monkeypatch, dtype, words):
+    monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", words)
+    tensor = (randn(5) * 5).to(dtype)
+    before = prints(tensor)
+    assert prints(tensor.clone()) == before
+    raw = tensor.view(torch.uint8)
+    for byte in range(len(raw)):
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            assert prints(tensor) != before, (byte, bit)
+            raw[byte] ^= 1 << bit
+    assert prints(tensor) == before
+
+
+CHANGES = {
+    "negated": lambda t: -t,
+    "reversed": lambda t: t.flip(0),
+    "shifted": lambda t: t.roll(1),
+    "halves swapped": lambda t: t.roll(len(t) // 2),
+    "two exchanged": lambda t: t[[1, 0, *range(2, len(t))]],
+    "zeros": torch.zeros_like,
+    "nans": lambda t: t * torch.nan,
+    "two signs": lambda t: t * torch.tensor([-1.0, -1.0] + [1.0] * (len(t) - 2)),
+}
+
+
+@pytest.mark.parametrize("words", [4, 2**21])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_shows(monkeypatch, change, words):
+    monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", words)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        tensor = torch.arange(1.0, 33).to(dtype)
+        changed = CHANGES[change](tensor).to(dtype)
+        assert prints(tensor) != prints(changed), dtype
+
+
+def test_a_fingerprint_is_the_tensor_s_own(tiny_chunks):
+    """Whatever else is asked for at the same time, and wherever in memory it lies."""
+    tensors = [randn(n, seed=n).to(dtype) for n in (1, 3, 40) for dtype in DTYPES[3:7]]
+    together = prints(*tensors)
+    assert together == [prints(tensor)[0] for tensor in tensors]
+    shifted = [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
+    assert prints(*reversed(shifted)) == together[::-1]
+    assert len(set(together)) == len(tensors)
+
+
+def test_few_signs_cancel_out():
+    """Random patches of random tensors, with the sign flipped: none goes unseen."""
+    base = randn(64).float()
+    patches = torch.rand(500, 64, generator=torch.Generator().manual_seed(1)) < 0.5
+    found = prints(base, *(torch.where(patch, -base, base) for patch in patches))
+    assert len(set(found)) == len({patch.numpy().tobytes() for patch in patches}) + 1
+
+
+# ---- the commit ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [None, 1, 0.5])
+def test_a_parameter_takes_the_gradient_s_own_memory(devices, monkeypatch, factor):
+    """It was copied: autograd copies what its caller still refers to. With a factor, ``loss``'s."""
+    given = {}
+    honest = scatterpar.engine.commit
+
+    def commit(outcome, **options):
+        given.update({id(leaf): gradient.data_ptr() for leaf, gradient in outcome.gradients})
+        return honest(outcome, **options)
+
+    monkeypatch.setattr(scatterpar.engine, "commit", commit)
+    model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
+    model.to(memory_format=torch.channels_last)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        batch = randn(8, 2, 2, 2), None, lambda output, _: output.square().mean()
+        if factor is None:
+            engine.forward_backward(*batch)
+        else:
+            (factor * engine.loss(*batch)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad.data_ptr() == given[id(parameter)]
+        assert parameter.grad.stride() == parameter.stride()
+
+
+def test_a_gradient_has_no_more_memory_than_it_needs(devices):
+    model, inputs = of_mixed()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(inputs, randint(6, 16), CRITERION)
+    for parameter in model.parameters():
+        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
+
+
+# ---- lists of tensors ---------------------------------------------------------------------------
+
+
+def test_lists_are_of_one_dtype_and_equal_strides(devices, monkeypatch):
+    """One other pair, and torch takes the tensors one by one: BatchNorm's integers did that."""
+    seen = []
+    for name in ("_foreach_copy_", "_foreach_add_"):
+        honest = getattr(torch, name)
+
+        def spied(ones, others, honest=honest, **options):
+            kinds = {(one.dtype, other.dtype) for one, other in zip(ones, others, strict=True)}
+            alike = {one.stride() == t.stride() for one, t in zip(ones, others, strict=True)}
+            seen.append((len(kinds), len(alike)))
+            return honest(ones, others, **options)
+
+        monkeypatch.setattr(torch, name, spied)
+    model = build(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.Flatten()
+        )
+    ).to(memory_format=torch.channels_last)
+    inputs = randn(16, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(2):
+            engine.forward_backward(inputs, None, lambda output, _: output.square().mean())
+    with torch.no_grad():
+        DataParallelModel(twin, devices(3))(inputs)
+    assert seen
+    assert set(seen) == {(1, 1)}

@@ -1,0 +1,71 @@
+"""A step gives the gradient, the loss and the training of the whole batch on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import assert_close, assert_gradients, assert_step, gradients, randint, randn
+from harness.pairwise import pairwise
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.core
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+STEPS = 5
+
+
+@pytest.mark.contract
+@pairwise(replicas=[1, 2, 4], accum=[1, 3, 16], rows=[64, 37, 9, 3, 1], optimizer=OPTIMIZERS)
+def test_training_is_that_of_one_device(devices, replicas, accum, rows, optimizer):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    criterion = nn.CrossEntropyLoss()
+    ours = OPTIMIZERS[optimizer](model.parameters())
+    theirs = OPTIMIZERS[optimizer](plain.parameters())
+    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+        for step in range(STEPS):
+            inputs, targets = randn(rows, FEATURES, seed=step), randint(CLASSES, rows, seed=step)
+            ours.zero_grad()
+            theirs.zero_grad()
+            loss = engine.forward_backward(inputs, targets, criterion)
+            expected = criterion(plain(inputs), targets)
+            expected.backward()
+            assert_close(loss, expected.detach(), f"loss of step {step}")
+            assert_gradients(model, gradients(plain))
+            ours.step()
+            theirs.step()
+            for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_close(mine.detach(), its.detach(), f"{name} after step {step}")
+
+
+@pytest.mark.contract
+def test_a_batch_may_change_its_size_from_step_to_step(devices):
+    with ScatterOnceParallel(mlp(), 3, devices(4)) as engine:
+        for rows in (64, 1, 9, 37, 2, 64):
+            inputs, targets = randn(rows, FEATURES, seed=rows), randint(CLASSES, rows, seed=rows)
+            assert_step(engine, inputs, targets, nn.CrossEntropyLoss())
+
+
+@pytest.mark.contract
+def test_grad_tensors_are_kept_and_added_to_in_place(devices):
+    """Optimizers and flat-gradient tricks hold on to ``.grad``: it is added to, not replaced."""
+    model = mlp()
+    batch = randn(6, FEATURES), randint(CLASSES, 6), nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(*batch)
+        held, once = [p.grad for p in model.parameters()], gradients(model)
+        engine.forward_backward(*batch)
+        assert_gradients(model, {name: 2 * gradient for name, gradient in once.items()})
+        assert all(p.grad is mine for p, mine in zip(model.parameters(), held, strict=True))
+        copies = [gradient.clone() for gradient in held]
+        model.zero_grad()
+        engine.forward_backward(randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss())
+    assert all(map(torch.equal, held, copies)), "a gradient handed out is not written any more"

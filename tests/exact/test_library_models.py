@@ -1,0 +1,198 @@
+"""Models that people have, two steps each: parameters and gradients beside plain torch, float64.
+
+A loss is a mean over rows of all floating-point tensors of a model, so that no output goes unused.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.models import Of
+from harness.oracle import assert_close, assert_parameters, build, randint, randn
+from harness.tiny_transformers import ROWS, inputs_of, tiny, tiny_config
+from torch import Tensor, nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.batch import nested
+
+RATE = 0.05
+
+
+def criterion(output, _):
+    """A mean over rows: every element of every tensor counts, and each in its own way."""
+    values = output.to_tuple() if hasattr(output, "to_tuple") else output
+    found = [t for t in nested.leaves(values) if isinstance(t, Tensor) and t.ndim]
+    found = [t for t in found if t.is_floating_point()]
+    weights = [torch.linspace(0.5, 1.5, t[0].numel(), dtype=t.dtype).view_as(t[0]) for t in found]
+    return sum(((t + 0.1) ** 2 * w).mean() for t, w in zip(found, weights, strict=True))
+
+
+def assert_two_steps(make, inputs, devices, relative=1e-10):
+    model, plain = build(make), build(make)
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+    optimizers = [torch.optim.SGD(m.parameters(), RATE, momentum=0.9) for m in (model, plain)]
+    with ScatterOnceParallel(model, 2, devices) as engine:
+        for _ in range(2):
+            loss = engine.forward_backward(inputs, None, criterion)
+            expected = criterion(plain(*args, **kwargs), None)
+            expected.backward()
+            assert_close(loss, expected.detach(), "loss", relative)
+            named = zip(model.named_parameters(), plain.parameters(), strict=True)
+            pairs = [(name, one, other) for (name, one), other in named]
+            grads = [other.grad.to_dense() for _, _, other in pairs if other.grad is not None]
+            scale = max(grad.abs().max() for grad in grads)
+            for name, one, other in pairs:
+                assert (one.grad is None) == (other.grad is None), name
+                if one.grad is not None:
+                    difference = (one.grad.to_dense() - other.grad.to_dense()).abs().max()
+                    assert difference <= relative * scale, f"{name}.grad: {difference}"
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_parameters(model, plain, relative)
+
+
+# --- torch's own modules ---
+
+IMAGE, SEQUENCE = (4, 8, 8), (5, 4)
+
+
+def outputs_of(layer):
+    """A recurrent layer's outputs, without the state whose rows lie along dimension 1."""
+    return Of(lambda module, inputs: module.layer(inputs)[0], layer=layer)
+
+
+def to_itself(layer, times):
+    """Attention of a sequence to itself, or any module that takes its input several times."""
+    return Of(lambda module, inputs: module.layer(*[inputs] * times), layer=layer)
+
+
+ROWS_FIRST = {"batch_first": True}
+
+
+def layer(**options):
+    return nn.TransformerEncoderLayer(4, 2, 8, 0.0, **ROWS_FIRST, **options)
+
+
+TORCH = {
+    "Conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding_mode="reflect", padding=1), IMAGE),
+    "Conv2d, channels last": (
+        lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
+        IMAGE,
+    ),
+    "BatchNorm2d, eval": (lambda: nn.BatchNorm2d(4).eval(), IMAGE),
+    "SyncBatchNorm, eval": (lambda: nn.SyncBatchNorm(4).eval(), IMAGE),
+    "LSTM": (lambda: outputs_of(nn.LSTM(4, 3, 2, bidirectional=True, **ROWS_FIRST)), SEQUENCE),
+    "LSTM, projected": (lambda: outputs_of(nn.LSTM(4, 3, proj_size=2, **ROWS_FIRST)), SEQUENCE),
+    "MultiheadAttention": (
+        lambda: to_itself(nn.MultiheadAttention(4, 2, bias=False, **ROWS_FIRST), 3),
+        SEQUENCE,
+    ),
+    "TransformerEncoder": (
+        lambda: nn.TransformerEncoder(layer(norm_first=True), 2, enable_nested_tensor=False),
+        SEQUENCE,
+    ),
+    "Transformer": (
+        lambda: to_itself(nn.Transformer(4, 2, 1, 1, 8, 0.0, **ROWS_FIRST), 2),
+        SEQUENCE,
+    ),
+    "Sequential": (
+        lambda: nn.Sequential(nn.Conv2d(4, 2, 3), nn.Flatten(), nn.LazyLinear(3)),
+        IMAGE,
+    ),
+    "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU())), IMAGE),
+    "export": (
+        lambda: torch.export.export(
+            *(layer(), (torch.randn(3, 5, 4),)), dynamic_shapes=({0: torch.export.Dim.AUTO},)
+        ).module(),
+        SEQUENCE,
+    ),
+}
+TABLES = {
+    "Embedding": lambda: nn.Embedding(20, 4, padding_idx=0),
+    "Embedding, sparse": lambda: nn.Embedding(20, 4, sparse=True),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(20, 4),
+}
+QUICK_TORCH = ["Conv2d, channels last", "LSTM", "fx"]
+
+
+def selection(names, quick):
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("name", selection(TORCH, QUICK_TORCH))
+def test_modules_of_torch(devices, name):
+    make, shape = TORCH[name]
+    assert_two_steps(lambda: ready(make(), shape), (randn(ROWS, *shape),), devices(2))
+
+
+def ready(model, shape):
+    """Lazy modules get their shapes from a first call."""
+    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+        model(torch.randn(2, *shape))
+    return model
+
+
+@pytest.mark.parametrize("name", selection(TABLES, ["Embedding"]))
+def test_tables(devices, name):
+    assert_two_steps(TABLES[name], (randint(20, ROWS, 3),), devices(2))
+
+
+# --- transformers ---
+
+
+def words(text):
+    return text.split()
+
+
+# What of the library's architectures takes text or images alone and is of a size to be built.
+# Left out: ViTMAE, which hides other patches in every pass.
+IN_FLOAT64 = words("""
+    Afmoe Albert Apertus Arcee AriaText AXK2 Bamba Bart Beam Beit Bert BigBird BigBirdPegasus
+    BioGpt BitNet Blenderbot BlenderbotSmall Bloom Camembert ChineseCLIPVision CLIPText
+    CLIPVision ConvBert CTRL Cwm Data2VecText Data2VecVision Deberta DebertaV2 DeepseekV2
+    DeepseekV3 DeepseekV32 DeiT DiffLlama Dinov2 Dinov2WithRegisters DistilBert Doge
+    Dots3NoteText DPT Electra Ernie Ernie4_5 Ernie4_5_Moe Esm Esmc EuroBert Exaone4 ExaoneMoe
+    Falcon FalconMamba Flaubert FlexOlmo FNet Funnel Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GPT2
+    GPTBigCode GPTJ GPTNeoX GPTNeoXJapanese GptOss Granite GraniteDoclingText GraniteMoe
+    GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA Gte HrmText HunYuanDenseV1 HunYuanMoEV1
+    HyperCLOVAX HYV3 IBert IJepa ImageGPT InternVLVision Jais2 Jamba JetMoe JinaEmbeddingsV3
+    LayoutLM Lfm2 Lfm3 Llama Llama4Text LongT5 M2M100 Mamba Mamba2 Marian MBart MegatronBert
+    Mellum MiniCPM3 MiniMax MiniMaxM2 Ministral Ministral3 Mistral Mistral4 MistralLarge4Text
+    Mixtral MobileBert ModernBert ModernBertDecoder Molmo2Text MPNet Mpt MT5 Mvp NanoChat
+    Nemotron NllbMoe NomicBert Nystromformer Olmo Olmo2 Olmo3 Olmoe OlmoHybrid OpenAIGPT OPT
+    Pegasus PegasusX Persimmon Phi Phi3 Phimoe Pixio PLBart ProphetNet Qwen2 Qwen2Moe Qwen3
+    Qwen3Moe Qwen3VLMoeText Qwen3VLText RemBert Roberta RobertaPreLayerNorm RoFormer Rwkv
+    SeedOss SiglipVision SmolLM3 SolarOpen Splinter SqueezeBert StableLm Starcoder2
+    SwitchTransformers T5 Tapas Tipsv2Text Tipsv2Vision Ultrabert UMT5 VisualBert ViT VitDet
+    ViTMSN XLM XLMRoberta XLMRobertaXL XLNet xLSTM Yoso Youtu
+""")
+# Part of these is computed in float32, whatever the model's dtype: a normalisation, a router.
+IN_FLOAT32 = words("""
+    Aimv2Vision AXK1 BailingHybrid Cohere Cohere2 Cohere2Moe DeepseekV4 EmbeddingGemma2Text
+    Flint Gemma Gemma2 Gemma3Text Gemma4UnifiedText GraniteSWA Helium HYV4 Kolibri1 Laguna
+    MiniMaxM3VLText MLCDVision MuseGlimmerText NemotronH OpenAIPrivacyFilter Qwen3_5MoeText
+    Qwen3_5Text Qwen3Next Qwen4ExpText RecurrentGemma VaultGemma
+""")
+QUICK_TRANSFORMERS = ["Llama", "T5", "Mixtral", "Mamba"]
+
+
+def assert_transformer(name, device_ids):
+    tiny_config(name)  # or skip
+    relative = 1e-5 if name in IN_FLOAT32 else 1e-9
+    inputs = inputs_of(tiny(name, "meta"))
+    assert_two_steps(lambda: tiny(name), inputs, device_ids, relative)
+
+
+@pytest.mark.parametrize("name", QUICK_TRANSFORMERS)
+def test_a_few_models_of_transformers(devices, name):
+    assert_transformer(name, devices(2))
+
+
+@pytest.mark.slow
+@pytest.mark.draws  # some do, even for dropout of nothing
+@pytest.mark.parametrize("name", sorted({*IN_FLOAT64, *IN_FLOAT32} - {*QUICK_TRANSFORMERS}))
+def test_models_of_transformers(name):
+    """On two memories, where more can go wrong than in one."""
+    assert_transformer(name, ["cpu:0", "cpu:1"])

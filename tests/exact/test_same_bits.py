@@ -1,0 +1,150 @@
+"""Eight replicas on one device or on eight: the same losses, parameters, buffers and draws."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from harness.oracle import randint, randn
+from harness.pairwise import all_pairs, pairwise
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.draws
+
+STEPS, FEATURES, LENGTH, CLASSES = 10, 7, 4, 3
+ROWS = (61, 50, 9, 61, 5)  # ragged, hardly more than replicas, and fewer
+CRITERION = nn.CrossEntropyLoss()
+LAYOUTS = ["00001111", "00112233", "01234567", "00011122", "01111111", "01010101", "00112234"]
+QUICK = ["00001111", "01234567", "00112234"]
+
+
+class Recurrent(nn.Module):
+    """Sizes that are odd: one after the other, weights would lie anywhere in their memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 33)
+        self.lstm = nn.LSTM(33, 5, 2, batch_first=True, dropout=0.2)
+        self.last = nn.Linear(5, CLASSES)
+
+    def forward(self, inputs):
+        return self.last(self.lstm(self.first(inputs))[0][:, -1])
+
+
+class Convolved(nn.Module):
+    def __init__(self, dropout=0.0, checkpoints=False, normalises=False):
+        super().__init__()
+        self.conv = nn.Conv1d(FEATURES, 13, 2)
+        self.norm = nn.BatchNorm1d(13) if normalises else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(13, CLASSES)
+        self.checkpoints = checkpoints
+
+    def middle(self, inputs):
+        return self.dropout(self.norm(self.conv(inputs)).relu()).mean(2)
+
+    def forward(self, inputs):
+        inputs = inputs.transpose(1, 2)
+        if self.checkpoints:
+            return self.last(checkpoint(self.middle, inputs, use_reentrant=False))
+        return self.last(self.middle(inputs))
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = Recurrent(), Convolved(0.3, checkpoints=True, normalises=True)
+
+    def forward(self, inputs):
+        return self.one(inputs) + self.other(inputs)
+
+
+MODELS = {
+    "everything": Everything,
+    "dropout": lambda: Convolved(0.5),
+    "LSTM": Recurrent,
+    "checkpoints": lambda: Convolved(0.5, checkpoints=True),
+    "batch norm": lambda: Convolved(normalises=True),
+}
+
+
+def trained(model, accum, whole_batch, layouts):
+    """All bits that training on these layouts, one after the other, leaves; all losses too."""
+    torch.manual_seed(0)
+    module = MODELS[model]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for part, layout in enumerate(layouts):
+        if part:  # as another process would go on
+            states = module.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+            module = MODELS[model]()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+            module.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+            torch.set_rng_state(states[2])
+        policy = "batch" if accum > 1 else "master"
+        each = STEPS // len(layouts)
+        with ScatterOnceParallel(module, accum, layout, buffers=policy) as engine:
+            for step in range(part * each, (part + 1) * each):
+                rows = ROWS[step % len(ROWS)]
+                inputs = randn(rows, LENGTH, FEATURES, seed=step).float()
+                targets = randint(CLASSES, rows, seed=step)
+                optimizer.zero_grad()
+                losses.append(
+                    engine.forward_backward(inputs, targets, CRITERION, whole_batch=whole_batch)
+                )
+                optimizer.step()
+    return {
+        **{f"loss {step}": loss for step, loss in enumerate(losses)},
+        **module.state_dict(),
+        "random state": torch.get_rng_state(),
+    }
+
+
+FACTORS = {"layout": LAYOUTS, "model": MODELS, "accum": [1, 3], "whole_batch": [False, True]}
+in_one_memory = functools.cache(lambda *given: trained(*given, [["cpu"] * 8]))
+
+
+@pytest.mark.contract
+@pairwise(layout=QUICK, stops=[False, True], accum=[1, 3])
+def test_the_bits_do_not_depend_on_the_layout(layout, stops, accum):
+    """Nor does it show that a run stopped on four devices and went on on another layout."""
+    assert_same_bits("everything", layout, stops, accum, whole_batch=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(tuple(FACTORS), all_pairs(FACTORS))
+def test_the_bits_of_each_kind_of_model(layout, model, accum, whole_batch):
+    assert_same_bits(model, layout, True, accum, whole_batch)
+
+
+def assert_same_bits(model, layout, stops, accum, whole_batch):
+    device_ids = [f"cpu:{i}" for i in layout]
+    layouts = [[f"cpu:{i // 2}" for i in range(8)], device_ids] if stops else [device_ids]
+    expected = in_one_memory(model, accum, whole_batch)
+    found = trained(model, accum, whole_batch, layouts)
+    assert found.keys() == expected.keys()
+    different = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    assert not different
+
+
+@pytest.mark.contract
+def test_another_number_of_replicas_draws_other_numbers():
+    """What the above compares depends on the draws, and on the number of replicas."""
+    expected = in_one_memory("dropout", 1, False)
+    found = trained("dropout", 1, False, [["cpu"] * 4])
+    assert not torch.equal(found["last.weight"], expected["last.weight"])
+
+
+def test_losses_are_added_in_the_order_of_replicas():
+    """Not by ``sum``, which from Python 3.12 on gives 1.0 here."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    with ScatterOnceParallel(model, 1, ["cpu"] * 3, verify=False) as engine:
+        rows = torch.tensor([[1e16], [1.0], [-1e16]], dtype=torch.float64)
+        loss = engine.forward_backward(rows, None, lambda output, _: output.sum(), reduction="sum")
+    assert loss.item() == 0.0

@@ -1,0 +1,218 @@
+"""An engine and a plain loop walk the same random path: steps, faults, edits, interrupts.
+
+The plain model takes every good step itself, one micro-batch after the other, on one device.
+After each rule all state is equal: parameters, gradients, buffers, the optimizer's state and
+the random generator; what failed has left no trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+from faults.state import capture, differences
+from faults.walker import CLASSES, FEATURES, Walker, count, criterion, fuse, plain_step
+from harness.oracle import assert_close, build, randint, randn
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.core
+
+RELATIVE = 1e-8  # rounding, carried along over some optimizer steps
+
+
+EDITS = (
+    *("slope = 0.5", "slope = 1.0", "slope = 2.0", "norm.momentum = 0.1", "norm.momentum = 0.5"),
+    *("blocks[0].weight.mul_(0.9)", "leave.bias.data = model.leave.bias.data + 0.1"),
+)
+PLACES = ("forward", "criterion", "backward", "hook", "count")
+ERRORS = (ValueError, SystemExit, KeyboardInterrupt, torch.OutOfMemoryError)
+
+
+class Walk(RuleBasedStateMachine):
+    devices = st.sampled_from([["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+
+    @initialize(devices=devices, accum=st.integers(1, 3))
+    def begin(self, devices, accum):
+        fuse.light("", 0, None)
+        self.model, self.plain = build(Walker), build(Walker)
+        self.engine = ScatterOnceParallel(self.model, accum, devices, verify=False)  # counts visits
+        self.make_optimizers()
+        self.saved = None
+        self.random = torch.get_rng_state()
+
+    def batch(self, rows, seed):
+        rows = max(rows, 2 * self.engine.accum * len(self.engine.device_ids))  # for BatchNorm
+        return randn(rows, FEATURES, seed=seed), randint(CLASSES, rows, seed=seed)
+
+    def make_optimizers(self):
+        models = self.model, self.plain
+        self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in models]
+
+    def both(self, change):
+        for model in (self.model, self.plain):
+            change(model)
+
+    # --- steps ---
+
+    @rule(rows=st.integers(6, 30), seed=st.integers(0, 9))
+    def good_step(self, rows, seed):
+        inputs, targets = self.batch(rows, seed)
+        self.engine.forward_backward(inputs, targets, criterion, count=count)
+        plain_step(self.plain, self.engine.plan(len(inputs)), inputs, targets)
+
+    @rule(
+        place=st.sampled_from(PLACES),
+        after=st.integers(0, 2),
+        error=st.sampled_from(ERRORS),
+        rows=st.integers(6, 30),
+    )
+    def bad_step(self, place, after, error, rows):
+        raised = error("boom")
+
+        def action():
+            raise raised
+
+        if place == "backward" and not self.model.enter.weight.requires_grad:
+            place = "forward"
+        handle = self.model.leave.register_forward_hook(lambda *_: fuse.at("hook"))
+        assert self.failed_step(place, after, action, rows, count=count) is raised
+        handle.remove()
+
+    @rule(after=st.integers(0, 2), rows=st.integers(6, 30), times=st.integers(1, 2))
+    def interrupted_step(self, after, rows, times):
+        def action():
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        error = self.failed_step("forward", after, action, rows)
+        assert type(error) is KeyboardInterrupt
+
+    def failed_step(self, place, after, action, rows, **options):
+        """What a step raises that leaves no trace."""
+        pieces = self.engine.accum * len(self.engine.device_ids)
+        batch, before = self.batch(rows, 0), capture(self.model, self.optimizers[0])
+        fuse.light(place, min(after, pieces - 1), action)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            self.engine.forward_backward(*batch, criterion, **options)
+        fuse.light("", 0, None)
+        assert differences(before, capture(self.model, self.optimizers[0])) == []
+        return caught.value
+
+    @rule()
+    def optimize(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    # --- edits ---
+
+    @rule(flag=st.booleans())
+    def freeze(self, flag):
+        self.both(lambda model: model.enter.requires_grad_(flag))
+
+    @rule(mode=st.booleans())
+    def train_or_eval(self, mode):
+        self.both(lambda model: model.train(mode))
+
+    @rule(edits=st.lists(st.sampled_from(EDITS), min_size=1, max_size=4))
+    def edit(self, edits):
+        with torch.no_grad():
+            for edit in edits:
+                self.both(lambda model, edit=edit: exec(f"model.{edit}", {"model": model}))
+
+    @rule(count=st.integers(1, 3))
+    def add_or_drop_blocks(self, count):
+        def change(model):
+            while len(model.blocks) < count:
+                model.blocks.append(build(lambda: nn.Linear(5, 5), seed=3))
+            del model.blocks[count:]
+
+        self.both(change)
+
+    @rule(accum=st.integers(1, 3))
+    def change_accum(self, accum):
+        self.engine.accum = accum
+
+    @rule()
+    def draw_random_numbers(self):
+        torch.rand(1)
+        self.random = torch.get_rng_state()
+
+    # --- checkpoints and copies ---
+
+    @rule()
+    def save(self):
+        self.saved = copy.deepcopy(self.engine.state_dict())
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(prefix=st.booleans())
+    def load(self, prefix):
+        blocks = {key.split(".")[1] for key in self.saved if key.startswith("blocks")}
+        if len(blocks) != len(self.model.blocks):
+            return
+        put = {("module." + k if prefix else k): v.clone() for k, v in self.saved.items()}
+        self.engine.load_state_dict(put)
+        self.plain.load_state_dict(self.saved)
+
+    @rule()
+    def copy_the_engine(self):
+        """The copy goes on in its place, with optimizers of its own."""
+        gradients = [p.grad for p in self.model.parameters()]
+        engine = copy.deepcopy(self.engine)
+        self.engine.close()
+        self.engine, self.model = engine, engine.module
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        state = [optimizer.state_dict() for optimizer in self.optimizers]
+        self.make_optimizers()
+        for optimizer, saved in zip(self.optimizers, state, strict=True):
+            if len(saved["param_groups"][0]["params"]) == len(gradients):
+                optimizer.load_state_dict(copy.deepcopy(saved))
+
+    @rule()
+    def infer(self):
+        (inputs, _), mode = self.batch(8, 3), self.model.training
+        self.both(lambda model: model.eval())
+        with torch.no_grad():
+            assert_close(self.engine(inputs), self.plain(inputs), "output", RELATIVE)
+        self.both(lambda model: model.train(mode))
+
+    @invariant()
+    def all_state_is_equal(self):
+        assert torch.equal(self.random, torch.get_rng_state())
+        pairs = zip(self.model.named_parameters(), self.plain.named_parameters(), strict=True)
+        for (name, one), (_, other) in pairs:
+            assert_close(one.detach(), other.detach(), name, RELATIVE)
+            assert (one.grad is None) == (other.grad is None), name
+            if one.grad is not None:
+                assert_close(one.grad, other.grad, f"{name}.grad", RELATIVE)
+        pairs = zip(self.model.named_buffers(), self.plain.named_buffers(), strict=True)
+        for (name, one), (_, other) in pairs:
+            assert_close(one.double(), other.double(), name, RELATIVE)
+        states = [list(optimizer.state.values()) for optimizer in self.optimizers]
+        assert len(states[0]) == len(states[1])
+        for one, other in zip(*states, strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                if value is not None:
+                    assert_close(value, other[key], key, RELATIVE)
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+
+TestWalk = pytest.mark.draws(Walk.TestCase)
+TestWalk.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -1,0 +1,130 @@
+"""Models of the transformers library, tiny and without weights to download, through the engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.oracle import assert_close, assert_step, build, randint
+from harness.tiny_transformers import tiny_config
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, LENGTH = 50, 7
+
+
+def gpt2():
+    model = build(lambda: transformers.GPT2LMHeadModel(tiny_config("GPT2"))).train()
+    model.loss_function = causal_loss
+    return model
+
+
+def causal_loss(logits, labels, vocab_size, **kwargs):
+    """The library's own, but in float64: it goes down to float32 whatever the model's dtype."""
+    return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+
+
+def token_ids(rows):
+    return randint(VOCABULARY, rows, LENGTH)
+
+
+def test_gpt2_with_the_library_s_float32_loss(devices):
+    model = gpt2()
+    del model._loss_function
+    ids = token_ids(10)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        loss = assert_step(engine, {"input_ids": ids, "labels": ids}, relative=1e-6)
+    assert loss.dtype == torch.float32
+
+
+def test_gpt2_with_padded_labels(devices):
+    """The model averages over labels that are not -100, after shifting them: count= says so."""
+    ids = token_ids(10)
+    labels = ids.clone()
+    lengths = randint(LENGTH, 10, seed=4) + 1
+    labels[torch.arange(LENGTH) >= lengths[:, None]] = -100
+    attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": attention_mask}
+    with ScatterOnceParallel(gpt2(), 2, devices(3)) as engine:
+        assert_step(engine, batch, count=lambda inputs, _: (inputs["labels"][:, 1:] != -100).sum())
+
+
+def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):
+    """The library installs its hooks lazily: in shared dictionaries replicas stacked them."""
+    model = gpt2()
+    ids = token_ids(6)
+    batch = {"input_ids": ids, "labels": ids, "output_hidden_states": True}
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        for _ in range(3):
+            _, outputs = engine.forward_backward(batch, return_outputs=True)
+            assert [len(output.hidden_states) for output in outputs] == [3, 3]
+            assert [len(module._forward_hooks) for module in model.modules()] == hooks
+        assert_step(engine, batch)
+    with torch.no_grad():
+        expected = model(**batch).hidden_states
+    for share, output in enumerate(outputs):
+        for layer, state in enumerate(output.hidden_states):
+            assert_close(state, expected[layer][share * 3 : share * 3 + 3], f"layer {layer}")
+
+
+def test_gpt2_outputs_gather_to_the_library_s_type(devices):
+    model = gpt2().eval()
+    ids = token_ids(5)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        output = engine(input_ids=ids, output_hidden_states=True)
+    with torch.no_grad():
+        expected = model(input_ids=ids, output_hidden_states=True)
+    assert type(output) is type(expected)
+    assert list(output.keys()) == list(expected.keys())
+    assert_close(output.logits, expected.logits, "logits")
+    assert_close(output[0], expected[0], "the first field by position")
+    assert isinstance(output.hidden_states, tuple)
+    for mine, its in zip(output.hidden_states, expected.hidden_states, strict=True):
+        assert_close(mine, its, "hidden states")
+
+
+def test_a_cache_of_keys_and_values_is_joined(devices):
+    """The output had a list of caches. As an input, every replica got the whole cache."""
+    model = gpt2().eval()
+    ids, more = token_ids(5), randint(VOCABULARY, 5, 2, seed=3)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, torch.no_grad():
+        for rows in (5, 1):
+            outputs = [call(input_ids=ids[:rows], use_cache=True) for call in (engine, model)]
+            caches = [output.past_key_values for output in outputs]
+            assert type(caches[0]) is type(caches[1])
+            for mine, its in zip(*(cache.layers for cache in caches), strict=True):
+                assert_close(mine.keys, its.keys, "keys")
+                assert_close(mine.values, its.values, "values")
+            mine = engine(input_ids=more[:rows], past_key_values=caches[0]).logits
+            its = model(input_ids=more[:rows], past_key_values=caches[1]).logits
+            assert_close(mine, its, "the tokens that follow")
+
+
+def mixtral(coefficient):
+    config = tiny_config("Mixtral")
+    config.output_router_logits, config.router_aux_loss_coef = True, coefficient
+    return build(lambda: transformers.MixtralForCausalLM(config)).train()
+
+
+def test_experts_whose_load_is_balanced_within_the_module(devices):
+    """The balance is no mean over tokens, and no count= makes it one."""
+    ids = token_ids(6)
+    refused = pytest.raises(ValueError, match=r"not the mean.*whole_batch=True")
+    with ScatterOnceParallel(mixtral(0.1), 2, devices(2)) as engine, refused:
+        engine.forward_backward({"input_ids": ids, "labels": ids})
+
+
+def test_experts_whose_load_is_balanced_over_the_whole_batch(devices):
+    """The router's logits have the tokens of all rows in one dimension."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    def criterion(output, labels):
+        balance = load_balancing_loss_func(output.router_logits, 4, 2)
+        return causal_loss(output.logits, labels, None) + 0.1 * balance
+
+    ids = token_ids(7)
+    with ScatterOnceParallel(mixtral(0.1), 2, devices(2)) as engine:
+        assert_step(engine, {"input_ids": ids}, ids, criterion, whole_batch=True)

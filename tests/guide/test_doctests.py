@@ -1,0 +1,40 @@
+"""The examples in the docstrings run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+from harness.optional import needed
+from tqdm import tqdm
+
+import scatterpar
+
+tqdm.monitor_interval = 0  # transformers' progress bars would start a thread that stays
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(scatterpar.__path__, "scatterpar.")
+    if not module.name.endswith("__main__")
+]
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    if "sentence_transformers" in name:
+        pytest.importorskip("sentence_transformers")
+    if name.endswith(".fastai"):
+        needed("fastai", "'.[fastai]'")
+    if name.endswith((".lightning", ".metrics")):
+        needed("lightning", "'.[lightning]'")
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert not failed
+
+
+def test_the_public_classes_have_examples():
+    finder = doctest.DocTestFinder()
+    for name in ("ScatterOnceParallel", "DataParallelModel", "DataParallelCriterion", "gather"):
+        assert any(test.examples for test in finder.find(getattr(scatterpar, name))), name

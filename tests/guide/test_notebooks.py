@@ -1,0 +1,78 @@
+"""The notebooks run from top to bottom in a fresh kernel, and are kept with their outputs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NEEDS = {"3-two-gpus": "bitsandbytes"}
+# PyPI's torchvision, which transformers imports, fails beside torch's CPU build without this.
+STARTUP = "from scatterpar.train.data import library\nlibrary('torchvision')\ndel library\n"
+SECONDS = 600  # each takes less than a minute on two idle cores
+
+
+def code_cells(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_they_are_all_here_and_small():
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3"]
+    assert all(path.stat().st_size <= 300_000 for path in NOTEBOOKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.loops] * (path.stem in NEEDS))
+        for path in NOTEBOOKS
+    ],
+)
+def test_it_runs(path, tmp_path, monkeypatch):
+    if needed := NEEDS.get(path.stem):
+        if find_spec(needed) is None:
+            pytest.skip(f"needs {needed}, see docs/other-loops.md")
+        startup = tmp_path / "profile_default" / "startup" / "first.py"
+        startup.parent.mkdir(parents=True)
+        startup.write_text(STARTUP, encoding="utf-8")
+        monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    copied = Path(shutil.copy(path, tmp_path))
+    command = [sys.executable, FOLDER / "refresh.py", copied]
+    how = {"timeout": SECONDS, "capture_output": True, "text": True}
+    found = subprocess.run(command, check=False, **how)
+    assert found.returncode == 0, found.stderr
+    assert [kinds(cell) for cell in code_cells(copied)] == [kinds(c) for c in code_cells(path)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_kept_with_the_outputs_of_one_run_and_imports_public_names_alone(path):
+    cells = code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    shown = {kind for cell in cells for kind in kinds(cell)}
+    assert "error" not in shown
+    assert {"stdout", "image/png"} & shown
+    source = "\n".join("".join(cell["source"]) for cell in cells)
+    for module in re.findall(r"^\s*(?:from|import) (scatterpar[\w.]*)", source, re.MULTILINE):
+        assert re.fullmatch(r"scatterpar(\.recipe|\.integrations\.\w+)?", module), module
+
+
+def kinds(cell):
+    """What a cell put out: names of streams, and the richest type of everything shown."""
+    found = []
+    for output in cell["outputs"]:
+        if "font cache" in "".join(output.get("text", "")):
+            continue  # matplotlib's, where it has to make one and that takes it five seconds
+        kind = output.get("name") or next(iter(sorted(output.get("data", {}))), "error")
+        if not found or found[-1] != kind:  # a stream comes in as many pieces as it likes
+            found.append(kind)
+    return found

@@ -1,0 +1,249 @@
+"""The guide: its snippets run, its tables come out, its messages are the package's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import sys
+from functools import partial
+
+import pytest
+import torch
+from guide.test_page_examples import plain_loop
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import assert_gradients, assert_parameters, build, gradients, randint, randn
+from harness.pages import ROOT, blocks, namespace, read, run, sections
+from harness.stock_parallel import gradient
+from harness.trainers import language_model, padded, sentences, sequence_classifier
+from harness.trainers import token_classifier as token_model
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.plan import make_plan
+from scatterpar.step.reduce import sum_pairs
+
+START = blocks(read("docs/start.md"), "python")
+
+
+@pytest.mark.draws
+def test_the_first_step_of_the_page():
+    names, plain = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, namespace()
+    run(START[0], names)
+    plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
+    assert_gradients(names["model"], gradients(plain["model"]))
+
+
+# --- debug ---
+
+DEBUG = list(sections("docs/debug.md").values())
+
+
+@pytest.fixture
+def debugged():
+    """``follow(section)`` runs its snippets with these names, and with an engine if asked."""
+    images, labels = randn(64, 8), randint(3, 64)
+    model = build(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
+    names = {"torch": torch, "ScatterOnceParallel": ScatterOnceParallel, "model": model}
+    names |= {"images": images, "labels": labels}
+    names["criterion"] = lambda scores, labels: cross_entropy(scores, labels)
+
+    def follow(section, with_engine=False):
+        if with_engine:
+            names["engine"] = ScatterOnceParallel(model, 4, ["cpu"] * 2)
+        for code in blocks(DEBUG[section], "python"):
+            run(code, names)
+
+    return names, follow
+
+
+def test_the_error_and_its_notes_are_those_of_the_page(debugged):
+    _, follow = debugged
+    with pytest.raises(IndexError) as caught:
+        follow(0)
+    (shown,) = blocks(DEBUG[0], "text")
+    said = [f"IndexError: {caught.value}", *caught.value.__notes__]
+    assert "\n".join(said) == shown.strip()
+
+
+def test_the_rows_of_an_error_alone(debugged):
+    names, follow = debugged
+    names["labels"][45] = 7
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        follow(1)
+    names["labels"][45] = 0
+    follow(1, with_engine=True)
+    assert list(names["engine"].plan(64).rows_of(1, 1)) == [*range(40, 48)]
+
+
+def test_the_row_whose_loss_is_nan(debugged, capsys):
+    names, follow = debugged
+    names["images"][19, 3] = torch.nan
+    follow(2)
+    assert "sub-step 2; nothing was changed" in capsys.readouterr().out
+    assert names["bad"] == [19]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_anomaly_detection_and_the_check(debugged, capsys):
+    _, follow = debugged
+    follow(3, with_engine=True)
+    follow(4, with_engine=True)
+    assert "only rounding differs" in capsys.readouterr().out
+
+
+# --- trainer: its table comes out, and its recipes run ---
+
+TRAINER = read("docs/trainer.md")
+TABLE = re.findall(
+    r"^\| ([a-z ]+) \| (\d+) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", TRAINER, re.M
+)
+MODELS = {
+    "causal language model": (language_model, padded),
+    "sequence classifier": (sequence_classifier, partial(padded, kind="classes")),
+    "token classifier": (token_model, partial(padded, kind="tokens")),
+}
+
+
+@pytest.mark.draws
+@pytest.mark.slow
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(row[:3]))
+def test_the_table_of_trainers(tmp_path, row):
+    name, rows, k, *figures = row
+    factory, collate = MODELS[name]
+    first = partial(
+        gradient, folder=tmp_path, model=factory(), data=sentences(int(rows)), collate=collate
+    )
+    single = first("stock", size=int(rows), k=1)
+    for kind, parts, shown in zip(
+        ("stock", "data parallel", "scatterpar"), (1, 4, 4), figures, strict=True
+    ):
+        off = (first(kind, size=8, k=int(k), parts=parts) - single).norm() / single.norm()
+        assert float(off) == pytest.approx(float(shown), rel=0.03, abs=1e-12), kind
+
+
+def test_the_table_of_trainers_is_found():
+    assert len(TABLE) == 12
+
+
+def test_the_recipe_for_fabric():
+    pytest.importorskip("lightning_fabric")
+    (code,) = blocks(sections("docs/other-loops.md")["Fabric"], "python")
+    model = build(mlp).float()
+    twin = copy.deepcopy(model)
+    loader = [(randn(9, FEATURES, seed=n).float(), randint(CLASSES, 9, seed=n)) for n in range(3)]
+    names = {"model": model, "loader": loader, "criterion": nn.CrossEntropyLoss()}
+    names["optimizer"], plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    plain_loop(twin, plain, data=loader)
+    names["device_ids"] = ["cpu:0", "cpu:1"]
+    exec(code, names)
+    names["engine"].close()
+    assert_parameters(model, twin, 2e-3)
+
+
+# --- snippets, tables and messages of the other pages ---
+
+PAIR = blocks(read("docs/pair.md"), "python")
+SNIPPETS = {
+    f"{page}-{number}": code
+    for page in ("start", "large-batches", "several-machines")
+    for number, code in enumerate(blocks(read(f"docs/{page}.md"), "python"))
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
+    names, code = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, SNIPPETS[name]
+    if "engine." in code and "engine =" not in code:
+        names["engine"] = ScatterOnceParallel(names["model"], accum=2)
+    if "process_group" in code:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
+        store = f"file://{tmp_path}/store"  # what torchrun tells by environment variables
+        code = code.replace('("gloo")', f'("gloo", init_method="{store}", rank=0, world_size=1)')
+    run(code, names)
+    assert not torch.distributed.is_initialized()
+    assert ("print(" in code) == bool(capsys.readouterr().out)
+    gc.collect()
+
+
+def test_the_first_page_shows_the_first_snippet():
+    assert blocks(read("docs/index.md"), "python") == [START[0]]
+
+
+def test_the_pair_gives_the_gradient_of_the_whole_batch():
+    names, plain = namespace(), namespace()
+    run(PAIR[0], names)
+    plain["criterion"](plain["net"](plain["images"]), plain["labels"]).backward()
+    assert_gradients(names["net"], gradients(plain["net"]))
+    run(PAIR[1], names)
+    right = plain["net"](plain["images"]).argmax(1) == plain["labels"]
+    assert names["right"] == right.sum()
+
+
+def test_the_plan_that_is_shown():
+    plan = make_plan(4096, [torch.device("cuda", i) for i in range(4)], accum=16)
+    assert f"```text\n{plan}\n```" in read("docs/how-it-works.md")
+
+
+@pytest.mark.parametrize(("devices", "words"), [(4, "2 + 2"), (8, "it is 3 + 3")])
+def test_what_goes_through_the_busiest_device(devices, words):
+    """As often as a device is in a pair of the tree: gradients one way, parameters the other."""
+    pairs = [*sum_pairs(devices)]
+    each = [sum(device in pair for pair in pairs) for device in range(devices)]
+    found = f"{max(each)} + {max(each)}"
+    assert found in words
+    page = read("docs/comparison.md")
+    assert words in page
+    (row,) = re.findall(r"^\| through the busiest of 4 .* (\d+) \|$", page, re.MULTILINE)
+    assert devices != 4 or int(row) == 2 * max(each)
+
+
+@pytest.mark.slow
+@pytest.mark.draws
+def test_the_table_of_averages(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import averaging
+
+    table = f"<!-- averaging -->\n{averaging.table()}\n<!-- /averaging -->"
+    assert table in read("docs/losses.md")
+
+
+def test_the_table_of_output_memory():
+    (table,) = re.findall(r"^\| replicas \| gather.*\n(?:\|.*\n)+", read("docs/pair.md"), re.M)
+    assert table in read("benchmarks/answered/README.md")
+
+
+THEIRS = "does not require grad|positional arguments|externally-managed|ensurepip|different Python"
+THEIRS += "|more than 1 value|torchvision::"
+
+
+def test_the_messages_under_troubleshooting_are_ours():
+    source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    rows = re.findall(r"^\| (.*?) \|", read("docs/troubleshooting.md"), re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`([^`]{20,})`", row)]
+    assert len(quoted) > 10
+    for message in quoted:
+        if not re.search(THEIRS, message):
+            for part in filter(None, (part.strip() for part in message.split("…"))):
+                assert part in source, part
+
+
+@pytest.mark.draws
+def test_what_stops_on_four_goes_on_on_two(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(read("docs/same-bits.md"), "python")
+    run(code, {})
+    assert capsys.readouterr().out == "True\n"
+
+
+def test_how_often_gradients_cross():
+    counted = read("benchmarks/traffic/README.md").partition("<!-- layouts -->")[2]
+    numbers = re.findall(r"` \| (\d+) \| (\d+) \|$", counted, re.MULTILINE)
+    shown = re.findall(
+        r"^\| [^|]*[a-z+][^|]* \| (\d+) \| (\d+) \|$", read("docs/same-bits.md"), re.M
+    )
+    assert shown == numbers[1:]  # on one card nothing crosses

@@ -1,0 +1,125 @@
+"""The README does what it says: its lines run, its figures come out, its links lead somewhere."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import sys
+
+import pytest
+from harness.oracle import assert_gradients, gradients
+from harness.pages import ROOT, blocks, namespace, read, run
+from torch.utils.data import TensorDataset
+
+README = read("README.md")
+CONTRIBUTING = read("CONTRIBUTING.md")
+COMMANDS = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
+CHECKS = [line for line in CONTRIBUTING.splitlines() if line.startswith("python3 -m venv ")]
+DIFFS = blocks(README, "diff") + blocks(read("docs/start.md"), "diff")
+
+
+def test_the_first_screen_is_short():
+    assert len(README.splitlines()) <= 100
+
+
+def test_three_commands_that_install_with_the_tested_versions():
+    commands = [*COMMANDS, *CHECKS]
+    assert (len(COMMANDS), len(CHECKS)) == (2, 1)
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    for command in commands:
+        install = re.search(r"pip install -c constraints\.txt -e '\.\[(\w+)\]' && ", command)
+        assert install is not None
+        assert install[1] in setup["options.extras_require"]
+    assert commands[0].endswith("python -m scatterpar train")
+    assert commands[1].endswith("python -m pytest -n 2 --dist worksteal")
+    assert commands[2].endswith("sphinx-build -q -W --keep-going -c docs . build/guide")
+
+
+def test_ci_runs_those_commands_and_no_others():
+    script = read(".ci/run")
+    assert "README.md CONTRIBUTING.md" in script
+    assert '"${#lines[@]}" -ne 3' in script
+    assert "pip install" not in script
+
+
+@pytest.mark.parametrize(
+    ("begins", "page", "words"),
+    [
+        (r"\.venv/bin/pip ", "CONTRIBUTING.md", "-e '.[test,trl,sentence-transformers]' && "),
+        ("python3.14t -m venv ", "docs/gpus.md", "-e '.[core]' && PYTHON_GIL=0 "),
+    ],
+)
+def test_ci_finds_the_lines_that_test_something_else(begins, page, words):
+    assert f"=$(grep '^{begins}' {page})" in read(".ci/run")
+    (line,) = [line for line in read(page).splitlines() if re.match(begins, line)]
+    assert words in line
+
+
+def test_constraints_hold_what_the_extras_ask_for():
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    listed = "\n".join(setup["options.extras_require"].values())
+    asked = set(re.findall(r"^([\w-]+)(?:\[\w+\])?>=", listed, re.MULTILINE)) | {"torch"}
+    pinned = re.findall(r"^([\w-]+)==", read("constraints.txt"), re.MULTILINE)
+    assert asked == set(pinned)
+
+
+@pytest.mark.draws  # a DataLoader does
+@pytest.mark.parametrize("number", range(len(DIFFS)))
+def test_a_migration_keeps_the_gradient(number):
+    after, plain = namespace(), namespace()
+    after["dataset"] = TensorDataset(after["images"].cpu(), after["labels"].cpu())
+    run(f"from scatterpar import ScatterOnceParallel\n{side(DIFFS[number], '+')}", after)
+    if "DistributedDataParallel" in DIFFS[number]:
+        plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
+    else:
+        run(side(DIFFS[number], "-"), plain)
+    assert_gradients(after["model"], gradients(plain["model"]))
+
+
+@pytest.mark.draws
+def test_the_script_prints_that_the_gradient_is_exact(capsys):
+    (script,) = blocks(README, "python")
+    run(script, {})
+    assert "only rounding differs" in capsys.readouterr().out
+
+
+def side(diff, sign):
+    return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (sign, " "))
+
+
+def test_the_figures_are_those_of_the_benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.readme import TABLES, between
+
+    for name, (page, table) in TABLES.items():
+        _, quoted, _ = between(name, page.read_text(encoding="utf-8"))
+        assert quoted == table(), f"{page.name}: run python -m benchmarks.readme"
+
+
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, heading = target.partition("#")
+        if not target.startswith("https://"):
+            there = page.parent / path if path else page
+            assert there.exists(), target
+            assert not heading or heading in slugs(there.read_text(encoding="utf-8")), target
+
+
+def slugs(text):
+    """The anchors of headings, as hosts of repositories and the guide make them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_nothing_of_a_private_machine_is_in_the_pages():
+    hidden = [*ROOT.glob(".github/**/*.yml"), ROOT / "CITATION.cff"]
+    for page in [*PAGES, *hidden, *ROOT.glob("notebooks/*.ipynb")]:
+        text = page.read_text(encoding="utf-8")
+        assert str(ROOT) not in text, page
+        assert sys.prefix not in text, page

@@ -1,0 +1,76 @@
+"""Losses that compare rows with each other, as plain functions of all outputs and targets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize, softplus
+
+from harness.oracle import build
+
+FEATURES, EMBEDDING = 5, 6
+
+
+class TwoViews(nn.Module):
+    """Two views of each row to two embeddings, and a temperature that is learned."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 7)
+        self.between = nn.Tanh() if between is None else between
+        self.last = nn.Linear(7, EMBEDDING)
+        self.log_scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, one: Tensor, other: Tensor) -> dict[str, Tensor]:
+        one, other = (self.last(self.between(self.first(view))) for view in (one, other))
+        return {"one": one, "other": other, "scale": self.log_scale.exp()}
+
+
+def two_views(*layers: nn.Module, seed: int = 0) -> TwoViews:
+    return build(lambda: TwoViews(*layers), seed)
+
+
+def nt_xent(outputs, labels):
+    """SimCLR: each view finds the other one of its row among all."""
+    n = len(labels)
+    z = normalize(torch.cat([outputs["one"], outputs["other"]]), dim=1)
+    similarity = (z @ z.T / 0.5).masked_fill(torch.eye(2 * n, dtype=torch.bool), -torch.inf)
+    return cross_entropy(similarity, torch.arange(2 * n).roll(n))
+
+
+def clip(outputs, labels):
+    """CLIP: both ways, with the model's own temperature, a 0-dim output."""
+    one, other = normalize(outputs["one"], dim=1), normalize(outputs["other"], dim=1)
+    logits = outputs["scale"] * one @ other.T
+    right = torch.arange(len(labels))
+    return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
+
+
+def batch_hard_triplet(outputs, labels):
+    z = outputs["one"]
+    distance = (z[:, None] - z).square().sum(2)
+    same = labels[:, None] == labels
+    furthest = distance.masked_fill(~same, -torch.inf).amax(1)
+    closest = distance.masked_fill(same, 1e9).amin(1)
+    return softplus(furthest - closest).mean()
+
+
+def barlow_twins(outputs, labels):
+    one, other = (
+        (view - view.mean(0)) / (view.var(0, correction=0) + 0.1).sqrt()
+        for view in (outputs["one"], outputs["other"])
+    )
+    correlation = one.T @ other / len(labels)
+    off = correlation - torch.eye(EMBEDDING)
+    return off.square().mul(0.1 + 0.9 * torch.eye(EMBEDDING)).mean()
+
+
+def ranking(outputs, labels):
+    """RankNet: every pair of rows whose labels differ should have scores in that order."""
+    scores = outputs["one"].sum(1)
+    higher = labels[:, None] > labels
+    pairs = softplus(scores - scores[:, None]) * higher
+    return pairs.sum() / higher.sum().clamp(min=1)
+
+
+LOSSES = {f.__name__: f for f in (nt_xent, clip, batch_hard_triplet, barlow_twins, ranking)}

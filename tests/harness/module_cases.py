@@ -1,0 +1,792 @@
+"""Modules of every kind, small, and what is trained on them: ``CASES``, by name.
+
+Most of them turn (rows, FEATURES) into (rows, CLASSES).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from harness.agree import BATCH, Case
+from harness.models import CLASSES, FEATURES, Classifier, TokenClassifier, mlp
+from harness.oracle import build, randint, randn
+
+
+def linear():
+    return nn.Linear(FEATURES, CLASSES)
+
+
+class ParameterContainers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList([nn.Parameter(torch.randn(FEATURES, 3)) for _ in range(2)])
+        self.named = nn.ParameterDict({"head": nn.Parameter(torch.randn(3, CLASSES))})
+        self.branches = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def forward(self, inputs):
+        hidden = sum((inputs @ row).tanh() for row in self.rows)
+        return sum(branch(hidden) for branch in self.branches.values()) @ self.named["head"]
+
+
+class Tied(nn.Module):
+    """A parameter under two names, and a module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(FEATURES, FEATURES)
+        self.two = nn.Linear(FEATURES, FEATURES)
+        self.two.weight = self.one.weight
+        self.again = self.one
+        self.head = linear()
+
+    def forward(self, inputs):
+        return self.head(self.again(self.two(self.one(inputs).tanh()).tanh()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, 4, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, inputs):
+        return self.head(self.lstm(inputs[:, None].repeat(1, 3, 1))[0][:, -1])
+
+
+class UnregisteredList(nn.Module):
+    """Submodules in plain lists, tuples and dicts: registered elsewhere, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(2)])
+        self.order = [self.layers[1], (self.layers[0],)]
+        self.hidden = {"stranger": [nn.Linear(FEATURES, FEATURES).double()]}
+        self.head = linear()
+
+    def forward(self, inputs):
+        inputs = self.order[1][0](self.order[0](inputs).tanh())
+        return self.head(self.hidden["stranger"][0](inputs))
+
+
+class KnowsItsParent(nn.Module):
+    """A child that reaches its parent through a list, as some libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = linear()
+        self.child.parent = [self]
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        return self.child(inputs) * self.child.parent[0].scale
+
+
+def bound_forward():
+    model = linear()
+    model.forward = functools.partial(type(model).forward, model)
+    return nn.Sequential(model, nn.Tanh())
+
+
+class Wrapped(Classifier):
+    """Its forward is a bound method of itself, as ``accelerate`` puts it there."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = self.compute
+
+    def compute(self, inputs):
+        return self.linear(inputs)
+
+
+OVERLAPPING = {
+    "row": lambda table: table[2],
+    "rows": lambda table: table[1:3],
+    "the same": lambda table: table.detach(),
+    "column": lambda table: table[:, 1],
+    "transposed": lambda table: table.t(),
+    "bytes": lambda table: table[1].view(torch.int8),
+}
+
+
+class Overlapping(Classifier):
+    """Writes one tensor in its forward pass, and reads what overlaps it in memory."""
+
+    def __init__(self, other, as_buffer):
+        super().__init__()
+        self.register_buffer("table", torch.rand(4, CLASSES, dtype=torch.float64))
+        self.register_buffer("apart", torch.rand(CLASSES))
+        if as_buffer:
+            self.register_buffer("other", OVERLAPPING[other](self.table))
+        else:
+            self.other = OVERLAPPING[other](self.table)
+
+    def forward(self, inputs):
+        self.table += torch.arange(1, 1 + CLASSES)
+        other = self.other.view(torch.float64) if self.other.dtype == torch.int8 else self.other
+        return self.linear(inputs) * (1 + other.reshape(-1)[:CLASSES]) + self.apart
+
+
+class Identity(torch.autograd.Function):
+    """Returns the very tensor that it was given: autograd once refused a shared storage."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Same(Classifier):
+    """Such a function first, and under checkpointing."""
+
+    def forward(self, inputs):
+        inputs = Identity.apply(inputs)
+        return Identity.apply(checkpoint(Identity.apply, self.linear(inputs), use_reentrant=False))
+
+
+class TakesMore(Classifier):
+    """A 0-dim tensor, which each sub-step gets anew and may write, and what holds no tensor."""
+
+    def forward(self, rows, number, name, unused):
+        assert number.shape == ()
+        assert (name, unused) == ("n", [True, None, [], {}, ()])
+        return self.linear(rows) * number.mul_(2)
+
+
+class ComputesItsOwnGradient(nn.Module):
+    """Forces: the gradient of an energy is part of the output (double backward)."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, inputs):
+        inputs = inputs.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.energy(inputs).sum(), inputs, create_graph=True)
+        return forces[:, :CLASSES]
+
+
+def small():
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+# --- kinds of modules that torch's protocol for replicas loses or breaks ---
+
+
+class Traced(torch.fx.GraphModule):
+    """A class of the user's own, with what no node of the graph mentions."""
+
+    def __init__(self, root, graph):
+        super().__init__(root, graph)
+        self.scale = 3.0
+        self.unused = nn.Linear(2, 2)
+
+    def __call__(self, inputs):
+        return super().__call__(inputs) * self.scale
+
+
+def traced_subclass():
+    root = small()
+    return Traced(root, torch.fx.Tracer().trace(root))
+
+
+def exported():
+    rows = ({0: torch.export.Dim.AUTO},)
+    return torch.export.export(small(), (torch.randn(3, FEATURES),), dynamic_shapes=rows).module()
+
+
+KINDS = {
+    "fx": lambda: torch.fx.symbolic_trace(small()),
+    "fx subclass": traced_subclass,
+    "export": exported,
+}
+
+
+# --- parameters: dtypes, layouts, classes of their own ---
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex128))
+
+    def forward(self, inputs):
+        return (inputs.to(torch.complex128) @ self.weight).abs()
+
+
+class Factor(Classifier):
+    """Its parameter's memory holds conjugates, or negatives: what forwards write is looked at."""
+
+    def __init__(self, lazy):
+        super().__init__()
+        self.factor = nn.Parameter(lazy(randn(CLASSES, dtype=torch.complex128)))
+
+    def forward(self, inputs):
+        factor = self.factor
+        return self.linear(inputs) * (factor.real + factor.imag if factor.is_complex() else factor)
+
+
+class SeveralDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(FEATURES, 4).double()
+        self.odd = nn.Parameter(torch.randn(3))
+        self.narrow = nn.Linear(4, CLASSES).float()
+
+    def forward(self, inputs):
+        return self.narrow(self.wide(inputs).float()) * self.odd.sum()
+
+
+class Half(nn.Module):
+    """Half a network in low precision, half of it in double."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, *rest = mlp()
+        self.first.to(dtype)
+        self.rest = nn.Sequential(*rest)
+
+    def forward(self, inputs):
+        return self.rest(self.first(inputs.to(self.first.weight.dtype)).double())
+
+
+class Layouts(nn.Module):
+    """Convolutions of which some keep another memory format, or another dtype."""
+
+    def __init__(self, last):
+        super().__init__()
+        first = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 3, 2))
+        self.first = first.to(torch.float64, memory_format=torch.channels_last)
+        self.last = nn.Conv2d(3, CLASSES, 2, dtype=last)
+
+    def forward(self, images):
+        for tensor in (images, self.first[0].weight):
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+        return self.last(self.first(images).to(self.last.weight.dtype)).double().flatten(1)
+
+
+IMAGES = randn(6, 3, 4, 4).to(memory_format=torch.channels_last)
+
+
+class Doubled(nn.Parameter):
+    """A parameter with a constructor and a method of its own."""
+
+    def __new__(cls, values, factor=None):
+        return super().__new__(cls, values)
+
+    def __init__(self, values, factor):
+        self.factor = factor
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), Doubled(self.detach().clone(), self.factor))
+
+    def scaled(self):
+        return self * self.factor
+
+
+class OfAnotherLayout(nn.Parameter):
+    """A parameter of another layout than a tensor's: the pair's replicas, no leaves, lose it."""
+
+    __slots__ = ("note",)
+
+
+class TakesPart(nn.Parameter):
+    """A parameter that takes part in what torch does with it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            return result * 3 if function is nn.functional.linear else result
+
+
+class OwnParameters(Classifier):
+    """Asks what its parameters and buffers are: replicas once had plain ones."""
+
+    def __init__(self, slotted):
+        super().__init__()
+        self.doubled = Doubled(torch.randn(CLASSES), 2.0)
+        self.linear.weight = TakesPart(self.linear.weight.detach())
+        self.slotted = slotted(torch.randn(CLASSES))
+        self.buffer = nn.Buffer(torch.ones(()))
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs)
+        if isinstance(self.doubled, Doubled):
+            outputs = outputs + self.doubled.scaled()
+        if type(self.slotted) is not nn.Parameter:
+            outputs = outputs * self.slotted
+        return outputs * (5 if isinstance(self.buffer, nn.Buffer) else 1)
+
+
+class Masked(nn.Linear):
+    """A weight's attributes lead to a buffer and the module: they once were the user's own."""
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.double()
+        self.register_buffer("mask", torch.ones(CLASSES, FEATURES, dtype=torch.float64))
+        self.weight.mask = self.mask
+        self.weight.owner = self
+
+    def forward(self, inputs):
+        self.mask.mul_(0.5)
+        return super().forward(inputs) @ self.weight.mask + self.weight.owner.mask.sum()
+
+
+def writes_to_targets(_):
+    return lambda output, targets: ((output - targets.mul_(2)) ** 2).mean()
+
+
+class Looks(Classifier):
+    """Asks for its parameters: ``nn.DataParallel``'s replicas say that they have none."""
+
+    def forward(self, inputs):
+        assert [name for name, _ in self.named_parameters()] == ["linear.weight", "linear.bias"]
+        return self.linear(inputs) + sum(p.abs().sum() for p in self.parameters())
+
+
+class Blocks(nn.Module):
+    """Activation checkpointing."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(3)])
+        self.head = linear()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs):
+        inputs = inputs + self.head.bias.sum() * 0  # the reentrant variant needs a gradient
+        for block in self.blocks:
+            inputs = checkpoint(
+                lambda hidden, block=block: block(hidden).tanh(),
+                inputs,
+                use_reentrant=self.use_reentrant,
+            )
+        return self.head(inputs)
+
+
+# --- gradients that are sparse, not there, in one memory, or of what was made of parameters ---
+
+
+def sparse_tokens():
+    model = TokenClassifier()
+    model.embedding.sparse = True
+    return model
+
+
+class SharedTable(nn.Module):
+    """A sparse embedding whose weight is the output layer's too: its gradient is dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 6, sparse=True)
+        self.head = nn.Linear(6, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+class Branches(nn.Module):
+    """Rows whose first feature is positive use one head, others the other; one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.plus, self.minus, self.never = linear(), linear(), linear()
+
+    def forward(self, inputs):
+        positive = inputs[:, 0] > 0
+        outputs = inputs.new_zeros(len(inputs), CLASSES)
+        if positive.any():
+            outputs = outputs.index_put((positive,), self.plus(inputs[positive]))
+        if (~positive).any():
+            outputs = outputs.index_put((~positive,), self.minus(inputs[~positive]))
+        return outputs
+
+
+def positive_first(rows, count):
+    """Rows of which the first ``count`` have a positive first feature, and no other."""
+    inputs = randn(rows, FEATURES)
+    inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(rows) < count, 1, -1)
+    return inputs
+
+
+class InOneMemory(nn.Module):
+    """Two parameters whose gradients autograd puts in one memory, and a third it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES, bias=False)
+        self.one = nn.Parameter(randn(CLASSES))
+        self.other = nn.Parameter(randn(CLASSES, seed=1))
+
+    def forward(self, inputs):
+        return self.linear(inputs) + (self.one.unsqueeze(0) + self.other.unsqueeze(0))
+
+
+class OneGradientForTwo(torch.autograd.Function):
+    """Gives the very same tensor to both of its inputs."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one + other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(randn(FEATURES, CLASSES))
+        self.other = nn.Parameter(randn(FEATURES, CLASSES, seed=1))
+
+    def forward(self, inputs):
+        return inputs @ OneGradientForTwo.apply(self.one, self.other)
+
+
+class Blocked(torch.autograd.Function):
+    """Gives no gradient to its second input."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one * other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Gated(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(randn(CLASSES))
+
+    def forward(self, inputs):
+        return Blocked.apply(self.linear(inputs), self.gate)
+
+
+# --- buffers ---
+
+
+class Constants(Classifier):
+    """A causal mask, a table of frequencies and an id: buffers that nobody writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        self.register_buffer("table", torch.rand(7) / 3)
+        self.register_buffer("nothing", torch.tensor(float("nan")))
+        self.register_buffer("index", torch.arange(4))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("missing", None)
+
+    def forward(self, inputs):
+        scores = (self.mask + self.table[:4]).softmax(1)
+        return self.linear(inputs)[:, self.index] @ scores
+
+
+class TrainedBuffer(Classifier):
+    """A buffer that requires grad, and attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((CLASSES,), 1.5).double().requires_grad_())
+        self.constant = torch.full((CLASSES,), 0.5).double()
+
+    def forward(self, inputs):
+        return self.linear(inputs) * self.scale + self.constant * self.scale.exp()
+
+
+def trained_buffer():
+    """As it is: ``double()`` would make the buffer no leaf."""
+    model = TrainedBuffer()
+    model.linear.double()
+    return model
+
+
+class Rebinds(Classifier):
+    """Running state by assignment rather than in place, of a shape that changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(0, FEATURES))
+        self.register_buffer("cache", None)
+        self.register_buffer("grown", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.seen = self.seen + len(inputs)
+        self.last = inputs.detach().clone()
+        self.cache = inputs.detach().sum()
+        self.grown = torch.cat([self.grown, inputs[0, :1]])
+        return self.linear(inputs)
+
+
+class OfComplex(Classifier):
+    """Writes complex numbers, and reads a view: torch refuses to copy into lists of conjugates."""
+
+    def __init__(self, other):
+        super().__init__()
+        values = torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)
+        self.register_buffer("numbers", torch.complex(values, values + 2))
+        self.register_buffer("other", other(self.numbers))
+
+    def forward(self, inputs):
+        self.numbers *= 2
+        other = self.other
+        return self.linear(inputs) * (other.real + other.imag if other.is_complex() else other)
+
+
+OF_COMPLEX = {
+    "conjugate": torch.conj,
+    "real part": torch.real,
+    "imaginary part": torch.imag,
+    "a copy's conjugate": lambda numbers: numbers.clone().conj(),
+}
+
+
+# --- functions that the module holds: they once read the user's module ---
+
+
+class Multiplies(Classifier):
+    """A function that closes over it multiplies its child's output with what forward set."""
+
+    def __init__(self, attach):
+        super().__init__()
+        self.mask = torch.ones(CLASSES)
+        self.multiply = lambda output: output * self.mask
+        attach(self)
+
+    def forward(self, rows):
+        self.mask = rows.abs()[:, :CLASSES]
+        return self.linear(rows)
+
+
+def by_hook(masked):
+    masked.linear.register_forward_hook(lambda module, args, output: masked.multiply(output))
+
+
+def by_default(masked):
+    def hook(module, args, output, *, owner=masked):
+        return output * owner.mask
+
+    masked.linear.register_forward_hook(hook)
+
+
+def by_another_forward(masked):
+    old = masked.linear.forward
+    masked.linear.forward = lambda rows: old(rows) * masked.mask
+
+
+def by_a_function_that_calls_itself(masked):
+    def times(output, depth):
+        return times(output, depth - 1) if depth else output * masked.mask
+
+    masked.linear.register_forward_hook(lambda module, args, output: times(output, 3))
+
+
+ATTACH = [by_hook, by_default, by_another_forward, by_a_function_that_calls_itself]
+
+
+def penalised(model):
+    """A criterion that reaches the model's own parameters."""
+    return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
+
+
+def decayed(model):
+    """A criterion to which a parameter of the model is bound."""
+
+    def loss(output, targets, weight):
+        return F.cross_entropy(output, targets) + weight.pow(2).sum()
+
+    return functools.partial(loss, weight=model.weight)
+
+
+def hooked():
+    """A hook that scales the gradient once scaled parts of it twice."""
+    model = linear()
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def trained_in_backward():
+    """An optimizer in the backward pass once stepped in the middle, or was refused as a write."""
+    model = linear().double()
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+def with_another_forward():
+    """Statistics of a layer whose forward was exchanged once stood still."""
+    model = nn.Sequential(linear(), nn.BatchNorm1d(CLASSES))
+    old = model[1].forward
+    model[1].forward = lambda rows: old(rows)
+    return model
+
+
+class Head(nn.Module):
+    """A loss with parameters and a buffer of its own: a classifier after the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.proxies = nn.Parameter(randn(CLASSES, CLASSES, seed=5))
+        self.temperature = nn.Parameter(torch.tensor(0.7).double())
+        self.unused = nn.Parameter(torch.ones(2).double())
+        self.register_buffer("offset", randn(CLASSES, seed=6))
+
+    def forward(self, output, targets):
+        return F.cross_entropy((output @ self.proxies + self.offset) / self.temperature, targets)
+
+
+# --- all of them ---
+
+ONCE = {"accum": 1}  # it reads what its forward pass has written
+BY_SHARE = {"by_share": True, "accum": 1}
+TOKENS = randint(11, 9, 3), randint(CLASSES, 9, 3)
+
+MODELS = {
+    "parameter containers": ParameterContainers,
+    "tied": Tied,
+    "lstm": Recurrent,
+    "unregistered list": UnregisteredList,
+    "knows its parent": KnowsItsParent,
+    "forward is a partial": bound_forward,
+    "forward is a bound method": Wrapped,
+    "a function that returns its input": Same,
+    "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
+    "in-place activation": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True)),
+    "shared activation module": lambda: nn.Sequential(*[linear(), act := nn.Tanh(), act]),
+    "weight norm, old": lambda: nn.utils.weight_norm(linear()),
+    "weight norm": lambda: parametrizations.weight_norm(linear()),
+    "spectral norm, old, eval": lambda: nn.utils.spectral_norm(linear()).eval(),
+    "spectral norm, eval": lambda: parametrizations.spectral_norm(linear()).eval(),
+    "orthogonal": lambda: parametrizations.orthogonal(linear()),
+}
+
+# A criterion that trains the module through its closure is refused unless it is called once.
+REFUSED = ("pair", "engine", "compiled")
+
+CASES = {
+    **{name: Case(make) for name, make in MODELS.items()},
+    "double backward": Case(ComputesItsOwnGradient, unless=("inference",)),
+    "a number, and no tensors": Case(
+        TakesMore,
+        batch=((BATCH[0], torch.tensor(1.5).double(), "n", [True, None, [], {}, ()]), BATCH[1]),
+    ),
+    "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
+    "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
+    "checkpointing": Case(lambda: Blocks(use_reentrant=False)),
+    "checkpointing, reentrant": Case(lambda: Blocks(use_reentrant=True)),
+    **{
+        name: Case(make, unless=("inference",) if name == "export" else ())
+        for name, make in KINDS.items()
+    },
+    "complex": Case(Complex, keep_dtypes=True),
+    "conjugates": Case(lambda: Factor(torch.conj)),
+    "negatives": Case(lambda: Factor(lambda values: values.conj().imag)),
+    **{
+        str(dtype): Case(
+            lambda dtype=dtype: linear().to(dtype),
+            batch=(BATCH[0].to(dtype), BATCH[1]),
+            keep_dtypes=True,
+            relative=relative,
+        )
+        for dtype, relative in ((torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.half, 3e-3))
+    },
+    "several dtypes": Case(SeveralDtypes, keep_dtypes=True, relative=1e-5),
+    "half beside double": Case(lambda: Half(torch.half), keep_dtypes=True, relative=0.02),
+    "bfloat16 beside double": Case(lambda: Half(torch.bfloat16), keep_dtypes=True, relative=0.02),
+    **{
+        f"layouts, {last}": Case(
+            lambda last=last: Layouts(last),
+            batch=(IMAGES, randint(CLASSES, 6)),
+            keep_dtypes=True,
+            relative=1e-10 if last == torch.float64 else 1e-5,
+        )
+        for last in (torch.float64, torch.float32)
+    },
+    "own parameters": Case(lambda: OwnParameters(OfAnotherLayout), unless=("pair",)),
+    "own parameters of a tensor's layout": Case(
+        lambda: OwnParameters(lambda values: Doubled(values, 1.0))
+    ),
+    "attributes of tensors": Case(Masked, batch=(BATCH[0], randint(FEATURES, 9)), **ONCE),
+    "looks at its parameters": Case(Looks),
+    "changes between steps": Case(
+        mlp,
+        changes=[
+            lambda model: setattr(model[0].weight, "data", randn(7, FEATURES, seed=8)),
+            lambda model: model.__setitem__(1, nn.Sigmoid()),
+            lambda model: model.append(build(lambda: nn.Linear(CLASSES, CLASSES), seed=3)),
+        ],
+    ),
+    "sparse gradients": Case(sparse_tokens, batch=TOKENS),
+    "a sparse table tied to a layer": Case(SharedTable, batch=(randint(CLASSES, 9), BATCH[1])),
+    "unused by some": Case(Branches, batch=(positive_first(9, 6), BATCH[1])),
+    "unused by later batches": Case(Branches, batch=(positive_first(9, 9), BATCH[1])),
+    "gradients in one memory": Case(InOneMemory),
+    "one gradient for two": Case(Shares),
+    "no gradient for one": Case(Gated),
+    "a criterion that writes to its targets": Case(
+        mlp, batch=(BATCH[0], randn(9, CLASSES, seed=3)), criterion=writes_to_targets
+    ),
+    "a trained criterion": Case(mlp, criterion=lambda _: Head()),
+    "a method of a trained criterion": Case(mlp, criterion=lambda _: Head().forward),
+    "fewer rows than replicas": Case(mlp, batch=(BATCH[0][:2], BATCH[1][:2])),
+    "frozen and thawed": Case(
+        mlp,
+        changes=[
+            lambda model: model[0].requires_grad_(False),
+            lambda model: (model[0].requires_grad_(True), model[2].bias.requires_grad_(False)),
+        ],
+    ),
+    "a penalty on the model": Case(linear, criterion=penalised, unless=REFUSED),
+    "a parameter that is bound": Case(linear, criterion=decayed, unless=("pair",)),
+    "a penalty on a sparse table": Case(
+        lambda: nn.Sequential(nn.Embedding(11, 6, sparse=True), nn.Linear(6, CLASSES)),
+        batch=(randint(11, 9), BATCH[1]),
+        criterion=lambda model: penalised(model[0]),
+        unless=REFUSED,
+    ),
+    "a penalty, and a hook": Case(hooked, criterion=penalised, unless=REFUSED),
+    "a penalty, and an optimizer in the backward pass": Case(
+        trained_in_backward, criterion=penalised, keep_dtypes=True, unless=REFUSED
+    ),
+    "batch norm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE),
+    "batch norm with another forward": Case(with_another_forward, **BY_SHARE),
+    "constant buffers": Case(Constants),
+    "a trained buffer": Case(trained_buffer, keep_dtypes=True),
+    "rebound buffers": Case(Rebinds),
+    **{
+        f"buffer, {name}": Case(lambda other=other: OfComplex(other), **ONCE)
+        for name, other in OF_COMPLEX.items()
+    },
+    **{
+        f"overlapping {kind}, {other}": Case(
+            lambda other=other, kind=kind: Overlapping(other, kind == "buffer"), **ONCE
+        )
+        for other in OVERLAPPING
+        for kind in ("buffer", "attribute")
+    },
+    **{
+        f"multiplies {attach.__name__}": Case(lambda attach=attach: Multiplies(attach))
+        for attach in ATTACH
+    },
+}

@@ -1,0 +1,88 @@
+"""Runs of the training tool: what they recorded, and whether two are the same; a model for them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from faults.processes import SILENCE
+from torch import Tensor, nn
+
+from harness import forks
+
+
+class Small(nn.Module):
+    """Draws random numbers, and has buffers; small enough for a test."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.AvgPool1d(4), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        )
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, images: Tensor) -> Any:
+        return self.head(self.body(images))
+
+
+def environment() -> dict[str, str]:
+    return forks.environment() | {"OMP_NUM_THREADS": "1"}
+
+
+def wait_until(reached: Callable[[], bool], folder: Path) -> None:
+    """Wait for as long as files in ``folder`` keep changing: logs, records, checkpoints."""
+    seen, heard = None, time.monotonic()
+    while not reached():
+        found = [(str(path), path.stat().st_size) for path in folder.rglob("*") if path.is_file()]
+        if found != seen:
+            seen, heard = found, time.monotonic()
+        assert time.monotonic() - heard < SILENCE, f"silent for {SILENCE:g} s: {found}"
+        time.sleep(0.02)
+
+
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind, as far as they are written."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in found if record["kind"] == kind]
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    return records(out, "step")
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Every leaf of a checkpoint, by its place."""
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        return {name: value}
+    return {k: v for key, part in parts for k, v in flat(part, f"{name}/{key}").items()}
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """The places where the final checkpoints of two runs differ by a bit."""
+    first, second = (flat(torch.load(out / "checkpoint.pt")) for out in (one, other))
+    assert first.keys() == second.keys()
+    same = {True: torch.equal, False: lambda one, other: one == other}
+    return [
+        name
+        for name, value in first.items()
+        if not same[isinstance(value, Tensor)](value, second[name])
+    ]
+
+
+def assert_same_run(whole: Path, parts: Path, number: int) -> None:
+    """So many steps, each recorded once, with the same bits as in a run that nobody stopped."""
+    fields = "step", "epoch", "images", "learning_rate", "loss"
+    made = [[[r[field] for field in fields] for r in steps(out)] for out in (whole, parts)]
+    assert made[0] == made[1]
+    assert len(made[0]) == number
+    assert differences(whole, parts) == []

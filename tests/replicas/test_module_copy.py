@@ -1,0 +1,91 @@
+"""What modules may be, do and return that one device would take, or that is told in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.models import CLASSES, FEATURES, Classifier, Returns
+from harness.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from torch import nn
+
+from scatterpar import DataParallelModel, ScatterOnceParallel
+
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+CRITERION = nn.CrossEntropyLoss()
+
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Sparse")]
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.scale = 2.0
+
+
+def with_sparse(register):
+    model = Classifier()
+    register(model, "adjacency", torch.eye(3).to_sparse())
+    return model
+
+
+HELD = {
+    "slots": (Slotted, "class Slotted of a module has __slots__"),
+    "buffer": (lambda: with_sparse(nn.Module.register_buffer), r"'adjacency', a sparse .*Repl"),
+    "attribute": (lambda: with_sparse(setattr), r"sparse tensor of shape \(3, 3\).*Replicated"),
+}
+
+
+@pytest.mark.parametrize("runner", [ScatterOnceParallel, DataParallelModel])
+@pytest.mark.parametrize("held", HELD)
+def test_sparse_tensors_and_slots_are_refused_with_the_way_out(devices, held, runner):
+    make, words = HELD[held]
+    model = build(make).eval()
+    with pytest.raises(TypeError, match=words):
+        runner(model, device_ids=devices(2))(BATCH[0])
+
+
+class Zeroes(Classifier):
+    def forward(self, inputs):
+        self.zero_grad()
+        self.linear.zero_grad()
+        return self.linear(inputs)
+
+
+def test_zero_grad_in_forward_does_not_wipe_earlier_sub_steps(devices):
+    """Each sub-step forgot the ones before it, in silence."""
+    model = build(Zeroes)
+    with (
+        ScatterOnceParallel(model, 3, devices(2)) as engine,
+        pytest.warns(UserWarning, match="zero_grad.. inside forward has no effect"),
+    ):
+        engine.forward_backward(*BATCH, CRITERION)
+    _, expected = whole_batch(model, *BATCH, CRITERION)
+    assert_close(model.linear.weight.grad, expected["linear.weight"], "gradient")
+
+
+def test_a_generator_as_an_output_is_refused_in_words(devices):
+    model = build(lambda: Returns(lambda logits, _: {"logits": (row for row in logits)})).eval()
+    words = "output contains a generator that has not been consumed; return a list"
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, pytest.raises(TypeError, match=words):
+        engine(BATCH[0])
+    with pytest.raises(TypeError, match=words):
+        DataParallelModel(model, devices(2))(BATCH[0])
+    pair = DataParallelModel(build(lambda: Returns(lambda y, _: map(abs, y))), devices(2))
+    with pytest.raises(TypeError, match="output contains a map that has not been consumed"):
+        pair(BATCH[0])
+
+
+def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
+    with torch.random.fork_rng(devices=[]):
+        module = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(CLASSES)).double()
+    with ScatterOnceParallel(module, 2, devices(2)) as engine:
+        with pytest.raises(
+            RuntimeError, match=r"uninitialised lazy parameter, '0.weight': call the module once"
+        ):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        with torch.random.fork_rng(devices=[]):
+            module(BATCH[0][:2])
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())

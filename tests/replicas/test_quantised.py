@@ -1,0 +1,329 @@
+"""Frozen weights that hold other tensors, as bitsandbytes' do, or consist of them, as torchao's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from faults.processes import run
+from harness.oracle import assert_close, assert_gradients, assert_step, build, randn, whole_batch
+from harness.quantised import LAYERS, Adapted, on_cards, quantised_llama
+from harness.rank_processes import run_on_ranks
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+
+ROWS = 12
+
+
+class State:
+    """What the numbers of a packed weight mean; ``inner`` is another one, for double scales."""
+
+    def __init__(self, scale, inner=None):
+        self.scale, self.inner, self.blocksize = scale, inner, 64
+
+
+class Packed(nn.Parameter):
+    """Bytes with a ``quant_state``, and a reference to their layer."""
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = torch.Tensor._make_subclass(Packed, self.data.clone())
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+class PackedLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        packed = torch.Tensor._make_subclass(Packed, torch.arange(32).view(4, 8).to(torch.uint8))
+        packed.quant_state = State(randn(4, 1), State(randn(1)))
+        self.weight, self.quant_state, packed.layer = packed, packed.quant_state, self
+        self.adapter = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        state = self.weight.quant_state
+        assert state is self.quant_state
+        assert self.weight.layer is self
+        scale = state.scale * state.inner.scale
+        return x @ (self.weight.to(x.dtype) * scale).T + self.adapter(x)
+
+
+class Composite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(TwoTensor(randn(4, 8), randn(4, 8)), requires_grad=False)
+        self.adapter = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        return x @ (self.weight.a * self.weight.b).T + self.adapter(x)
+
+
+def tensors_of(module):
+    if isinstance(module, Composite):
+        return [module.weight.a, module.weight.b]
+    return [module.weight, module.quant_state.scale, module.quant_state.inner.scale]
+
+
+CASES = pytest.mark.parametrize("kind", [PackedLinear, Composite])
+
+
+@CASES
+def test_the_gradient_of_adapters_is_exact_and_what_is_frozen_is_sent_once(kind, devices):
+    model, batch = build(kind), (randn(ROWS, 8), randn(ROWS, 4))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        assert_step(engine, *batch, nn.MSELoss())
+        engine.forward_backward(*batch, nn.MSELoss())
+        assert engine.last_step.bytes["replicate"] == 0
+        with torch.no_grad():
+            tensors_of(model)[-1].add_(1)
+        assert_step(engine, *batch, nn.MSELoss())
+        others = len(set(engine.device_ids)) - 1
+        assert engine.last_step.bytes["replicate"] == others * tensors_of(model)[-1].nbytes
+
+
+@CASES
+def test_replicas_of_one_memory_share_what_is_frozen_and_others_have_copies(kind):
+    with ScatterOnceParallel(build(kind), 1, ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]) as engine:
+        places = [[t.data_ptr() for t in tensors_of(r)] for r in (engine.module, *engine.replicas)]
+        assert places[0] == places[1] == places[2]
+        assert places[3] == places[4]
+        assert not {*places[0]} & {*places[3]}
+
+
+@CASES
+def test_a_forward_pass_that_writes_a_scale_is_refused(kind, devices):
+    model = build(kind)
+    model.register_forward_pre_hook(lambda module, _: tensors_of(module)[-1].add_(1) and None)
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        pytest.raises(RuntimeError, match="the forward pass writes the parameter of shape"),
+    ):
+        engine.forward_backward(randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+    assert model.adapter.weight.grad is None
+
+
+def test_a_composite_that_is_trained_later_is_refused_until_it_is_frozen():
+    model, batch = build(Composite), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
+        engine.forward_backward(*batch)
+        model.weight.requires_grad_(True)
+        with pytest.raises(TypeError, match=r"parameter 'weight', a TwoTensor, .* frozen param"):
+            engine.forward_backward(*batch)
+        model.weight.requires_grad_(False)
+        model.zero_grad()
+        assert_step(engine, *batch)
+
+
+def test_a_scale_of_a_weight_that_is_trained_later_is_refused_until_it_is_frozen():
+    model, batch = build(PackedLinear), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+    held = vars(model.weight)
+    model.weight = torch.Tensor._make_subclass(Packed, randn(4, 8))
+    vars(model.weight).update(held)
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
+        assert_step(engine, *batch)
+        model.weight.requires_grad_(True)
+        with pytest.raises(TypeError, match=r"'weight', a Packed, .* as bitsandbytes does it"):
+            engine.forward_backward(*batch)
+        model.weight.requires_grad_(False)
+        assert_step(engine, *batch)
+
+
+def test_a_buffer_made_of_other_tensors_is_refused():
+    model = build(lambda: nn.Linear(8, 4))
+    model.register_buffer("table", TwoTensor(randn(4, 8), randn(4, 8)))
+    with pytest.raises(TypeError, match=r"'table', a TwoTensor, .* frozen parameters of this kind"):
+        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"])
+
+
+def refused(group):
+    """The error for a frozen parameter that is a part of a tensor of several processes."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.size(),))
+    whole = torch.distributed.tensor.distribute_tensor(randn(4, 8), mesh)
+    model = nn.Linear(8, 4)
+    model.weight = nn.Parameter(whole, requires_grad=False)
+    with pytest.raises(TypeError) as caught:
+        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"])
+    return str(caught.value)
+
+
+def test_a_frozen_dtensor_is_refused():
+    for words in run_on_ranks(3, refused):  # all: each numbers the groups that it makes
+        assert "'weight', a DTensor" in words
+        assert ".full_tensor()" in words
+
+
+def test_another_state_is_followed():
+    model, batch = build(PackedLinear), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
+        assert_step(engine, *batch)
+        model.weight.quant_state = model.quant_state = State(randn(4, 1), State(randn(1)))
+        assert_step(engine, *batch)
+        model.quant_state.inner.scale = randn(1, seed=9)
+        assert_step(engine, *batch)
+
+
+@CASES
+def test_other_ways_to_take_a_step(kind, devices):
+    model, batch = build(kind), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, *batch, whole_batch=True)
+        assert engine.check(*batch).passed
+        _, expected = whole_batch(model, *batch)
+        model.zero_grad()
+        engine.loss(*batch).backward()
+        assert_gradients(model, expected)
+        assert_close(engine.eval()(batch[0]), model(batch[0]).detach(), "output")
+        other = copy.deepcopy(engine)
+    with other:
+        assert_step(other, *batch)
+    with ScatterOnceParallel(model, 2, devices(2), compile={"backend": "eager"}) as engine:
+        assert_step(engine, *batch)
+
+
+@CASES
+def test_a_step_that_fails_changes_nothing(kind, devices):
+    def fails(output, targets):
+        if output.shape[0] == 5 or targets[0, 0] == randn(ROWS, 4)[-1, 0]:
+            raise KeyError("no")
+        return nn.functional.mse_loss(output, targets)
+
+    model, batch = build(kind), (randn(ROWS, 8), randn(ROWS, 4))
+    before = [tensor.clone() for tensor in [*tensors_of(model), *model.adapter.parameters()]]
+    with ScatterOnceParallel(model, ROWS // 2, devices(2)) as engine:
+        with pytest.raises(KeyError):
+            engine.forward_backward(*batch, fails)
+        now = [*tensors_of(model), *model.adapter.parameters()]
+        assert all(map(torch.equal, now, before))
+        assert model.adapter.weight.grad is None
+        assert_step(engine, *batch, nn.MSELoss())
+
+
+@CASES
+def test_the_pair_has_them_too(kind, devices):
+    model, (inputs, targets) = build(kind), (randn(ROWS, 8), randn(ROWS, 4))
+    _, expected = whole_batch(model, inputs, targets, nn.MSELoss())
+    replicas, criterion = DataParallelModel(model, devices(3)), DataParallelCriterion(nn.MSELoss())
+    criterion(replicas(inputs), targets).backward()
+    assert_gradients(model, expected)
+
+
+LAYOUTS = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0", "cpu:2"]]
+
+
+@pytest.mark.loops
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_layers_of_libraries_are_exact_and_only_adapters_are_sent_again(layer, layout):
+    model = Adapted(layer)
+    batch = randn(22, 64, dtype=torch.float32), randn(22, 64, dtype=torch.float32, seed=2)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with ScatterOnceParallel(model, 2, layout) as engine:
+        for step in range(3):
+            assert_step(engine, *batch, nn.MSELoss(), relative=1e-5)
+            sent = engine.last_step.bytes["replicate"]
+            trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            expected = trained * (len(set(layout)) - 1)
+            assert sent == expected if step else sent >= expected
+            optimizer.step()
+
+
+def squares(output, targets):
+    return (output - targets).square().mean()
+
+
+@pytest.mark.loops
+@pytest.mark.skipif(torch.accelerator.device_count() < 3, reason="needs 3 accelerators")
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("layer", ["nf4", "nf4 twice"])
+def test_weights_of_4_bits_on_cards(layer, number):
+    card = torch.accelerator.current_accelerator().type
+    plain, model = Adapted(layer), on_cards(Adapted(layer), f"{card}:0")
+    batch = randn(22, 64, dtype=torch.float32), randn(22, 64, dtype=torch.float32, seed=2)
+    squares(plain(batch[0]), batch[1]).backward()
+    with ScatterOnceParallel(model, 2, [f"{card}:{i}" for i in range(number)]) as engine:
+        engine.forward_backward(*batch, squares)
+        for (name, found), expected in zip(
+            model.named_parameters(), plain.parameters(), strict=True
+        ):
+            if expected.requires_grad:
+                assert_close(found.grad.cpu(), expected.grad, name, 1e-5)
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+        model.zero_grad()
+        engine.forward_backward(*batch, squares)
+        adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert engine.last_step.bytes["replicate"] == adapters * (number - 1)
+
+
+@pytest.mark.loops
+def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
+    """Operators there refuse tensors of two devices, which virtual devices on the CPU do not."""
+    pytest.importorskip("bitsandbytes")
+    if not simulated_accelerator:
+        pytest.skip("there is no g++ to build it")
+    # Else bitsandbytes compiles what it runs on accelerators that it does not know: minutes.
+    variables = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", **simulated_accelerator}
+    chosen = "-p", "simulated", "-p", "no:cacheprovider", "-k", "test_weights_of_4_bits_on_cards"
+    outcome = run("-m", "pytest", *chosen, __file__, **variables)
+    assert outcome.code == 0, outcome.out
+    assert "6 passed" in outcome.out
+
+
+@pytest.mark.loops
+def test_an_engine_with_a_quantised_model_is_pickled():
+    batch = randn(22, 64, dtype=torch.float32), randn(22, 64, dtype=torch.float32, seed=2)
+    with ScatterOnceParallel(Adapted("nf4"), 2, ["cpu:0", "cpu:1"]) as engine:
+        loss = engine.forward_backward(*batch, nn.MSELoss())
+        other = pickle.loads(pickle.dumps(engine))
+    with other:
+        assert_close(other.forward_backward(*batch, nn.MSELoss()), loss, "loss", 1e-6)
+
+
+@pytest.mark.loops
+@pytest.mark.parametrize("bits", [4, 8])
+def test_qlora_of_a_pretrained_model(bits, tmp_path, devices):
+    """Checkpointed activations, computed in bfloat16; Qwen's frozen biases are cast in forward."""
+    model = quantised_llama(tmp_path, bits)
+    ids = torch.randint(50, (6, 9), generator=torch.Generator().manual_seed(5))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plain = copy.deepcopy(model)
+    plain(**batch).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        engine.forward_backward(batch)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert_close(parameter.grad, expected[name], name, relative=2e-2)
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
+        engine.forward_backward(batch)
+        sent = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert engine.last_step.bytes["replicate"] == sent * (len(set(engine.device_ids)) - 1)
+
+
+@pytest.mark.loops
+@pytest.mark.draws
+def test_a_trainer_of_a_quantised_model_trains_it_as_on_one_device(tmp_path):
+    """With bfloat16 the stock class differs by as much if the same rows are split otherwise."""
+    transformers = pytest.importorskip("transformers")
+    trainers = pytest.importorskip("scatterpar.integrations.transformers")
+    ids = torch.randint(50, (12, 9), generator=torch.Generator().manual_seed(5))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    how = {"max_steps": 2, "gradient_accumulation_steps": 3, "learning_rate": 0.1, "optim": "sgd"}
+    how |= {"lr_scheduler_type": "constant", "max_grad_norm": 0, "report_to": []}
+
+    def changes(kind, size, **options):
+        model = quantised_llama(tmp_path, 4)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().clone() for name, p in trained.items()}
+        arguments = transformers.TrainingArguments(
+            tmp_path / "run", per_device_train_batch_size=size, use_cpu=True, **how
+        )
+        kind(model, arguments, train_dataset=data, **options).train()
+        return {name: p.detach() - before[name] for name, p in trained.items()}
+
+    expected = changes(transformers.Trainer, 2)
+    found = changes(trainers.ScatterOnceTrainer, 1, device_ids=["cpu:0", "cpu:1"])
+    for name, change in found.items():
+        assert_close(change, expected[name], name, relative=1e-2)

@@ -1,0 +1,234 @@
+"""Gradients that are not there, sparse ones, and hooks that wait for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.models import CLASSES, FEATURES, Classifier, Of, mlp
+from harness.module_cases import Branches, InOneMemory, positive_first
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+    whole_batch,
+)
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.core
+
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+@pytest.mark.contract
+def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
+    model = build(Branches)
+    all_plus, all_minus = BATCH[0].clone(), BATCH[0].clone()
+    all_plus[:, 0], all_minus[:, 0] = 1, -1
+    # A look drops what replicas keep from the step before.
+    with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine:
+        engine.forward_backward(all_plus, BATCH[1], nn.CrossEntropyLoss())
+        kept = model.plus.weight.grad.clone()
+        assert model.minus.weight.grad is None
+        engine.forward_backward(all_minus, BATCH[1], nn.CrossEntropyLoss())
+        assert torch.equal(model.plus.weight.grad, kept)
+        assert model.minus.weight.grad is not None
+
+
+def test_sparse_on_one_replica_and_dense_on_another(devices):
+    """A tied embedding: looked up by all, and used densely where a share asks for it."""
+
+    def mixed(model, ids):
+        looked_up = model.embedding(ids).sum((1, 2))
+        return looked_up + (model.embedding.weight.pow(2).sum() if (ids == 0).any() else 0)
+
+    model = build(lambda: Of(mixed, embedding=nn.Embedding(10, 3, sparse=True)))
+    ids = randint(9, 8, 2) + 1
+    ids[1] = 0
+    criterion = lambda output, _: output.mean()  # noqa: E731
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(ids, None, criterion)
+    half = [whole_batch(model, part, None, criterion)[1] for part in ids.chunk(2)]
+    expected = sum(gradients["embedding.weight"].to_dense() for gradients in half) / 2
+    assert_close(model.embedding.weight.grad.to_dense(), expected, "embedding")
+
+
+@pytest.mark.contract
+def test_hooks_on_parameters_act_once_on_the_whole_gradient(devices):
+    model = mlp()
+    _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
+    seen, together = [], []
+
+    def clip(gradient):
+        seen.append(gradient.clone())
+        return gradient.clamp(-0.01, 0.01)
+
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    handle = register_multi_grad_hook(parameters, together.append)
+    model[0].weight.register_hook(clip)
+    with ScatterOnceParallel(model, 3, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    handle.remove()
+    (whole,), (found,) = seen, together
+    assert_close(whole, expected["0.weight"], "what the hook saw")
+    for name, gradient in zip(names, found, strict=True):
+        assert_close(gradient, expected[name], name)
+    expected["0.weight"] = expected["0.weight"].clamp(-0.01, 0.01)
+    assert_gradients(model, expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kept", ["node", "graph"])
+def test_hooks_on_the_node_that_accumulates_run_once_and_may_fail(devices, kept):
+    """Whoever keeps a graph of a parameter keeps this node, and hooks on it stay."""
+    model = mlp()
+    _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
+    graph = model[0].weight.expand_as(model[0].weight)
+    node = graph.grad_fn.next_functions[0][0]
+    calls = []
+    handle = node.register_hook(lambda *_: calls.append(1))
+    if kept == "node":
+        del graph
+    else:
+        del node
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert len(calls) == 1
+        assert_gradients(model, expected)
+        handle.remove()
+
+        def fail(*_):
+            raise KeyError("mine")
+
+        node = model[0].weight.expand_as(model[0].weight).grad_fn.next_functions[0][0]
+        node.register_hook(fail)
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert_gradients(model, expected)
+        model.zero_grad()
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_module_hooks_run_in_every_sub_step(devices):
+    model = mlp()
+    calls = {"pre": [], "forward": [], "backward": []}
+    model[0].register_forward_pre_hook(lambda m, args: calls["pre"].append(len(args[0])))
+    model[0].register_forward_hook(lambda m, args, output: calls["forward"].append(m))
+    model[2].register_full_backward_hook(
+        lambda m, grad_in, grad_out: calls["backward"].append(grad_out[0].shape[0])
+    )
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        for name in ("pre", "backward"):  # the oracle's own call of 9 rows came first
+            assert calls[name][0] == 9
+            assert sorted(calls[name][1:]) == [1, 1, 1, 2, 2, 2]
+        assert set(calls["forward"][1:]) == {replica[0] for replica in engine.replicas}
+
+
+def test_hooks_that_change_gradients_in_the_backward_pass(devices):
+    model = mlp()
+    model[1].register_full_backward_hook(lambda m, grad_in, grad_out: (grad_in[0] * 3,))
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices):
+    class Lazy(Classifier):
+        def forward(self, inputs):
+            self.linear.register_forward_hook(lambda m, args, output: output * 2)
+            return self.linear(inputs)
+
+    model = build(Lazy)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        losses = [engine.forward_backward(*BATCH, nn.CrossEntropyLoss()) for _ in range(3)]
+    assert not model.linear._forward_hooks
+    assert torch.equal(losses[0], losses[2])
+
+
+class Late(InOneMemory):
+    """Sub-steps that use neither of the two that share memory come first."""
+
+    def forward(self, inputs):
+        return self.linear(inputs) if (inputs[:, 0] > 0).all() else super().forward(inputs)
+
+
+@pytest.mark.contract
+def test_gradients_that_share_memory_and_arrive_late(devices):
+    model = build(Late)
+    inputs, targets = positive_first(16, 8), randn(16, CLASSES)
+    rows = zip(inputs.split(1), targets.split(1), strict=True)
+    expected = [whole_batch(model, *row, nn.MSELoss())[1] for row in rows]
+    for count in (1, 2):
+        model.zero_grad()
+        with ScatterOnceParallel(model, 16 // count, devices(count)) as engine:
+            engine.forward_backward(inputs, targets, nn.MSELoss())
+        for name, gradient in gradients(model).items():
+            parts = [one[name] for one in expected if one[name] is not None]
+            assert_close(gradient, sum(parts) / 16, name)
+
+
+class Keeps(nn.Module):
+    """Uses its weights, and what it made of them when it was built."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
+        self.other = nn.Linear(FEATURES, CLASSES).double()
+        self.third = nn.Linear(FEATURES, CLASSES).double()
+        self.kept = make(self)
+
+    def forward(self, inputs):
+        kept = self.kept[1] if isinstance(self.kept, list) else self.kept
+        return self.linear(inputs).tanh() * (1 + kept.reshape(-1)[:CLASSES])
+
+
+KEPT = {
+    "row": lambda keeper: keeper.linear.weight[1],
+    "chunks in a list": lambda keeper: [*keeper.linear.weight.chunk(2, dim=1)],
+    "scaled": lambda keeper: keeper.linear.weight * 3,
+    "product of two": lambda keeper: keeper.linear.weight * keeper.other.weight,
+    "sum of two used there alone": lambda keeper: keeper.other.bias + keeper.third.bias,
+    "of what is used there alone": lambda keeper: keeper.other.bias.view(1, CLASSES),
+}
+
+
+def keepers(kind, count):
+    """As many of them, all alike: they cannot be copied."""
+    return [build(lambda: Keeps(KEPT[kind])) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("compute", [{}, {"whole_batch": True}], ids=["terms", "whole batch"])
+def test_what_a_module_made_of_its_parameters_is_not_trained_without_a_word(devices, kind, compute):
+    """Replicas have copies of it, whose gradient once went nowhere."""
+    (model,) = keepers(kind, 1)
+    with ScatterOnceParallel(model, 2, devices(3), measure_noise=True) as engine:
+        with pytest.raises(ValueError, match=r"computed from parameters.*compute it in forward"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), **compute)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.kept = torch.zeros(CLASSES)
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), **compute)
+
+
+@pytest.mark.parametrize("kind", ["row", "chunks in a list", "product of two"])
+def test_what_is_kept_and_not_used_changes_nothing(devices, kind):
+    """torch refuses every question about chunks of a weight that an optimizer has written."""
+    model, plain = keepers(kind, 2)
+    for one in (model, plain):
+        one.forward = one.other.forward
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(3):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+            nn.CrossEntropyLoss()(plain(BATCH[0]), BATCH[1]).backward()
+            assert_gradients(model, gradients(plain))
+            with torch.no_grad():
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter -= 0.1

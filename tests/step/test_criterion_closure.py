@@ -1,0 +1,579 @@
+"""What functions close over: networks that only a criterion reaches, the model in its own hook."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+
+import pytest
+import torch
+from faults.state import capture, differences
+from harness.agree import Case, agree
+from harness.models import CLASSES, FEATURES, Classifier, linear, mlp
+from harness.module_cases import Multiplies
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randn,
+    whole_batch,
+)
+from harness.rank_processes import run_on_ranks
+from harness.weighted import classes
+from pair.common import assert_pair
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+
+ROWS = 12
+INPUTS, TARGETS = randn(ROWS, FEATURES), randn(ROWS, CLASSES, seed=3)
+LABELS = classes(ROWS)
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
+
+
+def all_of(*named):
+    """Gradients of several modules, by their number and name."""
+    return {f"{i}.{k}": g for i, one in enumerate(named) for k, g in gradients(one).items()}
+
+
+# --- what a network leaves behind is read by who called it ---
+
+
+class Teacher(nn.Module):
+    """Keeps its features for the criterion, and takes its time after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, rows):
+        self.features = self.body(rows)
+        time.sleep(0.002)
+        return self.features.sum()
+
+
+def perceptual(kind):
+    """The loss of two sets of features, kept in an attribute or by a hook in a dict."""
+    teacher, kept = build(Teacher).requires_grad_(False), {}
+    if kind == "hook":
+        teacher.body.register_forward_hook(lambda _m, _i, output: kept.update(features=output))
+
+    def features(rows):
+        teacher(rows)
+        return kept["features"] if kind == "hook" else teacher.features
+
+    return lambda output, targets: F.mse_loss(features(output), features(targets).detach())
+
+
+@pytest.mark.parametrize("kind", ["attribute", "hook"])
+def test_each_replica_reads_what_its_own_call_left_behind(devices, kind):
+    """Replicas that called a criterion at the same time read each other's features."""
+    with ScatterOnceParallel(mlp(), 2, devices(3), verify=False) as engine:
+        for seed in range(3):
+            assert_step(engine, randn(ROWS, FEATURES, seed=seed), TARGETS, perceptual(kind))
+    assert_pair(mlp(), INPUTS, TARGETS, perceptual(kind), devices(3))
+
+
+# --- parameters that only the criterion reaches ---
+
+
+class Slots:
+    """Holds a network where no ``__dict__`` shows it."""
+
+    __slots__ = ("net",)
+
+    def __init__(self, net):
+        self.net = net
+
+
+class Task:
+    """Has the loss as a method, as trainers do."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def loss(self, output, targets):
+        return F.mse_loss(self.net(output), targets)
+
+
+def in_a_closure(net):
+    held = {"net": [net]}
+    return lambda output, targets: F.mse_loss(held["net"][0](output), targets)
+
+
+def in_slots(net):
+    slots = Slots(net)
+    return lambda output, targets: F.mse_loss(slots.net(output), targets)
+
+
+def in_boxes(net):
+    box = [[[[[[net]]]]]]
+    return lambda output, targets: F.mse_loss(box[0][0][0][0][0][0](output), targets)
+
+
+HOLDERS = {
+    "method": lambda net: Task(net).loss,
+    **{holder.__name__: holder for holder in (in_a_closure, in_slots, in_boxes)},
+}
+
+
+def square():
+    return nn.Linear(CLASSES, CLASSES)
+
+
+@pytest.fixture
+def seen():
+    return []
+
+
+@pytest.fixture
+def net(seen):
+    net = build(square)
+    net.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    return net
+
+
+ARRIVES = (
+    r"a gradient arrives at {}, which is no replica's: bind its network with functools\.partial"
+)
+
+
+@pytest.mark.parametrize("before", [None, 1.5])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_gradient_that_arrives_there_is_refused_in_whatever_step(
+    devices, net, seen, holder, before
+):
+    """It was trained on one memory only; on two GPUs it failed. A reference is no gradient."""
+    model, loss, is_trained = mlp(), HOLDERS[holder](net), [False] * 20 + [True, False]
+
+    def criterion(output, targets):
+        with torch.set_grad_enabled(is_trained[0]):
+            distance = loss(output, targets)
+        return distance + F.mse_loss(output, targets)
+
+    if before is not None:
+        net.weight.grad = torch.full_like(net.weight, before)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        while not is_trained[0]:
+            model.zero_grad()
+            engine.forward_backward(INPUTS, TARGETS, criterion)
+            is_trained.pop(0)
+        grads, before_step = gradients(model), (capture(model), capture(net))
+        for step in (engine.forward_backward, engine.loss, engine.check):
+            with pytest.raises(ValueError, match=f"{ARRIVES.format('.*')}.* Nothing was changed"):
+                step(INPUTS, TARGETS, criterion)
+        for state, module in zip(before_step, (model, net), strict=True):
+            assert differences(state, capture(module)) == []
+        assert_gradients(model, grads)
+        kept = None if net.weight.grad is None else net.weight.grad.unique().tolist()
+        assert kept == (before and [before])
+        assert seen == []
+        is_trained.pop(0)
+        model.zero_grad()
+        assert_step(engine, INPUTS, TARGETS, criterion)
+
+
+def penalised(model):
+    return lambda output, targets: F.mse_loss(output, targets) + model[0].weight.square().sum()
+
+
+def checkpointed(net):
+    return lambda o, t: F.mse_loss(checkpoint(net, o, use_reentrant=True), t)
+
+
+REFUSED = {
+    "the model's own": (lambda model, net: penalised(model), r"model\.0\.weight"),
+    "a tensor": (lambda _, net: scaled_by(net.weight), "factor"),
+    "in a reentrant checkpoint": (lambda _, net: checkpointed(net), r"net\.weight"),
+}
+
+
+def scaled_by(factor):
+    return lambda output, targets: F.mse_loss(output @ factor, targets)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_error_names_what_it_arrives_at(devices, kind):
+    make, name = REFUSED[kind]
+    model, net = mlp(), build(square)
+    with (
+        ScatterOnceParallel(model, 2, devices(2), verify=False) as engine,
+        pytest.raises(ValueError, match=ARRIVES.format(name)),
+    ):
+        engine.forward_backward(INPUTS, TARGETS, make(model, net))
+    assert all(parameter.grad is None for one in (model, net) for parameter in one.parameters())
+
+
+def test_bound_by_a_partial_they_are_trained(devices):
+    def criterion(output, targets, net, model):
+        return F.mse_loss(net(output), targets) + model[0].weight.square().sum()
+
+    model, net, twin, net_twin = mlp(), build(square), mlp(), build(square)
+    criterion(twin(INPUTS), TARGETS, net_twin, twin).backward()
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        bound = functools.partial(criterion, net=net, model=model)
+        engine.forward_backward(INPUTS, TARGETS, bound)
+    assert_gradients(net, gradients(net_twin))
+    assert_gradients(model, gradients(twin))
+
+
+def test_leaves_that_a_criterion_makes_are_its_own(devices):
+    """As for a gradient penalty: its graph reaches the point at which the gradient is taken."""
+    critic = build(lambda: nn.Sequential(square(), nn.Tanh())).requires_grad_(False)
+
+    def penalty(output, targets):
+        point = (output.detach() + targets).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(point).sum(), point, create_graph=True)
+        return (slope - output).square().mean()
+
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        assert_step(engine, INPUTS, TARGETS, penalty)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_with_whole_batch_hooks_see_their_gradient_once(devices, net, seen, holder):
+    model, twin, net_twin = mlp(), mlp(), build(square)
+    F.mse_loss(net_twin(twin(INPUTS)), TARGETS).backward()
+    with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
+        engine.forward_backward(INPUTS, TARGETS, HOLDERS[holder](net), whole_batch=True)
+    assert_gradients(net, gradients(net_twin))
+    assert_gradients(model, gradients(twin))
+    (gradient,) = seen
+    assert_close(gradient, net_twin.weight.grad, "what the hook saw")
+
+
+@pytest.mark.parametrize("before", [None, 1.5])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_with_whole_batch_a_step_that_fails_and_a_check_leave_nothing(
+    devices, net, seen, holder, before
+):
+    loss, fails = HOLDERS[holder](net), [True]
+
+    def hook(module, args, gradients):
+        if fails[0]:
+            raise ValueError("boom")
+
+    if before is not None:
+        net.weight.grad = torch.full_like(net.weight, before)
+    model = mlp()
+    model[2].register_full_backward_hook(hook)
+    with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
+        with pytest.raises(ValueError, match="boom"):
+            engine.forward_backward(INPUTS, TARGETS, loss, whole_batch=True)
+        fails[0] = False
+        assert engine.check(INPUTS, TARGETS, loss, whole_batch=True).passed
+        kept = None if net.weight.grad is None else net.weight.grad.unique().tolist()
+        assert kept == (before and [before])
+        assert seen == []
+        engine.forward_backward(INPUTS, TARGETS, loss, whole_batch=True)
+        assert len(seen) == 1, "the user's hook is there, and runs once"
+
+
+class OutOfMemory(nn.Linear):
+    """Runs out of memory with more than two rows, in the last replica alone."""
+
+    def forward(self, rows):
+        if len(rows) > 2 and torch.equal(rows[0], INPUTS[8]):
+            raise torch.OutOfMemoryError("not enough")
+        return super().forward(rows)
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:accum=.auto")
+def test_a_second_try_starts_anew(devices):
+    """Statistics that the first try had moved once stayed."""
+    found = []
+    for accum in ("auto", 2):
+        model = build(lambda: OutOfMemory(FEATURES, CLASSES))
+        net = build(lambda: nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.BatchNorm1d(CLASSES)))
+        net.requires_grad_(False)
+        with ScatterOnceParallel(model, accum, devices(3), verify=False) as engine:
+            engine.forward_backward(INPUTS, TARGETS, Task(net).loss)
+        found.append(gradients(model))
+        assert net[1].num_batches_tracked == 6
+    for name, value in found[1].items():
+        assert_close(found[0][name], value, name)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("of", ["teacher", "master"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
+    teacher = copy.deepcopy(model) if of == "teacher" else model
+    calls = []
+
+    def loss(output, targets):
+        features = teacher(INPUTS[: len(output)])
+        calls.append(len(output))
+        if whole or len(calls) == 4:
+            raise ValueError("boom")
+        return F.mse_loss(output, features.detach())
+
+    before = capture(teacher)
+    with (
+        ScatterOnceParallel(model, 3, devices(2), verify=False) as engine,
+        pytest.raises(ValueError, match="boom"),
+    ):
+        engine.forward_backward(INPUTS, TARGETS, loss, whole_batch=whole)
+    assert calls
+    assert differences(before, capture(teacher)) == []
+
+
+class Held(Classifier):
+    """Uses a network that only an object refers to, which no optimizer of the model finds."""
+
+    def __init__(self):
+        super().__init__()
+        net = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+        self.holder = Task([net.double()])  # an object of the user's, which replicas share
+
+    def forward(self, inputs):
+        return self.linear(inputs) + self.holder.net[0](inputs)
+
+
+def test_a_network_in_an_object_of_the_model_is_trained_by_no_replica():
+    """It was, in one memory. Its statistics are put back, as those of a criterion's network."""
+    model = build(Held)
+    net = model.holder.net[0]
+    before = capture(net)
+    with ScatterOnceParallel(model, 3, ["cpu"] * 2, verify=False) as engine:
+        with pytest.raises(ValueError, match=ARRIVES.format("a parameter of shape .*")):
+            engine.forward_backward(INPUTS, TARGETS, nn.MSELoss())
+        assert differences(before, capture(net)) == []
+        assert model.linear.weight.grad is None
+        net.requires_grad_(False).eval()
+        assert_step(engine, INPUTS, TARGETS, nn.MSELoss())
+
+
+# --- ranks that share a criterion ---
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(0.5))
+
+
+def contrast(net):
+    return lambda o, t: F.cross_entropy(net.value * o @ o.T, t.argmax(1))
+
+
+def contrast_in_slots(net):
+    slots = Slots(net.value)
+    return lambda o, t: F.cross_entropy(slots.net * o @ o.T, t.argmax(1))
+
+
+def beside(make, criterion_of):
+    """The model, a network that only the criterion reaches, and the criterion."""
+
+    def parts():
+        net = build(make)
+        return mlp(), net, criterion_of(net)
+
+    return parts
+
+
+SHARED = {  # what is trained, and options
+    "closed over": (beside(Scale, contrast), {"whole_batch": True}),
+    "in a reentrant checkpoint": (beside(square, checkpointed), {"whole_batch": True}),
+    "refused": (beside(square, lambda net: Task(net).loss), {}),
+    "in slots": (beside(Scale, contrast_in_slots), {"whole_batch": True}),
+}
+
+
+def on_each_rank(group, case):
+    make, options = SHARED[case]
+    model, net, criterion = make()
+    rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
+    how = {"process_group": group, "verify": "checkpoint" not in case}
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, **how) as engine:
+        try:
+            engine.forward_backward(INPUTS[rows], TARGETS[rows], criterion, **options)
+        except (ValueError, RuntimeError) as error:
+            return str(error), all_of(model, net)
+    return None, all_of(model, net)
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_count_a_network_that_all_of_them_reach_once(case):
+    """Each rank had the gradient of its own rows, or added its own copy of the same gradient.
+
+    The graph does not show what a reentrant checkpoint has inside, so the criterion is searched.
+    What is hidden in slots cannot be told apart.
+    """
+    model, net, criterion = SHARED[case][0]()
+    criterion(model(INPUTS), TARGETS).backward()
+    for said, grads in run_on_ranks(2, on_each_rank, case):
+        if case == "refused":
+            assert "a gradient arrives at net." in said
+            assert all(gradient is None for gradient in grads.values())
+            continue
+        if case == "in slots":
+            assert "the criterion reaches a parameter of shape ()" in said
+            assert "bind its module with functools.partial(criterion, net=net)" in said
+            assert all(gradient is None for gradient in grads.values())
+            continue
+        assert said is None
+        for name, gradient in all_of(model, net).items():
+            assert_close(grads[name], gradient, name)
+
+
+# --- functions that the module holds ---
+
+
+def test_a_function_that_torch_compiled_has_a_twin_too():
+    """``torch.compile`` returns a function that closes over what it compiles."""
+
+    def compiled(masked):
+        masked.linear.register_forward_hook(
+            torch.compile(lambda module, args, output: masked.multiply(output), backend="eager")
+        )
+
+    agree(Case(lambda: Multiplies(compiled), accum=1), "engine", ["cpu"])
+
+
+def test_what_else_they_close_over_stays_the_user_s(devices):
+    model, rows = linear(), []
+    holder = {"scale": 1.0}
+
+    def attach(scale):
+        def hook(module, args, output):
+            rows.append(len(output))
+            return output * holder["scale"] * scale * (1.0 if model.bias.requires_grad else 0.0)
+
+        def set_scale(value):
+            nonlocal scale
+            scale = value
+
+        model.register_forward_hook(hook)
+        return set_scale
+
+    set_scale = attach(1.0)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        assert_step(engine, INPUTS, LABELS, nn.CrossEntropyLoss())
+        assert sorted(rows) == [2] * 6 + [ROWS]
+        once = gradients(model)
+        model.zero_grad()
+        holder["scale"] = 0.5
+        set_scale(2.0)
+        engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
+    assert_gradients(model, once)
+
+
+def test_another_module_in_a_cell_is_obeyed(devices):
+    model = build(lambda: nn.ModuleList([nn.Linear(FEATURES, CLASSES) for _ in range(2)]))
+
+    def choose(chosen):
+        def switch(number):
+            nonlocal chosen
+            chosen = model[number]
+
+        model.forward = lambda rows: chosen(rows)
+        return switch
+
+    switch = choose(model[0])
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for number in (0, 1):
+            switch(number)
+            model.zero_grad()
+            engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
+            assert [part.weight.grad is not None for part in model] == [number == 0, number == 1]
+
+
+def test_what_they_name_of_their_file_is_told_and_not_trained(monkeypatch, devices):
+    """A twin of a function has the same file, and so runs the user's own module."""
+    model = nn.Sequential(linear())
+    monkeypatch.setitem(globals(), "NAMED", model[0])
+    model.forward = lambda rows: NAMED(rows)  # noqa: F821
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        pytest.warns(UserWarning, match="names 'NAMED' of its file"),
+        pytest.raises(ValueError, match=ARRIVES.format("a parameter of shape .*")),
+    ):
+        engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
+    assert model[0].weight.grad is None
+
+
+# --- two engines, one module ---
+
+TAKEN = "another engine is in the middle of a step that trains this Sequential"
+
+
+@pytest.mark.contract
+def test_two_engines_on_one_module_in_two_threads(devices):
+    """The second is refused while the first is inside: its gradient was lost, or counted often."""
+    model = mlp()
+    _, expected = whole_batch(model, INPUTS, TARGETS, F.mse_loss)
+    inside, release = threading.Event(), threading.Event()
+
+    def slow(output, targets):
+        inside.set()
+        assert release.wait(60)
+        return F.mse_loss(output, targets)
+
+    with (
+        ScatterOnceParallel(model, 2, devices(2), verify=False) as one,
+        ScatterOnceParallel(model, 1, devices(2), verify=False) as other,
+    ):
+        first = threading.Thread(target=one.forward_backward, args=(INPUTS, TARGETS, slow))
+        first.start()
+        assert inside.wait(60)
+        with pytest.raises(RuntimeError, match=f"{TAKEN}.* give each thread a copy"):
+            other.forward_backward(INPUTS, TARGETS, F.mse_loss)
+        other.eval()
+        assert_close(other(INPUTS), model(INPUTS), "inference")
+        release.set()
+        first.join(60)
+        assert not first.is_alive()
+        other.forward_backward(INPUTS, TARGETS, F.mse_loss)
+    assert_gradients(model, {name: value * 2 for name, value in expected.items()})
+
+
+def test_two_pairs_on_one_module_in_two_threads(devices):
+    model = mlp()
+    _, expected = whole_batch(model, INPUTS, TARGETS, F.mse_loss)
+
+    def work():
+        pair, criterion = DataParallelModel(model, devices(2)), DataParallelCriterion(F.mse_loss)
+        for _ in range(10):
+            criterion(pair(INPUTS), TARGETS).backward()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert_gradients(model, {name: value * 20 for name, value in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        ("the module", TAKEN),
+        ("a part", ARRIVES.format("inner.module.weight")),
+        ("another", ARRIVES.format("inner.module.weight")),
+    ],
+)
+def test_a_step_of_another_engine_inside_a_criterion_is_refused(devices, of, words):
+    model, other = mlp(), mlp(seed=1)[2]
+    inner = ScatterOnceParallel(
+        {"the module": model, "a part": model[2], "another": other}[of], verify=False
+    )
+
+    def loss(output, targets):
+        inner.forward_backward(randn(4, 7), None, lambda o, _: o.sum())
+        return F.mse_loss(output, targets)
+
+    with ScatterOnceParallel(model, 1, devices(2), verify=False) as engine:
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            engine.forward_backward(INPUTS, TARGETS, loss)
+        assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))

@@ -1,0 +1,141 @@
+"""Gradients add up in a wider dtype than they are kept in, with one rounding at the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.oracle import assert_step, build, randint, randn
+from harness.rank_processes import Counted, failure, run_on_ranks
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.draws
+
+DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
+SUBSTEPS = 64
+
+
+def one_weight():
+    return nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+
+
+def add_ones(model, rows, accum=1, device_ids=None, dtype=torch.bfloat16, **options):
+    """Add the gradient of a sum of ones: the number of rows, if nothing is lost."""
+    with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
+        ones = torch.ones(rows, 1, dtype=dtype)
+        engine.forward_backward(ones, criterion=lambda out, _: out.sum(), reduction="sum")
+
+
+def test_512_ones_add_up_to_256_in_bfloat16():
+    """Why the option is there: 256 + 1 is 256 in bfloat16."""
+    model = one_weight()
+    add_ones(model, 512, 512, ["cpu"])
+    assert model.weight.grad.item() == 256
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_512_ones_add_up_to_512_and_are_added_to_what_is_there(device_ids):
+    model = one_weight()
+    for expected in (512, 1024):
+        add_ones(model, 512, 512 // len(device_ids), device_ids, accumulate_dtype=torch.float32)
+        assert model.weight.grad.dtype == torch.bfloat16
+        assert model.weight.grad.item() == expected
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_is_rounded_once(device_ids, dtype):
+    """Every element is the float64 sum of the micro-batches' own gradients, rounded once."""
+    model = build(lambda: nn.Linear(16, 8)).to(dtype)
+    inputs, targets = randn(SUBSTEPS, 16).to(dtype), randn(SUBSTEPS, 8, seed=3).to(dtype)
+    exact = torch.zeros(8, 16, dtype=torch.float64)
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        model.zero_grad()
+        nn.MSELoss(reduction="sum")(model(x), y).backward()
+        exact += model.weight.grad.double()
+    model.zero_grad()
+    accum, wide = SUBSTEPS // len(device_ids), {"accumulate_dtype": torch.float64}
+    with ScatterOnceParallel(model, accum, device_ids, **wide) as engine:
+        engine.forward_backward(inputs, targets, nn.MSELoss(reduction="sum"))
+    assert torch.equal(model.weight.grad, exact.to(dtype))
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_what_is_wider_already_keeps_its_dtype(device_ids):
+    model = build(lambda: nn.Linear(6, 3))
+    with ScatterOnceParallel(model, 2, device_ids, accumulate_dtype=torch.float32) as engine:
+        assert_step(engine, randn(7, 6), randint(3, 7), nn.CrossEntropyLoss())
+    assert model.weight.grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_sparse_gradients_add_up_in_it_too(device_ids):
+    model = nn.EmbeddingBag(4, 1, mode="sum", sparse=True, dtype=torch.bfloat16)
+    options = {"dtype": torch.long, "accumulate_dtype": torch.float32}
+    add_ones(model, 512, 512 // len(device_ids), device_ids, **options)
+    assert model.weight.grad.is_sparse
+    assert model.weight.grad.to_dense()[1].item() == 512
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_a_users_own_grad_dtype_is_followed(device_ids):
+    model = one_weight()
+    model.weight.grad_dtype = torch.float32
+    for _ in range(2):  # the second one adds to what is there
+        add_ones(model, 514, 512 // len(device_ids), device_ids)
+    assert model.weight.grad.dtype == torch.float32
+    assert model.weight.grad.item() == 1028
+
+
+def test_bytes_of_wide_gradients_are_counted():
+    model = nn.Linear(100, 1, bias=False, dtype=torch.bfloat16)
+    sent = {}
+    for wide in (None, torch.float32):
+        with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"], accumulate_dtype=wide) as engine:
+            engine.forward_backward(
+                torch.ones(8, 100, dtype=torch.bfloat16), criterion=lambda out, _: out.mean()
+            )
+            sent[wide] = engine.last_step.bytes["reduce"]
+    assert sent == {None: 200, torch.float32: 400}
+
+
+def _wide_ranks(group):
+    model, rows = one_weight(), 200 + 200 * group.rank()
+    with Counted() as collectives:
+        add_ones(model, rows, 200, process_group=group, accumulate_dtype=torch.float32)
+    return model.weight.grad, [dtype for _, dtype, _ in collectives]
+
+
+def test_ranks_add_up_in_it():
+    """200 + 400 ones on two ranks: bfloat16 would give 512 at most."""
+    for gradient, dtypes in run_on_ranks(2, _wide_ranks):
+        assert gradient.dtype == torch.bfloat16
+        assert gradient.item() == 600
+        sums = [dtype for dtype in dtypes if dtype.is_floating_point]
+        assert sums == [torch.float64, torch.float32], "counts, gradients"
+
+
+def _unused_on_one_rank(group):
+    """Rank 1 has no gradient for the second layer, and still sends one of the wide dtype."""
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    model.forward = lambda rows: sum(layer(rows) for layer in model[: 2 - group.rank()])
+    add_ones(model, 4, process_group=group, accumulate_dtype=torch.float32)
+    return [p.grad.item() for p in model.parameters()]
+
+
+def test_a_gradient_that_one_rank_lacks():
+    assert run_on_ranks(2, _unused_on_one_rank) == [[8.0, 4.0]] * 2
+
+
+def _different(group):
+    wide = torch.float32 if group.rank() else None
+    return failure(ScatterOnceParallel, nn.Linear(1, 1), process_group=group, accumulate_dtype=wide)
+
+
+def test_ranks_that_differ_in_it_are_refused():
+    words = "rank 0 has accumulate_dtype=None, rank 1 has accumulate_dtype=torch.float32"
+    for kind, text in run_on_ranks(2, _different):
+        assert kind == "ValueError"
+        assert words in text

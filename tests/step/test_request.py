@@ -1,0 +1,392 @@
+"""Misuse gets words, not hangs: bad inputs, and steps where none can be."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from faults.bad_inputs import attempt, bad_inputs
+from faults.forked import run_forked
+from faults.state import capture, differences
+from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp
+from harness.oracle import (
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+    seeded,
+)
+from harness.stop_iteration import RaisesStopIteration, assert_arrives_from_everywhere
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from scatterpar import DataParallelModel, ScatterOnceParallel
+
+SECONDS = 120
+INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"
+
+
+@pytest.mark.parametrize("line", bad_inputs(), ids=lambda line: line[0])
+def test_bad_input_is_refused_and_changes_nothing(line):
+    code, expected, *words = line
+    kind, said, names = attempt(code)
+    with names["engine"] as engine:
+        assert kind == expected, said
+        assert all(word in said for word in words), said
+        model, x, y, loss = (names[name] for name in ("model", "x", "y", "loss"))
+        if model.weight.is_meta:  # the user's own doing
+            return
+        assert torch.equal(model.weight.grad, torch.ones(2, 4))
+        assert model.bias.grad is None
+        if "close()" not in code:
+            engine.train()
+            assert_step(engine, x, y, loss, relative=1e-5)
+
+
+# --- a step inside a step ---
+
+
+@pytest.fixture
+def engine(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        yield engine
+    gc.collect()
+
+
+def data(rows=8):
+    return randn(rows, FEATURES), randint(CLASSES, rows)
+
+
+def step(engine, criterion=nn.functional.cross_entropy, **options):
+    return engine.forward_backward(*data(), criterion, **options)
+
+
+@torch.no_grad()
+def infer(engine):
+    engine(data()[0])
+
+
+CALLS = {
+    "criterion": lambda engine: {"criterion": lambda *_: step(engine)},
+    "inference": lambda engine: {"criterion": lambda *_: infer(engine)},
+    "count": lambda engine: {"count": lambda *_: step(engine)},
+}
+HOOKS = {
+    "forward": lambda layer: layer.register_forward_hook,
+    "pre": lambda layer: layer.register_forward_pre_hook,
+    "backward": lambda layer: layer.register_full_backward_hook,
+    "parameter": lambda layer: layer.weight.register_hook,
+    "post-accumulate": lambda layer: layer.weight.register_post_accumulate_grad_hook,
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("place", [*CALLS, *HOOKS])
+def test_a_step_from_inside_a_step(engine, place):
+    """It fails with our words, changes nothing, and the next one works."""
+    options, handles = CALLS.get(place, lambda _: {})(engine), []
+    if place in HOOKS:
+        handles.append(HOOKS[place](engine.module[0])(lambda *_: step(engine)))
+    before = capture(engine.module)
+    with pytest.raises(RuntimeError, match=INSIDE):
+        step(engine, **options)
+    assert differences(before, capture(engine.module)) == []
+    for handle in handles:
+        handle.remove()
+    assert_step(engine, *data(), nn.CrossEntropyLoss())
+
+
+def test_close_from_inside_a_criterion(monkeypatch):
+    """Either refused in words or obeyed after the step; never a hang."""
+    monkeypatch.setattr("scatterpar.threads.workers._EXIT_SECONDS", 0.2)
+    engine = ScatterOnceParallel(mlp(), 2, ["cpu"] * 2)
+
+    def criterion(output, targets):
+        engine.close()
+        return nn.functional.cross_entropy(output, targets)
+
+    with contextlib.suppress(RuntimeError):
+        engine.forward_backward(*data(), criterion)
+    engine.close()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        step(engine)
+
+
+def test_two_threads_truly_at_once(engine):
+    """The second is refused while the first is known to be inside."""
+    inside, release = threading.Event(), threading.Event()
+
+    def criterion(output, targets):
+        inside.set()
+        assert release.wait(SECONDS)
+        return nn.functional.cross_entropy(output, targets)
+
+    first = threading.Thread(target=lambda: engine.forward_backward(*data(), criterion))
+    first.start()
+    assert inside.wait(SECONDS)
+    with pytest.raises(RuntimeError, match=f"{INSIDE}.* nor from a second thread"):
+        step(engine)
+    release.set()
+    first.join(SECONDS)
+    assert not first.is_alive()
+    assert engine.module[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("part", ["inputs", "targets"])
+def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devices, part):
+    batch = {"inputs": randn(6, FEATURES), "targets": randn(6, CLASSES)}
+    batch[part] = batch[part].as_subclass(RaisesStopIteration)
+    with ScatterOnceParallel(mlp(), 2, devices(2), verify=False) as engine:
+        assert_arrives_from_everywhere(
+            lambda: engine.forward_backward(batch["inputs"], batch["targets"], nn.MSELoss())
+        )
+
+
+# --- what modules return and have ---
+
+RETURNED = {
+    "several losses": (
+        lambda found: {"box": found.abs().mean(), "class": (found**2).mean()},
+        r"; pass criterion=lambda losses, _: sum\(losses\.v",
+        lambda losses, _: sum(losses.values()),
+    ),
+    "no loss": (
+        lambda found: {"logits": found},
+        r"the module must give the loss.*got dict; pass a criterion, such",
+        lambda output, _: output["logits"].mean(),
+    ),
+    "logits and a loss": (
+        lambda found: (found, found.mean()),
+        r"got tuple; pass a criterion, such as lambda output, _: output\[1\]",
+        lambda output, _: output[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_a_module_that_returns(devices, case):
+    """The error says what to pass, and with that it is exact."""
+    returned, words, criterion = RETURNED[case]
+    model = build(lambda: Returns(lambda logits, _: returned(logits)))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.raises(TypeError, match=words):
+            engine.forward_backward(data(6)[0])
+        assert_step(engine, data(6)[0], None, criterion)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta"])
+def test_devices_that_are_not_here(device):
+    with pytest.raises(ValueError, match=f"device_ids: {device} is not here"):
+        ScatterOnceParallel(mlp(), 1, [device])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_ordinals_without_an_accelerator_say_how_to_ask_for_the_cpu():
+    with pytest.raises(ValueError, match=r'none is visible here.*\["cpu"\] \* 2'):
+        ScatterOnceParallel(mlp(), 1, [0, 1])
+
+
+def test_a_buffer_elsewhere_is_named_too(devices):
+    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES)))
+    model[0].running_var = model[0].running_var.to("meta")
+    words = r"its buffer '0.running_var' is on meta; call \.to\('cpu'\)"
+    with pytest.raises(ValueError, match=words):
+        ScatterOnceParallel(model, 1, devices(2))
+
+
+def test_a_list_is_one_argument_and_a_tuple_several(devices):
+    class Pair(Classifier):
+        def forward(self, first, second=None):
+            first, second = first if second is None else (first, second)
+            return self.linear(first * second)
+
+    with ScatterOnceParallel(build(Pair), 2, devices(3)) as engine:
+        rows, labels = data(6)
+        by_tuple, by_list, by_dict = (
+            engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
+            for inputs in ((rows, rows), [rows, rows], {"first": rows, "second": rows})
+        )
+    assert by_tuple == by_list == by_dict
+
+
+# --- other processes ---
+
+FORKED = """
+import os, sys
+import torch
+from torch import nn
+from scatterpar import DataParallelModel, ScatterOnceParallel
+engine = ScatterOnceParallel(nn.Linear(2, 1), 2, {devices})
+x = torch.ones(8, 2)
+mean = lambda output, _: output.mean()
+if {used}:
+    engine.forward_backward(x, criterion=mean)
+child = os.fork()
+if child == 0:
+    try:
+        engine.forward_backward(x, criterion=mean)
+    except RuntimeError as error:
+        print("child:", error, flush=True)
+    engine.close()
+    with ScatterOnceParallel(nn.Linear(2, 1), 2, {devices}) as anew:
+        anew.forward_backward(x, criterion=mean)
+    print("child: anew", flush=True)
+    os._exit(0) if {abrupt} else sys.exit(0)
+_, status = os.waitpid(child, 0)
+engine.module.zero_grad()
+engine.forward_backward(x, criterion=mean)
+print("parent:", os.waitstatus_to_exitcode(status), engine.module.weight.grad.tolist())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize(
+    ("devices", "used", "abrupt"),
+    [(["cpu"] * 2, True, False), (["cpu:0", "cpu:1"], True, True), (["cpu"] * 2, False, False)],
+)
+def test_in_a_forked_child(devices, used, abrupt):
+    outcome = run_forked("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt))
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.splitlines() == [
+        "child: this engine belongs to another process: threads do not survive a fork; make "
+        "another in the process that uses it",
+        "child: anew",
+        "parent: 0 [[1.0, 1.0]]",
+    ], outcome.err
+
+
+MANY_FORKED = """
+import os, sys
+import torch
+from torch import nn
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+model, x = nn.Linear(2, 1), torch.ones(8, 2)
+targets, criterion = torch.ones(8, 1), nn.MSELoss()
+def by_engine():
+    with ScatterOnceParallel(model, 2, {devices}) as engine:
+        engine.forward_backward(x, targets, criterion)
+def by_pair():
+    pair = DataParallelModel(model, {devices})
+    DataParallelCriterion(criterion)(pair(x), targets).backward()
+compute = {compute}
+compute()
+codes = []
+for _ in range(16):
+    child = os.fork()
+    if child == 0:
+        compute()
+        os._exit(0)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(".", file=sys.stderr)  # not silent on a busy machine
+print(sum(map(bool, codes)), "of", len(codes), "died")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("compute", ["by_engine", "by_pair"])
+def test_forked_children_compute_at_once(compute):
+    """One in four once crashed: two threads made autograd's engine anew at the same time."""
+    code = MANY_FORKED.format(devices=["cpu"] * 4, compute=compute)
+    outcome = run_forked("-c", code)
+    assert (outcome.code, outcome.out) == (0, "0 of 16 died\n"), outcome.err
+
+
+# --- modules that cannot be replicated ---
+
+
+def packed(model):
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(3, 4), torch.ones(3, 4)))
+
+
+def quantised(model):
+    model[0].weight.quant_state = object()
+
+
+def scripted(model):
+    model[0] = torch.jit.script(model[0])
+
+
+def integers(model):
+    model.register_buffer("table", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (integers, r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr"),
+        (
+            packed,
+            r"the parameter '0.weight', a TwoTensor, .* made of other tensors, as torchao's",
+        ),
+        (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
+        (
+            scripted,
+            r"Sequential cannot be replicated, since its child '0' is a TorchScript module, .* "
+            r"torch.jit was given",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_replicated_are_refused_by_name(make, change, words):
+    with seeded():
+        change(model := nn.Sequential(nn.Linear(4, 3)))
+    with pytest.raises(TypeError, match=words):
+        make(model, device_ids=["cpu:0", "cpu:1"])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_is_refused_where_no_child_is_and_may_be_what_a_criterion_calls():
+    batch, loss = (randn(6, 4), randn(6, 3)), torch.jit.script(nn.MSELoss())
+    model = build(lambda: nn.Linear(4, 3))
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        with pytest.raises(TypeError, match="since it is a TorchScript module"):
+            engine.forward_backward(*batch, loss)
+        assert_step(engine, *batch, lambda output, targets: loss(output, targets))
+        model.hidden = [loss]
+        with pytest.raises(TypeError, match="in something that is no module, a TorchScript module"):
+            engine.forward_backward(*batch, nn.MSELoss())
+
+
+def test_one_memory_is_enough_for_quantised_parameters():
+    with seeded():
+        quantised(model := nn.Sequential(nn.Linear(4, 3)))
+    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
+        assert engine.replicas[1][0].weight.quant_state is model[0].weight.quant_state
+
+
+class HasItsEngine(Classifier):
+    """A module that makes its own engine, as a child or in a list."""
+
+    def __init__(self, make, place):
+        super().__init__()
+        engine = make(self, device_ids=["cpu"] * 2)
+        self.engine = [engine] if place == "list" else engine
+
+
+@pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
+@pytest.mark.parametrize("walk", [lambda m: m.train(), lambda m: m.to("cpu"), nn.Module.state_dict])
+def test_an_engine_that_is_a_child_of_its_own_module_is_named(make, walk):
+    with seeded():
+        model = HasItsEngine(make, "child")
+    words = rf"HasItsEngine has the {make.__name__} that wraps it as a child .* in a list, self.eng"
+    with pytest.raises(ValueError, match=words):
+        walk(model)
+
+
+def test_an_engine_in_a_list_of_its_own_module_trains_it():
+    model = build(lambda: HasItsEngine(ScatterOnceParallel, "list"))
+    (engine,) = model.train().engine
+    assert list(model.state_dict()) == ["linear.weight", "linear.bias"]
+    step(engine)
+    found = gradients(model)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(data()[0]), data()[1]).backward()
+    assert_gradients(model, found)
+    engine.close()

@@ -1,0 +1,461 @@
+"""``engine.loss``: to a loop that calls ``backward()`` it is the loss that plain torch computes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from faults.state import capture, differences
+from harness.freed import in_time
+from harness.models import CLASSES, FEATURES, mlp, token_classifier
+from harness.module_cases import (
+    Branches,
+    Complex,
+    InOneMemory,
+    Shares,
+    Tied,
+    sparse_tokens,
+    trained_buffer,
+)
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    gradients,
+    randint,
+    randn,
+    seeded,
+    whole_batch,
+)
+from harness.rank_processes import run_on_ranks
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from scatterpar import ScatterOnceParallel, count_labels
+
+CE = nn.CrossEntropyLoss()
+FIRST = randn(9, FEATURES), randint(CLASSES, 9)
+SECOND = randn(7, FEATURES, seed=3), randint(CLASSES, 7, seed=4)
+MIXED = ["cpu:0", "cpu:1", "cpu:0"]  # one replica shares the master's memory, one has its own
+
+
+def tokens(rows, seed):
+    """Token ids, and labels of which every fourth one is ignored: one of a row or two."""
+    labels = randint(CLASSES, rows, 6, seed=seed)
+    labels.view(-1)[::4] = -100
+    return randint(11, rows, 6, seed=seed), labels
+
+
+def of_labels(outputs, labels):
+    return cross_entropy(outputs, labels)
+
+
+def of_pairs(outputs, _):
+    return (outputs @ outputs.T).sigmoid().mean()
+
+
+class Head(nn.Module):
+    """A criterion with a network of its own, which is trained too."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = build(lambda: nn.Linear(CLASSES, CLASSES), 1)
+
+    def forward(self, outputs, targets):
+        return cross_entropy(self.network(outputs), targets)
+
+
+def two_alive(first, second, model):
+    one, other = first(), second()
+    other.backward()
+    one.backward()
+
+
+def accumulated(first, second, model):
+    for loss_of in (first, second, first):
+        (loss_of() / 3).backward()
+
+
+def by_grad(first, second, model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(2 * first(), parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        assert parameter.grad is None
+        parameter.grad = gradient
+
+
+def penalty(model):
+    return 0.1 * sum(p.abs().square().sum() for p in model.parameters())
+
+
+LOOPS = {
+    "plain": lambda first, *_: first().backward(),
+    "scaled": lambda first, *_: (first() / 3).backward(),
+    "scaled in place": lambda first, *_: first().mul_(0.3).backward(),
+    "by a gradient": lambda first, *_: first().backward(torch.tensor(-3.0).double()),
+    "beside a penalty": lambda first, _, model: (first() + penalty(model)).backward(),
+    "twice in one sum": lambda first, *_: ((loss := first()) + 2 * loss.exp()).backward(),
+    "two in one sum": lambda first, second, _: (first() + 0.5 * second()).backward(),
+    "two alive": two_alive,
+    "accumulated": accumulated,
+    "one dropped": lambda first, second, _: (first(), second().backward()),
+    "times zero": lambda first, *_: (0 * first()).backward(),
+    "only some inputs": lambda first, _, model: first().backward(inputs=[*model.parameters()][:1]),
+    "by grad": by_grad,
+}
+
+# A model, two batches, the criterion, and options of the step.
+KINDS = {
+    "mlp": (mlp, FIRST, SECOND, CE, {}),
+    "sum": (mlp, FIRST, SECOND, nn.CrossEntropyLoss(reduction="sum"), {}),
+    "unused": (lambda: build(Branches), FIRST, SECOND, CE, {}),
+    "tied": (lambda: build(Tied), FIRST, SECOND, CE, {}),
+    "ignored": (token_classifier, tokens(9, 2), tokens(5, 4), CE, {}),
+    "counted": (token_classifier, tokens(9, 2), tokens(5, 4), of_labels, {"count": count_labels()}),
+    "sparse": (lambda: build(sparse_tokens), tokens(9, 2), tokens(5, 4), CE, {}),
+    "complex": (lambda: build(Complex), FIRST, SECOND, CE, {}),
+    "one memory": (lambda: build(InOneMemory), FIRST, SECOND, CE, {}),
+    "one gradient": (Shares, FIRST, SECOND, CE, {}),
+    "trained buffer": (trained_buffer, FIRST, SECOND, CE, {}),
+    "pairs": (mlp, FIRST, SECOND, of_pairs, {"whole_batch": True}),
+}
+CASES = [("mlp", loop) for loop in LOOPS]
+CASES += [(k, loop) for k in KINDS for loop in ("scaled", "two in one sum") if k != "mlp"]
+CASES += [(k, loop) for k in ("unused", "sparse", "tied") for loop in ("accumulated", "by grad")]
+
+
+CONTRACT = [(kind, "scaled") for kind in ("mlp", "counted", "one memory", "one gradient", "unused")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop"),
+    [pytest.param(*c, marks=[pytest.mark.contract] * (c in CONTRACT)) for c in CASES],
+)
+def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
+    make, *batches, criterion, options = KINDS[kind]
+    with seeded():
+        model = make()
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 2, MIXED, verify=False) as engine:
+        LOOPS[loop](*(lambda b=b: engine.loss(*b, criterion, **options) for b in batches), model)
+    LOOPS[loop](*(lambda b=b: criterion(twin(b[0]), b[1]) for b in batches), twin)
+    assert_gradients(model, gradients(twin))
+    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+        if theirs.requires_grad:
+            assert_close(ours.grad, theirs.grad, name)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("shared", [False, True], ids=["", "one of them the model's"])
+def test_parameters_of_a_criterion_get_theirs(devices, shared):
+    model, criterion = mlp(), Head()
+    if shared:
+        criterion.network.bias = model[-1].bias
+    twin, plain = copy.deepcopy((model, criterion))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        (engine.loss(*FIRST, criterion) / 3).backward()
+    (plain(twin(FIRST[0]), FIRST[1]) / 3).backward()
+    assert_gradients(model, gradients(twin))
+    assert_gradients(criterion.network, gradients(plain.network))
+
+
+@pytest.mark.contract
+def test_the_loss_is_that_of_forward_backward_and_the_call_does_all_else(devices):
+    """Buffers, random state and the report move in the call; gradients wait."""
+    model = build(
+        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    )
+    twin = copy.deepcopy(model)
+    with (
+        ScatterOnceParallel(model, 2, devices(2), measure_noise=True) as engine,
+        ScatterOnceParallel(twin, 2, devices(2), measure_noise=True) as other,
+    ):
+        expected, outputs = other.forward_backward(*FIRST, CE, return_outputs=True)
+        loss, found = engine.loss(*FIRST, CE, return_outputs=True)
+        assert all(map(torch.equal, found, outputs))
+        assert torch.equal(loss, expected)
+        assert loss.requires_grad
+        assert all(p.grad is None for p in model.parameters())
+        for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+            assert torch.equal(ours, theirs), name
+        ours, theirs = engine.last_step, other.last_step
+        assert (ours.loss, ours.bytes, ours.noise) == (theirs.loss, theirs.bytes, theirs.noise)
+        loss.backward()
+        assert_gradients(model, gradients(twin), 0.0)
+        assert engine.last_step is ours
+
+
+@pytest.mark.draws
+def test_random_numbers_are_drawn_in_the_call(devices):
+    with ScatterOnceParallel(nn.Sequential(mlp(), nn.Dropout(0.5)), 2, devices(2)) as engine:
+        torch.manual_seed(5)
+        loss = engine.loss(*FIRST, CE)
+        after = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), after)
+        found = gradients(engine)
+        engine.zero_grad()
+        torch.manual_seed(5)
+        engine.forward_backward(*FIRST, CE)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert_gradients(engine, found, 0.0)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kept", [False, True])
+def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices, kept):
+    model, twin = mlp(), mlp()
+    seen = {model: [], twin: []}
+    for one, calls in seen.items():
+        weight, bias = one[0].weight, one[0].bias
+        if kept:
+            weight.grad, bias.grad = torch.ones_like(weight), torch.ones_like(bias)
+        weight.register_hook(lambda g, calls=calls: calls.append(g.clone()))
+        weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        bias.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p.grad.clone()))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        loss = engine.loss(*FIRST, CE) + 0.5 * engine.loss(*SECOND, CE)
+        assert not seen[model]
+        (2 * loss).backward()
+    (2 * (CE(twin(FIRST[0]), FIRST[1]) + 0.5 * CE(twin(SECOND[0]), SECOND[1]))).backward()
+    ours, theirs = (sorted(calls, key=torch.Tensor.dim) for calls in seen.values())
+    assert len(ours) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, "what a hook saw")
+    assert_gradients(model, gradients(twin))
+
+
+def test_what_changes_between_the_call_and_the_backward_pass(devices):
+    """The gradient is that of the call: a step of an optimizer meanwhile is no error."""
+    model = mlp()
+    _, expected = whole_batch(model, *FIRST, CE)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.loss(*FIRST, CE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        model[2].bias.requires_grad_(False)
+        loss.backward()
+    assert_gradients(model, expected | {"2.bias": None})
+
+
+@pytest.mark.contract
+def test_a_second_backward_pass_is_an_error(devices):
+    model = mlp()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.loss(*FIRST, CE)
+        loss.backward(retain_graph=True)
+        before = gradients(model)
+        with pytest.raises(RuntimeError, match="a second backward pass"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="a second backward pass"):
+            torch.autograd.grad(loss, model.parameters())
+        assert_gradients(model, before, 0.0)
+        with pytest.raises(RuntimeError, match="create_graph=True: the gradients"):
+            torch.autograd.grad(engine.loss(*FIRST, CE), model.parameters(), create_graph=True)
+        assert_gradients(model, before, 0.0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["parts", "whole batch"])
+def test_without_grad_it_is_a_number_and_nothing_runs_backward(devices, mode, options):
+    calls = []
+    model = mlp()
+    model[1].register_full_backward_hook(lambda *_: calls.append(1))
+    criterion = lambda outputs, targets: CE(outputs, targets)  # noqa: E731
+    with ScatterOnceParallel(model, 2, devices(3), measure_noise=True, verify=False) as engine:
+        with mode():
+            loss = engine.loss(*FIRST, criterion, **options)
+        assert not loss.requires_grad
+        assert not calls
+        assert_close(loss.clone(), CE(model(FIRST[0]), FIRST[1]).detach(), "loss")
+        assert all(p.grad is None for p in model.parameters())
+        assert engine.last_step.loss == loss.item()
+        assert math.isnan(engine.last_step.noise.scale)
+
+
+def test_statistics_move_without_grad_as_in_plain_torch(devices):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 1, devices(1)) as engine, torch.no_grad():
+        loss = engine.loss(*FIRST, CE)
+        assert_close(loss, CE(twin(FIRST[0]), FIRST[1]), "loss")
+    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-10), name
+
+
+@pytest.mark.filterwarnings("ignore:no label of this batch counts")
+def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        engine.loss(FIRST[0], torch.full((9,), -100), CE).backward()
+        assert all(p.grad is None for p in engine.module.parameters())
+
+
+@pytest.mark.contract
+def test_a_call_that_fails_changes_nothing(devices):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
+    before, calls = capture(model), []
+
+    def fails(outputs, targets):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyError("mine")
+        return CE(outputs, targets)
+
+    with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine:
+        with pytest.raises(KeyError, match="mine"):
+            engine.loss(*FIRST, fails)
+        assert differences(before, capture(model)) == []
+        assert engine.last_step is None
+        engine.loss(*FIRST, CE).backward()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
+def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
+    """Inside, the scale keeps small gradients; outside, the loop's own scaling brings it back."""
+    model, twin = mlp().float(), mlp().float()
+    inputs, labels = FIRST[0].float(), FIRST[1]
+
+    def losses_of(one, loss_of):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(scaler)
+            scaler.scale(loss * upstream).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(one.parameters(), 1.0)  # if a scale is left in
+            scaler.step(optimizer)
+            scaler.update()
+            yield loss.item()
+
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        ours = [*losses_of(model, lambda scaler: engine.loss(inputs, labels, CE, scaler=scaler))]
+    theirs = [*losses_of(twin, lambda _: CE(twin(inputs), labels))]
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(ours, theirs, name, 1e-5)
+
+
+def test_a_scaler_changes_no_bit_and_not_passing_one_to_backward_unscales(devices):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        engine.forward_backward(*FIRST, CE)
+        expected = gradients(engine)
+        engine.zero_grad()
+        engine.loss(*FIRST, CE, scaler=scaler).backward()
+        assert_gradients(engine, expected, 0.0)
+
+
+def test_a_scaler_keeps_what_half_precision_would_lose_and_finds_what_overflows(devices):
+    tiny = lambda outputs, _: outputs.float().mean() * 1e-7  # noqa: E731
+    model, inputs = build(lambda: nn.Linear(FEATURES, 1)).half(), FIRST[0].half()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.loss(inputs, None, tiny).backward()
+        assert not model.weight.grad.any()  # what fp16 cannot hold
+        model.zero_grad()
+        scaler.scale(engine.loss(inputs, None, tiny, scaler=scaler)).backward()
+        expected = inputs.double().mean(0) * 1e-7 * 2**14
+        assert torch.allclose(model.weight.grad[0].double(), expected, rtol=1e-2)
+    model = build(lambda: nn.Linear(FEATURES, 1)).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    large = lambda outputs, _: 100 * outputs.mean()  # noqa: E731
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        scaler.scale(engine.loss(FIRST[0].float(), None, large, scaler=scaler)).backward()
+    assert not math.isfinite(model.weight.grad.sum())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**126
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_sums_are_wide_and_rounded_once_after_the_factor(devices):
+    """A third of the sum in float32, rounded to bfloat16: not a third of the rounded one."""
+    weight = randn(CLASSES, 64).float()
+    inputs, found = randn(9, 64).bfloat16(), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.utils.skip_init(nn.Linear, 64, CLASSES, bias=False).bfloat16()
+        model.load_state_dict({"weight": weight})
+        model.weight.grad_dtype = dtype
+        with ScatterOnceParallel(model, 3, devices(3), accumulate_dtype=torch.float32) as engine:
+            loss = engine.loss(inputs, FIRST[1], CE)
+            (loss if dtype == torch.float32 else loss / 3).backward()
+        found[dtype] = model.weight.grad
+    assert found[torch.float32].dtype == torch.float32
+    rounded = (found[torch.float32] * float(torch.tensor(1 / 3).bfloat16())).bfloat16()
+    assert torch.equal(found[torch.bfloat16], rounded)
+
+
+@pytest.fixture
+def by_reference_counts_alone():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("end", ["backward", "dropped", "failed"])
+def test_nothing_is_held_after_the_backward_pass(devices, end, by_reference_counts_alone):
+    """What waits for the backward pass is the sum itself, which becomes ``.grad``."""
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # so that sums are added, and not taken
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        engine.forward_backward(*FIRST, CE)
+        before = set(map(id, tensors()))
+        loss = engine.loss(*FIRST, CE)
+        sums = [weakref.ref(t) for t in tensors() if id(t) not in before and t is not loss]
+        sizes = sorted(t().numel() for t in sums)
+        assert sizes == sorted(p.numel() for p in model.parameters())
+        if end == "backward":
+            loss.backward()
+        elif end == "dropped":
+            del loss
+        else:
+            model[0].bias.register_hook(lambda _: {}["mine"])
+            with pytest.raises(KeyError):
+                loss.backward()
+        assert in_time(lambda: not any(t() is not None for t in sums))
+
+
+def tensors():
+    objects = gc.get_objects()
+    return [t for t in objects if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def step_of_a_rank(group, devices):
+    model = mlp(group.rank())
+    inputs, targets = (FIRST, SECOND)[group.rank()]
+    with ScatterOnceParallel(model, 2, devices, process_group=group) as engine:
+        loss = engine.loss(inputs, targets, CE)
+        (loss / 3).backward()
+        found = gradients(model)
+        with torch.no_grad():
+            number = engine.loss(inputs, targets, CE)
+        with (
+            torch.set_grad_enabled(group.rank() == 0),
+            pytest.raises(RuntimeError, match="trained"),
+        ):
+            engine.loss(inputs, targets, CE)
+        engine.loss(inputs, targets, CE).backward()
+    return loss.detach(), number, found
+
+
+def test_ranks_give_the_gradient_of_all_batches(devices):
+    found = run_on_ranks(2, step_of_a_rank, devices(2))
+    both = [torch.cat(pair) for pair in zip(FIRST, SECOND, strict=True)]
+    expected, expected_gradients = whole_batch(mlp(), *both, CE)
+    for loss, number, grads in found:
+        assert_close(loss, expected, "loss")
+        assert torch.equal(loss, number)
+        for name, gradient in expected_gradients.items():
+            assert_close(grads[name], gradient / 3, name)
+            assert torch.equal(grads[name], found[0][2][name])

@@ -1,0 +1,572 @@
+"""ShardedOptimizer: the bits of the plain class, with its state on all devices of the engine."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import pickle
+import re
+import weakref
+
+import pytest
+import torch
+from harness.isolation import guarded
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import build, gradients, randint, randn
+from harness.rank_processes import run_on_ranks
+from torch import nn, optim
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from scatterpar import ScatterOnceParallel, ShardedOptimizer
+from scatterpar.devices.transfers import Transfers
+
+VIRTUAL = [f"cpu:{i}" for i in range(4)]
+PLACES = {
+    "shared": ["cpu"] * 4,
+    "virtual": VIRTUAL,
+    "uneven": ["cpu:0", "cpu:0", "cpu:1", "cpu:2"],
+}
+KINDS = {
+    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (optim.Adam, {"lr": 0.1, "amsgrad": True}),
+    "AdamW": (optim.AdamW, {"lr": 0.1}),
+    "AdamW, foreach": (optim.AdamW, {"lr": 0.1, "foreach": True}),
+    "Adagrad": (optim.Adagrad, {"lr": 0.1}),
+    "Adafactor": (optim.Adafactor, {"lr": 0.1}),
+    "Muon": (optim.Muon, {"lr": 0.1}),
+    "ASGD": (optim.ASGD, {"lr": 0.1}),
+}
+
+
+def matrices():
+    """Of odd sizes; Muon takes nothing else."""
+
+    def make():
+        sizes = [FEATURES, 13, 7, CLASSES]
+        layers = [nn.Linear(n, m, bias=False) for n, m in itertools.pairwise(sizes)]
+        return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+    return build(make).float()
+
+
+def batch(number, dtype=torch.float32):
+    return randn(12, FEATURES, seed=number, dtype=dtype), randint(CLASSES, 12, seed=number)
+
+
+assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+class Pair:
+    """A model whose optimizer is sharded, and its twin with the plain one, on one device."""
+
+    def __init__(self, model, device_ids, kind, **options):
+        self.model, self.twin = model, copy.deepcopy(model)
+        self.engine = ScatterOnceParallel(model, 1, device_ids)
+        self.sharded = ShardedOptimizer(self.engine, kind, **options)
+        self.plain = kind(self.twin.parameters(), **options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.close()
+
+    def backward(self, number):
+        """Both have the same gradients then."""
+        self.sharded.zero_grad()
+        self.engine.forward_backward(*batch(number, self.dtype), nn.CrossEntropyLoss())
+        self.plain.zero_grad()
+        for one, other in self.parameters():
+            other.grad = None if one.grad is None else one.grad.clone()
+
+    def step(self, number):
+        self.backward(number)
+        self.sharded.step()
+        self.plain.step()
+
+    @property
+    def dtype(self):
+        return next(self.model.parameters()).dtype
+
+    def parameters(self):
+        return zip(self.model.parameters(), self.twin.parameters(), strict=True)
+
+    def assert_same(self):
+        """Parameters, gradients, state and groups, bit by bit, and the replicas too."""
+        assert_same(gradients(self.model), gradients(self.twin))
+        assert_same(self.sharded.state_dict(), self.plain.state_dict())
+        for model in (self.model, *self.engine.replicas):
+            assert_same(list(model.parameters()), list(self.twin.parameters()))
+
+
+@pytest.mark.parametrize("device_ids", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
+def test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again(kind, options, device_ids):
+    with Pair(matrices(), device_ids, kind, **options) as pair:
+        for number in range(4):
+            pair.step(number)
+            assert not number or pair.engine.last_step.bytes["replicate"] == 0
+        pair.assert_same()
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
+def test_no_operation_mixes_memories(kind, options, monkeypatch):
+    if options.get("foreach"):
+        pytest.skip("on virtual devices torch takes the tensors of all of them for one's")
+    model = matrices()
+    with guarded(monkeypatch, model), ScatterOnceParallel(model, 1, VIRTUAL) as engine:
+        optimizer = ShardedOptimizer(engine, kind, **options)
+        for number in range(2):
+            optimizer.zero_grad()
+            engine.forward_backward(*batch(number), nn.CrossEntropyLoss())
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+
+
+def test_each_device_has_its_part_of_the_state():
+    model = build(lambda: nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)]))
+    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
+        optimizer = ShardedOptimizer(engine, optim.AdamW)
+        assert optimizer.state_bytes == {torch.device(name): 0 for name in VIRTUAL}
+        engine.forward_backward(randn(4, 16), None, lambda output, _: output.square().mean())
+        optimizer.step()
+        of_one = 2 * model[0].weight.nbytes + 4
+        assert optimizer.state_bytes == {torch.device(name): 2 * of_one for name in VIRTUAL}
+
+
+def test_the_master_comes_last_and_what_has_no_gradient_has_no_owner():
+    model = mlp()
+    model[0].requires_grad_(False)
+    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
+        optimizer = ShardedOptimizer(engine, optim.AdamW)
+        engine.forward_backward(*batch(0, torch.float64), nn.CrossEntropyLoss())
+        optimizer.step()
+        master, first, second, third = optimizer.state_bytes.values()
+        assert first > second > third == master == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(4, 3), (2, 4), (3, 0), (0, 3), (1, 2), (4, 1)],
+)
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad])
+def test_resumed_on_another_number_of_devices(kind, before, after):
+    """On none: with the plain class."""
+    model = mlp()
+    expected, _ = trained(copy.deepcopy(model), kind, 0, range(4))
+    model, saved = trained(model, kind, before, range(2))
+    model, _ = trained(model, kind, after, range(2, 4), saved)
+    assert_same(list(model.parameters()), list(expected.parameters()))
+
+
+def trained(model, kind, devices, numbers, saved=None):
+    engine = ScatterOnceParallel(model, 4, ["cpu"])  # the same gradients everywhere
+    other = ScatterOnceParallel(model, 1, VIRTUAL[: devices or 1])
+    optimizer = ShardedOptimizer(other, kind) if devices else kind(model.parameters())
+    with engine, other:
+        if saved is not None:
+            optimizer.load_state_dict(torch.load(io.BytesIO(saved)))
+        for number in numbers:
+            optimizer.zero_grad()
+            engine.forward_backward(*batch(number, torch.float64), nn.CrossEntropyLoss())
+            optimizer.step()
+        kept = io.BytesIO()
+        torch.save(optimizer.state_dict(), kept)
+    return model, kept.getvalue()
+
+
+@pytest.mark.parametrize("after", [["cpu"], *PLACES.values()], ids=["one", *PLACES])
+@pytest.mark.parametrize("before", PLACES.values(), ids=PLACES)
+def test_muon_for_matrices_and_adamw_for_the_rest(before, after):
+    """Two of them over one engine, with schedules, resumed on other devices and by plain ones."""
+
+    def optimizers_of(model, *engine):
+        parts = [[p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False)]
+        kinds = (optim.Muon, {"lr": 0.1}), (optim.AdamW, {"lr": 0.01})
+        both = []
+        for (kind, options), part in zip(kinds, parts, strict=True):
+            make = functools.partial(ShardedOptimizer, *engine, kind) if engine else kind
+            both.append(make(part, **options))
+        return both, [optim.lr_scheduler.LambdaLR(one, lambda n: 1 / (1 + n)) for one in both]
+
+    def assert_state(ours, plain):
+        for one, other in zip(itertools.chain(*ours), itertools.chain(*plain), strict=True):
+            assert_same(one.state_dict(), other.state_dict())
+
+    model = mlp().float()
+    twin = copy.deepcopy(model)
+    plain, saved = optimizers_of(twin), None
+    for device_ids in (before, after):
+        with ScatterOnceParallel(model, 2, device_ids) as engine:
+            ours = optimizers_of(model, engine)
+            if saved is not None:
+                saved.seek(0)
+                for one, state in zip(itertools.chain(*ours), torch.load(saved), strict=True):
+                    one.load_state_dict(state)
+            for number in range(3):
+                model.zero_grad()
+                engine.forward_backward(*batch(number), nn.CrossEntropyLoss())
+                assert not number or engine.last_step.bytes["replicate"] == 0
+                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                    other.grad = one.grad.clone()
+                for each in itertools.chain(*ours, *plain):
+                    each.step()
+            for replica in (model, *engine.replicas):
+                assert_same(list(replica.parameters()), list(twin.parameters()))
+            assert_state(ours, plain)
+            saved = io.BytesIO()
+            torch.save([one.state_dict() for one in itertools.chain(*ours)], saved)
+    again = optimizers_of(copy.deepcopy(twin))
+    for one, other in zip(itertools.chain(*again), itertools.chain(*ours), strict=True):
+        one.load_state_dict(other.state_dict())
+    assert_state(again, plain)
+
+
+def test_a_state_dict_is_a_copy():
+    with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
+        pair.step(0)
+        saved = pair.sharded.state_dict()
+        kept = copy.deepcopy(saved)
+        pair.step(1)
+        assert_same(saved, kept)
+        pair.sharded.load_state_dict(saved)
+        pair.sharded.step()
+        assert_same(saved, kept)
+
+
+def test_hooks_run_once_with_the_sharded_optimizer():
+    seen = []
+
+    def told(name, result=None):
+        return lambda optimizer, *_: seen.append((name, optimizer)) or result
+
+    with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
+        own = pair.sharded
+        handles = [
+            register_optimizer_step_pre_hook(told("every, before")),
+            register_optimizer_step_post_hook(told("every, after")),
+            own.register_step_pre_hook(told("before")),
+            own.register_step_post_hook(told("after")),
+            own.register_load_state_dict_pre_hook(told("before loading")),
+            own.register_load_state_dict_post_hook(told("after loading")),
+        ]
+        pair.backward(0)
+        own.step()
+        saved = own.state_dict()
+        own.load_state_dict(saved)
+        names = ["every, before", "before", "after", "every, after"]
+        assert [name for name, _ in seen] == [*names, "before loading", "after loading"]
+        assert all(optimizer is own for _, optimizer in seen)
+        own.register_load_state_dict_pre_hook(lambda _, found: {**found, "state": {}})
+        own.load_state_dict(saved)
+        assert not own.state
+        for handle in handles:
+            handle.remove()
+
+
+def test_scaler_clipping_and_schedule():
+    with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
+        scalers = [torch.amp.GradScaler("cpu", 1024.0) for _ in range(2)]
+        optimizers = [pair.sharded, pair.plain]
+        models = [pair.model, pair.twin]
+        schedules = [optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+        for number in range(4):
+            pair.sharded.zero_grad()
+            for scaler in scalers:
+                scaler.scale(torch.ones(()))  # as scaler.scale(loss) would
+            data = *batch(number, torch.float64), nn.CrossEntropyLoss()
+            pair.engine.forward_backward(*data, scaler=scalers[0])
+            if number == 1:
+                next(pair.model.parameters()).grad[0, 0] = torch.inf
+            for one, other in pair.parameters():
+                other.grad = one.grad.clone()
+            for scaler, optimizer, model, schedule in zip(
+                scalers, optimizers, models, schedules, strict=True
+            ):
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+        assert scalers[0].get_scale() == 512.0
+        pair.assert_same()
+
+
+def test_a_closure_is_called_once_with_gradients_on():
+    with Pair(mlp(), VIRTUAL, optim.SGD, lr=0.1) as pair:
+        calls = []
+
+        def closure():
+            calls.append(torch.is_grad_enabled())
+            pair.backward(0)
+            return 5
+
+        assert pair.sharded.step(closure) == 5
+        pair.plain.step()
+        assert calls == [True]
+        pair.assert_same()
+
+
+def test_groups_are_the_users():
+    with Pair(mlp(), VIRTUAL[:3], optim.AdamW) as pair:
+        late, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))  # of no module
+        for number in range(4):
+            pair.backward(number)
+            if number == 1:
+                pair.sharded.add_param_group({"params": [late], "lr": 0.2})
+                pair.plain.add_param_group({"params": [other], "lr": 0.2})
+            for optimizer, extra in ((pair.sharded, late), (pair.plain, other)):
+                optimizer.param_groups[0]["lr"] *= 0.5
+                extra.grad = torch.full((3,), 1.0 + number)
+                optimizer.step()
+            pair.assert_same()
+            assert_same(late.detach(), other.detach())
+        saved = pair.sharded.state_dict()
+        pair.sharded.load_state_dict(pair.plain.state_dict())
+        assert_same(pair.sharded.state_dict(), saved)
+        assert pair.sharded.param_groups[0]["params"][0] is next(pair.model.parameters())
+
+
+class Odd(nn.Module):
+    """Parameters of all sorts."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, FEATURES, sparse=True)
+        self.turned = nn.Parameter(torch.randn(FEATURES, FEATURES).T)
+        self.gaps = nn.Parameter(torch.randn(FEATURES, 2 * FEATURES)[:, ::2])
+        self.one = nn.Parameter(torch.randn(FEATURES, FEATURES))
+        self.same = nn.Parameter(self.one.detach())  # in one place with it
+        self.number = nn.Parameter(torch.randn(()))
+        self.none = nn.Parameter(torch.empty(0, FEATURES))
+        self.unused = nn.Parameter(torch.randn(3))
+        self.complex = nn.Parameter(torch.randn(FEATURES, dtype=torch.complex128))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs):
+        hidden = self.words((inputs[:, 0].abs() * 9).long() % 9) + inputs @ self.turned
+        hidden = hidden @ self.gaps + hidden @ self.one + (hidden @ self.same).tanh()
+        hidden = hidden + self.number + self.none.sum() + (hidden * self.complex).abs()
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_parameters_of_all_sorts(number):
+    model = build(Odd)
+    model.same.data = model.one.data
+    with Pair(model, VIRTUAL[:number], optim.SGD, lr=0.01, momentum=0.5) as pair:
+        pair.twin.same.data = pair.twin.one.data
+        for step in range(3):
+            pair.step(step)
+        pair.assert_same()
+
+
+def rebound(p):
+    p.data = p.detach().repeat_interleave(2, -1)[..., ::2]
+
+
+def through_data(p):
+    p.data.mul_(1.5)
+
+
+def in_place(p):
+    with torch.no_grad():
+        p.mul_(1.5)
+
+
+@pytest.mark.parametrize("write", [rebound, through_data, in_place])
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_what_the_user_writes_is_seen(write, when):
+    with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
+
+        def step():
+            pair.sharded.step()
+            pair.plain.step()
+
+        def write_all():
+            for p in (*pair.model.parameters(), *pair.twin.parameters()):
+                write(p)
+
+        for number in range(3):
+            pair.backward(number)
+            for act in (write_all, step) if when == "before the step" else (step, write_all):
+                act()
+            pair.assert_same()
+
+
+class Across(optim.Optimizer):
+    """Its rate depends on the gradients of all parameters, and is kept in the groups."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "seen": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                group["seen"] += p.grad.square().sum().item()
+                self.state[p]["last"] = p.grad.clone()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.state[p]["last"], alpha=group["lr"] / (1 + group["seen"]))
+
+
+def test_numbers_of_all_parameters_together():
+    with Pair(mlp(), VIRTUAL, Across) as pair:
+        for number in range(3):
+            pair.step(number)
+        pair.assert_same()
+        assert pair.sharded.param_groups[0]["seen"] > 0
+
+
+class Fails(optim.AdamW):
+    """Raises in the middle, on purpose: when it comes to the parameters of one shape."""
+
+    shape = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        everything = self.param_groups
+        for group in everything:
+            for p in group["params"]:
+                self.param_groups = [{**group, "params": [p]}]
+                super().step()
+                group["lr"] *= 1.0  # groups are written too
+                if tuple(p.shape) == Fails.shape:
+                    group["lr"] *= 2.0
+                    for q in group["params"]:  # as torch's SGD does with nesterov and foreach
+                        q.grad.mul_(0.5)
+                    raise torch.OutOfMemoryError("on purpose")
+        self.param_groups = everything
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["in the first step", "later"])
+@pytest.mark.parametrize("shape", [(7, FEATURES), (7,), (CLASSES, 7), (CLASSES,)], ids=str)
+def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkeypatch):
+    with Pair(mlp(), VIRTUAL, Fails) as pair:
+        if not first:
+            pair.step(0)
+        pair.backward(1)
+        before = copy.deepcopy((pair.model.state_dict(), pair.sharded.state_dict()))
+        given = gradients(pair.model)
+        monkeypatch.setattr(Fails, "shape", shape)
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose") as raised:
+            pair.sharded.step()
+        assert raised.value.__notes__ == [
+            "optimizer.step(): parameters and state are as they were before it"
+        ]
+        assert_same((pair.model.state_dict(), pair.sharded.state_dict()), before)
+        assert_same(gradients(pair.model), given)
+        monkeypatch.setattr(Fails, "shape", None)
+        pair.sharded.step()
+        pair.plain.step()
+        pair.step(2)
+        pair.assert_same()
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch):
+    with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
+        pair.step(0)
+        pair.backward(1)
+        before = copy.deepcopy((pair.model.state_dict(), pair.sharded.state_dict()))
+        calls, whole = [], Transfers.copy
+
+        def fails(self, *args):
+            calls.append(args)
+            if len(calls) == number + 1:
+                raise torch.OutOfMemoryError("on purpose")
+            return whole(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Transfers, "copy", fails)
+            try:
+                pair.sharded.step()
+            except torch.OutOfMemoryError:
+                patch.undo()
+                assert_same((pair.model.state_dict(), pair.sharded.state_dict()), before)
+                pair.sharded.step()
+        pair.plain.step()
+        pair.step(2)
+        pair.assert_same()
+
+
+def test_a_failed_load_changes_nothing():
+    with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
+        pair.step(0)
+        before = pair.sharded.state_dict()
+        other = optim.AdamW([torch.zeros(2)]).state_dict()
+        with pytest.raises(ValueError, match="size of optimizer's group"):
+            pair.sharded.load_state_dict(other)
+        assert_same(pair.sharded.state_dict(), before)
+        pair.step(1)
+        pair.assert_same()
+
+
+def test_copies_and_a_closed_engine_are_refused():
+    engine = ScatterOnceParallel(mlp(), 1, VIRTUAL[:2])
+    optimizer = ShardedOptimizer(engine, optim.AdamW)
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=re.escape("save its state_dict()")):
+            make(optimizer)
+    engine.forward_backward(*batch(0, torch.float64), nn.CrossEntropyLoss())
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed; make another"):
+        optimizer.step()
+    optimizer.engine = ScatterOnceParallel(engine.module, 1, VIRTUAL[:2])
+    optimizer.step()
+    optimizer.engine.close()
+
+
+def test_not_inside_a_step_of_the_engine():
+    model = mlp()
+    with ScatterOnceParallel(model, 1, VIRTUAL[:2]) as engine:
+        optimizer = ShardedOptimizer(engine, optim.AdamW)
+        last = list(model.parameters())[-1]
+        last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        with pytest.raises(RuntimeError, match="in the middle of a step"):
+            engine.forward_backward(*batch(0, torch.float64), nn.CrossEntropyLoss())
+
+
+def test_nothing_is_kept_between_steps():
+    """Neither the owners' gradients, nor copies of the state."""
+    kept = weakref.WeakSet()
+
+    class Keeps(optim.AdamW):
+        def step(self, closure=None):
+            kept.update(p.grad for p in self.param_groups[0]["params"])
+            super().step()
+
+    with Pair(mlp(), VIRTUAL, Keeps) as pair:
+        pair.backward(0)
+        pair.sharded.step()
+        pair.sharded.zero_grad()
+        pair.plain = None
+        assert not list(kept)
+
+
+def on_ranks(group):
+    """Ranks of unlike machines: one, two and three devices."""
+    model = matrices()
+    device_ids = VIRTUAL[: group.rank() + 1]
+    with ScatterOnceParallel(model, 1, device_ids, process_group=group) as engine:
+        optimizer = ShardedOptimizer(engine, optim.AdamW, lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            engine.forward_backward(*batch(3 * number + group.rank()), nn.CrossEntropyLoss())
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+    return [p.detach() for p in model.parameters()], state, engine.last_step.bytes["replicate"]
+
+
+def test_every_rank_steps_alike():
+    first, *others = run_on_ranks(3, on_ranks)
+    assert first[2] == 0
+    for other in others:
+        assert_same(other, first)

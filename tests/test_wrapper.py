@@ -1,0 +1,237 @@
+"""State dicts under the module's own keys; wrappers that are nested, copied, pickled and saved."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from harness.agree import BATCH
+from harness.models import CLASSES, FEATURES, Of, mlp
+from harness.oracle import assert_step, build
+from pair.common import Pair
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
+
+
+def has_a_module():
+    """Its own child is called ``module``: a prefix that must not be stripped."""
+    parts = {"module": nn.Linear(FEATURES, 6), "head": nn.Linear(6, CLASSES)}
+    return Of(lambda m, inputs: m.head(m.module(inputs).tanh()), **parts)
+
+
+def module_in_module():
+    """``module.weight`` and ``module.module.weight`` are both its own."""
+    return Of(lambda m, inputs: m.module(inputs), module=has_a_module())
+
+
+def same(one, other):
+    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def prefixed(state):
+    return {f"module.{key}": value for key, value in state.items()}
+
+
+FACTORIES = {
+    "mlp": mlp,
+    "child": lambda seed=0: build(has_a_module, seed),
+    "child in child": lambda seed=0: build(module_in_module, seed),
+}
+each_factory = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+each_wrapper = pytest.mark.parametrize(
+    "wrapper", [ScatterOnceParallel, DataParallelModel, DataParallelCriterion]
+)
+
+
+def load(module, state):
+    result = module.load_state_dict(state)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+
+
+@pytest.mark.contract
+@each_factory
+@each_wrapper
+def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(devices, wrapper, make):
+    wrapped = wrapper(make(), device_ids=devices(2))
+    assert list(wrapped.state_dict(prefix="x.")) == [f"x.{key}" for key in make().state_dict()]
+    for seed, rename in enumerate((dict, prefixed), 1):
+        state = make(seed=seed).state_dict()
+        assert not same(wrapped.state_dict(), state)
+        load(wrapped, rename(state))
+        assert same(wrapped.state_dict(), state)
+        assert same(wrapped.module.state_dict(), state)
+
+
+@each_factory
+@each_wrapper
+def test_as_a_child_of_another_module(devices, wrapper, make):
+    """A parent saves and loads it under the keys that the bare model would have there."""
+
+    def parent(child):
+        return nn.ModuleDict({"backbone": child, "other": build(lambda: nn.Linear(2, 2))})
+
+    bare, nested = parent(make(seed=1)), parent(wrapper(make(), device_ids=devices(2)))
+    assert list(nested.state_dict()) == list(bare.state_dict())
+    # One that was saved with ``nn.DataParallel`` there has keys ``backbone.module.…``.
+    for saved in (bare, parent(nn.DataParallel(make(seed=1)))):
+        nested["backbone"].module.load_state_dict(make(seed=2).state_dict())
+        load(nested, saved.state_dict())
+        assert same(nested.state_dict(), bare.state_dict())
+    for module in (nested, bare):
+        load(module, nested.state_dict())
+
+
+@each_wrapper
+def test_parameters_modes_and_devices_are_the_module_s(devices, wrapper):
+    model = mlp()
+    wrapped = wrapper(model, device_ids=devices(2))
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter.fill_(7)
+    assert all((parameter == 7).all() for parameter in model.parameters())
+    wrapped.eval()
+    assert not model.training
+    assert not model[0].training
+    wrapped.train()
+    assert model[0].training
+    wrapped.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    wrapped.zero_grad()
+
+
+def test_a_criterion_that_is_a_function_has_no_state():
+    criterion = DataParallelCriterion(cross_entropy)
+    assert criterion.state_dict() == {}
+    assert list(criterion.parameters()) == []
+    assert criterion.module == cross_entropy
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_weights_train(devices, assign):
+    state = prefixed(mlp(seed=1).state_dict())
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        before = assert_step(engine, *BATCH, cross_entropy)
+        engine.load_state_dict(state, assign=assign)
+        with torch.no_grad():  # by assignment the module has the tensors of the dict
+            state["module.0.weight"].zero_()
+        assert (not engine.module[0].weight.any()) == assign
+        after = assert_step(engine, *BATCH, cross_entropy)
+    assert not torch.equal(before, after)
+
+
+def test_versions_of_layers_survive_the_prefix(devices):
+    """Batch normalisation forgives a missing count of batches only in a dict of an old version."""
+    engine = ScatterOnceParallel(build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES))))
+    saved = nn.DataParallel(engine.module).state_dict()
+    del saved["module.0.num_batches_tracked"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.num_batches_tracked"'):
+        engine.load_state_dict(saved)
+    for versions in saved._metadata.values():
+        versions["version"] = 1
+    engine.load_state_dict(saved)
+
+
+def test_missing_and_unexpected_keys_are_named_as_the_module_names_them(devices):
+    engine = ScatterOnceParallel(mlp(), 1, devices(2))
+    state = prefixed(mlp().state_dict())
+    del state["module.0.weight"]
+    state["module.stranger"] = torch.ones(1)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0.weight"') as caught:
+        engine.load_state_dict(state)
+    assert '"stranger"' in str(caught.value)
+    result = engine.load_state_dict(state, strict=False)
+    assert result.missing_keys == ["0.weight"]
+    assert result.unexpected_keys == ["stranger"]
+
+
+def through_torch_save(wrapper):
+    file = io.BytesIO()
+    torch.save(wrapper, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda wrapper: pickle.loads(pickle.dumps(wrapper)),
+    "torch.save": through_torch_save,
+    "a list in a deepcopy": lambda wrapper: copy.deepcopy([wrapper])[0],
+}
+
+
+def check(one):
+    if isinstance(one, Pair):
+        one.check(*BATCH)
+    else:
+        assert_step(one, *BATCH, cross_entropy)
+
+
+@pytest.mark.parametrize("layout", ["cpu cpu cpu", "cpu:0 cpu:1 cpu:2", "cpu:0 cpu:1 cpu:1"])
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["engine", "pair"])
+def test_copies_work_and_share_nothing(layout, way, kind):
+    """Made of what has not run yet, and of what has."""
+    if kind == "pair":
+        one = Pair(mlp(), cross_entropy, layout.split())
+    else:
+        one = ScatterOnceParallel(mlp(), 2, layout.split(), buffers="batch", check_finite=True)
+    twins = [COPIES[way](one)]
+    check(one)
+    twins.append(COPIES[way](one))
+    if kind == "engine":
+        assert all(twin.plan(9) == one.plan(9) for twin in twins)
+        assert all(twin.buffer_policy == "batch" for twin in twins)
+    for twin in twins:
+        with torch.no_grad():
+            twin.module[0].weight.mul_(2)
+        kept = one.module[0].weight.grad.clone()
+        check(twin)
+        assert torch.equal(one.module[0].weight.grad, kept)
+        check(one)
+    if kind == "engine":
+        one.close()
+    del one
+    gc.collect()
+    for twin in twins:
+        check(twin)
+    for twin in twins if kind == "engine" else ():
+        with pytest.raises(FloatingPointError):
+            twin.forward_backward(BATCH[0] * float("nan"), BATCH[1], cross_entropy)
+        twin.close()
+
+
+def test_the_pair_s_graph_needs_neither_the_pair_nor_its_threads(devices):
+    pair = Pair(mlp(), cross_entropy, devices(4))
+    loss, model = pair.loss(*BATCH), pair.module
+    del pair
+    gc.collect()
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_replicas_can_be_saved(devices):
+    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+        found = through_torch_save(list(engine.replicas))
+        for one, other in zip(found, engine.replicas, strict=True):
+            assert same(one.state_dict(), other.state_dict())
+
+
+def test_the_module_alone_can_be_copied_after_steps(devices):
+    """EMA libraries deep-copy the model in mid-training: nothing of the engine clings to it."""
+    model = mlp()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, *BATCH, cross_entropy)
+        twin = copy.deepcopy(model)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        averaged.update_parameters(model)
+        pickle.dumps(model)
+    assert same(twin.state_dict(), model.state_dict())

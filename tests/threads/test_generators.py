@@ -1,0 +1,243 @@
+"""Random numbers: reproducible to the bit, different in every replica, and nobody else's."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from harness.models import CLASSES, Returns, mlp
+from harness.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal
+from harness.oracle import assert_close, assert_gradients, build, gradients
+from pair.common import Pair
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = [pytest.mark.core, pytest.mark.draws]
+LABELS = BATCH[1]
+by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
+
+
+@pytest.fixture(autouse=True)
+def _forget_masks():
+    Masks.drawn.clear()
+    yield
+    Masks.drawn.clear()
+    Masks.replay = False
+
+
+@contextlib.contextmanager
+def training(runner, model, device_ids, accum=2, criterion=None):
+    """``step(inputs, targets, seed)``: the loss of a step that begins without gradients."""
+    criterion = criterion or nn.CrossEntropyLoss()
+
+    def by_pair(*batch):
+        loss = pair.loss(*batch)
+        between = torch.rand(3)  # others draw before backward, and get what they would get
+        assert between.unique().numel() == 3
+        state = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        return loss.detach()
+
+    def step(inputs=BATCH[0], targets=LABELS, seed=None):
+        model.zero_grad()
+        if seed is not None:
+            torch.manual_seed(seed)
+        loss = run(inputs, targets)
+        return [loss, *(p.grad.clone() for p in model.parameters())]
+
+    with contextlib.ExitStack() as stack:
+        if runner == "pair":
+            pair = Pair(model, criterion, device_ids)
+            run = by_pair
+        else:
+            how = {"whole_batch": runner == "whole batch"}
+            engine = stack.enter_context(ScatterOnceParallel(model, accum, device_ids))
+            run = lambda *batch: engine.forward_backward(*batch, criterion, **how)  # noqa: E731
+        yield step
+
+
+@pytest.mark.parametrize("runner", ["engine", "pair", "whole batch"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_of_the_masks_that_were_drawn(devices, variant, runner):
+    """Replay the very masks on one device: a recomputation with others would show here."""
+    model, twin = build(lambda: Noisy(VARIANTS[variant])), build(Noisy)
+    with training(runner, model, devices(4), 3) as step:
+        for seed in range(3):
+            Masks.drawn.clear()
+            Masks.replay = False
+            loss = step(NUMBERED, seed=seed)[0]
+            masks = {tuple(mask.tolist()) for mask in Masks.drawn.values()}
+            assert len(Masks.drawn) == len(masks) == ROWS, "another one for each row"
+            Masks.replay = True
+            twin.zero_grad()
+            expected = nn.CrossEntropyLoss()(twin(NUMBERED), LABELS)
+            expected.backward()
+            assert_close(loss, expected.detach(), "loss")
+            assert_gradients(model, gradients(twin))
+
+
+@pytest.mark.contract
+@by_both
+def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices, runner):
+    with training(runner, dropout_model(), devices(3)) as step:
+        first, other = step(seed=7), step(seed=8)
+        step(BATCH[0][:5], LABELS[:5])
+        assert equal(first, step(seed=7))
+        assert not equal(first, other)
+        torch.manual_seed(1)
+        assert len({step()[0].item() for _ in range(6)}) == 6, "without a new seed they differ"
+
+
+@by_both
+def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, runner):
+    """If only replica 1 drew, the next step must not draw the same again."""
+
+    def of_the_last(logits, inputs):
+        return logits * torch.rand_like(logits) if (inputs[-1] == BATCH[0][-1]).all() else logits
+
+    with training(runner, build(lambda: Returns(of_the_last)), devices(2), 1) as step:
+        assert step(seed=1)[0] != step()[0]
+
+
+@pytest.mark.parametrize("model", [mlp, lambda: dropout_model().eval()])
+def test_a_model_that_draws_nothing_leaves_the_generator_untouched(devices, model):
+    before = torch.get_rng_state()
+    with ScatterOnceParallel(model(), 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        engine.eval()
+        engine(BATCH[0])
+    Pair(model(), nn.CrossEntropyLoss(), devices(3)).check(*BATCH)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
+    ours, plain = dropout_model(), dropout_model()
+    with training("engine", ours, devices(1), accum) as step:
+        found = [*step(seed=5)[1:], *step()[1:], torch.rand(3)]
+    torch.manual_seed(5)
+    expected = []
+    for _ in range(2):
+        plain.zero_grad()
+        for inputs, targets in zip(BATCH[0].chunk(accum), LABELS.chunk(accum), strict=True):
+            (nn.functional.cross_entropy(plain(inputs), targets) * (len(inputs) / ROWS)).backward()
+        expected += [p.grad.clone() for p in plain.parameters()]
+    assert equal(found, [*expected, torch.rand(3)])
+
+
+@pytest.mark.contract
+def test_inference_draws_on_and_the_seed_decides_it(devices):
+    model = dropout_model()
+    found = []
+    with ScatterOnceParallel(model, 2, devices(3)) as engine, torch.no_grad():
+        for seed in (1, None, 1, None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            found.append(engine(BATCH[0]))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.contract
+def test_replica_0_continues_the_caller_s_stream(devices):
+    """Its masks are those that a plain call with the same seed draws."""
+    with training("engine", build(Noisy), devices(3), 1) as step:
+        step(NUMBERED, seed=11)
+    torch.manual_seed(11)
+    expected = torch.bernoulli(torch.full((8, 32), 0.5).double()) * 2
+    assert torch.equal(torch.stack([Masks.drawn[row] for row in range(8)]), expected)
+
+
+WAYS = [
+    torch.rand_like,
+    torch.randn_like,
+    lambda x: torch.rand(x.shape, dtype=x.dtype),
+    lambda x: torch.randn(x.shape, dtype=x.dtype),
+    lambda x: torch.normal(x.detach(), 1.0),
+    lambda x: torch.empty_like(x).uniform_(),
+    lambda x: torch.empty_like(x).normal_(),
+    lambda x: torch.empty_like(x).exponential_(),
+    lambda x: torch.randperm(x.numel()).view(x.shape),
+    lambda x: torch.randint(9, x.shape),
+    lambda x: torch.multinomial(torch.ones(x.shape), x.shape[1]),
+    lambda x: nn.functional.dropout(torch.ones_like(x)),
+    lambda x: nn.functional.rrelu(-torch.ones_like(x), training=True),
+    lambda x: nn.functional.gumbel_softmax(x.detach()),
+    lambda x: torch.distributions.Gamma(torch.ones_like(x), 1.0).sample(),
+    lambda x: nn.init.xavier_uniform_(torch.empty_like(x)),
+    lambda x: nn.functional.scaled_dot_product_attention(*[x.detach()[None]] * 3, dropout_p=0.5)[0],
+]
+
+
+def forks(x):
+    """``fork_rng``, and a seed, in a forward pass: they stay in that replica's stream."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        fixed = torch.rand(())
+    return fixed * torch.rand(()) * torch.ones_like(x)
+
+
+@pytest.mark.parametrize("draw", [*WAYS, forks])
+def test_every_way_to_draw(devices, draw):
+    """Same seed same bits, another seed other bits, other rows other numbers in each replica."""
+    model = build(lambda: Returns(lambda logits, _: logits * draw(logits).to(logits.dtype)))
+    with training("engine", model, devices(3)) as step:
+        runs = [step(seed=seed) for seed in (1, 1, 2, 1)]
+    assert equal(runs[0], runs[1])
+    assert equal(runs[0], runs[3])
+    assert not equal(runs[0], runs[2])
+
+
+def test_a_generator_of_the_user_s_own_is_respected(devices):
+    """An explicit generator is the user's: it is not exchanged for the replica's."""
+    own = torch.Generator()
+
+    def model():
+        return build(
+            lambda: Returns(lambda logits, _: logits * torch.rand(CLASSES, generator=own).double())
+        )
+
+    before = torch.get_rng_state()
+    with training("engine", model(), devices(1), 1) as step:
+        own.manual_seed(4)
+        first = step()
+        own.manual_seed(4)
+        assert equal(first, step())
+    with training("engine", model(), devices(3), 1) as step:
+        state = own.get_state()
+        step()
+    assert not torch.equal(own.get_state(), state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.contract
+@by_both
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas, runner):
+    """One replica draws from the process's own generator, several from theirs."""
+
+    def fail(logits, inputs):
+        torch.rand(3)
+        if (inputs == BATCH[0][-1]).all(1).any():
+            raise ArithmeticError("after drawing")
+        return logits
+
+    with training(runner, build(lambda: Returns(fail)), devices(replicas)) as step:
+        before = torch.get_rng_state()
+        with pytest.raises(ArithmeticError):
+            step()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@by_both
+def test_a_criterion_that_draws(devices, runner):
+    def criterion(output, targets):
+        return nn.functional.cross_entropy(nn.functional.dropout(output, 0.5), targets)
+
+    with training(runner, mlp(), devices(3), criterion=criterion) as step:
+        found = [step(seed=seed)[0] for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]

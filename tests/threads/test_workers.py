@@ -1,0 +1,161 @@
+"""Which replicas compute at once when there are more of them than cores.
+
+Four replicas of a tiny model once took four times as long on two cores as one thread would:
+in every operator they took the interpreter's lock from each other. So those that a core is
+there for go first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from harness.notes import beginning_of_note
+from harness.oracle import build, randn
+from harness.watch import Watch
+from torch import nn
+
+import scatterpar.devices.runtime
+import scatterpar.threads.workers
+from scatterpar import DataParallelModel, ScatterOnceParallel
+
+pytestmark = pytest.mark.core
+
+REPLICAS = 4
+SECONDS = 120
+
+
+@pytest.fixture(params=[1, 2, 3])
+def cores(request, monkeypatch):
+    monkeypatch.setattr(
+        scatterpar.devices.runtime,
+        "max_concurrency",
+        lambda devices: min(len(devices), request.param),
+    )
+    return request.param
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """Nobody starts before its turn, however busy the machine is."""
+    monkeypatch.setattr(scatterpar.threads.workers, "_HEAD_START_SECONDS", SECONDS)
+
+
+class Watched(nn.Linear):
+    def forward(self, inputs):
+        with self.watch:
+            time.sleep(0.002)
+        return super().forward(inputs)
+
+
+def mean(output, _):
+    return output.mean()
+
+
+def test_short_work_keeps_to_the_cores(devices, cores, patience):
+    model = build(lambda: Watched(2, 1))
+    model.watch = watch = Watch()
+    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
+        engine.forward_backward(randn(REPLICAS, 2), criterion=mean)
+    assert watch.most <= cores
+    names = [f"scatterpar replica {i}, {device}" for i, device in enumerate(devices(REPLICAS))]
+    assert sorted(watch.threads) == names
+
+
+@pytest.mark.contract
+def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
+    """It may keep numbers of its own, such as a running mean."""
+    watch = Watch()
+
+    def criterion(output, _):
+        with watch:
+            time.sleep(0.01)
+        return output.mean()
+
+    with ScatterOnceParallel(build(lambda: nn.Linear(2, 1)), 2, devices(3)) as engine:
+        engine.forward_backward(randn(6, 2), criterion=criterion)
+    assert watch.most == 1
+
+
+class Meets(nn.Linear):
+    def forward(self, inputs):
+        self.barrier.wait(SECONDS)
+        return super().forward(inputs)
+
+
+def test_replicas_that_wait_for_each_other_all_start(devices, cores):
+    model = build(lambda: Meets(2, 1))
+    model.barrier = threading.Barrier(REPLICAS)
+    with ScatterOnceParallel(model, 3, devices(REPLICAS), verify=False) as engine:
+        engine.forward_backward(randn(3 * REPLICAS, 2), criterion=mean)
+    assert not model.barrier.broken
+
+
+class Visits(set):
+    """Shared by the replicas: not one of the plain containers that they copy."""
+
+
+class Fails(nn.Linear):
+    lock = threading.Lock()
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.visits = Visits()
+
+    def forward(self, inputs):
+        with self.lock:
+            self.visits.add(int(inputs[0, 0]))
+        raise ValueError("boom")
+
+
+NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
+
+
+def test_when_all_fail_the_first_replica_speaks(devices, cores):
+    """The fastest to fail once kept replica 0 from failing, now and then."""
+    model = build(Fails)
+    pair = DataParallelModel(model, devices(REPLICAS))
+    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
+        for _ in range(30):
+            for step in (
+                lambda: engine.forward_backward(NUMBERED, criterion=mean),
+                lambda: pair(NUMBERED),
+            ):
+                with pytest.raises(ValueError, match="boom") as caught:
+                    step()
+                first = beginning_of_note(0, devices(REPLICAS)[0])
+                assert caught.value.__notes__[0].startswith(first)
+
+
+def test_who_waits_while_another_fails_never_starts(devices, cores, patience):
+    model = build(Fails)
+    with pytest.raises(ValueError, match="boom"):
+        DataParallelModel(model, devices(REPLICAS))(NUMBERED)
+    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
+        with pytest.raises(ValueError, match="boom"):
+            engine.forward_backward(NUMBERED, criterion=mean)
+        assert model.visits <= set(range(cores))
+        model.__class__ = nn.Linear
+        engine.forward_backward(NUMBERED, criterion=mean)
+
+
+def test_every_accelerator_starts_at_once():
+    devices = [torch.device("cpu"), *[torch.device("cuda", i) for i in range(63)]]
+    assert scatterpar.devices.runtime.max_concurrency(devices) == 64
+
+
+def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
+    """The threads' end once overtook the calls that were still to come: nobody ever ended."""
+    monkeypatch.setattr(scatterpar.threads.workers, "_EXIT_SECONDS", 0.5)
+    model = build(lambda: Watched(2, 1))
+    model.watch = Watch()
+    engine = ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False)
+
+    def criterion(output, _):
+        engine.close()
+        return output.mean()
+
+    engine.forward_backward(randn(REPLICAS, 2), criterion=criterion)
+    assert len(model.watch.threads) == REPLICAS

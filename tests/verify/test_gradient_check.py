@@ -1,0 +1,170 @@
+"""``engine.check``: the gradient beside that of a plain whole-batch backward, without a trace."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from faults.state import capture, differences
+from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp
+from harness.oracle import build, randn
+from harness.rank_processes import run_on_ranks
+from harness.weighted import classes, padded
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import ScatterOnceParallel, count_labels
+
+ROWS = 23
+INPUTS = randn(ROWS, FEATURES)
+LOSS = nn.CrossEntropyLoss()
+
+
+def lam(output, targets):
+    return F.cross_entropy(output, targets)
+
+
+def test_exact_says_so_in_a_sentence(devices):
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        report = engine.check(INPUTS, padded(ROWS), LOSS)
+    assert report.passed
+    assert report.worst < 1e-10
+    assert report.parameter in dict(engine.module.named_parameters())
+    assert str(report) == (
+        f"gradients of 23 rows beside those of a plain whole-batch backward: largest relative "
+        f"difference {report.worst:.2e}, in {report.parameter}: only rounding differs "
+        f"(limit 1e-10)."
+    )
+
+
+def test_a_difference_is_measured_and_has_a_meaning(devices):
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        report = engine.check(INPUTS, padded(ROWS), lam)
+        assert not report.passed
+        assert 0.01 < report.worst < 10
+        assert "NOT the same (limit 1e-10). The loss is no mean over rows" in str(report)
+        assert str(report).endswith("its padding or on other rows: mask the padding.")
+        assert "count=" in str(report)
+        assert engine.check(INPUTS, padded(ROWS), lam, count=count_labels()).passed
+        assert not engine.check(INPUTS, padded(ROWS), LOSS, reduction="sum").passed
+
+
+def test_the_difference_is_the_one_there_is():
+    model = build(lambda: nn.Linear(FEATURES, 1))
+    with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
+        report = engine.check(INPUTS[:8], None, lambda o, t: o.sum())
+    assert report.worst == pytest.approx(0.5)
+
+
+class Everything(Classifier):
+    """All that a forward pass can leave behind: statistics, attributes, random numbers."""
+
+    def __init__(self, drop=0.5):
+        super().__init__()
+        self.norm, self.drop, self.calls = nn.BatchNorm1d(FEATURES), nn.Dropout(drop), 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.linear(self.drop(self.norm(inputs)))
+
+
+def test_it_leaves_no_trace(devices):
+    """Not in buffers, gradients or random state; and no hook that steps an optimizer runs."""
+    model = build(Everything)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ran = []
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with torch.random.fork_rng():
+            engine.forward_backward(INPUTS, classes(ROWS), LOSS)
+        report = engine.last_step
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: ran.append("hook"))
+            parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        before = capture(model, optimizer)
+        engine.check(INPUTS, classes(ROWS), LOSS)
+        assert differences(before, capture(model, optimizer)) == []
+        assert engine.last_step is report
+    assert ran == []
+
+
+@pytest.mark.parametrize(
+    ("drop", "words"),
+    [(0.5, "drew random numbers.*engine.eval"), (0.0, "Batch normalisation.*engine.eval")],
+)
+def test_what_no_two_passes_share_is_named(drop, words):
+    with ScatterOnceParallel(build(lambda: Everything(drop)), 2, ["cpu"] * 2) as engine:
+        report = engine.check(INPUTS, classes(ROWS), LOSS)
+        assert not report.passed
+        assert re.search(words, str(report))
+        assert engine.eval().check(INPUTS, classes(ROWS), LOSS).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_limit_is_that_of_the_dtype(dtype):
+    with ScatterOnceParallel(mlp().to(dtype), 3, ["cpu"] * 2) as engine:
+        assert engine.check(INPUTS.to(dtype), classes(ROWS), LOSS).passed
+        assert not engine.check(INPUTS.to(dtype), padded(ROWS), lam).passed
+
+
+def test_hooks_that_change_gradients_are_no_difference():
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: gradient * 0)
+    with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:
+        assert engine.check(INPUTS, classes(ROWS), LOSS).passed
+
+
+def test_a_loss_inside_the_module_and_a_trained_criterion():
+    def own():
+        return Returns(lambda logits, _: {"loss": logits.pow(2).mean()})
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()).double())
+
+        def forward(self, output, targets):
+            return self.scale * F.cross_entropy(output, targets, reduction="sum")
+
+    with ScatterOnceParallel(build(own), 2, ["cpu:0", "cpu:1"]) as engine:
+        assert engine.check(INPUTS).passed
+    with ScatterOnceParallel(mlp(), 2, ["cpu:0", "cpu:1"]) as engine:
+        assert engine.check(INPUTS, classes(ROWS), Scaled(), reduction="sum").passed
+
+
+def compares_rows(output, targets):
+    return F.cross_entropy(output, targets) + output.std(0).sum()
+
+
+def test_a_loss_that_compares_rows(devices):
+    """It is computed once, of all rows, as the step computes it; without a trace."""
+    batch = (INPUTS, classes(ROWS), compares_rows)
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        before = capture(engine.module)
+        report = engine.check(*batch, whole_batch=True)
+        assert report.passed
+        assert report.worst < 1e-10
+        assert not engine.check(*batch).passed
+        assert differences(before, capture(engine.module)) == []
+
+
+def test_what_the_module_ties_to_each_other_is_named():
+    class Centred(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs - inputs.mean(0))
+
+    with ScatterOnceParallel(build(lambda: Centred(FEATURES, CLASSES)), 2, ["cpu"] * 2) as engine:
+        report = engine.check(INPUTS, classes(ROWS), LOSS, whole_batch=True)
+    assert "NOT the same" in str(report)
+    assert "the module ties the rows of a micro-batch to each other" in str(report)
+
+
+def checks_its_own_rows(group):
+    with ScatterOnceParallel(mlp(), 2, ["cpu"], process_group=group) as engine:
+        if group.rank():  # one of them alone: nothing is exchanged
+            return engine.check(INPUTS[:7], classes(7), compares_rows, whole_batch=True).worst
+        return 0.0
+
+
+def test_each_rank_compares_its_own_rows():
+    assert max(run_on_ranks(2, checks_its_own_rows)) < 1e-10

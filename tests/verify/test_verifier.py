@@ -1,0 +1,443 @@
+"""Looks: when the engine has one, that it leaves no trace, what it costs, and false alarms."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import pickle
+import random
+import threading
+import weakref
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from faults.state import capture, differences
+from harness import leak_checks
+from harness.isolation import guarded
+from harness.models import CLASSES, FEATURES, Returns, mlp
+from harness.oracle import assert_step, build, randint, randn
+from harness.rank_processes import run_on_ranks
+from harness.weighted import CLASS_WEIGHTS, classes, padded
+from torch import nn
+from torch.nn import functional as F
+from verify.test_look import (
+    INPUTS,
+    ROWS,
+    VALUES,
+    Calls,
+    assert_agreed,
+    counted,
+    in_a_def,
+    squares,
+    step,
+)
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.verify import verifier
+
+ALL_WAYS = 'count=.*reduction="sum".*whole_batch=True'
+
+
+# --- when ---
+
+
+def test_a_refusal_does_not_wear_off(devices):
+    """The ninth call of a cell that was refused eight times went through, four times too large."""
+    with ScatterOnceParallel(mlp(), 4, devices(1)) as engine:
+        before = capture(engine.module)
+        for number in range(21):
+            if number == 20:
+                assert differences(before, capture(engine.module)) == []
+                step(engine, F.mse_loss, VALUES)  # another kind
+            with pytest.raises(ValueError, match='reduction="sum"'):
+                engine.forward_backward(INPUTS, VALUES, lambda o, t: ((o - t) ** 2).sum())
+
+
+def test_a_lambda_made_anew_in_every_step_is_of_one_kind():
+    counts, looks = counted(in_a_def), []
+    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        for _ in range(12):
+            Calls.number = 0
+            step(engine, lambda o, t: counts(o, t), classes(ROWS))
+            looks.append(Calls.number > 3)
+    assert [number for number, looked in enumerate(looks, 1) if looked] == [1, 2, 4, 8]
+
+
+def steps_with_a_look(criterion, steps=40):
+    """The numbers of the steps in which the criterion is called more than twice."""
+    looks, counts = [], counted(criterion)
+    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
+        for number in range(1, steps + 1):
+            Calls.number = 0
+            step(engine, counts, classes(ROWS))
+            looks += [number] if Calls.number > 2 else []
+    return looks
+
+
+def test_looks_that_tell_nothing_are_said_once():
+    with pytest.warns(UserWarning, match=f"could not check how.*{ALL_WAYS}") as caught:
+        looks = steps_with_a_look(lambda o, t: (o * float("nan")).mean())
+    assert looks == [1, 2, 4, 8, 16, 32]
+    assert len(caught) == 1
+
+
+def test_what_agrees_is_looked_at_in_steps_1_2_4_8():
+    assert steps_with_a_look(in_a_def) == [1, 2, 4, 8, 16, 32]
+
+
+def refused_steps(criteria, targets):
+    """The numbers of the steps that are refused, with one criterion each."""
+    refused = []
+    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
+        for number, criterion in enumerate(criteria, 1):
+            try:
+                step(engine, criterion, targets)
+            except ValueError:
+                refused.append(number)
+    return refused
+
+
+def test_a_number_that_changes_is_looked_at():
+    """The same closure with another number was of the same kind: unseen through step 63."""
+
+    def kept(least):
+        return lambda o, t: (
+            F.cross_entropy(o, t, reduction="none").topk(max(1, least * len(o) // 24))[0].mean()
+        )
+
+    criteria = [kept(24 if number < 34 else 8) for number in range(1, 40)]
+    assert refused_steps(criteria, classes(ROWS)) == [*range(34, 40)]
+
+
+@pytest.mark.parametrize(("steps", "first"), [(9, 8), (20, 16)])
+def test_what_no_label_shows_is_looked_at_again_in_later_steps(steps, first):
+    """The criterion changes its mind by itself, and nothing of the batch says so."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, output, targets):
+            self.steps += 1
+            late = self.steps > steps
+            return squares(output, targets) if late else F.mse_loss(output, targets)
+
+    refused = refused_steps([Late()] * 47, VALUES)
+    assert refused == [*range(first, 48)]
+
+
+def one_micro_batch_each(group, sizes):
+    rows, said = sizes[group.rank()], []
+    with ScatterOnceParallel(mlp(), 1, ["cpu"], process_group=group) as engine:
+        for _ in range(2):
+            try:
+                engine.forward_backward(INPUTS[:rows], VALUES[:rows], lambda o, t: squares(o, t))
+            except (ValueError, RuntimeError) as error:  # the other rank's, by its words
+                said.append(str(error))
+        engine.forward_backward(INPUTS[:rows], VALUES[:rows], squares, reduction="sum")
+        return said, [p.grad is None for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 1)])
+def test_one_micro_batch_on_each_rank_is_told(sizes):
+    """It was taken for nothing that could be combined."""
+    for said, missing in run_on_ranks(2, one_micro_batch_each, sizes):
+        assert ['reduction="sum"' in each for each in said] == [True, True]
+        assert not any(missing)
+
+
+# --- without a trace ---
+
+
+def test_nothing_of_the_user_s_is_kept_and_engines_still_pickle():
+    class Loss:
+        def __call__(self, output, targets):
+            return F.cross_entropy(output, targets)
+
+    criterion = Loss()
+    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
+        assert_agreed(engine, functools.partial(step, engine, criterion, classes(ROWS)))
+        gone = weakref.ref(criterion)
+        del criterion
+        gc.collect()
+        assert gone() is None
+        with pickle.loads(pickle.dumps(engine)) as again:
+            assert_agreed(again, lambda: step(again, in_a_def, classes(ROWS)))
+
+
+class Fed(nn.Module):
+    """Keeps a running centre in a buffer, and its last loss as an attribute."""
+
+    last = None
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(CLASSES).double())
+
+    def forward(self, output, targets):
+        loss = (output - self.centre).pow(2).mean()
+        self.centre.mul_(0.9).add_(output.detach().mean(0))
+        self.last = loss.item()
+        return loss
+
+
+LOOKED_AT = {
+    "torch's random numbers": lambda o, t: (o * torch.rand_like(o)).mean(),
+    "Python's random numbers": lambda o, t: o.mean() * (1 + random.random()),
+    "NumPy's random numbers": lambda o, t: o.mean() * (1 + np.random.rand()),
+    "keeps a state": Fed(),
+}
+UNTOLD = {
+    "NaN": lambda o, t: (o * float("nan")).std(),
+    "no gradient": lambda o, t: (o * 0).std(),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.draws
+@pytest.mark.filterwarnings("error", "ignore:forward passes move")
+@pytest.mark.parametrize("case", [*LOOKED_AT, *UNTOLD])
+def test_a_look_leaves_no_trace(devices, case):
+    """The same bits as without looking, everywhere; nothing fails."""
+    replicas = 1 if "Python" in case or "NumPy" in case else 2  # these draw in any order
+    states = []
+    for verify in (False, True):
+        criterion = copy.deepcopy({**LOOKED_AT, **UNTOLD}[case])
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        with ScatterOnceParallel(mlp(), 3, devices(replicas), verify=verify) as engine:
+            one = functools.partial(step, engine, criterion, classes(ROWS))
+            if case in LOOKED_AT:
+                assert_agreed(engine, one, looks=verify)
+            else:
+                one(), one()
+        kept = [p.grad.nan_to_num().tolist() for p in engine.module.parameters()]
+        kept += [b.tolist() for b in criterion.buffers()] if case == "keeps a state" else []
+        drawn = leak_checks.random_states(), np.random.get_state()[1].tolist()
+        states.append((engine.last_step.bytes, engine.last_step.messages, kept, drawn))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_look_leaves_no_trace(devices, error):
+    class Interrupted(nn.Module):
+        calls = 0
+
+        def forward(self, output, targets):
+            self.calls += 1
+            if len(output) < 10:
+                raise error
+            return F.mse_loss(output, targets)
+
+    criterion = Interrupted()
+    inputs, values = randn(60, FEATURES), randn(60, CLASSES)
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        before = capture(engine.module)
+        with pytest.raises(error):
+            engine.forward_backward(inputs, values, criterion)
+        assert differences(before, capture(engine.module)) == []
+        assert criterion.calls == 0
+        assert_step(engine, inputs, values, nn.MSELoss())
+
+
+# --- what it costs, and where ---
+
+
+def fails(output, targets):
+    if len(output) != 4:
+        raise torch.OutOfMemoryError("no memory for any rows but four")
+    return output.std()
+
+
+def test_a_look_never_raises_accum():
+    """Only the look runs out of memory: accum="auto" stays as it is."""
+    with ScatterOnceParallel(mlp(), "auto", ["cpu"] * 6) as engine:
+        step(engine, fails, classes(ROWS))  # which might have failed by the same
+        with pytest.warns(UserWarning, match=f"memory ran out.*{ALL_WAYS}"):
+            step(engine, fails, classes(ROWS))
+        assert engine.last_step.retries == 0
+
+
+def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
+    model, inputs, targets = mlp(), randn(4000, FEATURES), randint(CLASSES, 4000)
+    taken = []
+
+    def note(_, args):
+        Calls.number += len(args[0])
+
+    model.register_forward_pre_hook(note)
+    with ScatterOnceParallel(model, 40, ["cpu"]) as engine:
+        for _ in range(9):
+            Calls.number = 0
+            engine.forward_backward(inputs, targets, in_a_def)
+            taken.append(Calls.number - 4000)
+    assert 0 < taken[0] <= 4 * 100 * 1.5
+    assert all(0 < taken[number - 1] <= 2 * 25 * 1.5 for number in (2, 4, 8))
+    assert [taken[number - 1] for number in (3, 5, 6, 7, 9)] == [0] * 5
+
+
+@pytest.mark.filterwarnings("error", "ignore:Guard. active")
+def test_the_look_stays_on_one_device(monkeypatch):
+    """Rows of two virtual devices meet on one of them, with that replica's criterion."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", CLASS_WEIGHTS.clone())
+
+        def forward(self, output, targets):
+            return (F.cross_entropy(output, targets, reduction="none") * self.weight.sum()).mean()
+
+    model, criterion = mlp(), Weighted()
+    with (
+        ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine,
+        guarded(monkeypatch, model, criterion),
+    ):
+        assert_agreed(engine, lambda: step(engine, criterion, classes(ROWS)))
+
+
+@pytest.mark.parametrize("place", ["criterion", pytest.param("module", marks=pytest.mark.slow)])
+def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch, place):
+    """A look by one replica alone waited at the barrier for ever."""
+    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 1.0)
+    barrier = threading.Barrier(3)
+
+    class Meets(nn.Linear):
+        def forward(self, inputs):
+            if place == "module":
+                barrier.wait(60)
+                return super().forward(inputs).square().mean()
+            return super().forward(inputs)
+
+    class MeetingLoss(nn.Module):
+        def forward(self, output, targets):
+            barrier.wait(60)
+            return F.mse_loss(output, targets)
+
+    batch = (INPUTS, VALUES, MeetingLoss()) if place == "criterion" else (INPUTS,)
+    with ScatterOnceParallel(build(lambda: Meets(FEATURES, CLASSES)), 1, devices(3)) as engine:
+        assert_agreed(engine, lambda: engine.forward_backward(*batch))
+
+
+# --- rounding is no reason, and no excuse ---
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize("halved", [False, True])
+def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, halved):
+    def loss(output, targets):
+        if halved:
+            output = (output.half() * 1.1).to(output.dtype)
+        return F.cross_entropy(output, targets)
+
+    autocast = dtype == "autocast"
+    inputs = INPUTS.float() if autocast else INPUTS.to(getattr(torch, dtype))
+    engine = ScatterOnceParallel(mlp().to(inputs.dtype), 3, ["cpu"] * 2)
+    with engine, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert_agreed(engine, lambda: step(engine, loss, classes(ROWS), inputs))
+        with pytest.raises(ValueError, match="count="):
+            step(engine, loss, padded(ROWS), inputs)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_inside_a_module_is_no_reason(devices, dtype):
+    class Inside(nn.Sequential):
+        def forward(self, inputs, targets):
+            with torch.autocast("cpu", torch.bfloat16):
+                return F.cross_entropy(super().forward(inputs), targets)
+
+    model = build(lambda: Inside(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, CLASSES))).to(dtype)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        inputs, targets = randn(9, ROWS, 64).to(dtype), randint(CLASSES, 9, ROWS)
+        batches = [*zip(inputs, targets, strict=True)]
+        assert_agreed(engine, lambda: engine.forward_backward(batches[0]))
+        for batch in batches[1:]:
+            engine.forward_backward(batch)
+
+
+def test_a_criterion_meets_no_dtype_that_is_not_its_own():
+    class Notes:
+        met: ClassVar = set()
+
+        def __call__(self, output, targets):
+            self.met.add(output.dtype)
+            return F.mse_loss(output, targets)
+
+    with ScatterOnceParallel(mlp().float(), 3, ["cpu"] * 2) as engine:
+        step(engine, Notes(), VALUES.float(), INPUTS.float())
+    assert Notes.met == {torch.float32}
+
+
+def by_rows(logits, inputs):
+    """Kernels whose error depends on the size of the batch, as with TF32, and in convolutions."""
+    return F.mse_loss(logits * (1 + 1e-3 * (len(inputs) % 7) / 7), inputs[:, :CLASSES])
+
+
+def student(logits, inputs):
+    """It begins as its teacher, and so its gradient is nothing but rounding."""
+    size = 1 + len(inputs) / 7
+    return F.mse_loss(logits * size / size, logits.detach())
+
+
+@pytest.mark.parametrize("loss", [by_rows, student])
+def test_what_rounds_is_no_reason(loss):
+    with ScatterOnceParallel(build(lambda: Returns(loss)).float(), 3, ["cpu"]) as engine:
+        engine.forward_backward(INPUTS.float())
+
+
+def test_rounding_that_opens_a_relu_is_no_reason():
+    """One ResNet in float32 of thirty was refused: a ReLU at zero is open for nine rows alone."""
+
+    class AtZero(nn.Linear):
+        def __init__(self):
+            super().__init__(FEATURES, CLASSES)
+            self.edge = nn.Parameter(torch.ones(()))
+
+        def forward(self, inputs):
+            rounded = self.edge * (1 + torch.finfo(torch.float32).eps * (len(inputs) > 4))
+            return super().forward(inputs) * self.edge + 0.02 * F.relu(rounded - 1)
+
+    with ScatterOnceParallel(build(AtZero).float(), 3, ["cpu"]) as engine:
+        assert_agreed(engine, lambda: step(engine, F.mse_loss, VALUES.float(), INPUTS.float()))
+
+
+def test_what_differs_each_time_is_no_reason():
+    """It is not told right from wrong by chance: that it cannot be checked is said."""
+    calls = itertools.count()  # which nothing puts back
+
+    def drifts(output, targets):
+        return F.mse_loss(output, targets) * (1 + 0.01 * (next(calls) % 7))
+
+    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        step(engine, drifts, VALUES)
+        with pytest.warns(UserWarning, match="could not check.*.it gives another result each time"):
+            step(engine, drifts, VALUES)
+
+
+def test_a_call_that_waits_for_ever_is_told_once_and_the_step_goes_on(monkeypatch):
+    """A criterion that waits in a look, which nobody can interrupt, hung the step."""
+    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 0.5)
+    event = threading.Event()
+
+    def waits(output, targets):
+        if len(output) != ROWS // 2:  # in a look
+            event.wait(60)
+        return F.mse_loss(output, targets)
+
+    model = mlp()
+    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
+        with pytest.warns(UserWarning, match="could not check how.*a call waits"):
+            step(engine, waits, VALUES)
+        found = [p.grad.clone() for p in model.parameters()]
+        event.set()
+        model.zero_grad()
+        step(engine, waits, VALUES)
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)

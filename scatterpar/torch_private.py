@@ -1,4 +1,4 @@
-"""Every private entry point of torch that the package uses, each with its reason.
+"""Every private entry point of torch that the package uses.
 
 No other file of the package names ``torch._C`` or another private module of torch. If a version of
 torch lacks an entry point, ``Missing`` names it, at import or at its first use. The versions that
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import traceback as fx_traceback
 from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
@@ -33,48 +32,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""
 
-    def __init__(self, what: str, why: str) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(
-            f"torch {torch.__version__} has no {what}, which scatterpar needs {why}; install a "
-            f"version of torch that the README names"
+            f"torch {torch.__version__} has no {what}, which scatterpar needs; install a version "
+            f"of torch that the README names"
         )
 
 
-def _find(module: str, path: str, why: str) -> Any:
+def _find(module: str, path: str) -> Any:
     """Returns ``path`` of a module of torch, which it imports. Raises ``Missing``."""
     with contextlib.suppress(ImportError, AttributeError):
         return attrgetter(path)(importlib.import_module(module))
-    raise Missing(f"{module}.{path}", why)
+    raise Missing(f"{module}.{path}")
 
 
-for _why, _names in {
-    "to refresh replicas": "_foreach_copy_",
-    "to add up gradients": "_foreach_add _foreach_add_ _foreach_mul_",
-    "to pool statistics": "_foreach_mul _foreach_sub",
-    "to measure the gradient's noise": "_foreach_norm",
-    "to capture sub-steps": "_foreach_zero_",
-    "to see what was written": "Tensor._version",
-    "to see who keeps a parameter's node": "Tensor._use_count",
-    "to make replicas": "nn.Module._replicate_for_data_parallel",
-    "to see hooks on gradients": "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks",
-    "to step": "optim.Optimizer.profile_hook_step optim.Optimizer._patch_step_function",
-    "to tell of modes that replicas lack": "_C._len_torch_dispatch_stack "
-    "_C._len_torch_function_stack overrides._get_current_function_mode_stack "
-    "utils._python_dispatch._get_current_dispatch_mode_stack",
-    "to carry hooks to its threads": "_C._autograd._top_saved_tensors_default_hooks",
-    "to know what a backward pass computes anew": "_C._current_graph_task_id",
-    "for its backward passes": "autograd.graph._engine_run_backward",
-    "to compute in forked processes": "autograd.Variable._execution_engine.is_checkpoint_valid",
-    "to tell profilers what it does": "autograd.profiler._is_profiler_enabled "
-    "_C._autograd._profiler_enabled _C._profiler._ExperimentalConfig",
-    "to compile": "fx.traceback.preserve_node_meta fx.traceback.has_preserved_node_meta",
-    "for models that use higher-order operators": "_ops._higher_order_ops "
-    "_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
-    "to give every replica its random numbers": "_C._jit_get_all_schemas _C._dispatch_key_parse "
-    "_C.DispatchKeySet _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard",
-}.items():
-    for _name in _names.split():
-        _find("torch", _name, _why)
+_NAMES = """
+    _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_norm _foreach_sub
+    _foreach_zero_
+    Tensor._version Tensor._use_count Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
+    nn.Module._replicate_for_data_parallel optim.Optimizer.profile_hook_step
+    _C._autograd._top_saved_tensors_default_hooks _C._current_graph_task_id
+    autograd.graph._engine_run_backward
+    autograd.profiler._is_profiler_enabled _C._autograd._profiler_enabled
+    _ops._higher_order_ops _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    _C._jit_get_all_schemas _C._dispatch_key_parse _C.DispatchKeySet
+    _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard
+"""
+for _name in _NAMES.split():
+    _find("torch", _name)
+_dispatch_modes = _find("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
+_function_modes = _find("torch.overrides", "_get_current_function_mode_stack")
 
 
 # --- an optimizer within another: the outer one runs the hooks, once ----------------------------
@@ -88,11 +75,8 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 
 def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     """The hooks that run before and after ``optimizer.load_state_dict``."""
-    attributes = vars(optimizer)
     names = [f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")]
-    if not attributes.keys() >= set(names):
-        raise Missing("such hooks in optimizers", "to load")
-    return [list(attributes[name].values()) for name in names]
+    return [list(getattr(optimizer, name).values()) for name in names]
 
 
 # --- the caller's context: there is no public way to read it ------------------------------------
@@ -107,17 +91,9 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 def modes() -> list[str]:
     """Names of this thread's dispatch and function modes, but not the default device's and ours."""
-    if not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
-        return []
-    default_device = _find(
-        "torch.utils._device", "DeviceContext", "to tell of modes that replicas lack"
-    )
-    stack = [
-        *torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
-        *torch.overrides._get_current_function_mode_stack(),
-    ]
-    kinds = [type(mode) for mode in stack if not isinstance(mode, default_device)]
-    return [kind.__name__ for kind in kinds if not kind.__module__.startswith("scatterpar.")]
+    stack = [*_dispatch_modes(), *_function_modes()]
+    others = "torch.utils._device", "scatterpar."
+    return [kind.__name__ for kind in map(type, stack) if not kind.__module__.startswith(others)]
 
 
 def profiler_is_on() -> bool:
@@ -186,7 +162,6 @@ def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
     return leaves
 
 
-_ENGINE: Any = torch.autograd.Variable._execution_engine
 _GRAPH: Any = torch.autograd.graph
 
 
@@ -208,16 +183,6 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-def renew_engine() -> None:
-    """In a forked child, make torch create a new autograd engine before threads use it.
-
-    torch creates it at the first use, and relies on the GIL to keep other threads out. But
-    operators that save a tensor use the engine without the GIL: two threads once created it at the
-    same time, and the child crashed.
-    """
-    _ENGINE.is_checkpoint_valid()  # any call is a use
 
 
 @contextlib.contextmanager
@@ -244,21 +209,18 @@ def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
 
     Before torch 2.13, ``capture_end`` raises for an invalid capture before it informs the allocator
     and the generator. The allocator then still allocates in the graph's pool, and the generator
-    refuses to draw. The next successful capture resets the generator, so this function captures a
-    trivial graph.
+    refuses to draw, until the next successful capture. So this function captures a trivial graph.
     """
     try:
         graph.capture_end()
     except Exception:  # the caller raises the error that invalidated the capture
-        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        with contextlib.suppress(RuntimeError):  # the allocator was informed already
-            if end is not None:
-                end(device.index, pool)
-                _LOST.append(graph)
-                another = type(graph)()
-                another.capture_begin(capture_error_mode="thread_local")
-                torch.empty(1, device=device).zero_()  # torch warns of a graph without a kernel
-                another.capture_end()
+        with contextlib.suppress(RuntimeError, AttributeError):  # the allocator was informed
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            _LOST.append(graph)
+            another = type(graph)()
+            another.capture_begin(capture_error_mode="thread_local")
+            torch.empty(1, device=device).zero_()  # torch warns of a graph without a kernel
+            another.capture_end()
 
 
 _LOST: list[Any] = []  # graphs whose capture failed, kept alive
@@ -272,9 +234,7 @@ CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.
 
 def is_compiled_module(value: Any) -> bool:
     """Whether ``value`` is a module that ``torch.compile`` returned."""
-    return has_dynamo() and isinstance(
-        value, _find("torch._dynamo", "OptimizedModule", "to compile")
-    )
+    return has_dynamo() and isinstance(value, _find("torch._dynamo", "OptimizedModule"))
 
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
@@ -288,7 +248,7 @@ def compile_fn_of(function: Callable[..., Any]) -> CompileFn:
     """The function that compiled ``function``: it compiles another one with the same options."""
     compile_fn: CompileFn | None = inspect.getclosurevars(function).nonlocals.get("self")
     if compile_fn is None:
-        raise Missing("context in compiled functions", "to compile replicas as the module")
+        raise Missing("context in compiled functions")
     return compile_fn
 
 
@@ -298,42 +258,26 @@ def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
 
-@contextlib.contextmanager
-def many_graphs() -> Iterator[None]:
+def many_graphs() -> contextlib.AbstractContextManager[Any]:
     """In the body, torch.compile may keep 64 graphs of a function: beyond that it runs eagerly.
 
     One compiled function serves all replicas: several devices, ragged sizes, training and
     evaluation.
     """
-    limit, in_all = (
-        _find("torch._dynamo.config", name, "to compile replicas")
-        for name in ("recompile_limit", "accumulated_recompile_limit")
-    )
-    more = max(limit, 64)
-    with torch._dynamo.config.patch(
-        recompile_limit=more, accumulated_recompile_limit=max(in_all, 4 * more)
-    ):
-        yield
-
-
-def node_metadata_kept() -> contextlib.AbstractContextManager[Any]:
-    """After the body, restores the process-wide flag of ``torch.fx`` that preserves node metadata.
-
-    Threads that run one graph restore each other's value. Replicas under
-    ``torch.compile(backend="eager")`` with activation checkpoints left the flag set, and later
-    calls of ``torch.export`` failed.
-    """
-    restored: contextlib.AbstractContextManager[Any]
-    restored = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
-    return restored
+    config = _find("torch._dynamo", "config")
+    limits = {"recompile_limit": 64, "accumulated_recompile_limit": 256}
+    more = {name: max(limit, getattr(config, name)) for name, limit in limits.items()}
+    patch: contextlib.AbstractContextManager[Any] = config.patch(**more)
+    return patch
 
 
 def is_compiling() -> bool:
     """Whether another thread is compiling at this moment."""
-    free = bool(_compile_lock().acquire(blocking=False))
-    if free:
-        _compile_lock().release()
-    return not free
+    lock = _find("torch._dynamo.convert_frame", "compile_lock")
+    is_free = bool(lock.acquire(blocking=False))
+    if is_free:
+        lock.release()
+    return not is_free
 
 
 def has_dynamo() -> bool:
@@ -375,18 +319,17 @@ def uncompiled() -> Iterator[None]:
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
     """In the body, no hook that the user registered on one of these leaves runs."""
     before = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
-    after = [hooks for tensor in tensors if (hooks := tensor._post_accumulate_grad_hooks)]
-    saved = [dict(hooks) for hooks in after]
+    after = [(h, dict(h)) for tensor in tensors if (h := tensor._post_accumulate_grad_hooks)]
     try:
         for tensor, _ in before:
             tensor._backward_hooks = None
-        for hooks in after:
+        for hooks, _ in after:
             hooks.clear()  # torch keeps the dictionary even if another one is assigned
         yield
     finally:
-        for tensor, hooks in before:
-            tensor._backward_hooks = hooks
-        for hooks, earlier in zip(after, saved, strict=True):
+        for tensor, earlier in before:
+            tensor._backward_hooks = earlier
+        for hooks, earlier in after:
             hooks.update(earlier)
 
 
@@ -426,19 +369,17 @@ def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
     All other operators fall through the key. So do higher-order operators such as ``torch.cond`` or
     a custom ``autograd.Function`` under ``vmap``, including those registered later.
     """
-    try:
-        _key()
-    except RuntimeError as error:
-        why = "to give every replica its random numbers"
-        raise Missing(f"dispatch key {_KEY_NAME}", why) from error
-    fallback = Library("_", "IMPL")
+    key, fallback, operators = _key(), Library("_", "IMPL"), Library("aten", "IMPL")
     fallback.fallback(fallthrough_kernel, _KEY_NAME)
-    operators = Library("aten", "IMPL")
     for operator, position in random_operators():
-        name = operator._schema.name.removeprefix("aten::")
-        overload = f".{operator._schema.overload_name}" if operator._schema.overload_name else ""
-        operators.impl(name + overload, kernel_of(operator, position), _KEY_NAME)
-    _let_higher_order_operators_through()
+        operators.impl(operator, kernel_of(operator, position), _KEY_NAME)
+    # The Python table of higher-order operators has no fallbacks. For those registered later:
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for name, operator in torch._ops._higher_order_ops.items():
+        if name in _TRACING:
+            operator.py_impl(key)(functools.partial(_refuse, operator))
+        else:
+            operator.fallthrough(key)
     return fallback, operators
 
 
@@ -450,31 +391,17 @@ def random_key_on() -> contextlib.AbstractContextManager[Any]:
 
 def random_key_off() -> contextlib.AbstractContextManager[Any]:
     """In the body, the key is off in this thread: for the call inside the registered kernel."""
-    guard: contextlib.AbstractContextManager[Any]
-    guard = torch._C._ExcludeDispatchKeyGuard(_key_set())
-    return guard
-
-
-@functools.cache
-def _key_set() -> Any:
-    return torch._C.DispatchKeySet(_key())
+    keys, guard = torch._C.DispatchKeySet(_key()), torch._C._ExcludeDispatchKeyGuard
+    off: contextlib.AbstractContextManager[Any] = guard(keys)
+    return off
 
 
 @functools.cache
 def _key() -> Any:
-    return torch._C._dispatch_key_parse(_KEY_NAME)
-
-
-def _let_higher_order_operators_through() -> None:
-    """Let higher-order operators fall through the key: their Python table has no fallbacks."""
-    key, ops = _key(), torch._ops
-    # For those that are registered later:
-    ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
-    for name, operator in ops._higher_order_ops.items():
-        if name in _TRACING:
-            operator.py_impl(key)(functools.partial(_refuse, operator))
-        else:
-            operator.fallthrough(key)
+    try:
+        return torch._C._dispatch_key_parse(_KEY_NAME)
+    except RuntimeError as error:
+        raise Missing(f"dispatch key {_KEY_NAME}") from error
 
 
 # Control flow traces its branches in every call, forward and backward, and torch's tracing is not
@@ -485,7 +412,7 @@ _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
 def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse to run an operator that traces; torch.compile, which has a lock, may trace it."""
-    if torch._C._len_torch_dispatch_stack():
+    if _dispatch_modes():
         with random_key_off():
             return operator(*args, **kwargs)
     raise RuntimeError(
@@ -493,7 +420,3 @@ def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
         f"cannot trace in several threads at once; use one replica, or compute all branches and "
         f"choose with torch.where"
     )
-
-
-def _compile_lock() -> Any:
-    return _find("torch._dynamo.convert_frame", "compile_lock", "to compile one replica at a time")

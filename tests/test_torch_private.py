@@ -18,7 +18,7 @@ from scatterpar import torch_private as private
 
 pytestmark = pytest.mark.core
 
-WORDS = r"torch \S+ has no {}, which scatterpar needs to .*; install a version of torch that the"
+WORDS = r"torch \S+ has no {}, which scatterpar needs; install a version of torch that the"
 
 
 ON_CARDS = {"allocating", "give_up_capture"}  # which tests/nullcuda tries
@@ -98,7 +98,6 @@ def test_graphs():
     private.backward([loss], [torch.ones(())])
     assert leaf.grad.tolist() == [2.0, 2.0]
     assert tasks[0] >= 0
-    private.renew_engine()
 
 
 def test_hooks_on_leaves():
@@ -151,10 +150,6 @@ def test_compiling():
     for mode, records in (("reduce-overhead", True), ("default", False)):
         how = private.compile_fn_of(torch.compile(lambda x: x, mode=mode))
         assert private.records_cuda_graphs(how) == records
-    kept = torch.fx.traceback.has_preserved_node_meta()
-    with private.node_metadata_kept(), torch.fx.traceback.preserve_node_meta(not kept):
-        pass
-    assert torch.fx.traceback.has_preserved_node_meta() == kept
 
 
 def test_random_operators_are_routed_where_the_key_is_on():

@@ -12,6 +12,7 @@ from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import traceback as fx_traceback
 
 from scatterpar import torch_private
 from scatterpar.devices.transfers import PHASES, Transfers, write
@@ -188,7 +189,9 @@ class Attempt:
             self.replica_seconds[task.share.replica] += time.perf_counter() - start
             return result
 
-        with torch_private.node_metadata_kept():
+        # Threads that run one compiled graph restore each other's value of a process-wide flag.
+        # Once it stayed set after activation checkpoints, and later calls of torch.export failed.
+        with fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta()):
             return self.workers.parallel_apply(
                 [work] * len(tasks),
                 [(task,) for task in tasks],

@@ -274,13 +274,9 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
     for i, gradient in gradients.items():
         if i not in total:
             total[i] = gradient
-        elif total[i].layout == gradient.layout == torch.strided:
+        elif in_place and total[i].layout == gradient.layout == torch.strided:
             shared.append(i)
         else:
             total[i] = plus(total[i], gradient)
-    if shared and in_place:
-        for pairs in grouped([total[i] for i in shared], [gradients[i] for i in shared]):
-            torch._foreach_add_(*pairs)
-    elif shared:
-        sums = torch._foreach_add([total[i] for i in shared], [gradients[i] for i in shared])
-        total.update(zip(shared, sums, strict=True))
+    for pairs in grouped([total[i] for i in shared], [gradients[i] for i in shared]):
+        torch._foreach_add_(*pairs)

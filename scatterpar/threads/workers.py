@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar import torch_private
 from scatterpar.devices import runtime
 from scatterpar.threads.caller_context import CallerContext, Interrupts, no_autocast_cache
 
@@ -371,7 +370,7 @@ class Workers:
     def _started(self) -> list[_Queue]:
         if self._stop is not None and self._stop.alive:
             return self._queues
-        torch_private.renew_engine()
+        torch.autograd.backward(())  # in a forked child two threads must not both make the engine
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
-from scatterpar.replicas.quantised import is_quantised
+from scatterpar.replicas.checks import is_quantised
 
 LAYOUT_BITS = 18  # a status is ``number << 18 | layout``; float64 is exact up to 53 bits
 _SUMS = 4  # numbers that are added over all ranks

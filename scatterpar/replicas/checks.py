@@ -1,7 +1,12 @@
-"""Checks whether modules can be replicated, and shallow copies of modules."""
+"""Which modules and tensors replicas can copy: plain ones, and frozen quantised weights.
+
+Quantised weights hold other tensors (bitsandbytes) or consist of them (torchao). If they are
+frozen, their tensors are shared, sent and guarded as parameters are.
+"""
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +18,53 @@ from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import runtime
 from scatterpar.devices.transfers import is_sparse
-from scatterpar.replicas.quantised import is_composite, is_quantised
+
+# The files of the classes ``QuantState`` and ``MatmulLtState``.
+_STATES = {"bitsandbytes.functional", "bitsandbytes.autograd._functions"}
+
+
+def is_composite(tensor: Any) -> bool:
+    """Whether ``tensor`` is of a subclass whose tensors consist of others."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is more than its memory: it consists of others, or is bitsandbytes'."""
+    state = getattr(tensor, "quant_state", None)
+    is_of_bitsandbytes = type(tensor).__module__.startswith("bitsandbytes.")
+    return state is not None or is_of_bitsandbytes or is_composite(tensor)
+
+
+def is_state(value: Any) -> bool:
+    """Whether ``value`` is bitsandbytes' state of a weight, or of a layer, which forward writes."""
+    return type(value).__module__ in _STATES and hasattr(value, "__dict__")
+
+
+def held_by(value: Any) -> list[Any]:
+    """The tensors of which a weight consists; else those, and objects with some, that it holds."""
+    if is_composite(value):
+        names, _ = value.__tensor_flatten__()
+        return [getattr(value, name) for name in names]
+    return [held for held in vars(value).values() if _holds_tensors(held)]
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether ``value`` is a tensor, or an object with tensors, such as a ``QuantState``."""
+    if isinstance(value, (type, nn.Module, types.FunctionType, types.MethodType)):
+        return False
+    held = getattr(value, "__dict__", {}).values()
+    return isinstance(value, Tensor) or is_state(value) or any(isinstance(t, Tensor) for t in held)
+
+
+def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """A frozen tensor of ``like``'s class and shape that consists of ``parts``."""
+    if like.requires_grad:
+        raise _only_frozen(f"a module holds a tensor of shape {tuple(like.shape)}", like)
+    kind: Any = like
+    names, context = kind.__tensor_flatten__()
+    named = dict(zip(names, parts, strict=True))
+    made = type(kind).__tensor_unflatten__(named, context, like.size(), like.stride())
+    return nn.Parameter(made, requires_grad=False) if isinstance(like, nn.Parameter) else made
 
 
 def new_like(module: nn.Module) -> nn.Module:
@@ -75,9 +126,11 @@ def check_placement(root: Any, device_ids: Sequence[torch.device], *, lazy: bool
     """
     if not isinstance(root, nn.Module):
         return
-    expected = runtime.physical(device_ids[0])
-    _refuse_script(root)
-    kind = type(root).__name__
+    kind, expected = type(root).__name__, runtime.physical(device_ids[0])
+    for name, part in root.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            which = f"its child {name!r} is" if name else "it is"
+            raise _no_script(f"{kind} cannot be replicated, since {which}")
     tensors: list[tuple[str, str, Tensor]]
     tensors = [("parameter", *one) for one in root.named_parameters()]
     tensors += [("buffer", *one) for one in root.named_buffers()]
@@ -98,40 +151,34 @@ def check_placement(root: Any, device_ids: Sequence[torch.device], *, lazy: bool
         _refuse_packed(f"{kind} has the {what} {name!r}", tensor, len(set(device_ids)))
 
 
-def _refuse_script(root: nn.Module) -> None:
-    for name, part in root.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            which = f"its child {name!r} is" if name else "it is"
-            raise _no_script(f"{type(root).__name__} cannot be replicated, since {which}")
-
-
 def _no_script(where: str) -> TypeError:
     return TypeError(
-        f"{where} a TorchScript module, whose tensors live in C++, and which torch has deprecated: "
-        f"pass the nn.Module that torch.jit was given, or torch.compile of it; a criterion that is "
-        f"a function may call a TorchScript module"
+        f"{where} a TorchScript module, whose tensors live in C++: pass the nn.Module that "
+        f"torch.jit was given; a criterion that is a function may call a TorchScript module"
     )
 
 
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
     """Refuse tensors that are more than their memory, except frozen parameters."""
-    kind = type(tensor)
     if tensor.is_quantized:
         raise TypeError(
             f"{what}, which is of torch's quantised dtype {tensor.dtype}: replicas cannot have "
             f"copies of it; keep its .int_repr(), scale and zero point as plain buffers"
         )
     is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    if is_composite(tensor) and (not is_frozen or hasattr(tensor, "device_mesh")):
-        raise TypeError(
-            f"{what}, a {kind.__name__}, which is made of other tensors, as torchao's are: "
-            f"replicas have copies of frozen parameters of this kind only; call "
-            f".requires_grad_(False) and train adapters, or make it a plain tensor, as its "
-            f".dequantize() or .full_tensor() does"
-        )
-    if memories > 1 and not is_frozen and is_quantised(tensor):
-        raise TypeError(
-            f"{what}, a {kind.__name__}, which is quantised as bitsandbytes does it: replicas on "
-            f"several devices have copies of frozen parameters of this kind only; call "
-            f".requires_grad_(False) and train adapters, or use one device, such as device_ids=[0]"
-        )
+    if is_composite(tensor):
+        if not is_frozen or hasattr(tensor, "device_mesh"):
+            raise _only_frozen(what, tensor)
+    elif memories > 1 and not is_frozen and is_quantised(tensor):
+        raise _only_frozen(what, tensor)
+
+
+def _only_frozen(what: str, tensor: Tensor) -> TypeError:
+    kind, remedy = "quantised as bitsandbytes does it", "use one device, such as device_ids=[0]"
+    if is_composite(tensor):
+        kind = "made of other tensors, as torchao's are"
+        remedy = "make it a plain tensor, as its .dequantize() or .full_tensor() does"
+    return TypeError(
+        f"{what}, a {type(tensor).__name__}, which is {kind}: replicas have copies of frozen "
+        f"parameters of this kind only; call .requires_grad_(False) and train adapters, or {remedy}"
+    )

@@ -17,21 +17,15 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from itertools import chain, starmap
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.checks import new_like
-from scatterpar.replicas.quantised import (
-    composite_like,
-    held_by,
-    is_composite,
-    is_state,
-)
+from scatterpar.replicas.checks import composite_like, held_by, is_composite, is_state, new_like
 from scatterpar.report import warn
 from scatterpar.torch_private import CompileFn, compile_fn_of, is_compiled_module, unwrapped
 
@@ -44,6 +38,7 @@ _PLAIN = _SWITCHES | {int, float, complex}
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 
 _DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
+_VALUES = methodcaller("values")
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
 
@@ -194,66 +189,58 @@ class Snapshot:
 
     def _remember(self) -> None:
         filled = [pair for pair in self._pairs if pair[1]]
-        dicts = [pair for pair in filled if type(pair[0]) is dict]
+        dicts = [pair for pair in filled if isinstance(pair[1], dict)]
         self._empty = [container for container, saved in self._pairs if not saved]
-        self._others = [pair for pair in filled if type(pair[0]) is not dict]
+        self._filled = [container for container, _ in filled]
+        self._sizes = [len(saved) for _, saved in filled]
+        self._items = [item for _, saved in filled for item in saved]  # of dictionaries: the keys
         self._dicts = [container for container, _ in dicts]
-        self._sizes = [len(saved) for _, saved in dicts]
-        self._keys = [key for _, saved in dicts for key in saved]
-        self._are_names = {str}.issuperset(map(type, self._keys))
         self._values = [value for _, saved in dicts for value in saved.values()]
         vars(self).pop("flags", None)
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
-        now = self._dicts
         return (
             not any(self._empty)
             and self._facts() == self._known
-            and list(map(len, now)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, now)), self._values))
-            and self._keys_unchanged()
-            and all(starmap(_is_same, self._others))
+            and list(map(len, self._filled)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._filled), self._items))
+            and all(map(is_, chain.from_iterable(map(_VALUES, self._dicts)), self._values))
         )
-
-    def _keys_unchanged(self) -> bool:
-        keys = chain.from_iterable(self._dicts)
-        if self._are_names:  # comparing strings is fast, and calls no user code
-            return list(keys) == self._keys
-        return all(map(is_, keys, self._keys))
 
     @functools.cached_property
     def flags(self) -> tuple[Any, ...]:
         """The values that may be switches, in order: strings, booleans, bytes and ``None``."""
-        dicts = (saved for _, saved in self._pairs if isinstance(saved, dict))
-        values = chain.from_iterable(map(dict.values, dicts))
-        return tuple(value for value in values if type(value) in _SWITCHES)
+        return tuple(value for value in self._values if type(value) in _SWITCHES)
+
+    def _changed(self) -> Iterator[tuple[int, Any, Any]]:
+        """Yield (number, container, saved contents) for each container that has changed."""
+        for i, (container, saved) in enumerate(self._pairs):
+            if (container or saved) and not _is_same(container, saved):
+                yield i, container, saved
 
     def restore(self) -> None:
         """Restore the contents of the containers, except attributes that torch's compiler sets."""
-        for container, saved in self._pairs:
-            if (container or saved) and not _is_same(container, saved):
-                if isinstance(saved, dict):
-                    names = [key for key in container if isinstance(key, str)]
-                    saved |= {n: container[n] for n in names if n.startswith("_dynamo")}
-                container.clear()
-                _refill(container, saved)
+        for _, container, saved in self._changed():
+            if isinstance(saved, dict):
+                names = [key for key in container if isinstance(key, str)]
+                saved |= {n: container[n] for n in names if n.startswith("_dynamo")}
+            container.clear()
+            _refill(container, saved)
         self._remember()
 
     def value_changes(self) -> list[ValueChange] | None:
         """The plain values that were replaced by others; ``None`` if anything else has changed."""
-        if self._facts() != self._known:
-            return None
         changes = []
-        for i, (now, saved) in enumerate(self._pairs):
-            if (now or saved) and not _is_same(now, saved):
-                if not isinstance(saved, dict) or list(now) != list(saved):
-                    return None
-                changes += [
-                    (i, key, value) for key, value in now.items() if value is not saved[key]
-                ]
-        values = [v for i, key, _ in changes for v in (one[key] for one in self._pairs[i])]
-        return changes if _PLAIN.issuperset(map(type, values)) else None
+        for i, now, saved in self._changed():
+            if not isinstance(saved, dict) or list(now) != list(saved):
+                return None
+            both = [(key, value, saved[key]) for key, value in now.items()]
+            changes += [(i, key, new, old) for key, new, old in both if new is not old]
+        values = chain.from_iterable((new, old) for _, _, new, old in changes)
+        if self._facts() != self._known or not _PLAIN.issuperset(map(type, values)):
+            return None
+        return [change[:3] for change in changes]
 
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
@@ -283,29 +270,23 @@ class ModuleCopy:
         tensors: dict[int, Tensor],
         compiler: Compiler | None = None,
     ) -> None:
-        self._module_contents = module_contents
+        found = self._module_contents = module_contents
         self._compiler = compiler
         self._copies: dict[int, Any] = dict(tensors)
-        self._replicated = {
-            *tensors,
-            *module_contents.composites,
-            *module_contents.states,
-            *module_contents.compiled,
-            *map(id, module_contents.containers),
-        }
-        self._replicated.update(module_contents.modules)
-        self._keep_alive: list[Any] = []  # keeps objects alive, so that no id in _copies is reused
-        for original, parts in module_contents.composites.values():  # inner ones come first
+        containers = set(map(id, found.containers))
+        self._replicated = containers.union(
+            tensors, found.composites, found.states, found.compiled, found.modules
+        )
+        self._keep_alive: list[Any] = []  # keeps functions alive, so that no id is reused
+        for original, parts in found.composites.values():  # inner ones come first
             copies = [self._copies.get(id(part), part) for part in parts]
             self._copies[id(original)] = composite_like(original, copies)
-        for value in (*module_contents.modules.values(), *module_contents.states.values()):
+        for value in (*found.modules.values(), *found.states.values()):
             self.copy_of(value)
-        self.containers = [self.copy_of(container) for container in module_contents.containers]
-        for original, attributes in module_contents.attributes:
+        self.containers = [self.copy_of(container) for container in found.containers]
+        for original, attributes in found.attributes:
             copied = vars(self.copy_of(original))
-            for name, value in attributes.items():
-                is_copied = isinstance(value, (Tensor, nn.Module)) or id(value) in self._copies
-                copied[name] = self.copy_of(value) if is_copied else value
+            copied |= {name: self._copies.get(id(one), one) for name, one in attributes.items()}
             self.containers.append(copied)
 
     def copy_of(self, value: Any) -> Any:
@@ -314,51 +295,42 @@ class ModuleCopy:
             return value
         if id(value) in self._copies:
             return self._copies[id(value)]
-        if is_compiled_module(value) and id(value) in self._module_contents.compiled:
-            return self.copy_of(self._module_contents.compiled[id(value)][0])
-        if isinstance(value, nn.Module):
-            return self._module(value) if id(value) in self._module_contents.modules else value
-        if id(value) in self._module_contents.states:
-            copied = self._copies[id(value)] = copy.copy(value)
-            self._copies[id(vars(value))] = vars(copied)
-            vars(copied).update({name: self.copy_of(one) for name, one in vars(value).items()})
-            return copied
-        if type(value) in _CONTAINERS:
-            return self._container(value)
-        if isinstance(value, tuple):
-            items = [self.copy_of(item) for item in value]
-            if all(map(is_, items, value)):
-                return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.copy_of(value.__self__))
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if type(value) is functools.partial:
-            return functools.partial(
-                self.copy_of(value.func),
-                *(self.copy_of(item) for item in value.args),
-                **{key: self.copy_of(item) for key, item in value.keywords.items()},
-            )
-        if type(value) is weakref.ref:
-            target = value()
-            copied = self.copy_of(target)
-            return value if copied is target else weakref.ref(copied)
-        return value
+        if id(value) not in self._replicated:
+            parts = _referents(value)
+            copies = [self.copy_of(part) for part in parts]
+            return value if all(map(is_, copies, parts)) else _of_parts(value, copies)
+        if is_compiled_module(value):
+            return self.copy_of(unwrapped(value)[0])
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if type(value) in _CONTAINERS:
+            made = self._copies[id(value)] = value.copy()
+            made.clear()
+            is_dict = isinstance(value, dict)
+            items = value.values() if is_dict else value
+            copies = list(map(self.copy_of, items))
+            _refill(made, zip(value, copies, strict=True) if is_dict else copies)
+            return made
+        return self._fill(value, copy.copy(value))  # a state
 
-    def _module(self, module: nn.Module) -> nn.Module:
-        replica = new_like(module)
-        self._copies[id(module)] = replica
-        original, state = vars(module), vars(replica)
-        self._copies[id(original)] = state
+    def _fill(self, original: Any, made: Any) -> Any:
+        """``made``, a shallow copy of ``original``, with copies of its attributes."""
+        attributes, state = vars(original), vars(made)
+        self._copies |= {id(original): made, id(attributes): state}
         for name, item in state.items():
             # The protocol copies some containers; this copies all of them, from the source.
-            source = original[name] if type(item) in _CONTAINERS and name in original else item
+            source = attributes[name] if type(item) in _CONTAINERS and name in attributes else item
             state[name] = self.copy_of(source)
+        return made
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        replica: nn.Module = self._fill(module, new_like(module))
         if self._compiler is not None and id(module) in self._module_contents.compiled:
             _, compile_fn = self._module_contents.compiled[id(module)]
             call = self._compiler.compiled_call(module, replica, compile_fn)
-            state["_compiled_call_impl"] = call
+            vars(replica)["_compiled_call_impl"] = call
         return replica
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -374,11 +346,9 @@ class ModuleCopy:
         new = tuple(types.CellType() if self._refers(contents(cell)) else cell for cell in cells)
         copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
         self._copies[id(function)] = copied  # before cells are filled: a function may call itself
-        defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
-        copied.__defaults__ = defaults and tuple(map(self._copy_if_it_refers, defaults))
-        copied.__kwdefaults__ = kwdefaults and {
-            name: self._copy_if_it_refers(value) for name, value in kwdefaults.items()
-        }
+        copied.__defaults__ = self.copy_of(function.__defaults__)
+        keywords = function.__kwdefaults__ or {}
+        copied.__kwdefaults__ = {name: self.copy_of(value) for name, value in keywords.items()}
         for name in functools.WRAPPER_ASSIGNMENTS:
             setattr(copied, name, getattr(function, name))
         vars(copied).update(vars(function))
@@ -398,29 +368,15 @@ class ModuleCopy:
         seen.add(id(value))
         return any(self._refers(one, seen) for one in _referents(value))
 
-    def _copy_if_it_refers(self, value: Any) -> Any:
-        return self.copy_of(value) if self._refers(value) else value
-
     def _warn_of_global(self, function: types.FunctionType, name: str) -> None:
         text = (
-            f"the function {function.__qualname__}, which the module holds, names {name!r} of "
-            f"its file: replicas that call it use the user's own module there, and what it "
-            f"writes or reads there is not the replica's; define it inside a function, so that "
-            f"it closes over {name!r}, or bind {name!r} with functools.partial"
+            f"the function {function.__qualname__}, which the module holds, names {name!r} of its "
+            f"file: replicas that call it use the user's own module there; define it inside a "
+            f"function, so that it closes over {name!r}, or bind {name!r} with functools.partial"
         )
         if text not in self._module_contents.warned:
             self._module_contents.warned.add(text)
             warn(text)
-
-    def _container(self, value: Any) -> Any:
-        self._keep_alive.append(value)
-        made = self._copies[id(value)] = value.copy()
-        made.clear()
-        if isinstance(value, dict):
-            _refill(made, {key: self.copy_of(item) for key, item in value.items()})
-        else:
-            _refill(made, [self.copy_of(item) for item in value])
-        return made
 
 
 def _refill(container: Any, items: Any) -> None:
@@ -435,7 +391,7 @@ def contents(cell: types.CellType) -> Any:
         return cell
 
 
-def _referents(value: Any) -> Iterable[Any]:
+def _referents(value: Any) -> Sequence[Any]:
     """The objects that a function, method, partial, weak reference or tuple refers to."""
     if isinstance(value, types.MethodType):
         return (value.__self__,)
@@ -449,6 +405,21 @@ def _referents(value: Any) -> Iterable[Any]:
         cells = map(contents, value.__closure__ or ())
         return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     return ()
+
+
+def _of_parts(value: Any, parts: Sequence[Any]) -> Any:
+    """A method, partial, weak reference or tuple like ``value`` that refers to other objects."""
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, *parts)
+    if type(value) is weakref.ref:
+        return weakref.ref(*parts)
+    if type(value) is functools.partial:
+        function, *rest = parts
+        count = len(value.args)
+        keywords = dict(zip(value.keywords, rest[count:], strict=True))
+        return functools.partial(function, *rest[:count], **keywords)
+    kind: Any = type(value)
+    return kind(*parts) if hasattr(value, "_fields") else kind(parts)
 
 
 def module_of(function: Any) -> nn.Module | None:
@@ -475,10 +446,11 @@ def _is_stateless(module: nn.Module) -> bool:
     Calls of such a module change nothing, so replicas may call the user's own. Other classes may
     store what they compute.
     """
-    values = [value for value in vars(module).values() if type(value) not in _PLAIN]
-    if type(module).__module__ != "torch.nn.modules.loss" or not _REGISTRIES.issuperset(
-        map(type, values)
-    ):
+    if type(module).__module__ != "torch.nn.modules.loss":
         return False
-    held = [x for each in values for x in (each.values() if isinstance(each, dict) else each)]
-    return {type(None)}.issuperset(map(type, held))
+    others = [value for value in vars(module).values() if type(value) not in _PLAIN]
+    return all(
+        type(value) in _REGISTRIES
+        and {None}.issuperset(value.values() if isinstance(value, dict) else value)
+        for value in others
+    )

@@ -167,10 +167,11 @@ class _Reach(ModuleContents):
             self.generators.append((value.getstate, value.setstate))
         elif isinstance(value, torch.Generator):
             self.generators.append((value.get_state, value.set_state))
-        elif hasattr(value, "bit_generator"):  # NumPy's
+        # Classes are asked: a library that is loaded by name has attributes of any name.
+        elif hasattr(type(value), "bit_generator"):  # NumPy's
             source = value.bit_generator
             self.generators.append((lambda: source.state, partial(setattr, source, "state")))
-        elif hasattr(value, "__array_interface__") and value.flags.writeable:
+        elif hasattr(type(value), "__array_interface__") and value.flags.writeable:
             self.arrays.append(value)
         elif isinstance(value, queue.Queue):
             self._visit(value.queue)

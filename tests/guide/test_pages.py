@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from guide.test_page_examples import plain_loop
 from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import assert_gradients, assert_parameters, build, gradients, randint, randn
 from harness.pages import ROOT, blocks, namespace, read, run, sections
@@ -135,7 +134,12 @@ def test_the_recipe_for_fabric():
     loader = [(randn(9, FEATURES, seed=n).float(), randint(CLASSES, 9, seed=n)) for n in range(3)]
     names = {"model": model, "loader": loader, "criterion": nn.CrossEntropyLoss()}
     names["optimizer"], plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
-    plain_loop(twin, plain, data=loader)
+    for inputs, targets in loader:
+        plain.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = names["criterion"](twin(inputs), targets)
+        loss.backward()
+        plain.step()
     names["device_ids"] = ["cpu:0", "cpu:1"]
     exec(code, names)
     names["engine"].close()

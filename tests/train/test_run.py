@@ -26,7 +26,7 @@ from scatterpar.train.run import main
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 
 QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--micro-batch-size", "12"]
-QUICK += ["--model", "test_train_runs:Dropping"]  # a third of the default network's time
+QUICK += ["--model", f"{__name__}:Dropping"]  # a third of the default network's time
 PLAIN = ["--workers", "0", "--augment", "none"]
 
 
@@ -210,7 +210,7 @@ class Convolving(Dropping):
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--optimizer", "adamw", "--autocast", "float16", "--channels-last"]
-    options += ["--model", "test_train_runs:Convolving", "--measure-noise"]
+    options += ["--model", f"{__name__}:Convolving", "--measure-noise"]
     options += ["--base-lr", "0.003", "--drop-at", "1", "2", "--warmup-epochs", "0", *PLAIN]
     assert train(folder, out, *options) == 0
     printed = capsys.readouterr().out
@@ -372,12 +372,12 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
     refused("nowhere contains no pictures", finished / "best.pt", tmp_path / "nowhere")
     refused("is not a checkpoint that can be read", folder / "absent.pt", folder)
     state = torch.load(finished / "best.pt")
-    state["about"]["model"] = "test_train_runs:Elsewhere"
+    state["about"]["model"] = f"{__name__}:Elsewhere"
     torch.save(state, tmp_path / "other.pt")
-    words = "code from elsewhere: give --model test_train_runs:Elsewhere if it may be called"
+    words = f"code from elsewhere: give --model {__name__}:Elsewhere if it may be called"
     refused(words, tmp_path / "other.pt", folder / "test")
-    allowed = ["--model", "test_train_runs:Elsewhere"]
-    refused("does not fit --model test_train", tmp_path / "other.pt", folder / "test", *allowed)
+    allowed = ["--model", f"{__name__}:Elsewhere"]
+    refused("does not fit --model train.test", tmp_path / "other.pt", folder / "test", *allowed)
     truncate_one = write_folder(tmp_path / "data", train=1, test=3, ending="jpg") / "test"
     truncate(min((truncate_one / "Bag").iterdir()))
     arguments = [finished / "best.pt", truncate_one, "--workers", "0"]

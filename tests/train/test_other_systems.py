@@ -76,7 +76,7 @@ def python(request, tmp_path):
     here.mkdir(parents=True)
     text = WITHOUT.format(missing=SYSTEMS[request.param])
     (here / "sitecustomize.py").write_text(text, encoding="utf-8")
-    paths = [here, Path(__file__).parent, Path(__file__).parent.parent]
+    paths = [here, *Path(__file__).parents[1:3]]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     environment |= {"PYTHONUTF8": "0", "PYTHONWARNDEFAULTENCODING": "1"}

@@ -13,7 +13,6 @@ import pytest
 import torch
 from harness.pictures import write_folder
 from harness.runs import assert_same_run, records, steps
-from test_train_runs import Stop, stop_after
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from scatterpar.recipe import gradual_warmup
@@ -24,6 +23,7 @@ from scatterpar.train.feed import Feed, Request
 from scatterpar.train.options import Options, parse
 from scatterpar.train.run import main
 from scatterpar.train.training import Training
+from train.test_run import Stop, stop_after
 
 pytestmark = pytest.mark.draws
 
@@ -45,7 +45,7 @@ def made():
     def training(images, *options):
         split = Split(torch.arange(images).view(-1, 1, 1, 1).to(torch.uint8), torch.zeros(images))
         data = make_dataset("pixels", split, split, ("a", "b"))
-        options = [*(options or ["--batch", "auto"]), "--model", "test_train_growth:Pixel"]
+        options = [*(options or ["--batch", "auto"]), "--model", f"{__name__}:Pixel"]
         found = Training(parse(options), data, [torch.device("cpu")] * 2)
         engines.append(found.engine)
         return found

@@ -30,7 +30,7 @@ OPTIONS += [
     "--ema",
     "0.9",
     "--model",
-    "test_train_stopping:Dropping",
+    f"{__name__}:Dropping",
 ]
 STEPS = 4 * 5
 
@@ -158,7 +158,7 @@ def test_a_killed_run_leaves_no_process_and_goes_on_from_its_checkpoint(folder, 
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
-    options = ["--model", "test_train_stopping:Stuck", "--batch", "1024", "--devices", "cpu"]
+    options = ["--model", f"{__name__}:Stuck", "--batch", "1024", "--devices", "cpu"]
     options += ["--micro-batch-size", "1024", "--checkpoint-every", "1", "--out", str(tmp_path)]
     process = start_forked("-m", "scatterpar", "train", *options)
     wait_until(lambda: len(steps(tmp_path)) == 2, tmp_path)

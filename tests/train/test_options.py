@@ -223,7 +223,7 @@ class Diverging(nn.Module):
 
 
 def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
-    arguments = ["--model", "test_train_cli:Diverging", "--out", str(tmp_path), "--epochs", "2"]
+    arguments = ["--model", f"{__name__}:Diverging", "--out", str(tmp_path), "--epochs", "2"]
     arguments += ["--batch", "4096"]
     assert main([*arguments, "--devices", "cpu:0", "--micro-batch-size", "4096"]) == 1
     printed = capsys.readouterr().out

@@ -38,7 +38,7 @@ def toy():
     made = []
 
     def toy_training(*more):
-        options = ["--model", "test_train_loop:Toy", "--batch", "4", "--micro-batch-size", "1"]
+        options = ["--model", f"{__name__}:Toy", "--batch", "4", "--micro-batch-size", "1"]
         options += ["--momentum", "0", "--weight-decay", "0", "--base-lr", "30", "--epochs", "2"]
         training = Training(parse([*options, *more]), toy_data(), VIRTUAL)
         made.append(training.engine)

@@ -81,7 +81,8 @@ class AutoAccum:
                     outcome = compute(request, cut, retain_rows=retain_rows)
                     break
                 # Two sub-steps per replica have a whole step's peak of memory.
-                compute(request.as_trial(), cut, max_substeps=2, retain_rows=False).attempt.undo()
+                trial = replace(request, return_outputs=False)
+                compute(trial, cut, max_substeps=2, retain_rows=False).attempt.undo()
                 search.fits = number
             except Exception as error:
                 if is_out_of_memory(error):

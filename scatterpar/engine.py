@@ -40,7 +40,6 @@ from scatterpar.replicas.replicas import Replicas, ReplicaSet
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
-from scatterpar.step.compute import Check, compute
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
@@ -52,7 +51,7 @@ from scatterpar.step.request import (
     check_synchronised,
 )
 from scatterpar.step.scatter import micro_batches, scatter
-from scatterpar.step.schedule import Schedule
+from scatterpar.step.schedule import Schedule, compute
 from scatterpar.step.substeps import call_inputs
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import unwrapped
@@ -229,7 +228,7 @@ class ScatterOnceParallel(Wrapper):
 
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
 
-    _transient = "_workers", "_replicas", "_checks", "_verifier", "_one_pass", "_trace"
+    _transient = "_workers", "_replicas", "_verifier", "_one_pass", "_trace"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
@@ -240,13 +239,11 @@ class ScatterOnceParallel(Wrapper):
             policy = BatchStatistics()
         options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
         self._replicas = Replicas(self.device_ids, *options)
-        self._checks: list[Check] = []
         self._verifier: Verifier | None = None
         if find_spec("scatterpar.verify"):
             from scatterpar.verify.verifier import Verifier
 
             self._verifier = Verifier(self._ranks is not None)
-            self._checks = [self._verifier.check]
         self._combine: Combine | None = self._ranks.reduce_outcome if self._ranks else None
         self._one_pass = Schedule()
         if self.graphs:
@@ -424,7 +421,7 @@ class ScatterOnceParallel(Wrapper):
                 criteria = schedule.replicas_of_criterion
                 replicas.refresh(self.module, request.criterion, transfers, criteria)
             with phase("compute"):  # 4
-                results = compute(attempt, loaders, self._checks, schedule)
+                results = compute(attempt, loaders, schedule)
             with phase("reduce"):  # 5
                 observers = self._observers if schedule.weights_apply() else ()
                 return reduce(attempt, replicas.replica_sets, results, observers)
@@ -438,12 +435,18 @@ class ScatterOnceParallel(Wrapper):
         """
         check_links(self.device_ids)
         try:
-            offset, clock = self._replica_offset, self._trace.current if self._trace else None
-            with Attempt(self._workers, request, plan, offset, clock, **trial) as attempt:
-                attempt.replicas = self._replicas
-                attempt.end_substep = self._replicas.end_substep
-                if self._verifier is not None:
-                    attempt.check_join = self._verifier.check_join
+            trial["clock"] = self._trace.current if self._trace else None
+            is_trial = trial.get("max_substeps") is not None
+            checks = self._verifier if self.verify and not is_trial else None
+            with Attempt(
+                self._workers,
+                request,
+                plan,
+                self._replicas,
+                checks,
+                replica_offset=self._replica_offset,
+                **trial,
+            ) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -470,7 +473,7 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *args: Any, **options: Any) -> Request:
         """The arguments of one call, with the engine's options."""
-        engine_options = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        engine_options = {"dim": self.dim, "check_finite": self.check_finite}
         return replace(Request(*args), graphs=self.graphs, **engine_options | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -595,7 +598,7 @@ class ScatterOnceParallel(Wrapper):
         from scatterpar.verify.gradient_check import compare
 
         args = inputs, targets, criterion, reduction, count
-        request = self._request(*args, whole_batch=whole_batch, verify=False, costs=costs)
+        request = self._request(*args, whole_batch=whole_batch, costs=costs)
         with self._workers.exclusive(self.module):
             master = self.device_ids[0]
             schedule, request = self._schedule(request), request.checked(master)

@@ -42,8 +42,7 @@ from scatterpar.step.outputs import check_entries, returned_outputs
 from scatterpar.step.reduce import Computed, Gradient
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import BatchList, LeafMover
-from scatterpar.step.schedule import Schedule
-from scatterpar.step.set_aside import SetAside
+from scatterpar.step.schedule import Schedule, set_aside
 from scatterpar.step.substeps import (
     ReplicaTask,
     detached_output,
@@ -217,7 +216,7 @@ class WholeBatch:
                 raise FloatingPointError(f"the loss is {to_numbers(loss)}; nothing was changed")
             if self._request.backward:
                 scale = torch.full_like(loss, self._request.scale, requires_grad=False)
-                with SetAside(others):
+                with set_aside(others):
                     run_backward([loss], [scale], autocast_types())
                     closure.take(others)
                 _require_one_value(self._pieces)
@@ -248,14 +247,14 @@ class ClosureGradients:
     """
 
     def __init__(self, attempt: Attempt, task: ReplicaTask, peers: Peers | None) -> None:
-        self._in_reach, self._task, self._peers = attempt.set_aside, task, peers
+        self._in_reach, self._task, self._peers = attempt.user_leaves, task, peers
         self.gradients: list[Gradient] = []  # of each leaf that is no replica's
         sets = attempt.replicas.replica_sets
         self._trained = {id(leaf) for each in sets for leaf in each.trained_tensors}
 
     def others(self, loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
         """The leaves that ``loss`` reaches without passing ``nodes``, and that no search finds."""
-        known = {id(leaf) for leaf in (*self._task.leaves, *self._in_reach.leaves)}
+        known = {id(leaf) for leaf in (*self._task.leaves, *self._in_reach)}
         others = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
         if self._peers is None:
             return others
@@ -271,7 +270,7 @@ class ClosureGradients:
 
     def take(self, others: Sequence[Tensor]) -> None:
         """Take the gradients that have arrived, which count once for all ranks."""
-        leaves = [*self._in_reach.leaves, *others]
+        leaves = [*self._in_reach, *others]
         unalias([*self._task.leaves, *leaves])
         counts = self._peers is None or self._peers.rank == 0
         self.gradients = [
@@ -279,7 +278,8 @@ class ClosureGradients:
             for leaf in leaves
             if leaf.grad is not None or id(leaf) not in self._trained
         ]
-        self._in_reach.drop()
+        for leaf in self._in_reach:
+            leaf.grad = None
 
 
 class TwoPasses(Schedule):
@@ -324,13 +324,13 @@ class TwoPasses(Schedule):
 
         The loss is zero in all processes except the first.
         """
-        with attempt.forward_passes():
+        replica_sets = attempt.replicas.replica_sets
+        with parameter_writes_refused(replica_sets):
             passes = attempt.run(partial(first_pass, attempt=attempt), tasks)
         outputs = [first.outputs for first in passes]
         check_entries(attempt, tasks[0], outputs, output_at)
         # A trial runs in this process only.
         peers = self._peers if attempt.max_substeps is None else None
-        replica_sets = attempt.replicas.replica_sets
         try:
             batch = WholeBatch(attempt, passes)
             with parameter_writes_refused(replica_sets, second_pass=True):

@@ -352,7 +352,7 @@ SABOTAGES = [
     Sabotage(
         EXACT,
         "a gradient that arrives at another network, and that no graph shows, is not refused",
-        "SetAside.refuse",
+        "compute",
         "if leaf.grad is not None:",
         "if False:",
         "test_the_error_names_what_it_arrives_at",

@@ -26,6 +26,7 @@ from scatterpar.replicas.buffers import BufferValue, buffers_of, values_after
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.request import Request
@@ -170,7 +171,8 @@ def run_each(
             finished[number].set()
 
     tasks = list(map(_Call, plan.shares, functions))
-    with Attempt(workers, request, plan) as attempt, guard:
+    replicas = Replicas([share.device for share in plan.shares])  # none: the calls have their own
+    with Attempt(workers, request, plan, replicas) as attempt, guard:
         results = attempt.run(apply, tasks)
     attempt.generators.commit()
     return results

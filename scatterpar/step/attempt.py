@@ -8,19 +8,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import traceback as fx_traceback
 
 from scatterpar import torch_private
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import PHASES, Transfers, write
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
-from scatterpar.step.set_aside import SetAside
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers, restore_after, restored
 
@@ -61,6 +61,18 @@ class ProfilerClock:
         return torch.profiler.record_function(f"scatterpar {label}")
 
 
+class Checks(Protocol):
+    """Checks a step before its sub-steps, and outputs before they are joined; an add-on does so."""
+
+    def check(self, attempt: Attempt, tasks: Sequence[Any]) -> None:
+        """Check the step of these tasks; replicas are refreshed. May raise."""
+
+    def check_join(
+        self, attempt: Attempt, task: Any, compute_rows: Callable[..., Any], piece: Any
+    ) -> None:
+        """Raise an error if outputs like ``piece`` are not joined as one call gives them."""
+
+
 class Attempt:
     """One try at a request or a part of one: its plan, random generators, transfers and times.
 
@@ -75,9 +87,11 @@ class Attempt:
         workers: Workers,
         request: Request,
         plan: Plan,
+        replicas: Replicas,
+        checks: Checks | None = None,
+        *,
         replica_offset: int | None = None,
         clock: Clock | None = None,
-        *,
         max_substeps: int | None = None,
         retain_rows: bool = True,
     ) -> None:
@@ -88,14 +102,10 @@ class Attempt:
         self.generators = Generators([share.device for share in plan.shares], replica_offset)
         self.transfers = Transfers()
         self.weights = LossWeights([], 1.0)
-        self.replicas: Replicas
-        self.set_aside = SetAside(())  # the user's leaves, while replicas compute
+        self.replicas = replicas
+        self.user_leaves: Sequence[Tensor] = ()  # that user code reaches: no gradient may arrive
         self.is_serial = False  # replicas run one after the other
-        self.end_substep: Callable[[], None] = lambda: None  # called in the replica's thread
-        # A context manager: checks the step first, and refuses writes to parameters in the body.
-        self.forward_passes: Callable[[], contextlib.AbstractContextManager[None]]
-        # Raises an error if rows with several entries are not joined as one call gives them.
-        self.check_join: Callable[..., None] = lambda *args: None
+        self.checks = checks
         self.observed = 0.0, 0.0  # numbers of an observer, which ranks add
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.replica_seconds: defaultdict[int, float] = defaultdict(float)  # of work in its thread
@@ -140,6 +150,10 @@ class Attempt:
         self._gradients += gradients
         self._states += [(generator, generator.get_state()) for generator in generators]
 
+    def written(self) -> set[int]:
+        """The ids of the saved tensors that have other values now."""
+        return {id(tensor) for tensor, value in self._values if not same_bits(tensor, value)}
+
     def undo(self, error: BaseException | None = None) -> None:
         """Restore everything that was saved, and wait for pending copies.
 
@@ -175,7 +189,7 @@ class Attempt:
         cancel = threading.Event()
 
         def proceed() -> None:
-            self.end_substep()
+            self.replicas.end_substep()
             if cancel.is_set():
                 raise Cancelled
 
@@ -185,7 +199,7 @@ class Attempt:
                 try:
                     result = function(task, proceed=proceed)
                 finally:
-                    self.end_substep()
+                    self.replicas.end_substep()
             self.replica_seconds[task.share.replica] += time.perf_counter() - start
             return result
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import has_flat_view
-from scatterpar.replicas.module_copy import contents
+from scatterpar.replicas.module_copy import contents, module_of
 from scatterpar.threads.workers import add_note
 
 _DEPTH = 4  # a function, another one in its file, an object there, a list in the object
@@ -46,22 +46,16 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return (*(each.argval for each in reads), *chain(*inner))
 
 
-def closure_contents(function: Any) -> tuple[list[Tensor | nn.Module], list[torch.Generator]]:
-    """The tensors and modules, and the generators, that a criterion refers to, in a fixed order."""
-    held: list[Tensor | nn.Module] = []
-    generators: list[torch.Generator] = []
-    replicated = getattr(function, "__self__", None)  # if it is a method of a module
-    for value in _reachable(function, _DEPTH, {id(replicated)}):
-        if isinstance(value, (Tensor, nn.Module)):
-            held.append(value)
-        elif isinstance(value, torch.Generator):
-            generators.append(value)
-    return held, generators
+Held = Tensor | nn.Module | torch.Generator
 
 
-def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
-    """The tensors and modules that a criterion refers to."""
-    return closure_contents(function)[0]
+def closure_contents(function: Any) -> list[Held]:
+    """The tensors, modules and generators that a criterion refers to, in a fixed order.
+
+    Without the module that it is, or a method of: replicas have copies of that.
+    """
+    values = _reachable(function, _DEPTH, {id(module_of(function))})
+    return [value for value in values if isinstance(value, Held)]
 
 
 def describe(*functions: Any) -> tuple[Hashable, Hashable]:
@@ -91,17 +85,18 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
     return hash(frozenset(parts)), str(numbers)
 
 
-def trained_leaves(held: Sequence[Tensor | nn.Module]) -> list[Tensor]:
+def trained_leaves(held: Sequence[Held]) -> list[Tensor]:
     """The leaves among these tensors, and in these modules, that require grad."""
-    leaves: dict[int, Tensor] = {}
-    for value in held:
-        for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
-            if tensor.requires_grad and tensor.is_leaf:
-                leaves.setdefault(id(tensor), tensor)
-    return list(leaves.values())
+    tensors = [
+        tensor
+        for value in held
+        for tensor in (value.parameters() if isinstance(value, nn.Module) else [value])
+        if isinstance(tensor, Tensor)
+    ]
+    return list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
 
 
-def training_buffers(held: Sequence[Tensor | nn.Module]) -> list[Tensor]:
+def training_buffers(held: Sequence[Held]) -> list[Tensor]:
     """The buffers that a call of these modules may write: those of parts in training mode."""
     modules = [value for value in held if isinstance(value, nn.Module)]
     buffers = {
@@ -168,7 +163,17 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
             )
 
 
-def name_in(function: Any, leaf: Tensor) -> str:
+def not_replicated(leaf: Tensor, criterion: Any) -> ValueError:
+    """The error for a gradient of a leaf that no replica has."""
+    return ValueError(
+        f"a gradient arrives at {_name_in(criterion, leaf)}, which is no replica's: bind its "
+        f"network with functools.partial(criterion, net=net), or make it a part of an nn.Module, "
+        f"and replicas train it; if it is not to be trained, call net.requires_grad_(False). "
+        f"Nothing was changed"
+    )
+
+
+def _name_in(function: Any, leaf: Tensor) -> str:
     """The name by which ``function`` refers to ``leaf``; otherwise its shape."""
     for name, value in _named_values(function).items():
         named = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]

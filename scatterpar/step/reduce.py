@@ -14,7 +14,7 @@ the first. If they are added in place, dense ones of equal layout are copied in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -52,7 +52,6 @@ class Computed(NamedTuple):
     dtype: torch.dtype  # of the losses
     outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
     external_gradients: Sequence[Gradient] = ()  # of leaves that no replica copied
-    written_buffers: Set[int] = frozenset()  # ids of buffers that the criterion has written
 
 
 @dataclass
@@ -113,10 +112,8 @@ def reduce(
     shares = attempt.plan.shares
     for observe in observers:
         observe(attempt, [_gradients_of(replica_sets, share.replica) for share in shares])
-    buffers = reduce_buffers(replica_sets)
-    # Buffers that the criterion has written keep its values.
-    written = computed.written_buffers
-    buffers = [one for one in buffers if id(one[0].get(one[1])) not in written]
+    written = attempt.written()  # buffers that the criterion has written keep its values
+    buffers = [one for one in reduce_buffers(replica_sets) if id(one[0].get(one[1])) not in written]
     gradients: list[Gradient] = []
     if request.backward:
         gradients = reduce_gradients(replica_sets, len(shares), transfers, external)

@@ -49,7 +49,6 @@ class Request:
     backward: bool = True
     dim: int = 0
     check_finite: bool = False
-    verify: bool = True
     graphs: bool = False
     costs: Any = None
     order: Sequence[int] = ()
@@ -95,10 +94,6 @@ class Request:
         if one[0] is self.inputs and one[1] is self.targets:
             return self
         return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
-
-    def as_trial(self) -> Self:
-        """The request without outputs and checks, for a trial whether sub-steps fit into memory."""
-        return replace(self, return_outputs=False, verify=False)
 
     def checked(self, device: torch.device) -> Self:
         """The request with its rows counted and its reduction resolved. Refuses invalid ones."""

@@ -7,23 +7,37 @@ captured      one pass, whose sub-steps are launched as one          Captured
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from scatterpar.devices.runtime import no_kernel_search
+from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.criterion_closure import (
+    closure_contents,
+    not_replicated,
+    trained_leaves,
+    training_buffers,
+)
 from scatterpar.step.outputs import check_entries, returned_outputs
 from scatterpar.step.reduce import Computed
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import BatchList
+from scatterpar.step.scatter import BatchList, ShareLoader
 from scatterpar.step.substeps import (
     EagerSubsteps,
     ReplicaTask,
     detached_output,
+    make_tasks,
     train_share,
 )
+from scatterpar.torch_private import hooks_taken_off
 
 
 class Schedule:
@@ -51,7 +65,7 @@ class Schedule:
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run all sub-steps. Afterwards the replicas have the gradients."""
         work = partial(train_share, attempt=attempt, substeps=partial(self.substeps, attempt))
-        with attempt.forward_passes():
+        with parameter_writes_refused(attempt.replicas.replica_sets):
             results = attempt.run(work, tasks)
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
         loss = functools.reduce(operator.add, [result.loss for result in results])
@@ -66,3 +80,48 @@ def _returned_output(
     task: ReplicaTask, rows: Any, return_outputs: bool | Callable[[Any], Any]
 ) -> Any:
     return detached_output(task.output_of(rows[0]), return_outputs)
+
+
+def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule) -> Computed:
+    """Run every replica's sub-steps, each in its worker; the replicas then have the gradients.
+
+    User code that runs meanwhile may move generators and statistics of networks that it refers to,
+    which are restored if the step fails. Raises ``ValueError`` if a gradient arrives at the user's
+    own leaves, or at those that the criterion or an object in the module refers to.
+    """
+    request, replicas = attempt.request, attempt.replicas
+    sets = replicas.replica_sets
+    held = closure_contents(request.criterion)
+    held += closure_contents([each.shared_objects for each in sets])
+    generators = [value for value in held if isinstance(value, torch.Generator)]
+    attempt.save_for_undo(training_buffers(held), generators=generators)
+    leaves = trained_leaves([*(leaf for each in sets for leaf in each.trained_tensors), *held])
+    attempt.user_leaves = leaves
+    with set_aside(leaves):
+        tasks = make_tasks(attempt.plan, replicas, loaders, attempt.weights.by_share, attempt.clock)
+        if attempt.checks is not None:
+            with attempt.span("verify"), no_kernel_search():
+                attempt.checks.check(attempt, tasks[: len(replicas.criteria)])
+        computed = schedule.run(attempt, tasks)
+        for leaf in leaves:
+            if leaf.grad is not None:
+                raise not_replicated(leaf, request.criterion)
+    return computed
+
+
+@contextlib.contextmanager
+def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """In the body, ``leaves`` have no ``.grad`` and no hooks; afterwards both are as before.
+
+    Replicas add gradients to copies of the user's parameters. A gradient that arrives in a leaf of
+    the user comes from an object that replicas share, and so is added in the order of arrival.
+    """
+    gradients = [leaf.grad for leaf in leaves]
+    with hooks_taken_off(leaves):
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            yield
+        finally:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient

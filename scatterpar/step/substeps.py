@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +20,9 @@ from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Plan, Share, shown
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step.attempt import Attempt, Clock
-from scatterpar.step.criterion_closure import note_wrong_devices
+from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
-from scatterpar.step.set_aside import not_replicated
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import generator_for_backward
 from scatterpar.threads.workers import add_note
@@ -93,12 +91,8 @@ class ReplicaTask:
         them. Leaves that are no parameters may be the criterion's own, as for a gradient penalty.
         """
         for leaf in leaves_reached(loss, nodes):
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in self._leaf_ids:
+            if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in self.leaves):
                 raise not_replicated(leaf, self.criterion)
-
-    @functools.cached_property
-    def _leaf_ids(self) -> set[int]:
-        return set(map(id, self.leaves))
 
 
 def criterion_locks(

@@ -29,9 +29,9 @@ from scatterpar.batch.markers import Marker, has_markers_with_rows, select_rows,
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory
 from scatterpar.devices.transfers import Transfers
-from scatterpar.replicas.module_copy import root_to_replicate
+from scatterpar.replicas.module_copy import module_of, root_to_replicate
 from scatterpar.replicas.replicas import ReplicaSet
-from scatterpar.step.criterion_closure import closure_tensors_and_modules
+from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss_weights import term_counts
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
@@ -126,7 +126,7 @@ class Look:
     def isolated(self) -> Iterator[None]:
         """In the body user code may run; afterwards all that it changed is restored."""
         request, task = self._request, self._task
-        others = closure_tensors_and_modules(request.criterion)
+        others = module_of(request.criterion), *closure_contents(request.criterion)
         self._fixed = _fix_statistics(task, self._model, *others)
         each = ((m._forward_pre_hooks, m._forward_hooks) for m in task.module.modules())  # type: ignore[attr-defined]
         hooks = [hook for own in chain(*each) for hook in own.values()]

@@ -111,8 +111,6 @@ class Verifier:
                 module and criterion for the same rows.
         """
         request = attempt.request.of_largest()
-        if not request.verify:
-            return
         splits = self._is_distributed or len(attempt.plan.substep_rows) > 1
         splits = splits and not (request.whole_batch and request.rows == 1)
         question = _Question(attempt, request, tasks, splits)
@@ -133,7 +131,8 @@ class Verifier:
                 kind.looks += 1
                 for each in attempt.replicas.replica_sets:  # user code may compute gradients
                     each.clear_gradients()
-                attempt.set_aside.drop()
+                for leaf in attempt.user_leaves:
+                    leaf.grad = None
         attempt.is_serial = kind.is_serial
 
     def _ask(self, question: _Question, kind: _Kind, replicas: int) -> None:
@@ -165,7 +164,7 @@ class Verifier:
         shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
         work = getattr(compute_rows, "key", None)  # of ``engine.map``
         key = str((shapes, sets[0].flags, work, request.whole_batch, request.return_outputs))
-        if not request.verify or key in self._joined:
+        if key in self._joined:
             return
         few = request.of_largest() if request.sizes else request
         rows = few.rows or attempt.plan.rows
@@ -212,9 +211,9 @@ def fits(
     """
     request = Request(inputs, targets, criterion, reduction, count, dim=engine.dim)
     request = request.checked(engine.device_ids[0]).of_largest()
-    attempt = Attempt(engine._workers, request, engine.plan(request.sizes))
+    copies = engine._replicas
+    attempt = Attempt(engine._workers, request, engine.plan(request.sizes), copies)
     with engine.replicas_for_update():
-        attempt.replicas = copies = engine._replicas
         copies.refresh(engine.module, request.criterion, Transfers())
         try:
             loaders = scatter(request.batch, attempt.plan, request.dim, Transfers())

@@ -1,4 +1,6 @@
-"""The tables of README.md: ``tests/nullcuda/run python -m nullcuda.figures counts`` or ``time``.
+"""The tables of tests/nullcuda/README.md, printed on a CUDA without a card.
+
+    tests/nullcuda/run python -m benchmarks.launching counts        (or: time)
 
 ``counts``: what one step does on each card, and the most memory that torch's allocator gave out.
 ``time``: how long the host is at work in one step, on cards whose kernels and copies take no time.
@@ -20,10 +22,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from nullcuda import card, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nullcuda import card, values
 from scatterpar import ScatterOnceParallel
 
 ROWS = 64  # of each card
@@ -118,8 +120,16 @@ def print_counts(name: str, layouts: list[int], accum: int) -> None:
     print(" peak, in models |\n|---|---:|---:|---:|---:|---:|---:|", flush=True)
     for cards in [0, *layouts]:
         arguments = ["--model", name, "--cards", str(cards), "--accum", str(accum)]
-        command = [sys.executable, "-W", "ignore", "-m", "nullcuda.figures", "layout", *arguments]
-        subprocess.run(command, check=True)
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.launching",
+            "layout",
+            *arguments,
+        ]
+        subprocess.run([*command, *arguments], check=True)
 
 
 def print_layout(name: str, cards: int, accum: int) -> None:
@@ -158,7 +168,7 @@ def print_times(names: list[str], cards: list[int], accums: list[int], rounds: i
         for accum in accums:
             arguments = ["--model", name, "--accum", str(accum), "--rounds", str(rounds)]
             arguments += ["--cards", *map(str, cards)]
-            command = [sys.executable, "-W", "ignore", "-m", "nullcuda.figures", "line"]
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.launching", "line"]
             variables = os.environ | {"NULLCUDA_DEVICES": str(max(4, *cards))}
             subprocess.run([*command, *arguments], env=variables, check=True)
 

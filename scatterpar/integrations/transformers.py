@@ -358,18 +358,19 @@ class ScatterOnceMixin(_Base):
         items: dict[str, Any] = {"items": self._get_num_items_in_batch([batch], self.args.device)}
         if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them
             items |= {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
-        confirmed, possible = list[str](), list[str]()
         self.model.eval()
         try:
             # Without items a sum is not asked: a row whose own loss is NaN looks like one.
             asked = [SUM] if is_single else self._candidates
-            for one in [one for one in asked if one != SUM or items["items"] is not None]:
-                with warnings.catch_warnings(record=True) as doubts:  # of an inconclusive look
-                    warnings.simplefilter("always")
-                    if fits(engine, inputs | items if one == SUM else inputs, **_options(one)):
-                        (possible if doubts else confirmed).append(one)
+            answers = {
+                one: fits(engine, inputs | items if one == SUM else inputs, **_options(one))
+                for one in asked
+                if one != SUM or items["items"] is not None
+            }
         finally:
             self.model.train(training)
+        confirmed = [one for one, answer in answers.items() if answer]
+        possible = [one for one, answer in answers.items() if answer is None]
         if SUM in confirmed:  # a loss that divides by the items of all batches is exactly this sum
             return [SUM]
         return self._candidates if is_single else confirmed or possible

@@ -200,11 +200,11 @@ def fits(
     *,
     reduction: str | None = None,
     count: Count | None = None,
-) -> bool:
+) -> bool | None:
     """Whether losses combine as ``reduction`` and ``count`` say, for a few rows of this batch.
 
-    The first replica of the engine computes them, and all state is restored. Returns ``True`` with
-    a warning if the look is inconclusive.
+    The first replica of the engine computes them, and all state is restored. Returns ``None`` if
+    the look is inconclusive.
 
     Raises:
         ValueError: as ``forward_backward``, for arguments that it refuses.
@@ -222,8 +222,7 @@ def fits(
                 verdict = _Question(attempt, request, tasks, splits=True).verdict(looks=1)
                 return verdict.kind not in _REFUSED
         except Exception:  # inconclusive, or raised by user code
-            warn("could not check how the losses of micro-batches combine")
-            return True
+            return None
         finally:
             copies.clear_step_state()
 

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ from scatterpar.batch.nested import Lists, join_rows
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory, synchronize
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.plan import Share
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.outputs import check_entries, returned_outputs
@@ -57,252 +55,29 @@ from scatterpar.threads.generators import State
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import leaves_reached, nodes_of
 
-
-def _differences(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The differences between the outputs of both passes, as ``_distance`` measures them.
-
-    They stay on the device: if the host read them now, the next sub-step would wait.
-    """
-    if [_kind(tensor) for tensor in tensors] != [_kind(leaf) for leaf in leaves]:
-        raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
-    return [
-        _distance(tensor.detach(), leaf.detach())
-        for tensor, leaf in zip(tensors, leaves, strict=True)
-        if leaf.numel() and leaf.grad is not None
-    ]
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.requires_grad
-
-
-def _distance(now: Tensor, before: Tensor) -> Tensor:
-    """The largest difference, in units of the tolerance; NaN if only one of the two is NaN.
-
-    The tolerance lets kernels round differently, but detects another dropout mask.
-    """
-    equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
-    diff = torch.where(equal, 0, now - before).abs().amax()
-    dtype = torch.promote_types(diff.dtype, torch.float32)  # not float64: MPS has none
-    diff, size = diff.to(dtype), before.abs().nan_to_num(0.0, 0.0, 0.0).amax().to(dtype)
-    return torch.where(diff == 0, 0.0, diff / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
-
-
-def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
-    """Raise ``RuntimeError`` if the outputs of the second pass differ from those of the first."""
-    of_all = [*chain(*changes)]
-    with note_replica(share):
-        values = iter(to_numbers(torch.stack(of_all)) if of_all else ())  # one read for all
-    for number, of_substep in enumerate(changes):
-        if not all(value <= 1 for value in islice(values, len(of_substep))):
-            with note_replica(share, number):
-                raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
-
-
-_WHY = (
-    "whole_batch=True computes every micro-batch but a replica's last one twice, and this module "
-    "depends on something that is not the same the second time, such as the random numbers of "
-    "Python or NumPy, or a counter outside of it; draw from torch's generators and keep state in "
-    "the module, or have one sub-step per replica, which is computed once. Nothing was changed"
-)
-
-
-def _require_one_value(pieces: Sequence[Any]) -> None:
-    """Raise ``ValueError`` if a 0-dim output that gets a gradient differs between micro-batches."""
-    for values in zip(*map(nested.tensors, pieces), strict=True):
-        first, *others = values
-        if first.ndim or first.grad is None or all(same_bits(first, other) for other in others):
-            continue
-        raise ValueError(
-            "the module returns a number that is another one for each micro-batch, and the loss "
-            "uses it: its mean is not the number of the whole batch. With whole_batch=True return "
-            "what it is computed from, one entry per row, and compute it in the criterion, which "
-            "sees all rows. Nothing was changed"
-        )
-
-
-class Peers(Protocol):
-    """The processes of a process group; the engine passes ``Ranks``, of a package above."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    def outputs_of_all(
-        self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
-    ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """Outputs, row counts and targets of all ranks, and the seed of rank 0."""
-
-
-class FirstPass(NamedTuple):
-    """The results of the first pass over one share."""
-
-    outputs: list[Any]  # of each micro-batch, without graphs; their tensors get gradients
-    last: list[Any]  # the last output with its graph, until the second pass takes it
-    states: list[State]  # the generators' states before each micro-batch
-    returned: list[Any]  # the parts of outputs to return, if the user asked for outputs
-
-
-class WholeBatch:
-    """The outputs and targets of all rows, in row order, in the master's memory.
-
-    Outputs are copied once to the master and their gradients once back, counted under ``compute``.
-    """
-
-    def __init__(self, attempt: Attempt, passes: Sequence[FirstPass]) -> None:
-        request = self._request = attempt.request
-        self._transfers = attempt.transfers
-        self._master = attempt.plan.shares[0].device
-        self._copies: list[tuple[torch.device, Tensor, Tensor]] = []  # device, output, its copy
-        pieces: list[tuple[tuple[int, int], Any]] = []  # each with its rows
-        for first, share in zip(passes, attempt.plan.shares, strict=True):
-            to_master = partial(self._on_master, share.device)
-            on_master = [nested.map_tensors(to_master, output) for output in first.outputs]
-            pieces += zip(share.micro_batches, on_master, strict=True)
-        pieces.sort(key=lambda piece: piece[0])
-        self._pieces = [piece for _, piece in pieces]
-        self._rows = [stop - start for (start, stop), _ in pieces]
-        self._order = request.order
-        self._targets = self._joined_targets()
-        self._lists = any(has_markers_with_rows(inputs) for _, (inputs, _) in request.batch)
-
-    def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
-        """``output`` in the master's memory, as a leaf that accumulates a gradient."""
-        if device == self._master:
-            return output
-        copy = self._transfers.copy(output.detach(), self._master, "compute")
-        self._copies.append((device, output, copy.requires_grad_(output.requires_grad)))
-        return copy
-
-    def _joined_targets(self) -> Any:
-        """The targets of all batches on the master, with their markers."""
-        targets = [of_batch for _, of_batch in self._request.batches]
-        on_master = partial(LeafMover(self._transfers).move, self._master)
-        dim, sizes = self._request.dim, self._request.sizes
-
-        def join(leaves: list[Any]) -> Any:  # a value without rows is the first batch's
-            first, *others = leaves
-            if isinstance(first, Marker):
-                return first.join(others)
-            return join_rows(leaves, dim, sizes)
-
-        return nested.merge(join, nested.map_leaves(on_master, targets))
-
-    def join_peers(self, peers: Peers, seed: int) -> int:
-        """Add the other processes' rows. Returns the seed that all processes use."""
-        listed = self._lists and any(isinstance(piece, list) for piece in self._pieces)
-        if listed or has_markers_with_rows(self._targets):
-            problem, verb = "the targets have a marker with rows", "pass"
-            if listed:
-                problem, verb = "the outputs are lists with one entry per row", "return"
-            raise ValueError(
-                f"whole_batch=True with a process_group cannot join these values across ranks: "
-                f"{problem}; {verb} tensors of one length on all ranks"
-            )
-        if self._order:  # other ranks have other orders
-            self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
-        args = self._pieces, self._rows, self._targets, self._request.dim
-        (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*args, seed)
-        return seed
-
-    def backward(self, criterion: Callable[..., Any], closure: ClosureGradients) -> Tensor:
-        """Returns the loss; adds its gradients to the outputs and to leaves of the criterion."""
-        try:
-            joined, targets = self._joined(), unwrap_markers(self._targets, copy=True)
-            nodes = nodes_of(nested.tensors(joined))
-            loss = scalar_loss(criterion(joined, targets), "the criterion")
-            others = closure.others(loss, nodes)
-            if self._request.check_finite and not torch.isfinite(loss):
-                raise FloatingPointError(f"the loss is {to_numbers(loss)}; nothing was changed")
-            if self._request.backward:
-                scale = torch.full_like(loss, self._request.scale, requires_grad=False)
-                with set_aside(others):
-                    run_backward([loss], [scale], autocast_types())
-                    closure.take(others)
-                _require_one_value(self._pieces)
-        except BaseException as error:
-            add_note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")
-            raise
-        return loss.detach()
-
-    def _joined(self) -> Any:
-        """All outputs as one. They are not leaves, because a criterion may write them in place."""
-        rows, dim = self._rows, self._request.dim
-        lists: Lists = "if clear" if self._lists else "never"
-        joined = join_rows(self._pieces, dim, rows, rows, lists=lists, order=self._order)
-        return nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
-
-    def return_gradients(self) -> None:
-        """Copy the gradients of outputs to the devices of their replicas."""
-        for device, output, copy in self._copies:
-            if copy.grad is not None:
-                output.grad = self._transfers.copy(copy.grad, device, "compute")
-
-
-class ClosureGradients:
-    """The gradients that the criterion of all rows sends to leaves that it refers to.
-
-    It is called once, on the master, so these leaves need no replicas. If there are ``peers``, all
-    ranks need the same list of leaves: those that a search of the criterion finds, in its order.
-    """
-
-    def __init__(self, attempt: Attempt, task: ReplicaTask, peers: Peers | None) -> None:
-        self._in_reach, self._task, self._peers = attempt.user_leaves, task, peers
-        self.gradients: list[Gradient] = []  # of each leaf that is no replica's
-        sets = attempt.replicas.replica_sets
-        self._trained = {id(leaf) for each in sets for leaf in each.trained_tensors}
-
-    def others(self, loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
-        """The leaves that ``loss`` reaches without passing ``nodes``, and that no search finds."""
-        known = {id(leaf) for leaf in (*self._task.leaves, *self._in_reach)}
-        others = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
-        if self._peers is None:
-            return others
-        hidden = next((leaf for leaf in others if isinstance(leaf, nn.Parameter)), None)
-        if hidden is not None:
-            raise ValueError(
-                f"the criterion reaches a parameter of shape {tuple(hidden.shape)} in a way "
-                f"that cannot be seen from outside, so that ranks cannot tell whose gradient "
-                f"is whose; bind its module with functools.partial(criterion, net=net), or "
-                f"make the criterion an nn.Module that has it"
-            )
-        return []  # the criterion itself made them, as for a gradient penalty
-
-    def take(self, others: Sequence[Tensor]) -> None:
-        """Take the gradients that have arrived, which count once for all ranks."""
-        leaves = [*self._in_reach, *others]
-        unalias([*self._task.leaves, *leaves])
-        counts = self._peers is None or self._peers.rank == 0
-        self.gradients = [
-            (leaf, leaf.grad if counts else None)
-            for leaf in leaves
-            if leaf.grad is not None or id(leaf) not in self._trained
-        ]
-        for leaf in self._in_reach:
-            leaf.grad = None
+if TYPE_CHECKING:
+    from scatterpar.distributed.ranks import Ranks
 
 
 class TwoPasses(Schedule):
-    """The schedule of ``whole_batch=True``; ``peers`` are the other processes that have rows.
+    """The schedule of ``whole_batch=True``; ``ranks`` are the other processes that have rows.
 
     Raises ``ValueError`` for a request without a criterion, or with ``reduction`` or ``count``.
     """
 
     replicas_of_criterion = 1  # the master's
 
-    def __init__(self, request: Request, peers: Peers | None) -> None:
-        self._peers = peers
+    def __init__(self, request: Request, ranks: Ranks | None) -> None:
+        self._ranks = ranks
         if request.graphs:
             raise ValueError(
-                "graphs=True captures forward pass, loss and backward pass of a sub-step as one, "
-                "and with whole_batch=True the loss comes after all forward passes: make another "
-                "engine, without graphs, for this loss"
+                "graphs=True captures the loss with its sub-step, and whole_batch=True computes it "
+                "after all forward passes: make another engine, without graphs, for this loss"
             )
         if request.criterion is None:
             raise ValueError(
-                "whole_batch=True without a criterion: pass criterion=, which is called once as "
-                "criterion(outputs, targets) with all rows; a loss that the module computes sees "
-                "one micro-batch: return the outputs of the rows from forward instead"
+                "whole_batch=True without a criterion: return the outputs of the rows from "
+                "forward, and pass criterion=, which is called once as criterion(outputs, targets)"
             )
         for name, value in (("reduction", request.reduction), ("count", request.count)):
             if value is not None:
@@ -327,50 +102,32 @@ class TwoPasses(Schedule):
         replica_sets = attempt.replicas.replica_sets
         with parameter_writes_refused(replica_sets):
             passes = attempt.run(partial(first_pass, attempt=attempt), tasks)
-        outputs = [first.outputs for first in passes]
-        check_entries(attempt, tasks[0], outputs, output_at)
+        check_entries(attempt, tasks[0], [first.outputs for first in passes], output_at)
         # A trial runs in this process only.
-        peers = self._peers if attempt.max_substeps is None else None
+        ranks = self._ranks if attempt.max_substeps is None else None
         try:
-            batch = WholeBatch(attempt, passes)
             with parameter_writes_refused(replica_sets, second_pass=True):
-                closure = ClosureGradients(attempt, tasks[0], peers)
-                loss = self._loss(attempt, batch, closure, peers)
+                batch = WholeBatch(attempt, tasks[0], passes, ranks)
+                loss = batch.loss()
                 attempt.run(partial(second_pass, passes=passes, attempt=attempt), tasks)
         except BaseException as error:
-            if peers is not None and is_out_of_memory(error):
+            if ranks is not None and is_out_of_memory(error):
                 error.more_substeps_cannot_help = True  # type: ignore[attr-defined]  # for accum="auto"
                 why = "other ranks have seen these outputs"
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
         returned = returned_outputs(attempt, tasks, [first.returned for first in passes])
-        value = 0.0 if peers is not None and peers.rank else to_numbers(loss)
-        return Computed(value, loss.dtype, returned, closure.gradients)
+        value = to_numbers(loss) if batch.counts else 0.0
+        return Computed(value, loss.dtype, returned, batch.gradients)
 
-    def _loss(
-        self,
-        attempt: Attempt,
-        batch: WholeBatch,
-        closure: ClosureGradients,
-        peers: Peers | None,
-    ) -> Tensor:
-        """The loss of all rows. Its gradient is in the outputs of the first passes."""
-        generators, replicas = attempt.generators, attempt.replicas
-        seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
-        # Interrupts wait until the criterion and its backward pass have ended.
-        with attempt.span("criterion"), generators.of_criterion(seed):
-            args = replicas.criteria[0], closure
-            master = attempt.plan.shares[0].device
-            loss: Tensor
-            (loss,) = attempt.workers.parallel_apply([batch.backward], [args], devices=[master])
-        if peers is not None and peers.rank:  # rank 0 has the same gradients, and they count once
-            for each in replicas.replica_sets:
-                each.clear_gradients()
-            for each in replicas.replica_sets[1:]:
-                for replica in each.replicas:
-                    replica.clear_records()
-        batch.return_gradients()
-        return loss
+
+class FirstPass(NamedTuple):
+    """The results of the first pass over one share."""
+
+    outputs: list[Any]  # of each micro-batch, without graphs; their tensors get gradients
+    last: list[Any]  # the last output with its graph, until the second pass takes it
+    states: list[State]  # the generators' states before each micro-batch
+    returned: list[Any]  # the parts of outputs to return, if the user asked for outputs
 
 
 def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], None]) -> FirstPass:
@@ -396,6 +153,179 @@ def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], Non
     return first
 
 
+def _leaf(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.requires_grad)
+
+
+class WholeBatch:
+    """The outputs and targets of all rows, in row order, in the master's memory.
+
+    Outputs are copied once to the master and their gradients once back, counted under ``compute``.
+
+    The criterion is called once, on the master, so the leaves that it refers to need no replicas:
+    ``gradients`` has theirs. With ``ranks``, all ranks need the same list of leaves: those that a
+    search of the criterion finds, in its order. ``counts``: the loss and these gradients are this
+    rank's; other ranks have the same, which count once.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        task: ReplicaTask,
+        passes: Sequence[FirstPass],
+        ranks: Ranks | None,
+    ) -> None:
+        self._attempt, self._task, self._ranks = attempt, task, ranks
+        self.counts = ranks is None or ranks.rank == 0
+        self.gradients: list[Gradient] = []
+        request = self._request = attempt.request
+        self._master = attempt.plan.shares[0].device
+        self._copies: list[tuple[torch.device, Tensor, Tensor]] = []  # device, output, its copy
+        pieces: list[tuple[tuple[int, int], Any]] = []  # each with its rows
+        for first, share in zip(passes, attempt.plan.shares, strict=True):
+            to_master = partial(self._on_master, share.device)
+            on_master = [nested.map_tensors(to_master, output) for output in first.outputs]
+            pieces += zip(share.micro_batches, on_master, strict=True)
+        pieces.sort(key=lambda piece: piece[0])
+        self._pieces = [piece for _, piece in pieces]
+        self._rows = [stop - start for (start, stop), _ in pieces]
+        self._order = request.order
+        self._targets = self._joined_targets()
+        self._lists = any(has_markers_with_rows(inputs) for _, (inputs, _) in request.batch)
+
+    def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
+        """``output`` in the master's memory, as a leaf that accumulates a gradient."""
+        if device == self._master:
+            return output
+        copy = self._attempt.transfers.copy(output.detach(), self._master, "compute")
+        self._copies.append((device, output, copy.requires_grad_(output.requires_grad)))
+        return copy
+
+    def _joined_targets(self) -> Any:
+        """The targets of all batches on the master, with their markers."""
+        targets = [of_batch for _, of_batch in self._request.batches]
+        on_master = partial(LeafMover(self._attempt.transfers).move, self._master)
+        dim, sizes = self._request.dim, self._request.sizes
+
+        def join(leaves: list[Any]) -> Any:  # a value without rows is the first batch's
+            first, *others = leaves
+            if isinstance(first, Marker):
+                return first.join(others)
+            return join_rows(leaves, dim, sizes)
+
+        return nested.merge(join, nested.map_leaves(on_master, targets))
+
+    def loss(self) -> Tensor:
+        """The loss of all rows. Its gradient is in the outputs of the first passes."""
+        attempt, seed = self._attempt, None
+        if self._ranks is not None:
+            seed = self._join_ranks(self._ranks, attempt.generators.seed_of_criterion())
+        # Interrupts wait until the criterion and its backward pass have ended.
+        with attempt.span("criterion"), attempt.generators.of_criterion(seed):
+            loss: Tensor
+            (loss,) = attempt.workers.parallel_apply([self._backward], [()], devices=[self._master])
+        if not self.counts:
+            model, *of_criterion = attempt.replicas.replica_sets
+            for each in (model, *of_criterion):
+                each.clear_gradients()
+            for replica in (replica for each in of_criterion for replica in each.replicas):
+                replica.clear_records()
+        for device, output, copy in self._copies:
+            if copy.grad is not None:
+                output.grad = attempt.transfers.copy(copy.grad, device, "compute")
+        return loss
+
+    def _join_ranks(self, ranks: Ranks, seed: int) -> int:
+        """Add the other processes' rows. Returns the seed that all processes use."""
+        problem = ""
+        if self._lists and any(isinstance(piece, list) for piece in self._pieces):
+            problem = "the outputs are lists with one entry per row; return"
+        elif has_markers_with_rows(self._targets):
+            problem = "the targets have a marker with rows; pass"
+        if problem:
+            raise ValueError(
+                f"whole_batch=True with a process_group cannot join these values across ranks: "
+                f"{problem} tensors of one length on all ranks"
+            )
+        if self._order:  # other ranks have other orders
+            self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
+        args = self._pieces, self._rows, self._targets, self._request.dim
+        (self._pieces, self._rows, self._targets), seed = ranks.outputs_of_all(*args, seed)
+        return seed
+
+    def _joined(self) -> Any:
+        """All outputs as one. They are not leaves, because a criterion may write them in place."""
+        rows, dim = self._rows, self._request.dim
+        lists: Lists = "if clear" if self._lists else "never"
+        joined = join_rows(self._pieces, dim, rows, rows, lists=lists, order=self._order)
+        return nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
+
+    def _backward(self) -> Tensor:
+        """Returns the loss; adds its gradients to the outputs and to leaves of the criterion."""
+        criterion, request = self._attempt.replicas.criteria[0], self._request
+        try:
+            joined, targets = self._joined(), unwrap_markers(self._targets, copy=True)
+            nodes = nodes_of(nested.tensors(joined))
+            loss = scalar_loss(criterion(joined, targets), "the criterion")
+            hidden = self._hidden_leaves(loss, nodes)
+            if request.check_finite and not torch.isfinite(loss):
+                raise FloatingPointError(f"the loss is {to_numbers(loss)}; nothing was changed")
+            if request.backward:
+                scale = torch.full_like(loss, request.scale, requires_grad=False)
+                with set_aside(hidden):
+                    run_backward([loss], [scale], autocast_types())
+                    self._take_gradients(hidden)
+                _require_one_value(self._pieces)
+        except BaseException as error:
+            add_note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")
+            raise
+        return loss.detach()
+
+    def _hidden_leaves(self, loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
+        """The leaves that ``loss`` reaches without passing ``nodes``, and that no search finds."""
+        known = {id(leaf) for leaf in (*self._task.leaves, *self._attempt.user_leaves)}
+        hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
+        if self._ranks is None:
+            return hidden
+        for leaf in hidden:
+            if isinstance(leaf, nn.Parameter):
+                raise ValueError(
+                    f"the criterion reaches a parameter of shape {tuple(leaf.shape)} that a search "
+                    f"does not find, so that ranks cannot tell whose gradient is whose; bind its "
+                    f"module with functools.partial(criterion, net=net), or make it a part of an "
+                    f"nn.Module"
+                )
+        return []  # the criterion itself made them, as for a gradient penalty
+
+    def _take_gradients(self, hidden: Sequence[Tensor]) -> None:
+        """Take the gradients of leaves that are no replica's."""
+        in_reach = self._attempt.user_leaves
+        leaves = [*in_reach, *hidden]
+        unalias([*self._task.leaves, *leaves])
+        sets = self._attempt.replicas.replica_sets
+        trained = {id(leaf) for each in sets for leaf in each.trained_tensors}
+        self.gradients = [
+            (leaf, leaf.grad if self.counts else None)
+            for leaf in leaves
+            if leaf.grad is not None or id(leaf) not in trained
+        ]
+        for leaf in in_reach:
+            leaf.grad = None
+
+
+def _require_one_value(pieces: Sequence[Any]) -> None:
+    """Raise ``ValueError`` if a 0-dim output that gets a gradient differs between micro-batches."""
+    for values in zip(*map(nested.tensors, pieces), strict=True):
+        first, *others = values
+        if first.ndim or first.grad is None or all(same_bits(first, other) for other in others):
+            continue
+        raise ValueError(
+            "the module returns a number that is another one for each micro-batch, and the loss "
+            "uses it; with whole_batch=True return what it is computed from, one entry per row, "
+            "and compute it in the criterion, which sees all rows. Nothing was changed"
+        )
+
+
 def second_pass(
     task: ReplicaTask,
     *,
@@ -411,41 +341,80 @@ def second_pass(
     """
     share, max_substeps = task.share, attempt.max_substeps
     outputs, retained, states, _ = passes[share.replica]
-    leaves = [[*nested.tensors(output)] for output in outputs]
+    leaves = [nested.tensors(output) for output in outputs]
     *others, last = range(len(outputs))
     if max_substeps is not None:
         others = others[: max_substeps - 1]
     with note_replica(share, last):
-        with task.span("backward", last):
-            _run_backward([*nested.tensors(retained.pop())], leaves[last])
+        _run_backward(task, last, nested.tensors(retained.pop()), leaves[last])
         without_gradient = unalias(task.leaves)
         if not others or all(leaf.grad is None for of_output in leaves for leaf in of_output):
             synchronize(share.device)  # no host read follows: a kernel's error is raised here
             return
-    changes: list[list[Tensor]] = []
+    agreed: list[tuple[int, Tensor]] = []  # of outputs of both passes, each with its sub-step
     with attempt.isolated(task):
         for number in others:
             proceed()
             with note_replica(share, number):
                 attempt.generators.set_state(share.replica, states[number])
                 output = output_at(task, task.rows_of(number), number, "recompute")
-                tensors = [*nested.tensors(output)]
-                changes.append(_differences(tensors, leaves[number]))
-                with task.span("backward", number):
-                    _run_backward(tensors, leaves[number])
+                tensors = nested.tensors(output)
+                agreed += [(number, each) for each in _agree(tensors, leaves[number])]
+                _run_backward(task, number, tensors, leaves[number])
                 without_gradient = unalias(without_gradient)
                 del output, tensors
-    _require_unchanged(changes, share)
+    with note_replica(share):
+        values = to_numbers(torch.stack([each for _, each in agreed])) if agreed else ()  # one read
+    for (number, _), value in zip(agreed, values, strict=True):
+        if not value:
+            with note_replica(share, number):
+                raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
 
 
-def _run_backward(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Run the backward pass of an output, given the gradients of its ``leaves``."""
+def _run_backward(
+    task: ReplicaTask, number: int, roots: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> None:
+    """Run the backward pass of sub-step ``number``, given the gradients of its outputs' leaves."""
     pairs = [
         (root, leaf.grad) for root, leaf in zip(roots, leaves, strict=True) if leaf.grad is not None
     ]
-    if pairs:
-        run_backward([root for root, _ in pairs], [grad for _, grad in pairs], autocast_types())
+    with task.span("backward", number):
+        if pairs:
+            run_backward([root for root, _ in pairs], [grad for _, grad in pairs], autocast_types())
 
 
-def _leaf(output: Tensor) -> Tensor:
-    return output.detach().requires_grad_(output.requires_grad)
+def _agree(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """For each output with a gradient: whether it is that of the first pass, up to rounding.
+
+    The answers stay on the device: if the host read them now, the next sub-step would wait.
+    """
+
+    def kind(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.shape, tensor.dtype, tensor.requires_grad
+
+    if list(map(kind, tensors)) != list(map(kind, leaves)):
+        raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
+    return [
+        _is_close(tensor.detach(), leaf.detach())
+        for tensor, leaf in zip(tensors, leaves, strict=True)
+        if leaf.numel() and leaf.grad is not None
+    ]
+
+
+def _is_close(now: Tensor, before: Tensor) -> Tensor:
+    """Whether all elements are equal, NaN too, or differ by rounding, which kernels may change.
+
+    The tolerance is far below what another dropout mask changes.
+    """
+    size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+    is_near: Tensor = (now - before).abs() <= size * torch.finfo(now.dtype).eps ** 0.5
+    is_equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
+    return is_near.logical_or_(is_equal).all()
+
+
+_WHY = (
+    "whole_batch=True computes every micro-batch but a replica's last one twice, and this module "
+    "depends on something that is not the same the second time, such as the random numbers of "
+    "Python or NumPy, or a counter outside of it; draw from torch's generators and keep state in "
+    "the module, or have one sub-step per replica, which is computed once. Nothing was changed"
+)

@@ -69,21 +69,19 @@ def check_graphs(
     """Refuse ``graphs=True`` with options or devices that do not support it."""
     if not isinstance(graphs, bool):
         raise TypeError(f"graphs must be True or False, got {graphs!r}")
-    if compile_fn is not None:
-        raise ValueError(
-            "graphs=True and a compiled module: torch.compile captures graphs of its own, with "
-            'compile={"mode": "reduce-overhead"}; pass one of them'
-        )
-    if buffers == "batch":
-        raise ValueError(
-            'graphs=True and buffers="batch": what batch normalisations see is noted in Python, '
-            "which a captured sub-step does not run; pass one of them"
-        )
-    if micro_batch_cost is not None:
-        raise ValueError(
-            "graphs=True and micro_batch_cost: a graph is captured for each shape of micro-batch, "
-            "and those that are cut by cost differ in nearly every step; pass one of them"
-        )
+    for other, is_on in (
+        ("a compiled module: a sub-step runs either compiled or captured", compile_fn is not None),
+        (
+            'buffers="batch": Python notes what batch normalisations see, and a replay runs none',
+            buffers == "batch",
+        ),
+        (
+            "micro_batch_cost: a graph has one shape of micro-batch, and cuts by cost change it",
+            micro_batch_cost is not None,
+        ),
+    ):
+        if is_on:
+            raise ValueError(f"graphs=True and {other}; pass one of them")
     for device in devices:
         if device.type != "cpu" and not hasattr(torch.get_device_module(device.type), "CUDAGraph"):
             raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
@@ -174,26 +172,24 @@ class GraphedSubsteps(EagerSubsteps):
 
     def __init__(self, replica_graphs: _ReplicaGraphs, task: ReplicaTask, attempt: Attempt) -> None:
         super().__init__(task, attempt.request)
-        self._captured_graphs, self._attempt = replica_graphs, attempt
-        # The static tensors to which this step adds gradients, by leaf.
-        self._static_gradients: dict[int, Tensor] = {}
+        self._replica_graphs, self._attempt = replica_graphs, attempt
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``EagerSubsteps.run``, but captures or replays a graph if possible."""
-        task, replica_graphs = self._task, self._captured_graphs
+        task, graphs = self._task, self._replica_graphs
         source = task.loader.rows_at_source(number)
         key = _shape_of(source) if weight else None
-        graph = replica_graphs.graphs.get(key)
+        graph = graphs.graphs.get(key)
         if graph is not None:  # the next rows arrive while the graph reads these
             rows_now = source if task.loader.is_local else task.rows_of(number)
-            copy_each([*nested.tensors(graph.rows)], [*nested.tensors(rows_now)])
-        elif key is not None and replica_graphs.may_capture():
+            copy_each(nested.tensors(graph.rows), nested.tensors(rows_now))
+        elif key is not None and graphs.may_capture():
             rows = task.rows_of(number)
             try:
                 graph = self._capture(nested.map_tensors(Tensor.clone, rows), number)
-                replica_graphs.graphs[key] = graph
+                graphs.graphs[key] = graph
             except _Refused as error:
-                replica_graphs.refuse(str(error))
+                graphs.refuse(str(error))
         if graph is None:
             return super().run(number, weight, rows)
         self._accumulate_in(graph.gradients)
@@ -206,28 +202,29 @@ class GraphedSubsteps(EagerSubsteps):
             output = detached_output(output, self._return_outputs)
         return graph.loss.clone(), output
 
-    def finish(self) -> None:
-        """Copy gradients out of the static tensors, which later steps write."""
-        copies = [torch.empty_like(gradient) for gradient in self._static_gradients.values()]
-        copy_each(copies, list(self._static_gradients.values()))
-        for i, gradient in zip(self._static_gradients, copies, strict=True):
-            self._task.leaves[i].grad = gradient
-
-    def _accumulate_in(self, gradients: dict[int, Tensor]) -> None:
+    def _accumulate_in(self, static: dict[int, Tensor]) -> None:
         """Make static tensors the leaves' ``.grad``, with the gradients accumulated so far."""
         leaves = self._task.leaves
-        new = {i: gradient for i, gradient in gradients.items() if i not in self._static_gradients}
+        new = {i: gradient for i, gradient in static.items() if leaves[i].grad is not gradient}
         if fresh := [gradient for i, gradient in new.items() if leaves[i].grad is None]:
             torch._foreach_zero_(fresh)
         for i, gradient in new.items():
-            earlier = leaves[i].grad
-            if earlier is not None:  # the gradient of a sub-step without a graph
+            if (earlier := leaves[i].grad) is not None:  # that of a sub-step without a graph
                 write(gradient, earlier)
-            leaves[i].grad = self._static_gradients[i] = gradient
+            leaves[i].grad = gradient
+
+    def finish(self) -> None:
+        """Copy gradients out of the static tensors, which later steps write."""
+        leaves, static = self._task.leaves, self._replica_graphs.gradients
+        used = {i: gradient for i, gradient in static.items() if leaves[i].grad is gradient}
+        copies = list(map(torch.empty_like, used.values()))
+        copy_each(copies, list(used.values()))
+        for i, gradient in zip(used, copies, strict=True):
+            leaves[i].grad = gradient
 
     def _capture(self, rows: Any, number: int) -> _Graph:
         """Capture a graph of the static ``rows``; restore all state. Raises ``_Refused``."""
-        task, recorder = replace(self._task, clock=None), self._captured_graphs.recorder
+        task, recorder = replace(self._task, clock=None), self._replica_graphs.recorder
         gradients = [leaf.grad for leaf in task.leaves]
         try:
             span = self._task.span("capture", number)
@@ -236,53 +233,48 @@ class GraphedSubsteps(EagerSubsteps):
                     graph = self._warm_up(task, rows)
                 for i, gradient in graph.gradients.items():
                     task.leaves[i].grad = gradient
-                graph.replay = self._record(task, graph)
+                try:
+                    graph.replay = recorder.record(graph.compute, task, bool(self._return_outputs))
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    lines = str(error).strip().splitlines() or [""]
+                    raise _Refused(
+                        f"a sub-step of {type(task.module).__name__} cannot be captured: it waits "
+                        f"for the device, as with CUDA_LAUNCH_BLOCKING, or does what a graph "
+                        f"cannot repeat ({type(error).__name__}: {lines[0]})"
+                    ) from error
         except Exception as error:
             if is_out_of_memory(error):
-                self._captured_graphs.forget()  # frees the memory of the graphs
+                self._replica_graphs.forget()  # frees the memory of the graphs
             raise
         finally:
             for leaf, earlier in zip(task.leaves, gradients, strict=True):
                 leaf.grad = earlier
         return graph
 
-    def _record(self, task: ReplicaTask, graph: _Graph) -> Callable[..., None]:
-        try:
-            recorder, return_output = self._captured_graphs.recorder, bool(self._return_outputs)
-            return recorder.record(graph.compute, task, return_output)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            lines = str(error).strip().splitlines() or [""]
-            raise _Refused(
-                f"a sub-step of {type(task.module).__name__} cannot be captured: it waits for the "
-                f"device, as with CUDA_LAUNCH_BLOCKING, or does what a graph cannot repeat "
-                f"({type(error).__name__}: {lines[0]})"
-            ) from error
-
     def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
         """Run sub-steps to allocate the static tensors and choose kernels. Raises ``_Refused``."""
-        leaves, number = task.leaves, task.share.replica
-        name = type(task.module).__name__
+        leaves, name = task.leaves, type(task.module).__name__
         for leaf in leaves:
             leaf.grad = None
         substeps = EagerSubsteps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
         for _ in range(_WARM_UPS):
             loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))
-            state = self._attempt.generators.get_state(number).get(torch.device("cpu"))
+            state = self._attempt.generators.get_state(task.share.replica).get(runtime.HOST)
             host_states.append((random.getstate(), None if state is None else to_numbers(state)))
-        if any(not one.is_as_refreshed() for one in task.replicas):
+        if not all(replica.is_as_refreshed() for replica in task.replicas):
             raise _Refused(
-                f"the forward pass of {name} keeps something on the module that is no "
-                f"buffer written in place"
+                f"the forward pass of {name} keeps something on the module that is no buffer "
+                f"written in place"
             )
         if runtime.is_async(task.share.device) and host_states[-1] != host_states[-2]:
             raise _Refused(f"{name} or the criterion draws random numbers on the host")
         gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
-        if any(g.layout != torch.strided for g in gradients.values()):
+        if any(gradient.layout != torch.strided for gradient in gradients.values()):
             raise _Refused(f"{name} has sparse gradients")
-        static = self._captured_graphs.gradients
+        static = self._replica_graphs.gradients
         gradients = {i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()}
         return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), gradients)
 
@@ -300,8 +292,7 @@ def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any
         [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
-        torch.backends.cudnn.deterministic,
+        [getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")],
         [each.fp32_precision for each in _PRECISIONS],
     ]
 
@@ -341,21 +332,28 @@ class Recorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Enter to warm up and capture: one recorder at a time per device with streams."""
-        if self._stream is None:
+        """In the body, work runs on the capturing stream, in order with the current stream's work.
+
+        One recorder at a time per device with streams.
+        """
+        stream = self._stream
+        if stream is None:
             yield
             return
         self._pool = self._pool or torch.get_device_module(self._device).graph_pool_handle()
         with _RECORDING[self._device], runtime.recording(), contextlib.ExitStack() as self._session:
+            current = torch.accelerator.current_stream(self._device)
+            stream.wait_stream(current)
             try:
-                yield
+                with restored(partial(current.wait_stream, stream)), stream:
+                    yield
             except BaseException:
                 self.forget()  # the pool may have been freed
                 raise
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Run the body on the capturing stream, in the memory pool of the graphs.
+        """In the body, memory comes from the pool of the graphs.
 
         A capture cannot use memory that torch has cached for other streams, so the memory of
         activations would be reserved twice.
@@ -363,7 +361,7 @@ class Recorder:
         if self._stream is None:
             yield
             return
-        with self._on_stream(), torch_private.allocating(self._stream, self._pool) as release:
+        with torch_private.allocating(self._stream, self._pool) as release:
             self._session.callback(release)
             yield
 
@@ -377,22 +375,11 @@ class Recorder:
             return work
         gc.collect()  # else objects may be freed during the capture, and wait for the device
         graph = torch.get_device_module(self._device).CUDAGraph()
-        with self._on_stream():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                work(*args)
-            except BaseException:
-                torch_private.give_up_capture(graph, self._device, self._pool)
-                raise
-            graph.capture_end()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work(*args)
+        except BaseException:
+            torch_private.give_up_capture(graph, self._device, self._pool)
+            raise
+        graph.capture_end()
         return lambda *_: graph.replay()
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Run the body on the capturing stream, in order with the current stream's other work."""
-        stream = self._stream
-        assert stream is not None
-        current = torch.accelerator.current_stream(self._device)
-        stream.wait_stream(current)
-        with restored(partial(current.wait_stream, stream)), stream:
-            yield

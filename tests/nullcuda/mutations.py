@@ -174,9 +174,9 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of a graph are not copied out",
-        "for i, gradient in zip(self._static_gradients, copies, strict=True):",
+        "for i, gradient in zip(used, copies, strict=True):",
         STREAMS + "test_gradients_may_be_read_on_another_stream_during_the_next_captured_step",
-        instead="for i, gradient in self._static_gradients.items():",
+        instead="for i, gradient in used.items():",
     ),
     Mutation(
         "the loss of a graph is not copied out",

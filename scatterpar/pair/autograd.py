@@ -7,7 +7,6 @@ require grad. ``gather`` uses ``to_device``, which autograd records as well.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,8 +35,6 @@ from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
 
 _Copy = Callable[[Tensor, torch.device, str], Tensor]
-
-_SECONDS = 1.0  # between checks, by a waiting replica, whether another one has failed
 
 
 class PassingReplica:
@@ -157,23 +154,15 @@ def run_each(
     identifies recomputed tensors by the order in which they were saved.
     """
     hooks = saved_tensors_hooks()
-    is_in_order = hooks is not None and hooks[0].__module__ == checkpoint.__module__
-    finished = [threading.Event() for _ in plan.shares]
 
-    def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
-        number = call.share.replica
-        try:
-            while is_in_order and number and not finished[number - 1].wait(_SECONDS):
-                proceed()
-            with note_replica(call.share):
-                return call.function()
-        finally:
-            finished[number].set()
+    def call(task: _Call, *, proceed: Callable[[], None]) -> Any:
+        with note_replica(task.share):
+            return task.function()
 
-    tasks = list(map(_Call, plan.shares, functions))
     replicas = Replicas([share.device for share in plan.shares])  # none: the calls have their own
     with Attempt(workers, request, plan, replicas) as attempt, guard:
-        results = attempt.run(apply, tasks)
+        attempt.is_serial = hooks is not None and hooks[0].__module__ == checkpoint.__module__
+        results = attempt.run(call, list(map(_Call, plan.shares, functions)))
     attempt.generators.commit()
     return results
 

@@ -103,7 +103,7 @@ class BatchStatistics:
                 module: Any = each.modules[m]
                 moments = _pooled([of_replica[m] for of_replica in recorded if m in of_replica])
                 if module.running_mean is not None:
-                    buffers = each.registered[m].buffers
+                    buffers = module._buffers
                     layers.append(BatchNormUpdate(buffers, module.momentum, moments))
         return StepStatistics(layers)
 

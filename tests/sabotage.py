@@ -405,7 +405,7 @@ SABOTAGES = [
         "changed = {\n"
         "            i\n"
         "            for i in set(range(len(self._tensors))) - unchanged\n"
-        "            if self._sent[i] is None or self._tensors[i].requires_grad\n"
+        "            if i not in self._sent or self._tensors[i].requires_grad\n"
         "        }",
         "test_every_write_is_followed_however_often",
     ),
@@ -417,7 +417,7 @@ SABOTAGES = [
         "changed = {\n"
         "            i\n"
         "            for i in set(range(len(self._tensors))) - unchanged\n"
-        "            if self._sent[i] != self._versions[i]\n"
+        "            if self._sent.get(i) != self._versions[i]\n"
         "        }",
         "test_edits_that_leave_no_version_travel",
     ),

@@ -21,7 +21,7 @@ from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, version
-from scatterpar.replicas.buffers import BufferValue, buffers_of, values_after
+from scatterpar.replicas.buffers import BufferValue, values_after
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
@@ -52,12 +52,11 @@ class PassingReplica:
         The other buffers are not written, because a graph of the user may still need their values.
         """
         modules = list(self._module_contents.modules.values())
-        registered = [buffers_of(module) for module in modules]
-        copies = [buffers_of(self.copy_of(module)) for module in modules]
-        for m, place, name, value in values_after(registered, copies, self.copy_of):
+        copies = list(map(self.copy_of, modules))
+        for m, name, value in values_after(modules, copies, self.copy_of):
+            place = modules[m]._buffers
             # Batch normalisation writes its statistics without counting versions.
-            before = registered[m].buffers.get(name)
-            if modules[m].training or self._is_changed(before, value):
+            if modules[m].training or self._is_changed(place[name], value):
                 yield place, name, value
 
     def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:
@@ -87,7 +86,8 @@ def replicate(
         # detects an optimizer step before the backward pass. The others have their own counters,
         # because one of them may exchange its storage.
         broadcast = Broadcast(originals, device_ids, module_contents.weights)
-        broadcast.update(Transfers(), broadcast.compare())
+        broadcast.compare()
+        broadcast.update(Transfers())
         copies: list[list[Tensor]] = []
         for device in device_ids:
             storages = broadcast.storages(device)

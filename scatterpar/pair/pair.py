@@ -31,7 +31,7 @@ from scatterpar.pair.autograd import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.buffers import BufferWriter
+from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.step.loss_weights import compute_loss_weights
@@ -140,7 +140,7 @@ class DataParallelModel(Wrapper):
             request = Request((inputs, kwargs), dim=self.dim)
             outputs = run_each(self._workers, request, plan, functions, guard)
             nested.refuse_generators(outputs)
-            BufferWriter(replicas[0].changed_buffers())()
+            buffer_writer(replicas[0].changed_buffers())()
         return tuple(outputs)
 
 
@@ -239,7 +239,7 @@ class DataParallelCriterion(Wrapper):
             ]
             losses = run_each(self._workers, request, plan, functions, guard)
             if replicas:
-                BufferWriter(replicas[0].changed_buffers())()
+                buffer_writer(replicas[0].changed_buffers())()
         return combine(losses, [weight for (weight,) in weights.by_share], devices)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:

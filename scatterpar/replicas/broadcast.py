@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ class Broadcast:
     ) -> None:
         for tensor in tensors:
             refuse_sparse("a module or criterion has", tensor)
-        self.memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
+        self._key = self.memories, self.parameters, _ = _key(tensors, device_ids, weights)
         self._copies = {
             device: empty_like_on(tensors, device, lambda t: id(t) in weights and _is_dense(t))
             for device in self.memories[1:]
@@ -68,10 +68,9 @@ class Broadcast:
         self._flats = {  # their elements in the order of memory, 1-D
             device: list(map(flat_view, there)) for device, there in self._copies.items()
         }
-        self.parameters = [i for i, tensor in enumerate(tensors) if id(tensor) in weights]
         self._kinds = list(map(_kind, tensors))
         self._fingerprints: dict[int, Fingerprint] = {}  # those known of the sent values
-        self.invalidate()
+        self._sent: dict[int, int] = {}  # the versions of the sent values
         self._find_places()
 
     def is_of(
@@ -81,20 +80,11 @@ class Broadcast:
         weights: Collection[int],
     ) -> bool:
         """Whether these are the same tensors, of the same kinds, on the same devices."""
-        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
-        same = same and self.memories == list(dict.fromkeys(device_ids))
-        same = same and self.parameters == [i for i, t in enumerate(tensors) if id(t) in weights]
-        return same and self._have_kinds() and self.fits()
+        return _key(tensors, device_ids, weights) == self._key and self._find_places()
 
     def fits(self) -> bool:
         """Whether the tensors still have their kinds and shapes. Looks up new storages."""
-        if all(map(Tensor.is_set_to, self._tensors, self.places)):
-            return True
-        self._find_places()
-        return self._have_kinds()
-
-    def _have_kinds(self) -> bool:
-        return list(map(_kind, self._tensors)) == self._kinds
+        return all(map(Tensor.is_set_to, self._tensors, self._places)) or self._find_places()
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
@@ -111,47 +101,41 @@ class Broadcast:
 
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
-        # The versions of the sent values; ``None``: the tensor is sent the next time.
-        self._sent: list[int | None] = [None] * len(self._tensors)
+        self._sent = {}
 
-    def compare(self) -> list[Tensor]:
+    def compare(self) -> list[Fingerprints]:
         """Compute the fingerprints of tensors that may have changed.
 
-        Returns tensors whose copies on the host ``update`` needs. So the host waits once for all
+        Returns those whose ``values`` ``update`` needs on the host. So the host waits once for all
         objects of this class.
         """
         self._compared: list[Fingerprints] = []
         if not self._copies:
             return []
-        self._versions = versions(self._tensors)  # read before the values
+        now = self._versions = versions(self._tensors)  # read before the values
         parameters = set(self.parameters)
-        doubtful = [
-            i
-            for i, (old, new) in enumerate(zip(self._sent, self._versions, strict=True))
-            if old is not None and (old == new or i not in parameters)
-        ]
-        if not doubtful:  # an optimizer has updated all, and there are no buffers
-            return []
-        master, other = self.memories[:2]
-        unknown = [i for i in doubtful if i not in self._fingerprints]
-        here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
-        there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
-        self._compared = [here, there]
-        # The fingerprints are combined on the master, so the host waits for one copy.
-        return [here.values, to_device(there.values, master)]
+        doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
+        if doubtful:  # else an optimizer has updated all, and there are no buffers
+            master, other = self.memories[:2]
+            unknown = [i for i in doubtful if i not in self._fingerprints]
+            here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
+            there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
+            # The fingerprints are combined on the master, so the host waits for one copy.
+            there.values = to_device(there.values, master)
+            self._compared = [here, there]
+        return self._compared
 
-    def update(self, transfers: Transfers, values: Sequence[Tensor]) -> None:
-        """Send the master's values of changed tensors; ``values``: of ``compare``, on the host."""
+    def update(self, transfers: Transfers) -> None:
+        """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return
-        pairs = zip(self._compared, values, strict=True)
-        here, there = [compared.read(value) for compared, value in pairs] or ({}, {})
+        here, there = [one.read(one.values) for one in self._compared] or ({}, {})
         known = self._fingerprints | there
         unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(dict.fromkeys(changed, self.memories[0]), transfers)
-        self._sent, self._fingerprints = [*self._versions], here
+        self._sent, self._fingerprints = dict(enumerate(self._versions)), here
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.
@@ -163,7 +147,7 @@ class Broadcast:
         self.invalidate()
         self._send(owners, transfers)
         now = versions(self._tensors)
-        self._sent = [now[i] if i in owners else old for i, old in enumerate(sent)]
+        self._sent = sent | {i: now[i] for i in owners}
         for i in owners:
             self._fingerprints.pop(i, None)
 
@@ -176,11 +160,12 @@ class Broadcast:
                 self._spread(message, flat, from_owner, transfers)
                 del flat
 
-    def _find_places(self) -> None:
-        """Look up where the master's tensors are stored, and their 1-D views."""
-        self.places = [tensor.detach() for tensor in self._tensors]
+    def _find_places(self) -> bool:
+        """Look up where the master's tensors are stored. Returns whether they have their kinds."""
+        self._places = [tensor.detach() for tensor in self._tensors]
         if self._copies:
-            self._flats[self.memories[0]] = list(map(flat_view, self.places))
+            self._flats[self.memories[0]] = list(map(flat_view, self._places))
+        return list(map(_kind, self._tensors)) == self._kinds
 
     def _flat(self, i: int, device: torch.device) -> Tensor:
         """A 1-D view of tensor ``i`` in that memory, in the same order on all devices."""
@@ -221,6 +206,14 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return is_unexpanded(tensor) and tensor.numel() > 0 and not tensor.is_neg()
+
+
+def _key(
+    tensors: Sequence[Tensor], device_ids: Sequence[torch.device], weights: Collection[int]
+) -> tuple[list[torch.device], list[int], list[int]]:
+    """The memories, the numbers of the parameters, and the ids of the tensors."""
+    parameters = [i for i, tensor in enumerate(tensors) if id(tensor) in weights]
+    return list(dict.fromkeys(device_ids)), parameters, list(map(id, tensors))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

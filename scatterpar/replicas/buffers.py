@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,80 +17,63 @@ BufferValue = tuple[Buffers, str, "Tensor | None"]  # where it is, its name, its
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class ModuleBuffers(NamedTuple):
-    """The buffers of a module, and the names of its non-persistent buffers."""
-
-    buffers: Buffers
-    non_persistent: set[str]
-
-
-def buffers_of(module: nn.Module) -> ModuleBuffers:
-    """The containers in which ``module`` registers buffers: to read and to write."""
-    return ModuleBuffers(module._buffers, module._non_persistent_buffers_set)
-
-
 def values_after(
-    modules: Sequence[ModuleBuffers], copies: Sequence[ModuleBuffers], copy_of: Callable[[Any], Any]
-) -> Iterator[tuple[int, Buffers, str, Tensor | None]]:
-    """Yield (module's number, its buffers, name, value in the copy) for each buffer.
+    modules: Sequence[nn.Module], copies: Sequence[nn.Module], copy_of: Callable[[Any], Any]
+) -> Iterator[tuple[int, str, Tensor | None]]:
+    """Yield (module's number, name, value in the copy) for each buffer.
 
     ``copy_of`` returns the copy of a tensor before the forward pass. Raises ``ValueError`` if a
     forward pass registered or deleted buffers.
     """
     yielded: set[int] = set()  # one tensor may be a buffer under several names
     for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):
-        names = module.buffers.keys() ^ copy.buffers.keys()
-        names |= module.non_persistent ^ copy.non_persistent
+        if not module._buffers and not copy._buffers:
+            continue
+        names = module._buffers.keys() ^ copy._buffers.keys()
+        names |= module._non_persistent_buffers_set ^ copy._non_persistent_buffers_set
         if names:
             raise ValueError(
                 f"the forward pass registers or deletes buffers ({', '.join(sorted(names))}), on "
                 f"each replica separately: nothing was changed; register them in __init__, or call "
                 f"the module once on one micro-batch before the first step"
             )
-        for name, value in copy.buffers.items():
-            before = module.buffers[name]
+        for name, value in copy._buffers.items():
+            before = module._buffers[name]
             if value is None or value is not copy_of(before):
-                yield m, module.buffers, name, value
+                yield m, name, value
             elif id(before) not in yielded:
                 yielded.add(id(before))
-                yield m, module.buffers, name, value
+                yield m, name, value
 
 
-class BufferWriter:
-    """Prepared writes of buffers, in place if possible.
+def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
+    """Returns a function that writes the buffers, in place if possible; it allocates nothing.
 
-    The constructor allocates, so that the call need not. Buffers that cannot be written in place
-    are replaced if they have changed.
+    Buffers that cannot be written in place are replaced if they have changed.
     """
+    into: dict[int, tuple[Tensor, Tensor]] = {}
+    replacements: list[BufferValue] = []
+    for place, name, value in buffers:
+        target = place.get(name)
+        if value is None or target is None or not _fits(target, value):
+            if value is not target:
+                replacements.append((place, name, value if value is None else value.detach()))
+        # One tensor under two names that got two values.
+        elif into.get(id(target), (target, value))[1] is not value:
+            replacements.append((place, name, value.detach()))
+        elif _can_be_written(target):
+            into[id(target)] = target, value
+        elif not same_bits(target, value):
+            replacements.append((place, name, value.detach().clone()))
+    pairs = grouped([target for target, _ in into.values()], [value for _, value in into.values()])
 
-    def __init__(self, buffers: Iterable[BufferValue]) -> None:
-        self.buffers = list(buffers)
-        into: dict[int, tuple[Tensor, Tensor]] = {}
-        self.replacements: list[BufferValue] = []
-        for place, name, value in self.buffers:
-            target = place.get(name)
-            if value is target is None:
-                continue
-            if value is None or target is None or not _fits(target, value):
-                self.replacements.append((place, name, value if value is None else value.detach()))
-                continue
-            # One tensor under two names that got two values.
-            if into.get(id(target), (target, value))[1] is not value:
-                self.replacements.append((place, name, value.detach()))
-            elif _can_be_written(target):
-                into[id(target)] = target, value
-            elif not same_bits(target, value):
-                self.replacements.append((place, name, value.detach().clone()))
-        self._pairs = grouped(
-            [target for target, _ in into.values()], [v for _, v in into.values()]
-        )
-
-    def __call__(self) -> None:
-        """Write the buffers."""
+    def write() -> None:
         with torch.no_grad():
-            copy_lists(self._pairs)
-        for place, name, value in self.replacements:
+            copy_lists(pairs)
+        for place, name, value in replacements:
             place[name] = value
+
+    return write
 
 
 def _can_be_written(tensor: Tensor) -> bool:

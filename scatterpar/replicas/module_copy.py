@@ -18,8 +18,8 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from itertools import chain, starmap
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,6 @@ _PLAIN = _SWITCHES | {int, float, complex}
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 
 _DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
-_VALUES = methodcaller("values")
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
 
@@ -180,7 +179,6 @@ class Snapshot:
         self, containers: Iterable[Any], facts: Callable[[], list[Any]] | None = None
     ) -> None:
         self._facts = facts or list
-        self._known = self._facts()
         self._pairs: list[tuple[Any, Any]] = [
             (container, dict(container) if isinstance(container, dict) else list(container))
             for container in containers
@@ -188,30 +186,35 @@ class Snapshot:
         self._remember()
 
     def _remember(self) -> None:
-        filled = [pair for pair in self._pairs if pair[1]]
-        dicts = [pair for pair in filled if isinstance(pair[1], dict)]
-        self._empty = [container for container, saved in self._pairs if not saved]
-        self._filled = [container for container, _ in filled]
-        self._sizes = [len(saved) for _, saved in filled]
-        self._items = [item for _, saved in filled for item in saved]  # of dictionaries: the keys
+        """Sort the containers for ``unchanged``."""
+        self._known = self._facts()
+        self._empty, self._others, dicts = [], [], []
+        for container, saved in self._pairs:
+            if not saved:
+                self._empty.append(container)
+            elif type(container) is dict and {str}.issuperset(map(type, saved)):
+                dicts.append((container, saved))
+            else:
+                self._others.append((container, saved))
         self._dicts = [container for container, _ in dicts]
+        self._sizes = [len(saved) for _, saved in dicts]
+        self._names = [name for _, saved in dicts for name in saved]
         self._values = [value for _, saved in dicts for value in saved.values()]
-        vars(self).pop("flags", None)
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
         return (
             not any(self._empty)
             and self._facts() == self._known
-            and list(map(len, self._filled)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._filled), self._items))
-            and all(map(is_, chain.from_iterable(map(_VALUES, self._dicts)), self._values))
+            and list(map(len, self._dicts)) == self._sizes
+            and list(chain.from_iterable(self._dicts)) == self._names
+            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(starmap(_is_same, self._others))
         )
 
-    @functools.cached_property
-    def flags(self) -> tuple[Any, ...]:
-        """The values that may be switches, in order: strings, booleans, bytes and ``None``."""
-        return tuple(value for value in self._values if type(value) in _SWITCHES)
+    def flags(self) -> int:
+        """A hash of the values that may be switches: strings, booleans, bytes and ``None``."""
+        return hash(tuple(value for value in self._values if type(value) in _SWITCHES))
 
     def _changed(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield (number, container, saved contents) for each container that has changed."""

@@ -8,7 +8,7 @@ a copy of all parameters would cost more than forward passes that write them are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from scatterpar.devices.runtime import has_streams
 from scatterpar.devices.transfers import to_host
 from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
-from scatterpar.threads.workers import restore_after
+from scatterpar.threads.workers import add_note, restore_after
 
 
 class ParameterGuard:
@@ -38,26 +38,18 @@ class ParameterGuard:
         self._root, self._broadcast = root, broadcast
         self.checked_modes: set[Hashable] = set()
         at = broadcast.parameters
-        self.memories = {  # the master's first
+        self._memories = {  # the master's first
             device: [broadcast.at(device)[i] for i in at] for device in broadcast.memories
         }
         self._master = broadcast.memories[0]
-        self.originals = self.memories[self._master]
+        self._originals = self._memories[self._master]
         self._watched = [(device, [tensors[i] for i in at]) for device, tensors in copies]
-        self._watched.insert(0, (self._master, self.originals))
+        self._watched.insert(0, (self._master, self._originals))
 
     def invalidate(self) -> None:
         """A parameter was written: forget which modes are checked and which values were sent."""
         self.checked_modes.clear()
         self._broadcast.invalidate()
-
-    def _names_of(self, positions: Iterable[int]) -> str:
-        """The first parameter's name in the user's modules, or its shape, and how many others."""
-        first, *others = sorted(set(positions))
-        original = self.originals[first]
-        names = (repr(name) for name, t in parameters_of(self._root) if t is original)
-        name = next(names, f"of shape {tuple(original.shape)}")
-        return f"{name} (and {len(others)} more)" if others else name
 
     @contextlib.contextmanager
     def read_only(
@@ -81,12 +73,10 @@ class ParameterGuard:
         except BaseException as error:
             restore_after(error, lambda: refusals.append(self._refusal(before, fingerprints)))
             refusal = refusals[0] if refusals else None
-            # Torch raises a RuntimeError because of the write.
-            if type(error) is RuntimeError and refusal is not None:
-                raise refusal from error
             if refusal is not None:
-                with contextlib.suppress(Exception):
-                    error.add_note(f"before that, {refusal}")
+                if type(error) is RuntimeError:  # torch raises it because of the write
+                    raise refusal from error
+                add_note(error, f"before that, {refusal}")
             raise
         refusal = self._refusal(before, fingerprints)
         if refusal is not None:
@@ -99,7 +89,7 @@ class ParameterGuard:
         """Fingerprints of the parameters in each memory; they stay there until they are read."""
         found = {}
         with torch.inference_mode(False), torch.no_grad():
-            for device, tensors in self.memories.items():
+            for device, tensors in self._memories.items():
                 found[device] = Fingerprints(dict(enumerate(tensors)), device)
                 if not has_streams(device):  # work of several threads may have no order there
                     (found[device].values,) = to_host([found[device].values])
@@ -113,12 +103,16 @@ class ParameterGuard:
         if not places:
             return None
         self.invalidate()
-        lost = [i for i, memory in places if memory == self._master]
-        name = self._names_of(lost or (i for i, _ in places))
+        lost = {i for i, memory in places if memory == self._master}
+        first, *others = sorted(lost or {i for i, _ in places})
+        original = self._originals[first]
+        names = (repr(name) for name, t in parameters_of(self._root) if t is original)
+        name = next(names, f"of shape {tuple(original.shape)}")
+        if others:
+            name += f" (and {len(others)} more)"
+        outcome = "nothing was changed"
         if lost:
             outcome = "no gradient was added, but the parameter's earlier values are lost"
-        else:
-            outcome = "nothing was changed"
         return RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: {outcome}; "
             f"write it after the optimizer's step, or keep what forward passes write in a buffer "
@@ -138,7 +132,7 @@ class ParameterGuard:
         exchanged: set[tuple[int, torch.device | None]] = set()
         written: set[tuple[int, torch.device | None]] = set()
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
-            now, canonical = versions(tensors), self.memories[device]
+            now, canonical = versions(tensors), self._memories[device]
             if now == earlier and (
                 tensors is canonical or all(map(Tensor.is_set_to, tensors, canonical))
             ):
@@ -146,15 +140,16 @@ class ParameterGuard:
             for i, (tensor, storage) in enumerate(zip(tensors, canonical, strict=True)):
                 if not tensor.is_set_to(storage):
                     exchanged.add((i, device))
-                    if not self.originals[i].requires_grad:
+                    if not self._originals[i].requires_grad:
                         storage = storage.to(tensor.dtype)
-                    written |= set() if same_bits(tensor, storage) else {(i, None)}
+                    if not same_bits(tensor, storage):
+                        written.add((i, None))
                 elif now[i] != earlier[i]:
                     version_changed.add((i, device))
         now_of = self._fingerprints() if fingerprints else {}
-        for device, earlier_ones in fingerprints.items():
-            both = earlier_ones.values, now_of[device].values
+        for device, old in fingerprints.items():
+            both = old.values, now_of[device].values
             if not torch.equal(*both):
-                old, new = map(Fingerprints.read, (earlier_ones, now_of[device]), to_host(both))
-                written |= {(i, device) for i, value in old.items() if new[i] != value}
+                one, other = map(Fingerprints.read, (old, now_of[device]), to_host(both))
+                written |= {(i, device) for i, value in one.items() if other[i] != value}
         return written | (version_changed - exchanged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from operator import attrgetter
 from typing import Any, Protocol
@@ -13,15 +13,10 @@ from torch import Tensor, nn
 
 from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import copy_lists, grouped
+from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.broadcast import Broadcast
-from scatterpar.replicas.buffers import (
-    RUNNING,
-    Buffers,
-    BufferValue,
-    buffers_of,
-    values_after,
-)
+from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.module_copy import (
     Compiler,
@@ -109,16 +104,18 @@ class Replicas:
         """
         root, model = root_to_replicate(criterion), self.of_model
         with torch.inference_mode(False), torch.no_grad():
-            to_read = [model.follow(module, model.all_devices)]
+            compared = [*model.follow(module, model.all_devices)]
             self.replica_sets = [model]
             if root is not None and not model.contains_all_of(root):
-                to_read.append(self._of_criterion.follow(root, model.all_devices[:num_criteria]))
+                compared += self._of_criterion.follow(root, model.all_devices[:num_criteria])
                 self.replica_sets.append(self._of_criterion)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
-            values = to_host([*chain(*to_read)])
-            for each, tensors in zip(self.replica_sets, to_read, strict=True):
-                each.send(transfers, [values.pop(0) for _ in tensors])
+            on_host = to_host([fingerprints.values for fingerprints in compared])
+            for fingerprints, values in zip(compared, on_host, strict=True):
+                fingerprints.values = values
+            for each in self.replica_sets:
+                each.send(transfers)
 
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: other replicas may compile."""
@@ -163,18 +160,16 @@ class ReplicaSet:
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
         self._state: Snapshot | None = None
+        self.flags = 0  # a hash of all switches, such as ``training``
         self.broadcast = Broadcast((), self.device_ids)
 
     def contains_all_of(self, root: Any) -> bool:
         """Whether the modules and tensors of ``root`` are all replicated here."""
+        modules = self._module_contents.modules.keys()
         if isinstance(root, nn.Module):
-            return id(root) in self._module_contents.modules
+            return id(root) in modules
         held = ModuleContents((root,))
-        tensors = set(map(id, self.tensors))
-        return (
-            tensors >= held.tensors.keys()
-            and self._module_contents.modules.keys() >= held.modules.keys()
-        )
+        return modules >= held.modules.keys() and set(map(id, self.tensors)) >= held.tensors.keys()
 
     def _count_change(self) -> None:
         self.changes += 1
@@ -185,11 +180,6 @@ class ReplicaSet:
     def shared_objects(self) -> list[Any]:
         """The objects in the modules that replicas share instead of copying them."""
         return list(self._module_contents.objects.values())
-
-    @property
-    def flags(self) -> tuple[Any, ...]:
-        """Every switch of the modules, such as ``training``: plain values that are not numbers."""
-        return () if self._state is None else self._state.flags
 
     def _refuse_created(self) -> None:
         """Refuse trained parameters that forward passes create: the user's module lacks them."""
@@ -211,10 +201,10 @@ class ReplicaSet:
             for i in self.trained_indices:
                 replica.tensors[i].grad = None
 
-    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> list[Tensor]:
+    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> list[Fingerprints]:
         """Update or rebuild the replicas to match the user's modules, except values of tensors.
 
-        Returns tensors whose copies on the host ``send`` needs.
+        Returns the fingerprints whose ``values`` ``send`` needs on the host.
         """
         is_other = root is not self.root or device_ids != self.device_ids
         self.root, self.device_ids = root, device_ids
@@ -222,12 +212,9 @@ class ReplicaSet:
             self._build()
         return self.broadcast.compare()
 
-    def send(self, transfers: Transfers, values: Sequence[Tensor]) -> None:
-        """Send the values of tensors to all replicas; ``values``: those of ``follow``, on the host.
-
-        Call it under ``torch.no_grad()``.
-        """
-        self.broadcast.update(transfers, values)
+    def send(self, transfers: Transfers) -> None:
+        """Send the values of tensors to all replicas. Call it under ``torch.no_grad()``."""
+        self.broadcast.update(transfers)
         for replica in self.replicas:
             replica.refresh()
 
@@ -245,6 +232,7 @@ class ReplicaSet:
                 return False
             for state in (self._state, *(replica.state for replica in self.replicas)):
                 state.apply_changes(changed)
+            self.flags = self._state.flags()
             self._count_change()
         if self._known_grad_settings is None or self._grad_settings() != self._known_grad_settings:
             self._set_requires_grad()
@@ -252,52 +240,50 @@ class ReplicaSet:
 
     def _set_requires_grad(self) -> None:
         """Set which tensors require grad, and the dtypes in which their gradients are added."""
-        dtypes = [
-            sum_dtype(t, self._accumulate_dtype)
-            if t.requires_grad and not t.is_inference()
-            else None
-            for t in self.tensors
-        ]
-        self.trained_indices = [i for i, dtype in enumerate(dtypes) if dtype is not None]
-        self.leaf_indices = [i for i in self.trained_indices if _is_leaf(self.tensors[i])]
+        trained = {
+            i: sum_dtype(tensor, self._accumulate_dtype)
+            for i, tensor in enumerate(self.tensors)
+            if tensor.requires_grad and not tensor.is_inference()
+        }
+        self.trained_indices = list(trained)
+        self.leaf_indices = [i for i in trained if _is_leaf(self.tensors[i])]
         self.trained_tensors = [self.tensors[i] for i in self.leaf_indices]
         self._count_change()
         for replica in self.replicas:
-            replica.set_requires_grad(dtypes)
+            replica.set_requires_grad(trained)
         self._known_grad_settings = self._grad_settings()
 
     def _build(self) -> None:
         self._state = None
         check_placement(self.root, self.device_ids)
-        module_contents = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
-        self.modules = list(module_contents.modules.values())
-        self.tensors = list(module_contents.tensors.values())
-        self._module_contents = module_contents
-        self.registered = [buffers_of(module) for module in self.modules]
-        tensors = self.tensors, self.device_ids, module_contents.weights
+        found = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
+        self._module_contents = found
+        self.modules = list(found.modules.values())
+        self.tensors = list(found.tensors.values())
+        tensors = self.tensors, self.device_ids, found.weights
         if not self.broadcast.is_of(*tensors):
             self.broadcast = Broadcast(*tensors)
         if self._compile_fn is not None:
-            compiled = self.root, self._compile_fn
-            module_contents.compiled.setdefault(id(self.root), compiled)
-        if module_contents.compiled and self.compiler is None and self._make_compiler is not None:
+            found.compiled.setdefault(id(self.root), (self.root, self._compile_fn))
+        if found.compiled and self.compiler is None and self._make_compiler is not None:
             self.compiler = self._make_compiler()
-        common = module_contents, self.compiler, self.statistics_policy
+        common = found, self.compiler, self.statistics_policy
         self.replicas = [Replica(device, self.broadcast, *common) for device in self.device_ids]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
         self.guard = ParameterGuard(self.root, self.broadcast, copies)
         self._set_requires_grad()
-        containers = [
-            *module_contents.containers,
-            *(attributes for _, attributes in module_contents.attributes),
-        ]
-        self._state = Snapshot(containers, module_contents.facts)
+        attributes = [attributes for _, attributes in found.attributes]
+        self._state = Snapshot([*found.containers, *attributes], found.facts)
+        self.flags = self._state.flags()
 
-    def buffers_after(self) -> list[tuple[int, Buffers, str, Tensor | None]]:
-        """``values_after`` of replica 0, without running statistics that are updated per step."""
+    def buffers_after(self) -> list[BufferValue]:
+        """Replica 0's buffers, without running statistics that are updated once per step."""
         first = self.replicas[0]
-        after = values_after(self.registered, first.registered, first.copy_of)
-        return [one for one in after if not (one[0] in first.records and one[2] in RUNNING)]
+        return [
+            (self.modules[m]._buffers, name, value)
+            for m, name, value in values_after(self.modules, first.modules, first.copy_of)
+            if m not in first.records or name not in RUNNING
+        ]
 
     def _grad_settings(self) -> list[Any] | None:
         """The settings that determine gradients and their dtypes; ``None`` if unknown."""
@@ -357,30 +343,24 @@ class Replica(ModuleCopy):
         statistics_policy: StatisticsPolicy | None,
     ) -> None:
         self.device = device
-        originals = list(module_contents.tensors.values())
-        storages = broadcast.storages(device)
+        originals, storages = module_contents.tensors, broadcast.storages(device)
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
-        self.tensors = [
+        tensors = self.tensors = [
             parameter_like(original, storage.data)
             if isinstance(original, nn.Parameter)
             else storage.data
-            for original, storage in zip(originals, storages, strict=True)
+            for original, storage in zip(originals.values(), storages, strict=True)
         ]
-        self._places = list(zip(self.tensors, storages, strict=True))
-        rows = zip(self.tensors, storages, broadcast.at(device), strict=True)
+        self._places = list(zip(tensors, storages, strict=True))
+        rows = zip(tensors, storages, broadcast.at(device), strict=True)
         private = [(tensor, source) for tensor, storage, source in rows if storage is not source]
-        self._copied = grouped(*(zip(*private, strict=True) if private else ((), ())))
-        super().__init__(
-            module_contents, dict(zip(module_contents.tensors, self.tensors, strict=True)), compiler
-        )
-        (root,) = module_contents.roots
-        self.root = self.copy_of(root)
-        modules = [self.copy_of(module) for module in module_contents.modules.values()]
-        self.registered = list(map(buffers_of, modules))
-        self.records = statistics_policy.record(modules) if statistics_policy else {}
-        self.state = Snapshot(self.containers)
-        self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
-        self._is_trained = [False] * len(self.tensors)
+        self._copied = grouped([tensor for tensor, _ in private], [source for _, source in private])
+        super().__init__(module_contents, dict(zip(originals, tensors, strict=True)), compiler)
+        self.root = self.copy_of(*module_contents.roots)
+        self.modules = list(map(self.copy_of, module_contents.modules.values()))
+        self.records = statistics_policy.record(self.modules) if statistics_policy else {}
+        self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, tensors)))
+        self._trained: Mapping[int, torch.dtype] = {}
 
     def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.
@@ -390,13 +370,12 @@ class Replica(ModuleCopy):
         storage back. Afterwards a leaf requires grad as the master's tensor does, whatever a
         forward pass has set.
         """
-        if not self.state.unchanged():
+        if not self.is_as_refreshed():
+            for tensor, storage in self._places:
+                if not tensor.is_set_to(storage):
+                    tensor.data = storage
+            self.set_requires_grad(self._trained)
             self.state.restore()
-        for tensor, storage in self._places:
-            if not tensor.is_set_to(storage):
-                tensor.data = storage
-        if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
-            self.set_requires_grad(self._sum_dtypes)
         copy_lists(self._copied)
         if self.records:
             self.clear_records()
@@ -411,8 +390,8 @@ class Replica(ModuleCopy):
 
         The state is the registered buffers, the values of private tensors, and the records.
         """
-        registered = [(one, dict(one.buffers), set(one.non_persistent)) for one in self.registered]
-        recorded = dict(self.records)
+        names = [(m._buffers, m._non_persistent_buffers_set) for m in self.modules]
+        registered, recorded = Snapshot(chain(*names)), dict(self.records)
         with torch.inference_mode(False), torch.no_grad():
             saved = [(states, [t.clone() for t in states]) for states, _ in self._copied]
             self.refresh()
@@ -421,11 +400,7 @@ class Replica(ModuleCopy):
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
                 copy_lists(saved)
-            for one, buffers, non_persistent in registered:
-                one.buffers.clear()
-                one.buffers.update(buffers)
-                one.non_persistent.clear()
-                one.non_persistent.update(non_persistent)
+            registered.restore()
             self.records.update(recorded)
 
         with restored(restore):
@@ -435,15 +410,14 @@ class Replica(ModuleCopy):
         """Whether forward passes have rebound nothing since the last refresh."""
         return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
 
-    def set_requires_grad(self, dtypes: Sequence[torch.dtype | None]) -> None:
-        """Set which tensors are trained, and the dtypes in which their gradients are added."""
-        self._sum_dtypes = dtypes
-        self._is_trained = [dtype is not None for dtype in dtypes]
-        for tensor, dtype in zip(self.tensors, dtypes, strict=True):
+    def set_requires_grad(self, trained: Mapping[int, torch.dtype]) -> None:
+        """Set which tensors are ``trained``, and the dtypes in which their gradients are added."""
+        self._trained = trained
+        for i, tensor in enumerate(self.tensors):
             if tensor.is_leaf:
-                tensor.requires_grad_(dtype is not None)
-                if dtype is not None:
-                    tensor.grad_dtype = dtype
+                tensor.requires_grad_(i in trained)
+                if i in trained:
+                    tensor.grad_dtype = trained[i]
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:

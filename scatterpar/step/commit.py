@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.replicas.buffers import BufferWriter
+from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
@@ -35,7 +35,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
     running = outcome.statistics.values() if outcome.statistics else []
-    write_buffers = BufferWriter([*outcome.buffers, *running])
+    write_buffers = buffer_writer([*outcome.buffers, *running])
     if deferred:
         loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()

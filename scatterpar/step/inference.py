@@ -14,7 +14,7 @@ from torch import nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import has_markers_with_rows
 from scatterpar.batch.nested import Lists, join_rows
-from scatterpar.replicas.buffers import BufferWriter
+from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
@@ -59,7 +59,7 @@ def map_rows(
     if any(part.training for part in module.modules()):
         buffers = reduce_buffers(replica_sets)
         statistics = reduce_statistics(replica_sets, len(tasks), transfers)
-        BufferWriter([*buffers, *(statistics.values() if statistics else [])])()
+        buffer_writer([*buffers, *(statistics.values() if statistics else [])])()
     attempt.generators.commit()
     return output
 

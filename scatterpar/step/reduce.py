@@ -180,8 +180,7 @@ def reduce_gradients(
 
 def reduce_buffers(replica_sets: Sequence[ReplicaSet]) -> list[BufferValue]:
     """The master's buffers: container, name, and value after the step, which is replica 0's."""
-    after = chain.from_iterable(each.buffers_after() for each in replica_sets)
-    return [(place, name, value) for _, place, name, value in after]
+    return [*chain.from_iterable(each.buffers_after() for each in replica_sets)]
 
 
 def reduce_statistics(

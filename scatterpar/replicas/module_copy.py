@@ -179,6 +179,7 @@ class Snapshot:
         self, containers: Iterable[Any], facts: Callable[[], list[Any]] | None = None
     ) -> None:
         self._facts = facts or list
+        self._known = self._facts()
         self._pairs: list[tuple[Any, Any]] = [
             (container, dict(container) if isinstance(container, dict) else list(container))
             for container in containers
@@ -187,7 +188,6 @@ class Snapshot:
 
     def _remember(self) -> None:
         """Sort the containers for ``unchanged``."""
-        self._known = self._facts()
         self._empty, self._others, dicts = [], [], []
         for container, saved in self._pairs:
             if not saved:
@@ -230,6 +230,7 @@ class Snapshot:
                 saved |= {n: container[n] for n in names if n.startswith("_dynamo")}
             container.clear()
             _refill(container, saved)
+        self._known = self._facts()
         self._remember()
 
     def value_changes(self) -> list[ValueChange] | None:

@@ -165,9 +165,14 @@ def simulated_accelerator(tmp_path_factory: pytest.TempPathFactory):
     return {simulated.LIBRARY: str(simulated.build(tmp_path_factory.mktemp("simulated")))}
 
 
-@pytest.fixture(params=["shared", "virtual"])
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "virtual")]
+
+
+@pytest.fixture(params=["mixed", *_SLOW])
 def devices(request: pytest.FixtureRequest):
-    """``devices(n)``: n replicas in one memory, or on n virtual devices of their own."""
+    """``devices(n)``: n replicas in one memory, on n virtual devices of their own, or both."""
+    if request.param == "mixed":
+        return lambda n: [f"cpu:{'0102'[i % 4]}" for i in range(n)]
     if request.param == "shared":
         return lambda n: ["cpu"] * n
     return lambda n: [f"cpu:{i}" for i in range(n)]

@@ -83,7 +83,7 @@ SABOTAGES = [
         "compute_loss_weights",
         "if request.is_mean:",
         "if True:",
-        "test_reduction_given",
+        "test_a_step_is_that_of_plain_torch",
     ),
     Sabotage(
         EXACT,
@@ -99,7 +99,7 @@ SABOTAGES = [
         "terms_of_rows",
         'option_of(criterion, "ignore_index", -100)',
         "-100",
-        "test_whole_batch_oracle",
+        "test_a_step_is_that_of_plain_torch",
     ),
     Sabotage(
         EXACT,
@@ -107,7 +107,7 @@ SABOTAGES = [
         "terms_of_rows",
         "if class_weight is not None:",
         "if False:",
-        "test_whole_batch_oracle",
+        "test_a_step_is_that_of_plain_torch",
     ),
     Sabotage(
         EXACT,

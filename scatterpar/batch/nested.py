@@ -318,5 +318,9 @@ def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
         return values[0]
     dtype = torch.promote_types(values[0].dtype, torch.float32)
     mean = torch.stack([value.to(dtype) * (weight / total) for value, weight in counted]).sum()
+    if not mean.requires_grad:  # equal numbers keep their bits: ranks compare those of all pieces
+        first = counted[0][0].to(dtype)
+        are_equal = torch.stack([value for value, _ in counted]).eq(first).all()
+        mean = torch.where(are_equal, first, mean)
     is_integer = not (values[0].is_floating_point() or values[0].is_complex())
     return mean if is_integer else mean.to(values[0].dtype)

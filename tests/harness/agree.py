@@ -12,21 +12,32 @@ micro-batches: buffers must be its.
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.isolation import guarded
 from harness.models import CLASSES, FEATURES
 from harness.oracle import RELATIVE, assert_close, build, call, loss_of, randint, randn, seeded
+from harness.rank_processes import run_on_ranks
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.batch import nested
 from scatterpar.plan import Plan, Share, make_plan
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+LAYOUTS = {
+    "one": ["cpu"],
+    "mixed": ["cpu:0", "cpu:1", "cpu:0"],  # one replica shares the master's memory, one has its own
+    "shared": ["cpu"] * 3,
+    "virtual": ["cpu:0", "cpu:1", "cpu:2"],
+    "elsewhere": ("cpu:1", torch.device("cpu:0"), "cpu:1"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,7 @@ class Case:
         model: makes the module, the same one each time.
         batch: inputs and targets.
         criterion: makes the criterion for a module; ``None`` where that computes the loss.
+        plain: inputs and targets as plain torch takes them, if those of ``batch`` have markers.
         changes: what a user does to the module before the second step, the third, …
         accum: sub-steps. A model that reads what its forward pass has written takes 1: plain torch
             runs one.
@@ -45,19 +57,24 @@ class Case:
         relative: how far rounding may go.
         keep_dtypes: the parameters stay in the dtypes that ``model`` gives them, not float64.
         options: further ones of ``forward_backward``, or of the pair's criterion.
+        engine: further options of the engine.
         unless: runners that are not for this case.
+        only: the runners that are, if not all.
     """
 
     model: Callable[[], Any]
     batch: Any = BATCH
     criterion: Callable[[Any], Any] = lambda _: nn.CrossEntropyLoss()
+    plain: Any = None
     changes: Sequence[Callable[[Any], object]] = ()
     accum: int = 2
     by_share: bool = False
     relative: float = RELATIVE
     keep_dtypes: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
     unless: Sequence[str] = ()
+    only: Sequence[str] = ()
 
     def build(self) -> Any:
         if not self.keep_dtypes:
@@ -67,35 +84,83 @@ class Case:
 
     @property
     def count(self) -> int:
-        return len(nested.tensors(self.batch)[0])
+        """The number of rows: of the targets' first tensor, or of the inputs'."""
+        found = nested.tensors(self.plain or self.batch)
+        return len(next(tensor for tensor in found if tensor.ndim))
 
-    def rows(self, start: int, stop: int) -> Any:
-        """Copies of these rows of inputs and targets."""
+    def rows(self, rows: Sequence[int]) -> Any:
+        """Copies of these rows of inputs and targets, as plain torch takes them."""
 
         def take(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return leaf[start:stop].clone() if leaf.ndim else leaf.clone()
+            if not leaf.ndim or rows == range(self.count):
+                return leaf.clone()
+            if isinstance(rows, range):  # which keeps the memory format
+                return leaf[rows.start : rows.stop].clone()
+            return leaf[list(rows)]
 
-        return nested.map_leaves(take, self.batch)
+        return nested.map_leaves(take, self.batch if self.plain is None else self.plain)
+
+    def all(self) -> Any:
+        return self.rows(range(self.count))
 
 
 Runner = tuple[Callable[[], Tensor], Callable[[int], Plan]]  # one step, and how it cuts rows
 
 
+def make_engine(case: Case, module: Any, devices: Any, **how: Any) -> ScatterOnceParallel:
+    cut = {} if "micro_batch_cost" in (case.engine | how) else {"accum": case.accum}
+    return ScatterOnceParallel(module, device_ids=devices, **(cut | case.engine | how))
+
+
 @contextlib.contextmanager
 def by_engine(
-    case: Case, module: Any, criterion: Any, devices: list[str], *, how: Any = None, **more: Any
+    case: Case, module: Any, criterion: Any, devices: Any, *, how: Any = None, **more: Any
 ) -> Iterator[Runner]:
-    with ScatterOnceParallel(module, case.accum, devices, **(how or {})) as engine:
+    if "whole_batch" in more:  # the criterion has all terms
+        case = replace(case, options=without(case.options, "count", "reduction"))
+    options = case.options | more
+    with make_engine(case, module, devices, **(how or {})) as engine:
         yield (
-            lambda: engine.forward_backward(*case.batch, criterion, **case.options, **more),
-            engine.plan,
+            lambda: engine.forward_backward(*case.batch, criterion, **options),
+            lambda rows: engine.plan(rows, costs=options.get("costs")),
         )
 
 
 @contextlib.contextmanager
-def by_pair(case: Case, module: Any, criterion: Any, devices: list[str]) -> Iterator[Runner]:
+def by_loss(case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
+    with make_engine(case, module, devices) as engine:
+
+        def step() -> Tensor:
+            loss = engine.loss(*case.batch, criterion, **case.options)
+            loss.backward()
+            return loss.detach()
+
+        yield step, lambda rows: engine.plan(rows, costs=case.options.get("costs"))
+
+
+@contextlib.contextmanager
+def by_check(case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
+    """A check before each step agrees, and leaves no trace in it."""
+    with make_engine(case, module, devices) as engine:
+
+        def step() -> Tensor:
+            assert engine.check(*case.batch, criterion, **case.options).passed
+            return engine.forward_backward(*case.batch, criterion, **case.options)
+
+        yield step, lambda rows: engine.plan(rows, costs=case.options.get("costs"))
+
+
+def by_cost(case: Case, *args: Any) -> Any:
+    """Rows of like cost together, which are not consecutive."""
+    costs = [1.0 + 3 * row % 4 for row in range(case.count)]
+    budget = 8.0 if case.accum > 1 else 1e9
+    return by_engine(case, *args, how={"micro_batch_cost": budget}, costs=costs)
+
+
+@contextlib.contextmanager
+def by_pair(case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
     model, loss_of = DataParallelModel(module, devices), DataParallelCriterion(criterion, devices)
     inputs, targets = case.batch
 
@@ -107,52 +172,116 @@ def by_pair(case: Case, module: Any, criterion: Any, devices: list[str]) -> Iter
     yield step, lambda rows: make_plan(rows, [torch.device(device) for device in devices])
 
 
+@contextlib.contextmanager
+def apart(by: Any, case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
+    """By an engine, or pair, of each step, whose operations may not mix tensors of two memories.
+
+    The loss and the gradients are in the master's memory.
+    """
+    head = getattr(criterion, "__self__", criterion)
+    modules = [module, *([head] if isinstance(head, nn.Module) else [])]
+    master = torch.device(devices[0])
+
+    def step() -> Tensor:
+        with (
+            by(case, module, criterion, devices) as (inner, _),
+            pytest.MonkeyPatch.context() as patch,
+            guarded(patch, *modules) as memories,
+        ):
+            loss = inner()
+            given = [tensor.grad for _, tensor in _trained(module) if tensor.grad is not None]
+            assert {memories.owner(tensor) for tensor in (loss, *given)} <= {master, None}
+            assert set(memories.checked) == {torch.device(device) for device in devices}
+        return loss
+
+    with by(case, module, criterion, devices) as (_, plan):
+        yield step, plan
+
+
+def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
+
+
 RUNNERS: dict[str, Callable[..., Any]] = {
     "engine": by_engine,
+    "loss": by_loss,
+    "check": by_check,
     "whole batch": lambda *args: by_engine(*args, whole_batch=True),
+    "by cost": by_cost,
+    "graphs": lambda *args: by_engine(*args, how={"graphs": True, "verify": False}),
     "compiled": lambda *args: by_engine(*args, how={"compile": {"backend": "eager"}}),
     "pair": by_pair,
     "inference": by_engine,
+    "guarded": partial(apart, by_engine),
+    "guarded pair": partial(apart, by_pair),
 }
 
 
-def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> list[Tensor]:
+def runs(
+    cases: dict[str, Case], quick: dict[str, Sequence[str]], contract: Sequence[str] = ()
+) -> list[Any]:
+    """Each case by each runner on each layout, as parameters of a test; few of them are not slow.
+
+    ``quick`` has the runners of the default run, and for each the cases; none are all of them.
+    These run on mixed memories; with the engine on one replica, too. Other layouts are slow.
+    """
+    found = []
+    for name, case in cases.items():
+        for runner in case.only or RUNNERS:
+            if runner in case.unless or (runner == "check" and case.by_share):
+                continue
+            for layout in LAYOUTS if runner in ("engine", "pair") else ["mixed"]:
+                is_quick = layout == "mixed" or (layout, runner) == ("one", "engine")
+                is_quick &= runner in quick and (not quick[runner] or name in quick[runner])
+                marks = [] if is_quick else [pytest.mark.slow]
+                if is_quick and runner in contract:
+                    marks.append(pytest.mark.contract)
+                identity = f"{name}-{runner}-{layout}"
+                found.append(pytest.param(case, runner, layout, id=identity, marks=marks))
+    return found
+
+
+def agree(case: Case, runner: str, devices: Any, group: Any = None) -> list[Tensor]:
     """Steps of the runner, with the case's changes between them, are those of plain torch.
 
     With a process ``group`` each rank calls it, and trains the engine on its part of the rows. What
     was trained is returned, with its last gradients: all ranks must have the same bits.
+    ``devices``: a list, or the name of a layout.
     """
+    devices = LAYOUTS[devices] if isinstance(devices, str) else devices
     if runner == "inference":
         _agree_in_inference(case, devices)
         return []
     module, twin, first = (case.build() for _ in range(3))
     criterion, plain_criterion = case.criterion(module), case.criterion(twin)
-    parts = [(0, case.count)]
-    run = RUNNERS[runner]
+    given, rows_of_first = case, case.count
     if group is not None:
-        parts = [
-            (share.start, share.stop)
-            for share in make_plan(case.count, [torch.device("cpu")] * group.size()).shares
-        ]
-        run = functools.partial(by_engine, how={"process_group": group})
-    mine = parts[group.rank() if group else 0]
-    given = replace(case, batch=case.rows(*mine))
-    with run(given, module, criterion, devices) as (step, plan):
+        parts = make_plan(case.count, [torch.device("cpu")] * group.size()).shares
+        mine = parts[group.rank()]
+        given = replace(
+            case,
+            batch=case.rows(range(mine.start, mine.stop)),
+            engine={"process_group": group, **case.engine},
+        )
+        rows_of_first = parts[0].rows
+    before = given.batch if case.plain else replace(given, plain=None).all()
+    with RUNNERS[runner](given, module, criterion, devices) as (step, plan):
         for number in range(1 + max(2, len(case.changes))):
             if 0 < number <= len(case.changes):
                 for one in (module, twin, first):
                     case.changes[number - 1](one)
             children = list(module.modules())
             start = buffers_of(first)
-            outputs_of(case, first, plan(parts[0][1]).shares[0])
+            if start:
+                outputs_of(case, first, plan(rows_of_first).shares[0])
             if case.by_share:
                 shares = plan(case.count).shares
                 pieces = [each for share in shares for each in outputs_of(case, twin, share, start)]
                 put_buffers(twin, buffers_of(first))
             else:
-                pieces = [(0, case.count, call(twin, case.rows(0, case.count)[0]))]
+                pieces = [(range(case.count), call(twin, case.all()[0]))]
             if runner == "whole batch":
-                pieces = [(0, case.count, _joined(pieces))]
+                pieces = [(range(case.count), _joined(pieces))]
             expected = _plain_step(case, twin, pieces, plain_criterion)
             if case.by_share:  # to which the criterion may have written
                 put_buffers(first, buffers_of(twin))
@@ -169,20 +298,46 @@ def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> lis
                     _update(one)
             for ours, theirs in zip(first.parameters(), twin.parameters(), strict=True):
                 ours.data.copy_(theirs)
-    pairs = zip(nested.tensors(given.batch), nested.tensors(case.rows(*mine)), strict=True)
+    pairs = zip(nested.tensors(given.batch), nested.tensors(before), strict=True)
     assert all(torch.equal(*pair) for pair in pairs), "the caller's tensors were written"
     gradients = [tensor.grad for _, tensor in _trained(module) if tensor.grad is not None]
     return [tensor.detach().to_dense() for tensor in (*module.parameters(), *gradients)]
 
 
+def on_ranks(cases: str, name: str, size: int, runner: str = "engine") -> None:
+    """Ranks, each with a part of the rows, agree with plain torch, and have the same bits.
+
+    ``cases`` is the module whose ``CASES`` have it: processes cannot be sent a case.
+    """
+    first, *others = run_on_ranks(size, _on_a_rank, cases, name, runner)
+    assert all(all(map(torch.equal, first, other)) for other in others), "other bits on one of them"
+
+
+def _on_a_rank(group: Any, cases: str, name: str, runner: str) -> list[Tensor]:
+    case = importlib.import_module(cases).CASES[name]
+    return agree(case, runner, ["cpu:0", "cpu:1"], group)
+
+
 def _agree_in_inference(case: Case, devices: list[str]) -> None:
     """What the engine returns when it is called is what the module returns."""
     module, twin = (case.build().eval() for _ in range(2))
-    with ScatterOnceParallel(module, case.accum, devices) as engine, torch.no_grad():
+    costs = {"costs": case.options["costs"]} if "costs" in case.options else {}
+    with make_engine(case, module, devices) as engine, torch.no_grad():
         for change in (lambda _: None, *case.changes):
             change(module), change(twin)
-            inputs, _ = case.rows(0, case.count)
-            assert_close(call(engine, inputs), call(twin, inputs), "output", case.relative)
+            found = call(partial(engine, **costs), case.batch[0])
+            _assert_alike(found, call(twin, case.all()[0]), case.relative)
+
+
+def _assert_alike(found: Any, expected: Any, relative: float) -> None:
+    """Tensors of two outputs of the same structure are close, and all else is equal."""
+    assert type(found) is type(expected)
+    pairs = [*zip(nested.leaves(found), nested.leaves(expected), strict=True)]
+    for ours, theirs in pairs:
+        if isinstance(theirs, Tensor):
+            assert_close(ours, theirs, "output", relative)
+        else:
+            assert ours == theirs
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
@@ -201,30 +356,30 @@ def put_buffers(module: nn.Module, values: dict[str, Tensor | None]) -> None:
 
 def outputs_of(
     case: Case, module: nn.Module, share: Share, start: dict[str, Tensor | None] | None = None
-) -> list[tuple[int, int, Any]]:
-    """Start, stop and output of each micro-batch of a share, from these buffers on.
+) -> list[tuple[Sequence[int], Any]]:
+    """Rows and output of each micro-batch of a share, from these buffers on.
 
     Attributes that a forward pass rebinds are what they were afterwards: replicas have their own.
     """
     put_buffers(module, start or {})
     attributes = [(one, dict(vars(one))) for one in module.modules()]
-    found = [(*span, call(module, case.rows(*span)[0])) for span in share.micro_batches]
+    pieces = [share.rows_of(number) for number in range(len(share.micro_batches))]
+    found = [(rows, call(module, case.rows(rows)[0])) for rows in pieces]
     for one, own in attributes:
         vars(one).update(own)
     return found
 
 
 def _joined(pieces: list[tuple[int, int, Any]]) -> Any:
-    starts, stops, outputs = zip(*pieces, strict=True)
-    rows = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    return nested.join_rows(list(outputs), 0, rows) if len(rows) > 1 else outputs[0]
+    rows, outputs = zip(*pieces, strict=True)
+    return nested.join_rows(list(outputs), 0, [*map(len, rows)]) if len(rows) > 1 else outputs[0]
 
 
 def _plain_step(case: Case, twin: Any, pieces: Any, criterion: Any) -> Tensor:
     total = 0
-    for start, stop, output in pieces:
-        loss = loss_of(output, case.rows(start, stop)[1], criterion)
-        total += loss * ((stop - start) / case.count)
+    for rows, output in pieces:
+        loss = loss_of(output, case.rows(rows)[1], criterion)
+        total += loss * (len(rows) / case.count)
     before = [(tensor, tensor.grad) for _, tensor in _trained(twin)]
     for tensor, _ in before:
         tensor.grad = None

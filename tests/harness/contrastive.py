@@ -1,4 +1,4 @@
-"""Losses that compare rows with each other, as plain functions of all outputs and targets."""
+"""Losses that compare rows with each other, and with a batch ``CASES``, by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 
-from harness.oracle import build
+from harness.agree import Case
+from harness.oracle import build, randint, randn
 
 FEATURES, EMBEDDING = 5, 6
 
@@ -74,3 +75,35 @@ def ranking(outputs, labels):
 
 
 LOSSES = {f.__name__: f for f in (nt_xent, clip, batch_hard_triplet, barlow_twins, ranking)}
+
+
+def views(rows: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Two views of some rows, and labels."""
+    both = randn(rows, FEATURES, seed=rows), randn(rows, FEATURES, seed=rows + 1)
+    return both, randint(4, rows, seed=rows)
+
+
+def case(name: str, rows: int, accum: int = 3) -> Case:
+    return Case(
+        TwoViews,
+        views(rows),
+        lambda _: LOSSES[name],
+        accum=accum,
+        options={"whole_batch": True},
+        only=("engine", "loss", "check", "by cost", "compiled", "guarded"),
+    )
+
+
+CASES = {
+    **{name: case(name, 37) for name in LOSSES},
+    **{f"{name}, one sub-step": case(name, 9, accum=1) for name in LOSSES},
+    **{f"{name}, one row": case(name, 1, accum=16) for name in LOSSES},
+    "clip, by cost": Case(
+        TwoViews,
+        views(9),
+        lambda _: clip,
+        engine={"micro_batch_cost": 9},
+        options={"whole_batch": True, "costs": [5, 1, 4, 2, 2, 9, 1, 3, 3]},
+        only=("engine", "loss", "check"),
+    ),
+}

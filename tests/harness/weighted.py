@@ -1,27 +1,21 @@
-"""Losses whose terms do not all count alike."""
+"""Losses whose terms do not all count alike: ``LOSSES``, and with a batch ``CASES``, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from harness.models import CLASSES
+from harness.agree import Case
+from harness.models import CLASSES, FEATURES, mlp, token_classifier
 from harness.oracle import randint, randn
 
 CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 1.0, 0.125], dtype=torch.float64)
 IGNORED = 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """A criterion, and targets for a batch of some rows (with ``length`` terms in each)."""
-
-    criterion: Callable[[], Any]
-    targets: Callable[[int], Tensor]
 
 
 def classes(rows: int) -> Tensor:
@@ -62,26 +56,100 @@ class LogSoftmaxKL(nn.KLDivLoss):
         return super().forward(input.log_softmax(1), target)
 
 
+class Method:
+    def squared(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output, targets)
+
+
+def of_rows(output: Tensor, targets: Tensor) -> Tensor:
+    return ((output - targets) ** 2).sum(1).mean()
+
+
 def _ce(**options: Any) -> Callable[[], nn.Module]:
     return lambda: nn.CrossEntropyLoss(**options)
 
 
+LOSSES: dict[str, tuple[Callable[[], Any], Callable[[int], Tensor]]] = {
+    "mean": (_ce(), classes),
+    "sum": (_ce(reduction="sum"), classes),
+    "padded": (_ce(), padded),
+    "ignore_index": (_ce(ignore_index=IGNORED), classes),
+    "class weights": (_ce(weight=CLASS_WEIGHTS), classes),
+    "class weights, ignore_index": (_ce(weight=CLASS_WEIGHTS, ignore_index=IGNORED), classes),
+    "class weights, padded": (_ce(weight=CLASS_WEIGHTS), padded),
+    "smoothing, class weights": (_ce(label_smoothing=0.2, weight=CLASS_WEIGHTS), classes),
+    "no weight for a class": (
+        _ce(weight=torch.tensor([0.0, 1.0, 2.0, 0.5]).double()),
+        lambda rows: torch.tensor([0, 0, 0, 1, 2, 3]).repeat(rows)[-rows:],
+    ),
+    "probabilities": (_ce(), probabilities),
+    "probabilities, class weights": (_ce(weight=CLASS_WEIGHTS), probabilities),
+    "nll, padded": (LogSoftmaxNLL, padded),
+    "nll, class weights": (lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS), classes),
+    "mse": (nn.MSELoss, values),
+    "mse, sum": (lambda: nn.MSELoss(reduction="sum"), values),
+    "bce, positive weights": (lambda: nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), signs),
+    "kl, batchmean": (lambda: LogSoftmaxKL(reduction="batchmean"), probabilities),
+    "kl, sum": (lambda: LogSoftmaxKL(reduction="sum"), probabilities),
+    "function of torch": (lambda: F.cross_entropy, classes),
+    "function": (lambda: of_rows, probabilities),
+    "bound method": (lambda: Method().squared, values),
+    "method of a module": (lambda: nn.MSELoss().forward, values),
+    "partial": (lambda: partial(F.smooth_l1_loss, beta=0.5), values),
+}
+
+
+class Summed(nn.Module):
+    """Says that it is a mean, and is a sum."""
+
+    reduction = "mean"
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).pow(2).sum()
+
+
+def masked_mean(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    """A mean over real tokens, in a plain function that nobody can look into."""
+    losses = F.cross_entropy(output, targets["ids"], reduction="none")
+    return (losses * targets["mask"]).sum() / targets["mask"].sum()
+
+
+def case(name: str, rows: int) -> Case:
+    criterion, targets = LOSSES[name]
+    return Case(mlp, (randn(rows, FEATURES), targets(rows)), lambda _: criterion(), accum=3)
+
+
+def of_many_terms(name: str, rows: int = 11, length: int = 6) -> Case:
+    """Targets of shape (rows, length): a row holds several terms, or padding in their place."""
+    criterion, targets_of = LOSSES[name]
+    targets = targets_of(rows * length).unflatten(0, (rows, length))
+    if name == "probabilities":
+        targets = targets.movedim(-1, 1)  # (rows, classes, length)
+    batch = randint(11, rows, length, seed=5), targets
+    return Case(token_classifier, batch, lambda _: criterion(), accum=3)
+
+
+TERMS = ["mean", "padded", "class weights", "sum", "smoothing, class weights", "probabilities"]
+LENGTHS = randint(6, 13, seed=9) + 1
+MASK = (torch.arange(6) < LENGTHS[:, None]).double()
+
 CASES = {
-    "mean": Case(_ce(), classes),
-    "sum": Case(_ce(reduction="sum"), classes),
-    "padded": Case(_ce(), padded),
-    "ignore_index": Case(_ce(ignore_index=IGNORED), classes),
-    "class weights": Case(_ce(weight=CLASS_WEIGHTS), classes),
-    "class weights, ignore_index": Case(_ce(weight=CLASS_WEIGHTS, ignore_index=IGNORED), classes),
-    "class weights, padded": Case(_ce(weight=CLASS_WEIGHTS), padded),
-    "smoothing, class weights": Case(_ce(label_smoothing=0.2, weight=CLASS_WEIGHTS), classes),
-    "probabilities": Case(_ce(), probabilities),
-    "probabilities, class weights": Case(_ce(weight=CLASS_WEIGHTS), probabilities),
-    "nll, padded": Case(LogSoftmaxNLL, padded),
-    "nll, class weights": Case(lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS), classes),
-    "mse": Case(nn.MSELoss, values),
-    "mse, sum": Case(lambda: nn.MSELoss(reduction="sum"), values),
-    "bce, positive weights": Case(lambda: nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), signs),
-    "kl, batchmean": Case(lambda: LogSoftmaxKL(reduction="batchmean"), probabilities),
-    "kl, sum": Case(lambda: LogSoftmaxKL(reduction="sum"), probabilities),
+    **{name: case(name, 37) for name in LOSSES},
+    **{f"{name}, two rows": case(name, 2) for name in LOSSES},
+    **{f"{name}, many terms": of_many_terms(name) for name in TERMS},
+    **{
+        f"reduction= {how}": Case(
+            mlp,
+            (randn(9, FEATURES), randn(9, CLASSES)),
+            lambda _, criterion=criterion: criterion,
+            options={"reduction": "sum"},
+        )
+        for how, criterion in (("of a function", Summed().forward), ("wins", Summed()))
+    },
+    "count=": Case(
+        token_classifier,
+        (randint(11, 13, 6), {"ids": randint(CLASSES, 13, 6, seed=3), "mask": MASK}),
+        lambda _: masked_mean,
+        options={"count": lambda given, targets: targets["mask"].sum() + 0 * given.sum()},
+    ),
 }

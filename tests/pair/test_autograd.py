@@ -240,12 +240,12 @@ PROGRAMS = {  # the model, and what makes the criterion
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_gives_what_it_gives_in_plain_torch(placed, program):
+def test_a_program_gives_what_it_gives_in_plain_torch(devices, program):
     make, criterion = PROGRAMS[program]
-    assert_alike(make, program, placed(4), criterion)
+    assert_alike(make, program, devices(4), criterion)
 
 
-def test_a_weight_tied_between_model_and_criterion(placed):
+def test_a_weight_tied_between_model_and_criterion(devices):
     class Tied(nn.Module):
         def __init__(self, weight):
             super().__init__()
@@ -257,12 +257,12 @@ def test_a_weight_tied_between_model_and_criterion(placed):
     inputs, targets = randn(7, FEATURES), randint(7, 7)
     model, twin = mlp(), mlp()
     Plain(twin, Tied(twin[2].weight)).loss(inputs, targets).backward()
-    Pair(model, Tied(model[2].weight), placed(3)).loss(inputs, targets).backward()
+    Pair(model, Tied(model[2].weight), devices(3)).loss(inputs, targets).backward()
     assert_gradients(model, gradients(twin))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_sixteen_calls_before_a_step_are_the_whole_batch(placed, reduction):
+def test_sixteen_calls_before_a_step_are_the_whole_batch(devices, reduction):
     rows = 16 * 5 - 3
     inputs, targets = randn(rows, FEATURES), randint(CLASSES, rows)
 
@@ -275,12 +275,12 @@ def test_sixteen_calls_before_a_step_are_the_whole_batch(placed, reduction):
             total += part.detach()
         return [total]
 
-    assert_alike(mlp, program, placed(3), lambda: nn.CrossEntropyLoss(reduction=reduction))
+    assert_alike(mlp, program, devices(3), lambda: nn.CrossEntropyLoss(reduction=reduction))
 
 
 @pytest.mark.parametrize("answer", [int, torch.as_tensor])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_count_gets_each_output_with_its_targets(placed, replicas, answer):
+def test_count_gets_each_output_with_its_targets(devices, replicas, answer):
     """Of a mean over what is not ignored, in shares of which some have more of that."""
     seen, targets = [], BATCH[1].clone()
     targets[1::2] = targets[:3] = -100
@@ -289,17 +289,17 @@ def test_count_gets_each_output_with_its_targets(placed, replicas, answer):
         seen.append((len(output), len(targets)))
         return answer((targets != -100).sum())
 
-    Pair(mlp(), cross_entropy, placed(replicas)).check(BATCH[0], targets, count=count)
+    Pair(mlp(), cross_entropy, devices(replicas)).check(BATCH[0], targets, count=count)
     assert [a for a, _ in seen] == [b for _, b in seen]
     assert sum(a for a, _ in seen) == 11
     assert len(seen) == replicas
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_one_replica_is_the_plain_model_bit_for_bit_and_runs_repeat(placed, replicas):
+def test_one_replica_is_the_plain_model_bit_for_bit_and_runs_repeat(devices, replicas):
     found = []
     for _ in range(5):
-        pair = Pair(mlp().float(), nn.CrossEntropyLoss(), placed(replicas))
+        pair = Pair(mlp().float(), nn.CrossEntropyLoss(), devices(replicas))
         found.append(stepped(pair))
     if replicas == 1:
         found.append(stepped(Plain(mlp().float(), nn.CrossEntropyLoss())))

@@ -23,35 +23,35 @@ def normalised():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_running_statistics_without_grad(placed, mode):
+def test_running_statistics_without_grad(devices, mode):
     model, twin = build(normalised), build(normalised)
     with mode():
-        DataParallelModel(model, placed(4))(INPUTS)
+        DataParallelModel(model, devices(4))(INPUTS)
         twin(INPUTS[:3])
     assert_close(model[1].running_mean, twin[1].running_mean, "mean")
 
 
-def test_no_change_in_eval(placed):
+def test_no_change_in_eval(devices):
     """Nor are they written with what they had: a graph of the user's own may need them."""
     model = build(normalised).eval()
     before = copy.deepcopy(model.state_dict())
     loss = model(INPUTS).square().sum()
-    DataParallelModel(model, placed(4))(INPUTS)
+    DataParallelModel(model, devices(4))(INPUTS)
     loss.backward()
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
 
 
-def test_two_forwards_in_training_before_one_backward(placed):
+def test_two_forwards_in_training_before_one_backward(devices):
     def program(of):
         pieces = [INPUTS] if isinstance(of, Pair) else INPUTS.split(3)
         outputs = [of.outputs(piece) for _ in range(2) for piece in pieces]
         sum(output.square().sum() for output in outputs).backward()
 
-    pair = assert_alike(normalised, program, placed(3))
+    pair = assert_alike(normalised, program, devices(3))
     assert pair.module[1].num_batches_tracked == 2
 
 
-def test_buffers_of_the_criterion(placed):
+def test_buffers_of_the_criterion(devices):
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -61,13 +61,13 @@ def test_buffers_of_the_criterion(placed):
             self.rows += len(targets)
             return (output - targets).square().mean()
 
-    pair = Pair(nn.Identity(), Counts(), placed(4))
+    pair = Pair(nn.Identity(), Counts(), devices(4))
     for _ in range(2):
         pair.loss(INPUTS, INPUTS)
     assert pair.plain_criterion.rows == 6
 
 
-def test_a_failed_forward_leaves_them_as_they_were(placed):
+def test_a_failed_forward_leaves_them_as_they_were(devices):
     class Fails(nn.BatchNorm1d):
         def forward(self, inputs):
             output = super().forward(inputs)
@@ -78,5 +78,5 @@ def test_a_failed_forward_leaves_them_as_they_were(placed):
     model = build(lambda: Fails(FEATURES))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ArithmeticError):
-        DataParallelModel(model, placed(4))(INPUTS)
+        DataParallelModel(model, devices(4))(INPUTS)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())

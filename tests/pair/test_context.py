@@ -22,7 +22,7 @@ BATCH = randn(8, FEATURES), randint(CLASSES, 8)
 
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
-def test_replicas_run_at_the_same_time(placed, part):
+def test_replicas_run_at_the_same_time(devices, part):
     """Each waits for all the others: one after the other, they would never come to an end."""
     barrier = threading.Barrier(4, timeout=120)
 
@@ -31,10 +31,10 @@ def test_replicas_run_at_the_same_time(placed, part):
             barrier.wait()
             return output if targets is None else output.mean()
 
-    model = DataParallelModel(Meets() if part == "model" else nn.Identity(), placed(4))
+    model = DataParallelModel(Meets() if part == "model" else nn.Identity(), devices(4))
     outputs = model(BATCH[0])
     if part == "criterion":
-        loss = DataParallelCriterion(Meets(), placed(4))(outputs, BATCH[1])
+        loss = DataParallelCriterion(Meets(), devices(4))(outputs, BATCH[1])
         assert_close(loss, BATCH[0].mean(), "loss")
     assert len(outputs) == 4
 
@@ -58,42 +58,42 @@ def ask(question, device_ids):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
-def test_autocast_and_its_dtype(placed, dtype):
+def test_autocast_and_its_dtype(devices, dtype):
     """A thread starts without autocast, and with its default dtype."""
 
     def question():
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     with torch.autocast("cpu", dtype=dtype):
-        assert ask(question, placed(3)) == [(True, dtype)] * 6
-    assert ask(question, placed(3)) == [(False, torch.bfloat16)] * 6
+        assert ask(question, devices(3)) == [(True, dtype)] * 6
+    assert ask(question, devices(3)) == [(False, torch.bfloat16)] * 6
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_there_is_no_graph(placed, mode):
-    pair, inferring = Pair(mlp(), nn.CrossEntropyLoss(), placed(3)), mode is torch.inference_mode
+def test_without_grad_there_is_no_graph(devices, mode):
+    pair, inferring = Pair(mlp(), nn.CrossEntropyLoss(), devices(3)), mode is torch.inference_mode
     expected = nn.CrossEntropyLoss()(pair.module(BATCH[0]), BATCH[1]).detach()
     with mode():
         outputs = pair.model(BATCH[0])
         loss = pair.criterion(outputs, BATCH[1])
-        assert ask(torch.is_inference_mode_enabled, placed(3)) == [inferring] * 6
+        assert ask(torch.is_inference_mode_enabled, devices(3)) == [inferring] * 6
     assert all(output.is_inference() == inferring for output in outputs)
     assert not any(tensor.requires_grad for tensor in (*outputs, loss))
     assert_close(loss, expected, "loss")
-    assert ask(torch.is_grad_enabled, placed(3)) == [True] * 6
+    assert ask(torch.is_grad_enabled, devices(3)) == [True] * 6
     pair.check(*BATCH)
 
 
-def test_eval_and_train_reach_the_replicas(placed):
+def test_eval_and_train_reach_the_replicas(devices):
     model = nn.Sequential(mlp(), nn.Dropout(1.0))
-    pair = DataParallelModel(model, placed(3))
+    pair = DataParallelModel(model, devices(3))
     for mode, p in ((model.eval, 1.0), (model.train, 0.0), (model[1].eval, 1.0)):
         mode()
         model[1].p = p
         assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
 
 
-def test_nothing_of_a_forward_survives_its_outputs(placed):
+def test_nothing_of_a_forward_survives_its_outputs(devices):
     """Replicas are not kept, and go with the graph, without waiting for the collector."""
     alive = []
 
@@ -103,7 +103,7 @@ def test_nothing_of_a_forward_survives_its_outputs(placed):
             alive.extend(map(weakref.ref, (self, output)))
             return output
 
-    pair = Pair(build(lambda: Remembers(FEATURES, CLASSES)), nn.CrossEntropyLoss(), placed(3))
+    pair = Pair(build(lambda: Remembers(FEATURES, CLASSES)), nn.CrossEntropyLoss(), devices(3))
     gc.collect()
     gc.disable()
     try:

@@ -19,35 +19,35 @@ pytestmark = pytest.mark.core
 INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
 
 
-def test_the_criterion_gets_each_output_with_its_own_targets(placed):
+def test_the_criterion_gets_each_output_with_its_own_targets(devices):
     seen = []
 
     def criterion(output, targets):
         seen.append((output[:, 0].tolist(), targets.tolist()))
         return output.mean()
 
-    outputs = DataParallelModel(nn.Identity(), placed(4))(torch.arange(9.0)[:, None])
-    DataParallelCriterion(criterion, placed(4))(outputs, torch.arange(9))
+    outputs = DataParallelModel(nn.Identity(), devices(4))(torch.arange(9.0)[:, None])
+    DataParallelCriterion(criterion, devices(4))(outputs, torch.arange(9))
     assert sorted(seen) == [(list(map(float, rows)), rows) for _, rows in sorted(seen)]
     assert sorted(rows for _, rows in seen) == [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
 
 
 @pytest.mark.parametrize("share", [slice(0, 3), slice(3, 5), slice(7, 9)])
-def test_a_share_that_is_all_ignored_adds_nothing(placed, share):
+def test_a_share_that_is_all_ignored_adds_nothing(devices, share):
     """Its own mean is 0 / 0: weight zero takes out even NaN, from the gradients too."""
     targets = TARGETS.clone()
     targets[share] = -100
-    loss = assert_pair(mlp(), INPUTS, targets, nn.CrossEntropyLoss(), placed(4))
+    loss = assert_pair(mlp(), INPUTS, targets, nn.CrossEntropyLoss(), devices(4))
     assert torch.isfinite(loss)
     counted = assert_pair(
-        mlp(), INPUTS, targets, cross_entropy, placed(4), count=lambda _, t: (t != -100).sum()
+        mlp(), INPUTS, targets, cross_entropy, devices(4), count=lambda _, t: (t != -100).sum()
     )
     assert_close(counted, loss, "loss")
 
 
-def test_a_batch_that_is_all_ignored_is_no_nan(placed):
+def test_a_batch_that_is_all_ignored_is_no_nan(devices):
     model = mlp()
-    pair = Pair(model, nn.CrossEntropyLoss(), placed(4))
+    pair = Pair(model, nn.CrossEntropyLoss(), devices(4))
     loss = pair.loss(INPUTS, torch.full((9,), -100))
     assert loss.item() == 0
     loss.backward()
@@ -94,13 +94,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_targets_of_any_kind(placed, case):
+def test_outputs_and_targets_of_any_kind(devices, case):
     make, *given = CASES[case]
-    assert_pair(build(make), *given, placed(4))
+    assert_pair(build(make), *given, devices(4))
 
 
-def test_the_loss_has_the_criterion_s_dtype(placed):
+def test_the_loss_has_the_criterion_s_dtype(devices):
     outputs = (torch.ones(3, 2).half(), torch.zeros(2, 2).half())
-    loss = DataParallelCriterion(nn.MSELoss(), placed(2))(outputs, torch.zeros(5, 2).half())
+    loss = DataParallelCriterion(nn.MSELoss(), devices(2))(outputs, torch.zeros(5, 2).half())
     assert loss.dtype == torch.half
     assert loss.item() == pytest.approx(0.6, abs=1e-3)

@@ -56,9 +56,9 @@ def run(part, module, device_ids):
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
 @pytest.mark.parametrize(("replicas", "row", "replica"), [(4, 5, 2), (4, 0, 0), (1, 0, 0)])
-def test_the_user_s_exception_object_traceback_and_a_note(placed, part, replicas, row, replica):
+def test_the_user_s_exception_object_traceback_and_a_note(devices, part, replicas, row, replica):
     module = Fails(row)
-    devices = placed(replicas)
+    devices = devices(replicas)
     with pytest.raises(Unusual) as caught:
         run(part, module, devices)
     assert caught.value is module.raised.found[0]
@@ -68,12 +68,12 @@ def test_the_user_s_exception_object_traceback_and_a_note(placed, part, replicas
     assert caught.value.__notes__[0].startswith(beginning_of_note(replica, devices[replica]))
 
 
-def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works(placed):
+def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works(devices):
     module = Fails(3, 7)
-    model = DataParallelModel(module, placed(4))
+    model = DataParallelModel(module, devices(4))
     with pytest.raises(Unusual) as caught:
         model(INPUTS)
-    assert caught.value.__notes__[0].startswith(beginning_of_note(1, placed(4)[1]))
+    assert caught.value.__notes__[0].startswith(beginning_of_note(1, devices(4)[1]))
     assert len(caught.value.__notes__) == 1 or "replica 3 failed too" in caught.value.__notes__[1]
     module.rows.clear()
     assert len(model(INPUTS)) == 4
@@ -81,14 +81,14 @@ def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_a_call_from_inside_a_call_is_an_error_and_no_hang(placed, part, replicas):
+def test_a_call_from_inside_a_call_is_an_error_and_no_hang(devices, part, replicas):
     class Again(nn.Module):
         def forward(self, *_):
             return wrapper[0](*given)
 
     kind = DataParallelModel if part == "model" else DataParallelCriterion
-    wrapper = [kind(Again(), placed(replicas))]
-    outputs = DataParallelModel(nn.Identity(), placed(replicas))(INPUTS)
+    wrapper = [kind(Again(), devices(replicas))]
+    outputs = DataParallelModel(nn.Identity(), devices(replicas))(INPUTS)
     given = (INPUTS,) if part == "model" else (outputs, TARGETS)
     words = rf"this {kind.__name__} is in the middle of a step: another cannot start from inside"
     with pytest.raises(RuntimeError, match=words):
@@ -96,7 +96,7 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_hang(placed, part, replica
     wrapper.clear()
 
 
-def test_a_call_from_another_thread_meanwhile(placed):
+def test_a_call_from_another_thread_meanwhile(devices):
     inside, done, found = threading.Event(), threading.Event(), []
 
     class Waits(nn.Module):
@@ -105,7 +105,7 @@ def test_a_call_from_another_thread_meanwhile(placed):
             assert done.wait(120)
             return inputs
 
-    pair = DataParallelModel(Waits(), placed(2))
+    pair = DataParallelModel(Waits(), devices(2))
 
     thread = threading.Thread(target=lambda: found.append(pair(INPUTS)))
     thread.start()

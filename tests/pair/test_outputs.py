@@ -31,8 +31,8 @@ def run(pack: Any, device_ids: list[str], rows: int = 9):
     ("replicas", "rows", "sizes"),
     [(1, 9, [9]), (4, 9, [3, 2, 2, 2]), (4, 3, [1, 1, 1]), (4, 1, [1])],
 )
-def test_one_entry_per_replica_used(placed, replicas, rows, sizes):
-    outputs, expected = run(lambda logits: logits, placed(replicas), rows)
+def test_one_entry_per_replica_used(devices, replicas, rows, sizes):
+    outputs, expected = run(lambda logits: logits, devices(replicas), rows)
     assert type(outputs) is tuple
     assert [len(output) for output in outputs] == sizes
     assert_close(torch.cat(outputs), expected, "outputs")
@@ -44,10 +44,10 @@ def test_without_device_ids_there_is_a_tuple_too():
     assert len(outputs) >= 1
 
 
-def test_model_outputs_of_transformers(placed):
+def test_model_outputs_of_transformers(devices):
     modeling_outputs = pytest.importorskip("transformers.modeling_outputs")
     pack = modeling_outputs.SequenceClassifierOutput
-    outputs, expected = run(lambda y: pack(loss=y.mean(), logits=y), placed(4))
+    outputs, expected = run(lambda y: pack(loss=y.mean(), logits=y), devices(4))
     gathered = gather(outputs, "cpu")
     assert type(gathered) is pack
     assert list(gathered.keys()) == ["loss", "logits"]
@@ -55,7 +55,7 @@ def test_model_outputs_of_transformers(placed):
     assert_close(gathered.loss, expected.loss, "a 0-dim entry: the mean, weighted by rows")
 
 
-def test_keyword_inputs_and_parts_without_rows(placed):
+def test_keyword_inputs_and_parts_without_rows(devices):
     class Call(Classifier):
         def forward(self, inputs, *, scale, extra, options):
             assert scale.ndim == 0
@@ -65,14 +65,14 @@ def test_keyword_inputs_and_parts_without_rows(placed):
     model = build(Call)
     extra = {"deep": [randn(9, CLASSES)]}
     call = {"scale": torch.tensor(2.0).double(), "extra": extra, "options": {"factor": 3}}
-    outputs = DataParallelModel(model, placed(4))(INPUTS, **call)
+    outputs = DataParallelModel(model, devices(4))(INPUTS, **call)
     expected, _ = model(INPUTS, **call)
     output, rows = gather(outputs, "cpu")
     assert_close(output, expected, "outputs")
     assert rows == [3, 2, 2, 2]
 
 
-def test_an_entry_of_rows_may_be_written(placed):
+def test_an_entry_of_rows_may_be_written(devices):
     """Entries that travel together were views of one memory, and so of one version."""
 
     class Writes(nn.Linear):
@@ -82,7 +82,7 @@ def test_an_entry_of_rows_may_be_written(placed):
 
     model, leaf = build(lambda: Writes(FEATURES, CLASSES)), INPUTS.clone().requires_grad_()
     for entries in (INPUTS, leaf * 1):
-        outputs = DataParallelModel(model, placed(2))(Rows([*(entries * 1).unbind()]))
+        outputs = DataParallelModel(model, devices(2))(Rows([*(entries * 1).unbind()]))
         gather(outputs, "cpu").sum().backward()
     assert_close(leaf.grad[1], (leaf[1] > 0).double(), "an entry's gradient")
 
@@ -109,26 +109,26 @@ def test_what_has_no_rows_crosses_once_to_each_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [1, -1])
-def test_rows_along_another_dimension(placed, dim):
+def test_rows_along_another_dimension(devices, dim):
     model = build(Columns)
     inputs, targets = INPUTS.T.contiguous(), randn(CLASSES, 9, seed=4)
     expected = model(inputs)
-    outputs = DataParallelModel(model, placed(4), dim)(inputs)
+    outputs = DataParallelModel(model, devices(4), dim)(inputs)
     assert [output.size(dim) for output in outputs] == [3, 2, 2, 2]
     assert_close(gather(outputs, "cpu", dim), expected, "outputs")
-    criterion = DataParallelCriterion(nn.MSELoss(), placed(4), dim)
+    criterion = DataParallelCriterion(nn.MSELoss(), devices(4), dim)
     assert_close(criterion(outputs, targets), nn.MSELoss()(expected, targets), "loss")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:1", torch.device("cpu")])
-def test_gather_to_a_device_and_back_to_the_parameters(placed, device):
+def test_gather_to_a_device_and_back_to_the_parameters(devices, device):
     def program(of):
         outputs = of.model(INPUTS)
         gathered = gather(outputs, device) if isinstance(of, Pair) else outputs
         nn.CrossEntropyLoss()(gathered, randint(CLASSES, 9)).backward()
         return [gathered]
 
-    assert_alike(mlp, program, placed(4))
+    assert_alike(mlp, program, devices(4))
 
 
 def test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows():

@@ -1,0 +1,61 @@
+"""Everything that is trained, by every way to train it, beside plain torch on one device.
+
+``harness/agree.py`` has the ways and the comparison; the tables of cases lie beside it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness import batches, contrastive, module_cases, weighted
+from harness.agree import agree, on_ranks, runs
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread_an_operation"),
+    pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"),
+]
+TABLES = [module_cases, weighted, contrastive, batches]
+ALL = {name: case for table in TABLES for name, case in table.CASES.items()}
+FEW = [
+    *("tied", "sparse gradients", "batch norm", "a trained criterion", "class weights, padded"),
+    *("count=", "clip", "texts"),
+]
+QUICK = {
+    **dict.fromkeys(["engine", "pair", "whole batch", "inference"], ()),
+    **dict.fromkeys(["loss", "check", "by cost", "guarded", "guarded pair"], FEW),
+    "graphs": ["tied", "class weights, padded"],
+    "compiled": ["tied"],  # others take seconds
+}
+
+
+def test_no_case_hides_another():
+    assert len(ALL) == sum(len(table.CASES) for table in TABLES)
+
+
+@pytest.mark.parametrize(
+    ("case", "runner", "layout"), runs(ALL, QUICK, contract=["engine", "loss", "pair"])
+)
+def test_a_step_is_that_of_plain_torch(case, runner, layout):
+    agree(case, runner, layout)
+
+
+ON_RANKS = {
+    module_cases: [
+        *("tied", "spectral norm", "own parameters", "frozen and thawed", "several dtypes"),
+        *("complex", "conjugates", "negatives", "changes between steps", "half beside double"),
+        *("layouts, torch.float64", "unused by some", "gradients in one memory", "torch.float16"),
+        *("a trained criterion", "a trained buffer", "constant buffers", "bfloat16 beside double"),
+        "overlapping buffer, row",
+    ],
+    weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
+    contrastive: ["clip", "barlow_twins", "ranking"],
+}
+SIZES = [(1, module_cases, "tied"), (3, module_cases, "tied"), (3, contrastive, "clip")]
+
+
+@pytest.mark.parametrize(
+    ("size", "table", "name"),
+    [*SIZES, *((2, table, name) for table, names in ON_RANKS.items() for name in names)],
+    ids=lambda value: getattr(value, "__name__", str(value)).rpartition(".")[2],
+)
+def test_a_step_of_ranks_is_that_of_one_device(size, table, name):
+    on_ranks(table.__name__, name, size)

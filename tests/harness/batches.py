@@ -1,0 +1,291 @@
+"""Batches that are not tensors with rows alone, and cuts that are not even: ``CASES``, by name."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from harness.agree import Case
+from harness.models import CLASSES, FEATURES, Columns, Of, Returns, mlp
+from harness.oracle import randint, randn
+from scatterpar import Replicated, Rows, count_labels
+from scatterpar.batch.markers import Marker
+
+LENGTHS = [3, 5, 1, 4, 2, 5, 3, 9, 1, 6, 2]
+LABELS = randint(CLASSES, len(LENGTHS))
+TEXTS = [randint(9, n, seed=n + i) for i, n in enumerate(LENGTHS)]
+TAGS = [randint(CLASSES, n, seed=3 * n + i) for i, n in enumerate(LENGTHS)]
+WEIGHTS = torch.arange(1.0, 1 + CLASSES).double()
+ROWS, SEVEN = randn(7, FEATURES), LABELS[:7]
+
+
+class Reader(nn.Module):
+    """The mean of a text's words; padding, which is word 9, changes nothing, if it is right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        known = (ids != 9).unsqueeze(-1)
+        return (self.head(self.words(ids).tanh()) * known).sum(1) / known.sum(1)
+
+
+class Tagger(Reader):
+    """Classes of words."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids).tanh()).transpose(1, 2)
+
+
+class Masked(Reader):
+    """Computes the loss of keyword arguments, with a mask and a list of names."""
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, names: list[str]) -> Tensor:
+        assert len(names) == len(ids)
+        return F.cross_entropy(super().forward(ids) @ mask, labels)
+
+
+class Detector(nn.Linear):
+    """Entries are dicts of tensors of any shape, and strings; it writes into them."""
+
+    def forward(self, images: Tensor, targets: list[Any]) -> Tensor:
+        assert all(isinstance(target["name"], str) for target in targets)
+        for target in targets:
+            target["seen"] = target["boxes"].add_(1)
+        found = zip(super().forward(images), targets, strict=True)
+        return sum((image - target["seen"]).square().sum() for image, target in found)
+
+
+class WritesScale(nn.Linear):
+    def forward(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(rows * scale.mul_(2))
+
+
+class Jagged(Marker):
+    """A third marker: words of all texts in one tensor, and the number of words of each."""
+
+    def __init__(self, texts: Any) -> None:
+        self.contents = {"words": torch.cat(texts), "sizes": [*map(len, texts)]}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.contents["sizes"])
+
+    def split(self) -> Any:
+        return self.contents["words"].split(self.contents["sizes"])
+
+    def select(self, rows: Any) -> Jagged:
+        return Jagged([self.split()[row] for row in rows])
+
+    def join(self, others: Any) -> Jagged:
+        return Jagged([text for one in (self, *others) for text in one.split()])
+
+    def unwrap(self, *, copy: bool) -> Tensor:
+        return pad(self.split())  # new memory
+
+
+class Quantizer(nn.Module):
+    """Gives the code of every row, a flat list of tokens of every row, and its codebook."""
+
+    def __init__(self, entries: int = 64) -> None:
+        super().__init__()
+        self.encode = nn.Linear(FEATURES, 4)
+        self.codebook = nn.Parameter(torch.randn(entries, 4))
+
+    def forward(self, rows: Tensor) -> dict[str, Tensor]:
+        codes = self.encode(rows)
+        tokens = codes.repeat_interleave(3, 0)
+        return {"codes": codes, "tokens": tokens, "codebook": self.codebook * 1.0}
+
+
+def of_codes(outputs: dict[str, Tensor], _: Any) -> Tensor:
+    distances = (outputs["tokens"] @ outputs["codebook"].T).logsumexp(1)
+    return distances.std() + outputs["codes"].square().mean() + outputs["codebook"].std(0).sum()
+
+
+def pad(texts: Any) -> Tensor:
+    return pad_sequence(texts, batch_first=True, padding_value=9)
+
+
+def pad_tags(tags: Any) -> Tensor:
+    return pad_sequence(tags, batch_first=True, padding_value=-100)
+
+
+def by_table(model: Any, rows: Tensor, table: Tensor, options: Any) -> Tensor:
+    """Rows times a square table, whose size is that of the batch."""
+    return model.linear((rows + options["shift"]) @ table)
+
+
+def made_of_losses(wrap: Any) -> Any:
+    return lambda: Returns(lambda logits, _: wrap(logits))
+
+
+def window(sizes: Any = (4, 3, 1), lengths: Any = (5, 2, 3)) -> tuple[Any, Any, tuple[Any, Any]]:
+    """Batches of other lengths each, the labels of each, and all of it as plain torch has it."""
+    batches = [randint(9, n, length, seed=n) for n, length in zip(sizes, lengths, strict=True)]
+    labels = [randint(CLASSES, n, seed=n) for n in sizes]
+    return batches, labels, (pad([row for batch in batches for row in batch]), torch.cat(labels))
+
+
+def mappings(batches: Any, labels: Any) -> Any:
+    """A window of keyword arguments with markers inside, and the same plain."""
+    mask, (ids, joined) = randn(CLASSES, CLASSES), WINDOW[2]
+    names = ["a"] * len(ids)
+    marked = [
+        {"ids": ids, "mask": Replicated(mask), "labels": own, "names": Rows(["a"] * len(own))}
+        for ids, own in zip(batches, labels, strict=True)
+    ]
+    plain = {"ids": ids, "mask": mask, "labels": joined, "names": names}
+    return (Rows.from_batches(marked), None), (plain, None)
+
+
+def concatenated(ignored: bool) -> tuple[Any, Any]:
+    """Rows that ``collate`` concatenates have several labels each."""
+    words, labels = ([torch.arange(n) % CLASSES for n in (3, 9, 2, 7, 5, 1, 8)] for _ in "ab")
+    if ignored:
+        labels[1][2:] = -100
+    return (Rows(words, torch.cat), Rows(labels, torch.cat)), (torch.cat(words), torch.cat(labels))
+
+
+WINDOW = window()
+TABLE, SHIFT = randn(7, 7, seed=3), randn(1, 7, seed=4)
+BOXES = [{"boxes": randn(n, FEATURES, seed=n), "name": f"image {n}"} for n in (2, 0, 3, 1)]
+IGNORED = SEVEN.clone()
+IGNORED[:3] = -100
+PADDED, PADDED_TAGS = pad(TEXTS), pad_tags(TAGS)
+OF_ROWS = ("engine", "loss", "check", "whole batch", "by cost", "guarded", "inference")
+BY_ROW = ("engine", "loss", "check", "by cost", "guarded")  # outputs of other lengths
+OF_PAIRS = (*OF_ROWS, "pair", "guarded pair")
+WINDOWS = ("engine", "loss", "check", "whole batch")
+BY_LENGTH = {
+    "engine": {"micro_batch_cost": 10},
+    "options": {"costs": LENGTHS},
+    "only": ("engine", "loss", "check"),
+}
+
+
+def texts(criterion: Any = None, tagged: bool = False, **more: Any) -> Case:
+    """Texts that each micro-batch pads on its own, with a label each or one per word."""
+    given = {"criterion": lambda _: criterion} if criterion else {}
+    return Case(
+        Tagger if tagged else Reader,
+        (Rows(TEXTS, pad), Rows(TAGS, pad_tags) if tagged else LABELS),
+        plain=(PADDED, PADDED_TAGS if tagged else LABELS),
+        **(given | {"only": OF_ROWS} | more),
+    )
+
+
+CASES = {
+    "texts": texts(),
+    "texts, targets in a list": Case(
+        Reader,
+        (Rows(TEXTS, pad), Rows(list(LABELS), torch.stack)),
+        plain=(PADDED, LABELS),
+        only=OF_PAIRS,
+    ),
+    "texts by length": texts(**BY_LENGTH | {"only": (*BY_LENGTH["only"], "inference")}),
+    "tags": texts(tagged=True, only=BY_ROW),
+    "tags, counted": texts(tagged=True, only=BY_ROW, options={"count": count_labels()}),
+    "tags by length": texts(tagged=True, **BY_LENGTH),
+    "tags by length, class weights": texts(
+        nn.CrossEntropyLoss(weight=WEIGHTS), tagged=True, **BY_LENGTH
+    ),
+    "tags by length, counted": texts(
+        lambda output, targets: F.cross_entropy(output, targets),
+        tagged=True,
+        **BY_LENGTH | {"options": {"costs": LENGTHS, "count": count_labels()}},
+    ),
+    "padded tags by length": Case(Tagger, (PADDED, PADDED_TAGS), **BY_LENGTH),
+    "another marker": Case(Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS),
+    "a window of another marker": Case(
+        Reader,
+        (Rows.from_batches([Jagged(TEXTS[:4]), Jagged(TEXTS[4:])]), LABELS),
+        plain=(PADDED, LABELS),
+        only=WINDOWS,
+    ),
+    "replicated, of the batch's size": Case(
+        lambda: Of(by_table, linear=nn.Linear(7, CLASSES)),
+        ((randn(7, 7), Replicated(TABLE), Replicated({"shift": SHIFT})), SEVEN),
+        plain=((randn(7, 7), TABLE, {"shift": SHIFT}), SEVEN),
+        only=OF_PAIRS,
+    ),
+    "replicated, and written": Case(
+        lambda: WritesScale(FEATURES, CLASSES),
+        ((ROWS, Replicated(torch.ones(FEATURES).double())), SEVEN),
+        plain=((ROWS, torch.ones(FEATURES).double()), SEVEN),
+        only=OF_PAIRS,
+    ),
+    "entries of any kind": Case(
+        lambda: Detector(FEATURES, FEATURES),
+        ({"images": ROWS[:4], "targets": Rows(BOXES)}, None),
+        lambda _: None,
+        plain=({"images": ROWS[:4], "targets": copy.deepcopy(BOXES)}, None),
+        options={"reduction": "sum"},
+        only=("engine", "loss", "check"),
+    ),
+    **{
+        f"a window of batches, {how}": Case(
+            Reader, (Rows.from_batches(WINDOW[0]), targets), plain=WINDOW[2], only=WINDOWS, **more
+        )
+        for how, targets, more in (
+            ("joined targets", WINDOW[2][1], {}),
+            ("own targets", Rows.from_batches(WINDOW[1]), {}),
+            ("counted", WINDOW[2][1], {"options": {"count": lambda _, targets: len(targets)}}),
+        )
+    },
+    "a window of mappings": Case(
+        Masked,
+        mappings(*WINDOW[:2])[0],
+        lambda _: None,
+        plain=mappings(*WINDOW[:2])[1],
+        only=("engine", "loss", "check"),
+    ),
+    **{
+        f"a window, {what}{how}": Case(
+            mlp,
+            (Rows.from_batches(ROWS.split([4, 3])), its),
+            lambda _, criterion=criterion: criterion,
+            plain=(ROWS, targets),
+            only=WINDOWS,
+        )
+        for what, criterion, targets in (
+            ("ignored and weighted", nn.CrossEntropyLoss(weight=WEIGHTS), IGNORED),
+            ("probabilities", nn.CrossEntropyLoss(), randn(7, CLASSES).softmax(1)),
+        )
+        for how, its in (("", targets), (" too", Rows.from_batches(targets.split([4, 3]))))
+    },
+    **{
+        f"concatenated rows{how}": Case(
+            lambda: nn.Sequential(nn.Embedding(CLASSES, FEATURES), mlp()),
+            concatenated(ignored)[0],
+            plain=concatenated(ignored)[1],
+            only=WINDOWS[:3],
+        )
+        for how, ignored in (("", False), (", ignored", True))
+    },
+    "rows along dimension 1": Case(
+        Columns,
+        (randn(FEATURES, 11), randn(CLASSES, 11)),
+        lambda _: nn.MSELoss(),
+        engine={"dim": 1},
+        only=("engine", "loss", "check", "whole batch", "guarded", "inference"),
+    ),
+    **{
+        f"a codebook of {entries} and {rows} rows": Case(
+            partial(Quantizer, entries),
+            (randn(rows, FEATURES), None),
+            lambda _: of_codes,
+            options={"whole_batch": True},
+            only=("engine", "loss", "check", "by cost", "inference"),
+        )
+        for entries, rows in ((64, 32), (64, 16), (62, 31), (64, 8), (64, 2))
+    },
+}

@@ -8,48 +8,17 @@ import math
 import numpy
 import pytest
 import torch
-from harness.contrastive import LOSSES, two_views
+from harness.batches import LABELS, LENGTHS, TEXTS, Reader, pad
 from harness.models import CLASSES, FEATURES, mlp
-from harness.oracle import assert_close, assert_step, build, gradients, randint, randn, whole_batch
-from harness.rank_processes import run_on_ranks
+from harness.oracle import assert_close, build, gradients, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
-from scatterpar import Rows, ScatterOnceParallel, count_labels
+from scatterpar import Rows, ScatterOnceParallel
 
-LENGTHS = [3, 5, 1, 4, 2, 5, 3, 9, 1, 6, 2]
-LABELS = randint(CLASSES, len(LENGTHS))
-TEXTS = [randint(9, n, seed=n + i) for i, n in enumerate(LENGTHS)]
-TAGS = [randint(CLASSES, n, seed=3 * n + i) for i, n in enumerate(LENGTHS)]
 LOSS = nn.CrossEntropyLoss()
 BUDGET = 10
-
-
-class Reader(nn.Module):
-    """Classes of words; padding, which is word 9, changes no other word."""
-
-    def __init__(self, mean=True):
-        super().__init__()
-        self.words = nn.Embedding(10, FEATURES)
-        self.head = nn.Linear(FEATURES, CLASSES)
-        self.mean = mean
-
-    def forward(self, ids):
-        hidden = self.head(self.words(ids).tanh())
-        if not self.mean:
-            return hidden.transpose(1, 2)
-        known = (ids != 9).unsqueeze(-1)
-        return (hidden * known).sum(1) / known.sum(1)
-
-
-def pad(texts):
-    return pad_sequence(texts, batch_first=True, padding_value=9)
-
-
-def pad_tags(tags):
-    return pad_sequence(tags, batch_first=True, padding_value=-100)
 
 
 def engine_of(model, devices, replicas=2, budget=BUDGET, **options):
@@ -129,34 +98,6 @@ def test_a_plan_prints_rows_costs_and_loads():
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_step_is_that_of_the_whole_batch(devices, replicas):
-    with engine_of(build(Reader), devices, replicas) as engine:
-        plain = pad(TEXTS), LABELS
-        options = {"plain": plain, "costs": LENGTHS}
-        assert_step(engine, Rows(TEXTS, pad), LABELS, LOSS, **options)
-        assert pieces_of(engine.last_step.plan) == pieces_of(engine.plan(11, costs=LENGTHS))
-        assert_step(engine, plain[0], LABELS, LOSS, costs=torch.tensor(LENGTHS))
-        assert_close(engine.eval()(Rows(TEXTS, pad), costs=LENGTHS), engine.module(plain[0]), "out")
-
-
-def test_terms_that_rows_have_are_counted_with_their_rows(devices):
-    """Labels that are ignored, class weights, and ``count=`` go where their rows go."""
-    model = build(lambda: Reader(mean=False))
-    plain = pad(TEXTS), pad_tags(TAGS)
-    weighted = nn.CrossEntropyLoss(weight=torch.arange(1.0, 1 + CLASSES).double())
-    with engine_of(model, devices) as engine:
-        inputs, tags = Rows(TEXTS, pad), Rows(TAGS, pad_tags)
-        for targets, loss in itertools.product((tags, plain[1]), (LOSS, weighted)):
-            one = inputs if targets is tags else plain[0]
-            assert_step(engine, one, targets, loss, plain=plain, costs=LENGTHS)
-        own, how = lambda output, target: LOSS(output, target), {"count": count_labels()}
-        assert_step(engine, inputs, tags, own, plain=plain, costs=LENGTHS, **how)
-        with pytest.raises(ValueError, match="pass count="):
-            engine.forward_backward(inputs, tags, lambda o, t: LOSS(o, t), costs=LENGTHS)
-
-
-@pytest.mark.contract
 def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
     model = build(Reader)
     with engine_of(model, devices) as engine:
@@ -165,6 +106,7 @@ def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
         for whole in (False, True):
             _, (output,) = engine.forward_backward(*args, **keep, whole_batch=whole)
             assert_close(output, model(pad(TEXTS)).detach(), "outputs")
+            assert engine.last_step.plan == engine.plan(11, costs=LENGTHS)
         keep["return_outputs"] = lambda output: {"first": output[:, 0], "mean": output.mean()}
         _, (found,) = engine.forward_backward(*args, **keep)
         assert_close(found["first"], model(pad(TEXTS)).detach()[:, 0], "outputs")
@@ -205,43 +147,6 @@ def test_a_module_may_have_costs_of_its_own(devices):
     rows, costs = randn(7, FEATURES), randn(7, 1, seed=3)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_close(engine(rows, costs=costs), model(rows, costs).detach(), "output")
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_criterion_of_the_whole_batch_sees_the_batch_in_order(devices, replicas):
-    inputs, labels = (randn(9, FEATURES, seed=5), randn(9, FEATURES, seed=6)), randint(4, 9)
-    costs = {"costs": [5, 1, 4, 2, 2, 9, 1, 3, 3], "whole_batch": True}
-    ordered = randn(9, 6, seed=7)
-
-    def in_order(outputs, targets):
-        return (outputs["one"] * ordered).sum() + (outputs["other"] * targets[:, None]).mean()
-
-    for loss in (LOSSES["clip"], in_order):
-        with engine_of(two_views(), devices, replicas, budget=9) as engine:
-            assert_step(engine, inputs, labels, loss, **costs)
-            assert engine.check(inputs, labels, loss, **costs).passed
-
-
-def step_of_a_rank(group, devices, whole):
-    cut = slice(None, 7) if group.rank() == 0 else slice(7, None)
-    inputs, labels, costs = Rows(TEXTS[cut], pad), LABELS[cut], LENGTHS[cut]
-    weights = randn(11, CLASSES)
-    model = build(Reader, seed=group.rank())
-    criterion = (lambda o, _: (o * weights).sum()) if whole else LOSS
-    with engine_of(model, lambda _: devices, process_group=group) as engine:
-        loss = engine.forward_backward(inputs, labels, criterion, costs=costs, whole_batch=whole)
-    return loss, gradients(model)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_ranks_cut_their_own_rows(devices, whole):
-    weights = randn(11, CLASSES)
-    criterion = (lambda o, _: (o * weights).sum()) if whole else LOSS
-    expected, grads = whole_batch(build(Reader), pad(TEXTS), LABELS, criterion)
-    for loss, found in run_on_ranks(2, step_of_a_rank, devices(2), whole):
-        assert_close(loss, expected, "loss")
-        for name, gradient in grads.items():
-            assert_close(found[name], gradient, name)
 
 
 @pytest.mark.draws

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import pytest
-from harness import batches, contrastive, module_cases, weighted
+from harness import batches, contrastive, module_cases, weighted, whole_batches
 from harness.agree import agree, on_ranks, runs
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread_an_operation"),
     pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"),
 ]
-TABLES = [module_cases, weighted, contrastive, batches]
+TABLES = [module_cases, weighted, contrastive, whole_batches, batches]
 ALL = {name: case for table in TABLES for name, case in table.CASES.items()}
 FEW = [
     *("tied", "sparse gradients", "batch norm", "a trained criterion", "class weights, padded"),
@@ -49,13 +49,19 @@ ON_RANKS = {
     weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     contrastive: ["clip", "barlow_twins", "ranking"],
 }
-SIZES = [(1, module_cases, "tied"), (3, module_cases, "tied"), (3, contrastive, "clip")]
+RUNS_OF_RANKS = [
+    *((size, module_cases, "tied", "engine") for size in (1, 3)),
+    *((3, contrastive, "clip", runner) for runner in ("engine", "by cost")),
+    *((2, weighted, name, "by cost") for name in ("padded", "mean")),
+    *((2, table, name, "engine") for table, names in ON_RANKS.items() for name in names),
+]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
-    ("size", "table", "name"),
-    [*SIZES, *((2, table, name) for table, names in ON_RANKS.items() for name in names)],
+    ("size", "table", "name", "runner"),
+    RUNS_OF_RANKS,
     ids=lambda value: getattr(value, "__name__", str(value)).rpartition(".")[2],
 )
-def test_a_step_of_ranks_is_that_of_one_device(size, table, name):
-    on_ranks(table.__name__, name, size)
+def test_a_step_of_ranks_is_that_of_one_device(size, table, name, runner):
+    on_ranks(table.__name__, name, size, runner)

@@ -304,7 +304,7 @@ def test_a_wrong_gradient_is_told_before_anything_changes(name):
     case, words = WRONG[name]
     places = ["cpu:0", "cpu:1"] if len(name) % 2 else ["cpu"] * 2
     model = case.build()
-    expected = whole_batch(model, *case.rows(0, case.count), case.criterion(model))[1]
+    expected = whole_batch(model, *case.all(), case.criterion(model))[1]
     with ScatterOnceParallel(model, case.accum, places) as engine:
         before = capture(model)
         for _ in range(2):  # and it is not taken for verified afterwards
@@ -323,7 +323,7 @@ def test_a_wrong_gradient_is_told_before_anything_changes(name):
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_one_is_verified_once_and_exact(devices, name):
     case = RIGHT[name]
-    model, twin, (inputs, targets) = case.build(), case.build(), case.rows(0, case.count)
+    model, twin, (inputs, targets) = case.build(), case.build(), case.all()
     loss_of_plain(call(twin, inputs), targets, case.criterion(twin)).backward()
     with ScatterOnceParallel(model, case.accum, devices(2)) as engine:
         assert_agreed(engine, functools.partial(train, engine, case))

@@ -1,0 +1,263 @@
+"""Criteria that see the outputs of all rows at once, and models of every kind for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.utils.parametrizations import spectral_norm
+
+from harness.agree import Case
+from harness.contrastive import FEATURES
+from harness.models import Classifier, Columns, linear
+from harness.module_cases import InOneMemory
+from harness.oracle import build, randint, randn
+from scatterpar import Replicated, Rows
+
+
+def pairs(outputs, _):
+    """A loss of all pairs of rows: no micro-batch's is any part of it."""
+    z = normalize(outputs, dim=1)
+    return (z @ z.T).exp().mean().log() + outputs.square().mean()
+
+
+class Counted(Classifier):
+    """Computes otherwise in every second call: a plain counter, and one in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.seen = self.seen + len(inputs)  # rebound, not written
+        outputs = self.linear(inputs) * (1 + self.calls % 2)
+        return outputs + self.seen
+
+
+class Queued(Classifier):
+    """A criterion that is a method of the model, and writes to a buffer of the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("queue", torch.ones(3, 4))
+
+    def forward(self, inputs):
+        return self.linear(self.norm(inputs))
+
+    def loss(self, outputs, labels):
+        logits = self.scale.exp() * outputs @ torch.cat([outputs.detach(), self.queue]).T
+        self.queue.copy_(outputs.detach()[:3])
+        return cross_entropy(logits, torch.arange(len(outputs)))
+
+
+def normed():
+    return nn.Sequential(nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
+
+
+class Tempered(nn.Module):
+    """A criterion with a parameter, a projection head and a queue of its own."""
+
+    def __init__(self, tied=None):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.head = nn.Linear(4, 4) if tied is None else tied
+        self.register_buffer("queue", torch.ones(2, 4))
+
+    def forward(self, outputs, labels):
+        z = self.head(outputs)
+        logits = self.scale.exp() * z @ torch.cat([outputs, self.queue]).T
+        self.queue.copy_(z.detach()[:2])  # the next loss depends on it
+        return cross_entropy(logits, torch.arange(len(outputs)))
+
+
+class Everything(Classifier):
+    """Outputs of all kinds, some of them unused, some in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, inputs):
+        z = self.linear(inputs).mul_(2).tanh_()
+        return {
+            "z": z,
+            "again": z,
+            "nested": (z.square(), [z.argmax(1), "text", None]),
+            "scale": self.log_scale.exp(),
+            "itself": self.log_scale,
+            "unused": z * 3,
+            "doubled": torch.stack([z, -z], 1).flatten(0, 1),
+            "constant": torch.ones(len(inputs), 2),
+        }
+
+
+def of_everything(outputs, _):
+    square, (classes, text, nothing) = outputs["nested"]
+    assert (text, nothing) == ("text", None)
+    assert classes.dtype == torch.long
+    assert outputs["doubled"].shape[0] == 2 * len(classes)
+    total = pairs(outputs["z"] + outputs["again"], None) * outputs["scale"]
+    total = total + (square * classes[:, None]).mean() * outputs["itself"]
+    total = total + (outputs["doubled"] @ outputs["doubled"].T).sin().mean()
+    return total + outputs["constant"].sum()
+
+
+class InPlace(Classifier):
+    """Normalises its input where it lies, as models that take raw pixels do."""
+
+    def forward(self, inputs):
+        rows = [row.sub_(0.5).div_(0.25) for row in inputs]
+        return self.linear(torch.stack(rows))
+
+
+class Masked(Classifier):
+    """Infinities and NaN, which the loss masks: they are no difference between the passes."""
+
+    def forward(self, inputs):
+        special = torch.tensor([[torch.inf, torch.nan]], dtype=torch.float64)
+        return torch.cat([self.linear(inputs), special.expand(len(inputs), 2)], 1)
+
+
+class Encoder(nn.Module):
+    """Under no_grad it takes another way in eval mode, with other outputs."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1).eval()
+
+    def forward(self, tokens, padding):
+        return self.encoder(tokens, src_key_padding_mask=padding).sum(1)
+
+
+class InItsCriterion(InOneMemory):
+    """The criterion's gradients share memory, and the model's are added to them."""
+
+    def loss(self, outputs, targets):
+        own = self.one.unsqueeze(0) + self.other.unsqueeze(0)
+        return cross_entropy(outputs * own, targets)
+
+
+class Scaled(nn.Linear):
+    """The criterion closes over a parameter of it."""
+
+    def __init__(self):
+        super().__init__(FEATURES, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+class Versions:
+    """As timm's JsdCrossEntropy: rows are three versions of pictures, one after another."""
+
+    num_splits = 3
+
+    def __call__(self, output, targets):
+        clean, *others = output.chunk(self.num_splits)
+        far = sum((other.softmax(1) - clean.softmax(1)).square().mean() for other in others)
+        return cross_entropy(clean, targets[: len(clean)]) + far
+
+
+def three_layers():
+    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+ROWS = randn(19, FEATURES), None
+
+
+PADDING = torch.arange(6) >= randint(5, 10)[:, None] + 1
+
+
+def in_place(outputs, labels):
+    """Writes to its arguments."""
+    labels += 1
+    outputs.mul_(2).sub_(outputs.mean(0, keepdim=True).detach())
+    return cross_entropy(outputs @ outputs.T, labels)
+
+
+def beside_names(outputs, targets):
+    """Targets with one entry per row, and what has no rows, arrive as the criterion is told."""
+    names, anchors = targets
+    assert names == [f"row {n}" for n in range(7)]
+    return pairs(outputs @ anchors, None)
+
+
+def in_row_order(outputs, targets):
+    """Entries of batches of one size were once joined with each other, first with first."""
+    rows, (factor,) = targets
+    assert [*map(len, rows)] == [*range(1, 12)]
+    return (outputs.sum(1) * torch.stack([row.sum() for row in rows]) * factor).sum()
+
+
+def of_columns(outputs, labels):
+    return cross_entropy(outputs.T @ outputs, labels[0])
+
+
+NAMES, ANCHORS = [f"row {n}" for n in range(7)], randn(4, 3)
+ENTRIES, FACTOR = [randn(length + 1) for length in range(11)], torch.tensor(2.0)
+PARTS = [(Rows(few), [Replicated(FACTOR)]) for few in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:])]
+
+
+def of_pairs(make, **more):
+    return Case(make, ROWS, lambda _: pairs, **more)
+
+
+WHOLE = {
+    "outputs of all kinds": Case(Everything, ROWS, lambda _: of_everything),
+    "a module that writes its input": of_pairs(InPlace),
+    "a criterion that writes": Case(linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place),
+    "infinities": Case(Masked, ROWS, lambda _: lambda outputs, _: pairs(outputs[:, :-2], None)),
+    "an encoder in eval mode": Case(Encoder, ((randn(10, 6, 8), PADDING), None), lambda _: pairs),
+    "a closure": Case(
+        Scaled, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.scale, None)
+    ),
+    "a criterion with parameters and a queue": Case(
+        three_layers, ROWS, lambda _: build(Tempered), accum=3
+    ),
+    "a criterion that belongs to the model": Case(
+        Queued, ROWS, lambda model: model.loss, accum=3, by_share=True
+    ),
+    "a criterion that shares a layer": Case(
+        three_layers, ROWS, lambda model: build(lambda: Tempered(model[2])), accum=3
+    ),
+    "versions of the same pictures": Case(
+        lambda: nn.Linear(5, 3), (randn(24, 5), randint(3, 24)), lambda _: Versions()
+    ),
+    "names and anchors": Case(
+        linear,
+        (ROWS[0][:7], (Rows(NAMES), Replicated(ANCHORS))),
+        lambda _: beside_names,
+        plain=(ROWS[0][:7], (NAMES, ANCHORS)),
+    ),
+    "several batches in row order": Case(
+        linear,
+        (Rows.from_batches(ROWS[0][:11].split(4)), Rows.from_batches(PARTS)),
+        lambda _: in_row_order,
+        plain=(ROWS[0][:11], (ENTRIES, [FACTOR])),
+    ),
+    "a criterion of columns": Case(
+        Columns,
+        (randn(FEATURES, 11), torch.arange(11)[None]),
+        lambda _: of_columns,
+        engine={"dim": 1},
+    ),
+}
+for accum in (1, 3):
+    WHOLE |= {
+        f"gradients that share memory, {accum}": Case(
+            InItsCriterion, (ROWS[0], randint(4, 19)), lambda model: model.loss, accum=accum
+        ),
+        f"statistics of a whole batch, {accum}": of_pairs(normed, by_share=True, accum=accum),
+        f"counters, {accum}": of_pairs(Counted, by_share=True, accum=accum),
+        f"spectral norm, whole batch, {accum}": of_pairs(
+            lambda: nn.Sequential(spectral_norm(nn.Linear(FEATURES, 6)), nn.Tanh()),
+            by_share=True,
+            accum=accum,
+        ),
+    }
+CASES = {name: replace(case, only=("whole batch",)) for name, case in WHOLE.items()}

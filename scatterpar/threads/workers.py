@@ -29,8 +29,11 @@ from torch import nn
 from scatterpar.devices import runtime
 from scatterpar.threads.caller_context import CallerContext, Interrupts, no_autocast_cache
 
-_Task = Callable[[], object]
-_Queue = SimpleQueue[_Task | None]
+_Queue = SimpleQueue[Callable[[], object] | None]
+
+_HEAD_START_SECONDS = 0.01  # the first replicas have the cores alone for this time
+_LOOK_SECONDS = 0.5  # on Windows no signal interrupts a longer wait
+_CALLER = -1  # the number of an error that was raised in the caller's thread
 
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IDLE_SECONDS = 0.1
@@ -66,66 +69,63 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-_HEAD_START_SECONDS = 0.01  # the first replicas have the cores alone for this time
-
-
 class Job:
-    """One call per replica. A call is a function without arguments.
+    """One call per replica, without arguments, which the replica's worker runs by ``run``.
 
-    Call ``i`` runs in the worker ``threads[i]``. The first ``at_once`` calls start immediately.
-    Each other call starts when one ends, or after 10 ms. ``cancel`` is set when one has failed.
+    The first ``at_once`` calls start immediately. Each other call starts when one ends, or after
+    10 ms. ``cancel`` is set when one has failed.
 
     Calls, results and errors are dropped after use: a traceback may refer to the job, and would
     keep activations alive.
     """
 
     def __init__(
-        self,
-        calls: Sequence[Callable[[], Any]],
-        threads: Sequence[int],
-        at_once: int,
-        cancel: threading.Event,
+        self, calls: Sequence[Callable[[], Any]], at_once: int, cancel: threading.Event
     ) -> None:
         self.calls = dict(enumerate(calls))  # those that have not started
         self.busy = set(self.calls)  # the numbers of those that have not ended
-        self.threads = threads
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
         self.cancel = cancel
-        self.interrupted = False  # if true, calls that have not started yet do not start
         self.ended: SimpleQueue[None] = SimpleQueue()  # safe against interrupts: holds no lock
+        self._is_stopped = False
         self._at_once = at_once
         self._ended_calls = threading.Semaphore(0)  # each lets one call start
 
     def run(self, number: int) -> None:
         """Run the call with this ``number`` when it may start; never raises."""
-        call = self.calls.pop(number)
-        if self._may_start(number):
-            try:
+        call, is_late = self.calls.pop(number), False
+        if number >= self._at_once:
+            self._ended_calls.acquire(timeout=_HEAD_START_SECONDS)
+            is_late = self.cancel.is_set()
+        try:
+            if not is_late and not self._is_stopped:
                 self.results[number] = call()
-            except BaseException as error:
-                self.fail(number, error)
+        except BaseException as error:
+            self.errors[number] = error
+            self.cancel.set()
         del call
         self._ended_calls.release()
         self.busy.discard(number)
         if not self.busy:
             self.ended.put(None)
 
-    def fail(self, number: int, error: BaseException) -> None:
-        """Record the error of a call, and cancel the others."""
-        self.errors[number] = error
+    def stop(self) -> None:
+        """Cancel the calls; those that have not started yet do not start."""
+        self._is_stopped = True
         self.cancel.set()
 
-    def _may_start(self, number: int) -> bool:
-        """Wait at most 10 ms until another call ends. Returns ``False`` if this must not start."""
-        if number >= self._at_once:
-            self._ended_calls.acquire(timeout=_HEAD_START_SECONDS)
-            if self.cancel.is_set():
-                return False
-        return not self.interrupted
-
-
-_LOOK_SECONDS = 0.5  # on Windows no signal interrupts a longer wait
+    def first_error(self) -> BaseException | None:
+        """The error of the lowest number, with the others in its notes; ``None`` without errors."""
+        errors = [i for i in sorted(self.errors) if not isinstance(self.errors[i], Cancelled)]
+        if not errors:
+            return None
+        first = self.errors[errors[0]]
+        for i in errors[1:]:
+            text = _described(self.errors[i])
+            if self.errors[i] is not first and text != _described(first):
+                add_note(first, f"replica {i} failed too: {text}")
+        return first
 
 
 class Overdue(Exception):
@@ -173,17 +173,12 @@ _claims: dict[tuple[int, int], object] = {}  # by process, since a fork copies t
 
 @contextlib.contextmanager
 def claimed(module: nn.Module | None) -> Iterator[None]:
-    """In the body, no other step may claim ``module``.
-
-    Two engines may have the same module, and two threads may run a step of each. Both would add to
-    ``.grad`` at once. Raises ``RuntimeError`` if another step has claimed the module.
-    """
+    """In the body, no other step may claim ``module``: both would add to ``.grad`` at once."""
     key, claim = (os.getpid(), id(module)), object()
     if module is not None and _claims.setdefault(key, claim) is not claim:  # atomic
         raise RuntimeError(
-            f"another engine is in the middle of a step that trains this "
-            f"{type(module).__name__}, and two steps at once would mix their gradients: take one "
-            f"after the other, or give each thread a copy of the module"
+            f"another engine is in the middle of a step that trains this {type(module).__name__}; "
+            f"take one step after the other, or give each thread a copy of the module"
         )
     try:
         yield
@@ -195,16 +190,16 @@ def claimed(module: nn.Module | None) -> Iterator[None]:
 class Workers:
     """One thread per replica, named after its device in ``devices``; runs ``parallel_apply``.
 
-    The threads start with the first parallel call, are daemons, and stop when the object is closed
-    or collected, or the interpreter exits. Each computes with its part of the caller's intra-op
-    threads. ``owner`` is the name in error messages.
+    The daemon threads start with the first parallel call, and stop when the object is closed or
+    collected, or the interpreter exits. ``owner`` is the name in error messages.
     """
 
     def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
         self.count = len(devices)
-        self._names = [f"scatterpar replica {i}" for i in range(self.count)]
-        for i, device in enumerate(devices):
-            self._names[i] += "" if device is None else f", {device}"
+        self._names = [
+            f"scatterpar replica {i}" + ("" if device is None else f", {device}")
+            for i, device in enumerate(devices)
+        ]
         self._owner = owner
         self._lock = threading.Lock()
         self._posting = threading.RLock()  # close() runs before or after all calls are queued
@@ -229,14 +224,12 @@ class Workers:
 
         A single call runs in the caller's thread. On the CPU as many calls start as there are
         cores, and each of the others when one ends: short calls that compete for cores and for the
-        GIL cost several times as much. But calls may wait for each other, so all start soon in any
-        case. Calls on the same accelerator run one after the other, and all with ``is_serial``.
+        GIL cost several times as much. But calls may wait for each other, so all start soon.
+        Calls on the same accelerator run one after the other, and all with ``is_serial``.
 
         If a call fails, ``cancel`` is set, the others are waited for, and the error of the lowest
-        replica is raised in the caller's thread, with the others in its notes. An interrupt also
-        sets ``cancel``, and is raised when the calls have ended. A second interrupt stops waiting
-        and abandons the threads; ``abandoned`` is then true. So do ``seconds`` without an end of
-        calls in several threads, which raise ``Overdue``.
+        replica is raised, with the others in its notes. So is an interrupt. A second interrupt, or
+        the end of ``seconds`` (``Overdue``), abandons the threads; then ``abandoned`` is true.
         """
         runtime.tune_malloc(devices[0])
         if len(modules) == 1:
@@ -247,12 +240,11 @@ class Workers:
             partial(context.run, device, partial(module, *args))
             for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
+        job = Job(calls, runtime.max_concurrency(devices), cancel or threading.Event())
         # Calls on one accelerator draw from its one generator, so they run in order.
         threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]
-        threads = [0] * len(devices) if is_serial else threads
-        at_once = runtime.max_concurrency(devices)
-        job = Job(calls, threads, at_once, cancel or threading.Event())
-        return self._dispatch(job, seconds)
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        return self._dispatch(job, [0] * len(devices) if is_serial else threads, deadline)
 
     @contextlib.contextmanager
     def exclusive(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -264,12 +256,11 @@ class Workers:
         self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"{self._owner} belongs to another process: threads do not survive a fork; "
-                f"make another in the process that uses it"
+                f"{self._owner} belongs to another process: threads do not survive a fork; make "
+                f"another in the process that uses it"
             )
         with Interrupts() as interrupts:  # first: no interrupt between the lock and the try
-            is_held = self._lock.acquire(blocking=False)
-            if not is_held:
+            if not self._lock.acquire(blocking=False):
                 raise RuntimeError(
                     f"{self._owner} is in the middle of a step: another cannot start from "
                     f"inside a criterion or a hook, nor from a second thread"
@@ -310,36 +301,28 @@ class Workers:
         if self._closed:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
-    def _dispatch(self, job: Job, seconds: float | None) -> list[Any]:
+    def _dispatch(self, job: Job, threads: Sequence[int], deadline: float) -> list[Any]:
+        """Run call ``i`` of the job in the worker ``threads[i]``. Returns the results, in order."""
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
-            for number, thread in enumerate(job.threads):
+            for number, thread in enumerate(threads):
                 queues[thread].put(partial(job.run, number))
         try:
-            self._wait(job, math.inf if seconds is None else time.monotonic() + seconds)
-            results = [job.results.get(number) for number in range(len(job.threads))]
-            errors = [(i, job.errors[i]) for i in sorted(job.errors)]
+            self._wait(job, deadline)
+            error = job.first_error()
+            if error is not None:
+                raise error
+            return [job.results.get(number) for number in range(len(threads))]
         finally:
             job.results, job.errors = {}, {}  # a traceback refers to this frame
-        errors = [(i, error) for i, error in errors if not isinstance(error, Cancelled)]
-        try:
-            for i, error in errors[1:]:
-                if error is not errors[0][1] and _described(error) != _described(errors[0][1]):
-                    add_note(errors[0][1], f"replica {i} failed too: {_described(error)}")
-            if errors:
-                raise errors[0][1]
-            return results
-        finally:
-            del errors, results
+            error = None
 
     def _wait(self, job: Job, deadline: float) -> None:
-        """Wait until all calls have ended. Raises the first interrupt afterwards."""
-        interrupt: BaseException | None = None
+        """Wait until all calls have ended; an interrupt becomes the job's first error."""
         while job.busy:
             if time.monotonic() > deadline:
-                job.interrupted = True
-                job.cancel.set()
+                job.stop()
                 self._abandon()
                 raise Overdue
             try:
@@ -347,18 +330,11 @@ class Workers:
                     job.ended.get(timeout=_LOOK_SECONDS)
             except BaseException as error:
                 self.interrupts.defer()
-                job.interrupted = True
-                job.cancel.set()
-                if interrupt is not None:
-                    interrupt = None  # its traceback refers to this frame
+                job.stop()
+                if _CALLER in job.errors:
                     self._abandon()
                     raise
-                interrupt = error
-        if interrupt is not None:
-            try:
-                raise interrupt
-            finally:
-                del interrupt
+                job.errors[_CALLER] = error
 
     def _abandon(self) -> None:
         """Let threads that still work end by themselves; the next job starts new ones."""
@@ -372,9 +348,9 @@ class Workers:
             return self._queues
         torch.autograd.backward(())  # in a forked child two threads must not both make the engine
         before = torch.get_num_threads()
-        budget = max(1, before // self.count)
-        self._queues = [SimpleQueue() for _ in range(self.count)]
-        ready = threading.Barrier(self.count + 1)
+        budget = max(1, before // len(self._names))
+        self._queues = [SimpleQueue() for _ in self._names]
+        ready = threading.Barrier(len(self._names) + 1)
         threads = [
             threading.Thread(target=_serve, args=(queue, budget, ready), daemon=True, name=name)
             for queue, name in zip(self._queues, self._names, strict=True)
@@ -383,7 +359,7 @@ class Workers:
             contextvars.Context().run(thread.start)
         ready.wait()
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
-        self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
+        self._stop = weakref.finalize(self, _shut_down, self._queues, threads, self._pid)
         return self._queues
 
 

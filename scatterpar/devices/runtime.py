@@ -43,10 +43,8 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_ids is None:
-        if accelerator is None:
-            return (torch.device("cpu"),)
-        count = torch.accelerator.device_count()
-        return tuple(torch.device(accelerator.type, i) for i in range(count))
+        count = 0 if accelerator is None else torch.accelerator.device_count()
+        device_ids = range(count) or ["cpu"]
     if isinstance(device_ids, (str, int, torch.device)) or not isinstance(device_ids, Sequence):
         raise TypeError(
             f"device_ids must be a list with one entry per replica, got {device_ids!r}; "
@@ -137,8 +135,7 @@ def tune_malloc(device: torch.device) -> None:
     """Let the host's malloc keep freed memory, so that sub-steps on the CPU reuse it.
 
     glibc returns large blocks, and a thread's memory, to the kernel at once, so every sub-step
-    would cause page faults for its activations. The setting holds for the process. It is skipped if
-    the user has configured malloc.
+    would cause page faults. The setting holds for the process, unless the user has made one.
     """
     is_configured = any(name in os.environ for name in _MALLOC_VARIABLES)
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not is_configured:
@@ -163,22 +160,17 @@ def is_async(device: torch.device) -> bool:
 def current_streams() -> tuple[torch.Stream, ...]:
     """The caller's current streams on all accelerators, except default ones.
 
-    Default streams are current in every thread. Entering one would create a context on a device
-    that nobody uses.
+    Those are current in every thread, and entering one creates a context on an unused device.
     """
     if not torch.accelerator.is_available():
         return ()
-    count = torch.accelerator.device_count()
-    streams = [torch.accelerator.current_stream(index) for index in range(count)]
+    streams = map(torch.accelerator.current_stream, range(torch.accelerator.device_count()))
     return tuple(stream for stream in streams if stream.stream_id)
 
 
 @contextlib.contextmanager
 def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
     """In the body, ``device`` and ``streams`` are current."""
-    if device.type == "cpu" and not streams:
-        yield
-        return
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(_duplicate(stream))
@@ -191,8 +183,8 @@ def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterato
 def has_streams(device: torch.device) -> bool:
     """Whether ``device`` has events, and streams other than the one of its operators.
 
-    The CPU has none. MPS has none: ``torch.Stream`` returns its only stream. Some backends outside
-    of torch have none. A copy to or from such a device is complete when the call returns.
+    Not the CPU; not MPS, where ``torch.Stream`` returns the only stream; not some backends outside
+    of torch. A copy to or from such a device is complete when the call returns.
     """
     if device.type == "cpu":
         return False
@@ -208,9 +200,9 @@ def has_streams(device: torch.device) -> bool:
 def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
     """The stream of ``device`` for one ``use``, the same one until the process ends.
 
-    torch hands out streams in turn from a pool of 32 per device: the 33rd is the first again. So
-    the engine takes each of its streams once. No two uses have the same stream, and a stream that
-    is current in the calling thread is not taken. Returns ``None`` for a device without streams.
+    torch hands out streams in turn from a pool of 32 per device: the 33rd is the first again. So no
+    two uses have the same stream, and a stream that is current in the calling thread is not taken.
+    Returns ``None`` for a device without streams.
     """
     if not has_streams(device):
         return None
@@ -230,41 +222,33 @@ def _duplicate(stream: torch.Stream) -> torch.Stream:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """An event that completes when ``device`` has done the work of its current stream so far."""
-    return _record_blocking_event(device) or torch.accelerator.current_stream(device).record_event()
+    """An event that completes when ``device`` has done the work of its current stream so far.
 
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the current stream of ``device`` is done, and raise the errors of its kernels.
-
-    The thread sleeps, if the device's events allow it.
-    """
-    if has_streams(device):
-        event = record_event(device)
-        event.synchronize()
-
-
-def _record_blocking_event(device: torch.device) -> torch.Event | None:
-    """Record an event for which waiting threads sleep, as in CUDA; ``None`` if there are none.
-
-    Waiting for other events, and for copies, keeps a core busy that launches may need.
+    Waiting threads sleep, if the backend has such events, as CUDA has. Waiting for others keeps a
+    core busy that launches may need.
     """
     module = torch.get_device_module(device.type)
     try:
         event: torch.Event = module.Event(blocking=True)
     except (AttributeError, TypeError):
-        return None
+        return torch.accelerator.current_stream(device).record_event()
     event.record(module.current_stream(device))
     return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the current stream of ``device`` is done, and raise the errors of its kernels."""
+    if has_streams(device):
+        event = record_event(device)
+        event.synchronize()
 
 
 @contextlib.contextmanager
 def no_kernel_search() -> Iterator[None]:
     """In the body, cuDNN searches no kernels for new sizes, if ``cudnn.benchmark`` asks for it.
 
-    Checks have other sizes than sub-steps. torch searches again in each thread, and empties the
-    caches of all devices after each search. Not ``cudnn.flags()``: what it is not given gets a
-    default, which switches cuDNN off and TF32 on.
+    Checks have other sizes than sub-steps. torch searches again in each thread, and then empties
+    the caches of all devices. Not ``cudnn.flags()``, which switches cuDNN off and TF32 on.
     """
     is_on = torch.backends.cudnn.benchmark and not torch.backends.flags_frozen()
     if is_on:

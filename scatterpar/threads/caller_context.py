@@ -17,12 +17,7 @@ import torch
 
 from scatterpar.devices import runtime
 from scatterpar.report import warn
-from scatterpar.torch_private import (
-    PROFILE_ALL_THREADS,
-    is_profiled,
-    modes,
-    saved_tensors_hooks,
-)
+from scatterpar.torch_private import PROFILE_ALL_THREADS, is_profiled, modes, saved_tensors_hooks
 
 
 def autocast_types() -> list[str]:
@@ -52,27 +47,24 @@ class CallerContext:
 
     Captured at construction, and entered in another thread. The current streams of all devices
     belong to it, because a worker may use tensors that the caller has computed on another stream.
-    ``TorchFunctionMode`` and ``TorchDispatchMode`` are not carried over, because few of them can
-    work in several threads; a warning says so.
+    Modes of torch are not carried over, because few can work in several threads; a warning says so.
     """
 
     def __init__(self) -> None:
         if names := modes():
             warn(
-                f"{', '.join(names)}: active in the caller's thread, and sees nothing of what "
-                f"replicas compute in threads of their own; enter it in the module's forward, or "
-                f"use one replica, which computes in the caller's thread"
+                f"{', '.join(names)}: active in the caller's thread, and blind to what replicas "
+                f"compute in theirs; enter it in the module's forward, or use one replica"
             )
-        self._contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         if is_profiled():
             warn(
-                f"a profiler of torch records the caller's thread alone, and replicas compute in "
-                f"threads of their own; to see their operators, pass {PROFILE_ALL_THREADS} to "
-                f"torch.profiler.profile"
+                f"a profiler of torch records the caller's thread alone; to see the replicas' "
+                f"operators, pass {PROFILE_ALL_THREADS} to torch.profiler.profile"
             )
         self._variables = contextvars.copy_context()
         self._streams = runtime.current_streams()
         self._default = torch.get_default_device()
+        self._contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         if torch.is_inference_mode_enabled():
             self._contexts.append(torch.inference_mode)
         elif not torch.is_grad_enabled():
@@ -88,11 +80,9 @@ class CallerContext:
         return self._variables.copy().run(self._run, device, work)
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
-        with (
-            runtime.use_device(device, self._streams),
-            no_autocast_cache(),
-            contextlib.ExitStack() as stack,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(runtime.use_device(device, self._streams))
+            stack.enter_context(no_autocast_cache())
             if runtime.is_async(self._default):
                 here = device.type == self._default.type
                 stack.enter_context(device if here else self._default)
@@ -111,9 +101,8 @@ class Interrupts:
     An interrupt is a signal with a Python handler, such as Ctrl-C or a time limit. The handler may
     raise. Python delivers signals to the main thread only; in any other thread this does nothing.
 
-    ``try`` and ``except KeyboardInterrupt`` cannot replace this: Python may raise before the
-    ``try`` is entered. ``signal.pthread_sigmask`` does not exist on Windows, and delivers a blocked
-    signal when it is unblocked, which is too late to drop the step.
+    ``except KeyboardInterrupt`` cannot replace this: Python may raise before the ``try`` is
+    entered. ``signal.pthread_sigmask`` is not on Windows, and delivers a blocked signal too late.
     """
 
     def __init__(self) -> None:
@@ -123,10 +112,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            handlers = {number: _signal.getsignal(number) for number in _INTERRUPTS}
-            self._handlers = {
-                number: handler for number, handler in handlers.items() if callable(handler)
-            }
+            handlers = [(number, _signal.getsignal(number)) for number in _INTERRUPTS]
+            self._handlers = {number: handler for number, handler in handlers if callable(handler)}
             self._allowed = True  # an interrupt may come between these lines
             for number in self._handlers:
                 _signal.signal(number, self._receive)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from scatterpar.batch import nested
-from scatterpar.devices.coalescing import copy_coalesced, copy_each, has_flat_view
+from scatterpar.devices.coalescing import copy_coalesced, copy_each, flat_view
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
@@ -307,7 +307,7 @@ def _parameter_copies(replica_set: ReplicaSet) -> ParameterCopies:
     return {
         tensors[i]: {device: broadcast.at(device)[i] for device in broadcast.memories}
         for i in broadcast.parameters
-        if has_flat_view(tensors[i]) and starts[tensors[i].data_ptr()] == 1
+        if flat_view(tensors[i]) is not None and starts[tensors[i].data_ptr()] == 1
     }
 
 

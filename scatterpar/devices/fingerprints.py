@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, permutations
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -38,15 +38,14 @@ _WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in 
 
 _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
 
-_BYTES = 2**20
+_KIND = attrgetter("shape", "dtype", "layout", "device")
+
+_BYTES = 2**20  # of which a copy is checked
 _BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked child must
 
 
 class Fingerprints:
-    """Fingerprints of dense tensors in one memory, computed on that device.
-
-    Copy ``values`` to the host, then pass them to ``read``.
-    """
+    """Fingerprints of dense tensors, computed on their device; ``read`` takes host ``values``."""
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         self._owners: list[int] = []
@@ -120,55 +119,44 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
     Sparse tensors are compared piece by piece. Quantised tensors never count as equal.
     """
-    if _kind(one) != _kind(other) or one.is_quantized:
+    if _KIND(one) != _KIND(other) or one.is_quantized:
         return False
     pairs = zip(pieces_of(one), pieces_of(other), strict=True)
     return all(torch.equal(as_bytes(piece), as_bytes(other_piece)) for piece, other_piece in pairs)
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.layout, tensor.device
-
-
 @functools.cache
 def check_links(device_ids: tuple[torch.device, ...]) -> None:
-    """Check once whether copies between these devices arrive intact.
+    """Check once whether copies between these devices arrive intact; they are not counted.
 
     Copies between two GPUs bypass the host by peer access. On some machines they arrive corrupted
     or not at all, without any error: with an IOMMU that translates them, with PCIe's access control
     (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
-    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
-
-    Known bytes are sent from each to each other, without being counted. If they change, copies from
-    that device to the other one go through host memory from now on, and a warning says so.
+    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257. Later copies from that device to
+    the other one then go through host memory, and a warning says so.
 
     Raises:
         RuntimeError: bytes change on the way through host memory, too.
     """
     with torch.inference_mode(False), torch.no_grad():
         for source, target in permutations(dict.fromkeys(device_ids), 2):
-            _check_route(source, target)
-
-
-def _check_route(source: torch.device, target: torch.device) -> None:
-    pair = physical(source), physical(target)
-    in_the_host = {device.type for device in pair} == {"cpu"}
-    size = _BYTES_IN_THE_HOST if in_the_host else _BYTES
-    VIA_HOST.discard(pair)
-    if _arrives(source, target, size):
-        return
-    what = f"a copy of {size} bytes from {source} to {target} arrived corrupted"
-    VIA_HOST.add(pair)
-    if not _arrives(source, target, size):
-        VIA_HOST.discard(pair)
-        raise RuntimeError(
-            f"{what}, also through the host's memory; do not trust any result of this machine. "
-            f"Run: python -m scatterpar doctor"
-        )
-    warn(
-        f"{what}: copies from {source} to {target} go through host memory from now on. They are "
-        f"slower, and exact. To find the reason, run: python -m scatterpar doctor"
-    )
+            pair = physical(source), physical(target)
+            size = _BYTES_IN_THE_HOST if {each.type for each in pair} == {"cpu"} else _BYTES
+            VIA_HOST.discard(pair)
+            if _arrives(source, target, size):
+                continue
+            what = f"a copy of {size} bytes from {source} to {target} arrived corrupted"
+            VIA_HOST.add(pair)
+            if not _arrives(source, target, size):
+                VIA_HOST.discard(pair)
+                raise RuntimeError(
+                    f"{what}, also through the host's memory; do not trust any result of this "
+                    f"machine. Run: python -m scatterpar doctor"
+                )
+            warn(
+                f"{what}: copies from {source} to {target} go through host memory from now on. "
+                f"They are slower, and exact. To find the reason, run: python -m scatterpar doctor"
+            )
 
 
 @functools.cache

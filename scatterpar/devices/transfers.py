@@ -32,17 +32,12 @@ VIA_HOST: set[tuple[torch.device, torch.device]] = set()
 
 _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 
-_COMPRESSED = {
-    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-}
+_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 
 def is_sparse(tensor: Tensor) -> bool:
     """Whether ``tensor`` consists of indices and values."""
-    return tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
+    return tensor.layout in (torch.sparse_coo, *_BY_ROWS, *_BY_COLUMNS)
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -52,7 +47,9 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
-    return *(indices(tensor) for indices in _COMPRESSED[tensor.layout]), tensor.values()
+    if tensor.layout in _BY_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -120,11 +117,10 @@ def to_numbers(tensor: Tensor) -> Any:
 
 
 class Transfers:
-    """Copies between memories, counted by phase.
+    """Copies between memories, counted by phase: all go through ``copy`` or ``copy_into``.
 
-    All counted copies go through ``copy`` or ``copy_into``. A ``Prefetcher`` counts in ``copy`` and
-    copies in ``issue``. Leaving the context waits for copies from pinned memory, which are
-    asynchronous.
+    A ``Prefetcher`` counts in ``copy`` and copies in ``issue``. Copies from pinned memory are
+    asynchronous: leaving the context waits for them.
     """
 
     def __init__(self) -> None:
@@ -137,11 +133,8 @@ class Transfers:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
+        with contextlib.suppress(Exception) if error else contextlib.nullcontext():
             self.synchronize()
-        except Exception:
-            if error is None:  # else the first error is raised
-                raise
 
     def synchronize(self) -> None:
         """Wait until no pending copy reads its source."""
@@ -189,10 +182,10 @@ class Prefetcher(Transfers):
 
     The copies between two calls of ``issue`` form a group. If the device has streams, groups run on
     one side stream of the device and one of each source, because torch puts a copy between devices
-    on the current streams of both. Computation continues during the copies: it waits for a group
-    only in ``wait_on_stream``. The targets are allocated on the computing stream. A group waits for
-    work launched there before ``issue``, which may still read the memory's former content. Pageable
-    host memory is staged in pinned memory, at most two groups at a time.
+    on the current streams of both. Computation waits for a group only in ``wait_on_stream``. The
+    targets are allocated on the computing stream. A group waits for work launched there before
+    ``issue``, which may still read the memory's former content. Pageable host memory is staged in
+    pinned memory, at most two groups at a time.
 
     ``sources`` are the devices of the tensors. The sending streams first wait for work that was
     queued there when this object was made.

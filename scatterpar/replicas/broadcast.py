@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scatterpar.devices.coalescing import (
     Message,
-    copy_lists,
+    deliver,
     empty_like_on,
     flat_view,
     is_unexpanded,
@@ -186,19 +186,14 @@ class Broadcast:
         from_owner: Sequence[torch.device],
         transfers: Transfers,
     ) -> None:
-        """Copy a message from the first device to the others; one piece directly to its place."""
+        """Copy a message from the first device to the others."""
         copies = {0: flat}
         keys = {piece.key for piece in message.pieces}
         for pairs in reversed(tree_rounds(len(from_owner))):
             for sender, receiver in pairs:
-                parts = message.of({i: self._flat(i, from_owner[receiver]) for i in keys})
-                if len(parts) == 1:
-                    (copies[receiver],) = parts
-                    transfers.copy_into(copies[receiver], copies[sender], "replicate")
-                else:
-                    target = from_owner[receiver]
-                    copies[receiver] = transfers.copy(copies[sender], target, "replicate")
-                    copy_lists([(parts, copies[receiver].split(message.sizes))])
+                target = from_owner[receiver]
+                parts = message.of({i: self._flat(i, target) for i in keys})
+                copies[receiver] = deliver(copies[sender], parts, target, transfers, "replicate")
 
 
 def _is_plain(tensor: Tensor) -> bool:

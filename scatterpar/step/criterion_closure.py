@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import has_flat_view
+from scatterpar.devices.coalescing import flat_view
 from scatterpar.replicas.module_copy import contents, module_of
 from scatterpar.threads.workers import add_note
 
@@ -105,7 +105,7 @@ def training_buffers(held: Sequence[Held]) -> list[Tensor]:
         for part in module.modules()
         if part._buffers and part.training
         for buffer in part.buffers(recurse=False)
-        if has_flat_view(buffer) and not buffer.is_inference()
+        if flat_view(buffer) is not None and not buffer.is_inference()
     }
     return list(buffers.values())
 

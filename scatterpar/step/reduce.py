@@ -28,7 +28,7 @@ from scatterpar.devices.coalescing import (
     copy_coalesced,
     flat_view,
     grouped,
-    iter_received,
+    iter_messages,
     plus,
     tree_rounds,
 )
@@ -236,9 +236,11 @@ def _add_received(
         and (flat := flat_view(gradient)) is not None
     }
     sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
-    for message, parts in iter_received(alike, device, transfers, "reduce"):
-        torch._foreach_add_(message.of(sums), parts)
-        del parts
+    for message, flat in iter_messages(alike):
+        arrived = transfers.copy(flat, device, "reduce")
+        del flat
+        torch._foreach_add_(message.of(sums), arrived.split(message.sizes))
+        del arrived
     others = {i: tensor for i, tensor in gradients.items() if i not in alike}
     _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
 

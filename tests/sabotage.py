@@ -582,8 +582,8 @@ SABOTAGES = [
         BITS,
         "numbers that only another replica than the first draws are drawn again",
         "Generators.commit",
-        "for generator in self._generators.values()",
-        "for generator in ()",
+        "in self._generators.items()",
+        "in {}.items()",
         "test_a_replica_other_than_the_first_drawing_moves_the_generator",
     ),
     Sabotage(

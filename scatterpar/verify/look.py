@@ -35,10 +35,11 @@ from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss_weights import term_counts
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
-from scatterpar.step.substeps import ReplicaTask, as_call, loss_of, note_replica
+from scatterpar.step.substeps import ReplicaTask, loss_of, note_replica
+from scatterpar.threads.workers import restored
 from scatterpar.torch_private import OperatorMode, uncompiled
 from scatterpar.verify.gradient_check import relative_difference, uses_batch_statistics
-from scatterpar.verify.rows import Parts, halves
+from scatterpar.verify.rows import Parts
 from scatterpar.verify.user_state import State, UserState, moved_between, state_of
 
 # Correct results agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
@@ -57,43 +58,40 @@ Weights = Sequence[float]
 
 
 class Inconclusive(Exception):
-    """The look is inconclusive. ``lasting``: a later step would not help."""
+    """The look is inconclusive. After so many of them in a row (``patience``) a warning says so."""
 
-    def __init__(self, why: str, *, lasting: bool = False) -> None:
+    def __init__(self, why: str, patience: int = 4) -> None:
         super().__init__(why)
-        self.lasting = lasting
-
-
-class Refused(ValueError):
-    """Outputs cannot be joined."""
+        self.patience = patience
 
 
 @dataclass
 class Verdict:
     """The result of a look.
 
-    ``kind`` is empty if nothing differs. Refused are ``"combination"``, ``"replica"``, and
-    ``"joined"`` (with ``whole_batch`` the criterion finds something else). Told are ``"rows"`` and
-    ``"state"``.
+    ``kind`` is empty if nothing differs. Refused are ``"combination"``, ``"replica"``, and with
+    ``whole_batch`` ``"joined"`` (the criterion finds something else) and ``"order"`` (of entries).
+    Told are ``"rows"`` and ``"state"``.
     """
 
     kind: str
     parts: Parts
-    error: float = 0.0  # relative
+    error: float = math.inf  # relative
     limit: float = 0.0  # of errors that rounding explains
     losses: tuple[float, float] = (0.0, 0.0)  # expected and found
-    factor: float = 1.0  # of the norm of the gradients: found / expected
     fits: Callable[[Weights], bool] = lambda weights: False  # whether other weights explain it
     moved: Sequence[str] = ()  # state that each part moves
     shares_state: bool = False  # forward passes change what the criterion reads, and replicas share
     lost: Sequence[str] = ()  # large tensors that user code has written
-    shapes: Sequence[tuple[int, ...]] = ()  # of an output and its targets, if they may broadcast
+    shapes: Sequence[tuple[int, ...]] = ()  # of an output and its targets
+    misplaced: int = 0  # entries of an output that are not in the order of the rows
 
 
 class Look:
     """Compares what the replica of ``task`` and the user's ``model`` compute for some rows.
 
-    ``step_rows`` are the sizes of the step's micro-batches.
+    ``step_rows`` are the sizes of the step's micro-batches. From ``deadline`` on (of
+    ``time.monotonic``) the look is inconclusive.
     """
 
     def __init__(
@@ -103,15 +101,14 @@ class Look:
         model: nn.Module,
         replica_sets: Sequence[ReplicaSet],
         step_rows: Sequence[int] = (),
+        deadline: float = math.inf,
     ) -> None:
         self._request, self._task, self._model = request, task, model
-        self._step_rows, self._scale, self._shares_state = {*step_rows}, request.scale, False
-        self._numbers: ConstantNumbers | None = None
+        self._step_rows, self._scale, self._deadline = {*step_rows}, request.scale, deadline
+        self._numbers, self._draws, self._shares_state = ConstantNumbers(), False, False
         self._dtypes: set[torch.dtype] = set()
         self._states: list[State] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self.is_over, self.deadline = False, math.inf
-        self._fixed: list[nn.Module] | None = None  # layers that use other statistics in a look
+        self._undo = contextlib.ExitStack()
         groups: dict[int, list[Tensor]] = {}  # a leaf of the user's, and its copies
         for each, replica in zip(replica_sets, task.replicas, strict=False):
             for i in each.leaf_indices:
@@ -125,41 +122,41 @@ class Look:
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """In the body user code may run; afterwards all that it changed is restored."""
+        self._require_time()
         request, task = self._request, self._task
-        others = module_of(request.criterion), *closure_contents(request.criterion)
-        self._fixed = _fix_statistics(task, self._model, *others)
-        each = ((m._forward_pre_hooks, m._forward_hooks) for m in task.module.modules())  # type: ignore[attr-defined]
-        hooks = [hook for own in chain(*each) for hook in own.values()]
-        markers = [m for m in nested.leaves(request.batches) if isinstance(m, Marker)]
-        collates = [getattr(marker, "collate", None) for marker in markers]
+        of_replicas = (replica.root for replica in task.replicas)
+        owner, others = module_of(request.criterion), closure_contents(request.criterion)
+        roots = self._model, owner, *others, *of_replicas
+        layers = chain(*(root.modules() for root in roots if isinstance(root, nn.Module)))
+        fixed = [one for one in layers if uses_batch_statistics(one)]
+        self._fixed = [one for one in fixed if one.running_mean is not None]
+        self._undo.callback(self._set_training, True)
+        self._set_training(False)  # before state is saved: it is no change of the user's
+        markers = [leaf for leaf in nested.leaves(request.batches) if isinstance(leaf, Marker)]
+        self._state = UserState([self._model, *(marker.collate for marker in markers)])
         of_criterion = [task.criterion, request.criterion, request.count]
-        self._state = UserState([self._model, *hooks, *collates])
         self._criterion_state = UserState(of_criterion, [task.share.device])
-        try:
-            with uncompiled(), torch.inference_mode(False), torch.enable_grad():
-                yield
-        finally:
-            with note_replica(task.share):  # its device may be lost
-                self.end()
+        self._undo.callback(self._restore)
+        mode = torch.inference_mode(False), torch.enable_grad()
+        with note_replica(task.share), restored(self.end), uncompiled(), mode[0], mode[1]:
+            yield
 
     def end(self) -> None:
         """Undo everything, once. From then on the look, if it still runs, changes nothing."""
-        if self._fixed is not None and not self.is_over:
-            self._undo()
-            for layer in self._fixed:
-                layer.training = True
-        self.is_over = True
+        self._deadline = -math.inf
+        self._undo.pop_all().close()
 
-    def restore(self, generators_only: bool = False) -> None:
-        """Undo what user code has changed. Raises ``Inconclusive`` when the time is over."""
-        self._require_time()
-        self._undo(generators_only)
+    def _set_training(self, value: bool) -> None:
+        """Let batch normalisations use running statistics: otherwise they tie rows together."""
+        for layer in self._fixed:
+            layer.training = value
 
     def _require_time(self) -> None:
-        if self.is_over or time.monotonic() > self.deadline:
-            raise Inconclusive("it takes too long", lasting=True)
+        if time.monotonic() > self._deadline:
+            raise Inconclusive("it takes too long", 2)
 
-    def _undo(self, generators_only: bool = False) -> None:
+    def _restore(self, generators_only: bool = False) -> None:
+        """Undo what user code has changed."""
         self._criterion_state.restore(generators_only)  # first: it tells whether numbers were drawn
         self._state.restore(generators_only)
         if not generators_only:
@@ -169,24 +166,24 @@ class Look:
     def _refresh(self) -> None:
         for replica in self._task.replicas:
             replica.refresh()
+        self._set_training(False)
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 
     def outputs(
         self,
-        choices: Sequence[Sequence[int]],
-        compute_rows: Callable[[ReplicaTask, Any], Any],
+        choices: Parts,
+        compute: Callable[[ReplicaTask, Any], Any],
         isolation: contextlib.AbstractContextManager[None],
     ) -> list[Any]:
         """The replica's output for each choice of rows, from the same state and random numbers."""
-        outputs = []
+        found = []
         with isolation, self.isolated(), torch.no_grad():
             for rows in choices:
-                self.restore()
-                _fix_statistics(self._task)
-                with ConstantNumbers():
-                    inputs = self._move(self._request.inputs, rows)
-                    outputs.append(compute_rows(self._task, (inputs, None)))
-        return outputs
+                self._restore()
+                with self._numbers:
+                    rows_of_inputs = self._move(self._request.inputs, rows)
+                    found.append(compute(self._task, (rows_of_inputs, None)))
+        return found
 
     def judge(self, parts: Parts) -> Verdict:
         """Compare the engine's result for these parts of rows with the user's own.
@@ -196,60 +193,96 @@ class Look:
         """
         rows = [*chain(*parts)]
         parts, weights = self._weighted(parts)
-        expected = self._expected(rows)
-        calls = self._calls
+        self._numbers.calls = 0
+        expected = self._own(rows)
+        self._restore()
+        if self._criterion_state.drawn and not self._draws:
+            self._draws = True
+            expected = self._own(rows)
+        calls = self._numbers.calls
         self._states.clear()
         # With one sub-step per replica, each part is another replica's.
-        fresh = ["fresh"] * (len(self._task.share.micro_batches) == 1)
+        between = self._refresh if len(self._task.share.micro_batches) == 1 else None
         try:
-            sums, _ = self._run(parts, weights, "watch", *fresh)
+            sums = self._run(parts, weights, between=between, watch=True)
         except Exception as error:
-            fails = not isinstance(error, (Inconclusive, Refused)) and not is_out_of_memory(error)
+            fails = not isinstance(error, Inconclusive) and not is_out_of_memory(error)
             if not fails or not _fails(partial(self._run, [rows])):
                 raise
-            return Verdict("replica", parts, math.inf, losses=(expected[0], math.nan))
-        found, is_steady = _sum(sums), self._calls - calls == calls * len(parts)
+            return Verdict("replica", parts, losses=(expected[0], math.nan))
+        found, is_steady = _sum(sums), self._numbers.calls - calls == calls * len(parts)
         if not (_is_finite(expected) and _is_finite(found)) and self._scale != 1:
             self._scale = 1.0  # in half precision, the scale was too large
             return self.judge(parts)
         if not _is_finite(expected):
             raise Inconclusive("a gradient is NaN or infinite")
-        if not _is_finite(found) and len(parts) > 2 and (other := self._of_larger(parts)):
-            return other
+        if not _is_finite(found) and len(parts) > 2 and (larger := self._of_larger(rows)):
+            return larger
         nonzero = sum(any(g.any() for g in each) for _, each in sums)
         if expected[1] and not nonzero and not any(each.any() for each in expected[1]):
             raise Inconclusive("all gradients are zero")
         limit = max(_TOLERANCES.get(dtype, 1.0) for dtype in self._dtypes)
         verdict = Verdict("", parts, _error(found, expected), limit, (expected[0], found[0]))
-        verdict.moved = moved_between(self._states)
-        verdict.shares_state, verdict.lost = self._shares_state, self._state.lost()
-        norms = [math.hypot(*(float(g.norm()) for g in each)) for _, each in (found, expected)]
-        verdict.factor = norms[0] / norms[1] if norms[1] else 1.0
+        verdict.moved, verdict.lost = moved_between(self._states), self._state.lost()
+        verdict.shares_state = self._shares_state
         if verdict.error > limit:
             self._explain(verdict, weights, expected, nonzero, is_steady)
         elif not (self._request.is_mean or self._request.whole_batch) and nonzero < len(parts):
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
 
-    def _expected(self, rows: Sequence[int]) -> Sum:
-        """``_own``, with constant random numbers if any are drawn."""
-        self._criterion_state.drawn = False
-        expected = self._own(rows)
-        if self._criterion_state.drawn and self._numbers is None:
-            self._numbers = ConstantNumbers()
-            expected = self._own(rows)
-        return expected
-
-    def _of_larger(self, parts: Parts) -> Verdict | None:
+    def _of_larger(self, rows: Sequence[int]) -> Verdict | None:
         """The verdict on larger parts, if it says more than NaN, which one row may have."""
-        rows = [*chain(*parts)]
-        quarters = [[rows[:n], rows[n:]] for n in (len(rows) * 3 // 4, len(rows) // 4)]
-        for larger in (halves(parts), *quarters):
+        for cut in (len(rows) * quarters // 4 for quarters in (2, 3, 1)):
             with contextlib.suppress(Inconclusive):
-                verdict = self.judge(larger)
+                verdict = self.judge([rows[:cut], rows[cut:]])
                 if verdict.kind and verdict.error < math.inf:
                     return verdict
         return None
+
+    def _explain(
+        self, verdict: Verdict, weights: Weights, expected: Sum, nonzero: int, is_steady: bool
+    ) -> None:
+        """Set the verdict's kind, by computing what differs in other ways."""
+        parts, rows, request = verdict.parts, [*chain(*verdict.parts)], self._request
+        whole, outputs = request.whole_batch, list[Any]()
+
+        def agrees(sums: Sequence[Sum], factors: Weights = ()) -> bool:
+            return _error(_sum(sums, factors), expected) <= verdict.limit
+
+        one = self._run([rows], kept=outputs)
+        combines = partial(self._combines, outputs[0], parts, weights, verdict.limit)
+        if not agrees([self._own(rows)]):
+            if combines():
+                return  # the module draws numbers that cannot be repeated
+            raise Inconclusive("it gives another result each time", 2)
+        verdict.limit = max(verdict.limit, self._rounding(verdict.error, expected, rows, _sum(one)))
+        if verdict.error <= verdict.limit:
+            return
+        if not agrees(one):
+            verdict.kind, verdict.losses = "replica", (expected[0], one[0][0])
+            return
+        if not is_steady:
+            raise Inconclusive("what is drawn depends on the rows", 2)
+        if agrees(self._run(parts, weights, between=partial(self._restore, generators_only=True))):
+            return  # numbers are drawn once per call, by Python or NumPy
+        sums = self._run(parts, between=self._restore, kept=outputs)
+        if agrees(sums, () if whole else weights):
+            verdict.kind = "state"
+            return
+        error, verdict.misplaced = compare_outputs(outputs, parts, request.dim)
+        if whole and verdict.misplaced:
+            verdict.kind = "order"
+        elif error > verdict.limit and (whole or combines()):
+            verdict.kind, verdict.error = "rows", error
+        else:
+            verdict.kind = "joined" if whole else "combination"
+            verdict.shapes = _broadcast_shapes(outputs[0], self._move(request.targets, rows))
+        if not whole and nonzero > 1:  # other weights, which are not the engine's, may explain it
+            verdict.fits = lambda factors: (
+                not all(map(math.isclose, factors, weights))
+                and _error(_sum(sums, factors), expected) < 10 * verdict.limit
+            )
 
     def _rounding(self, error: float, expected: Sum, rows: Sequence[int], one: Sum) -> float:
         """The difference that rounding makes in ``one``, the replica's result for ``rows``.
@@ -261,7 +294,7 @@ class Look:
         is_zero = expected[1] and all(g.abs().max() <= eps for g in expected[1] if g.numel())
         rounding = 0.0
         for number in range(_NUDGES if error < _AT_A_RELU else 1):
-            nudged = _error(_sum(self._run([rows], nudge=number)[0]), one)
+            nudged = _error(_sum(self._run([rows], compute=partial(self._nudged, number))), one)
             rounding = max(rounding, (2 if number else 4) * nudged if nudged < math.inf else 0.0)
             if is_zero or error <= rounding:
                 break
@@ -269,77 +302,16 @@ class Look:
             raise Inconclusive("its gradient is nothing but rounding")
         return rounding
 
-    def _explain(
-        self, verdict: Verdict, weights: Weights, expected: Sum, nonzero: int, is_steady: bool
-    ) -> None:
-        """Set the verdict's kind, by computing what differs in other ways."""
-        parts, rows = verdict.parts, [*chain(*verdict.parts)]
-        whole, dim = self._request.whole_batch, self._request.dim
-
-        def agrees(sums: Sequence[Sum], factors: Weights = ()) -> bool:
-            return _error(_sum(sums, factors), expected) <= verdict.limit
-
-        if not agrees([self._own(rows)]):
-            if not whole and self._combines(parts, weights, verdict.limit):
-                return  # the module draws numbers that cannot be repeated
-            raise Inconclusive("it gives another result each time", lasting=True)
-        one, together = self._run([rows], (), "keep")
-        verdict.limit = max(verdict.limit, self._rounding(verdict.error, expected, rows, _sum(one)))
-        if verdict.error <= verdict.limit:
-            return
-        if not agrees(one):
-            verdict.kind, verdict.losses = "replica", (expected[0], one[0][0])
-            return
-        if self._numbers and not is_steady:
-            raise Inconclusive("what is drawn depends on the rows", lasting=True)
-        if agrees(self._run(parts, weights, "again")[0]):
-            return  # numbers are drawn once per call, by Python or NumPy
-        sums, outputs = self._run(parts, (), "apart", "keep")
-        if agrees(sums, () if whole else weights):
-            verdict.kind = "state"
-            return
-        size = _joined_error(together, outputs, parts, whole)
-        if whole:
-            require_joined([*together, *outputs], [len(rows), *map(len, parts)], dim)
-        if size > verdict.limit and (whole or self._combines(parts, weights, verdict.limit)):
-            verdict.kind, verdict.error = "rows", size
-            return
-        verdict.kind, verdict.shapes = "joined" if whole else "combination", self._shapes
-        if not whole and nonzero > 1:  # other weights, which are not the engine's, may explain it
-            verdict.fits = lambda factors: (
-                not all(map(math.isclose, factors, weights))
-                and _error(_sum(sums, factors), expected) < 10 * verdict.limit
-            )
-
-    def _combines(self, parts: Parts, weights: Weights, limit: float) -> bool:
+    def _combines(self, output: Any, parts: Parts, weights: Weights, limit: float) -> bool:
         """Whether the criterion's losses of parts of one output combine to that of all its rows."""
-        request, task, rows = self._request, self._task, [*chain(*parts)]
-        if request.criterion is None:
+        if self._request.criterion is None or self._request.whole_batch:
             return False
-        self.restore()
-        _fix_statistics(task)
-        args, kwargs = as_call(self._move(request.inputs, rows))
 
-        def loss(start: int, part: Sequence[int]) -> float:
-            def cut(value: Tensor) -> Tensor:
-                has_rows = -value.ndim <= request.dim < value.ndim
-                has_rows = has_rows and value.size(request.dim) == len(rows)
-                return value.narrow(request.dim, start, len(part)).clone() if has_rows else value
+        def loss(parts: Parts, weights: Weights = ()) -> Sum:
+            cuts = _cuts(output, parts, self._request.dim)
+            return _sum(self._run(parts, weights, compute=lambda *_: next(cuts)))
 
-            targets = self._move(request.targets, part)
-            return float(loss_of(nested.map_tensors(cut, output), targets, task.criterion).detach())
-
-        starts = accumulate(map(len, parts), initial=0)
-        with self._numbers or contextlib.nullcontext():
-            output = task.module(*args, **kwargs)
-            whole, each = loss(0, rows), [*map(loss, starts, parts)]
-        self.restore()
-        found = sum(w * one for w, one in zip(weights, each, strict=True) if w)
-        return _error((found, ()), (whole, ())) <= limit
-
-    @property
-    def _calls(self) -> int:
-        return self._numbers.calls if self._numbers else 0
+        return _error(loss(parts, weights), loss([[*chain(*parts)]])) <= limit
 
     def _weighted(self, parts: Parts) -> tuple[Parts, Weights]:
         """The parts, and the factors by which the engine would multiply their losses.
@@ -351,11 +323,11 @@ class Look:
             return parts, [1.0] * len(parts)
 
         def counts(parts: Parts) -> list[float]:
-            batch, few = (request.inputs, request.targets), [*chain(*parts)]
+            batch, spans = (request.inputs, request.targets), accumulate(map(len, parts), initial=0)
             each = [unwrap_markers(_select(batch, one, request.dim), copy=True) for one in parts]
-            targets = _select(request.targets, few, request.dim)
-            spans = [*pairwise([0, *accumulate(map(len, parts))])]
-            return term_counts(replace(request, targets=targets, batches=()), spans, each)
+            targets = _select(request.targets, [*chain(*parts)], request.dim)
+            few = replace(request, targets=targets, batches=())
+            return term_counts(few, [*pairwise(spans)], each)
 
         if request.count is not None and len(parts) > 1:
             of_rows = zip(rows, counts([[row] for row in rows[:_UNCOUNTED]]), strict=False)
@@ -370,55 +342,49 @@ class Look:
 
     def _own(self, rows: Sequence[int]) -> Sum:
         """The loss and gradients by the user's own module and criterion."""
-        return _sum(self._run([rows], roots=(self._model, self._request.criterion))[0])
+        own = replace(self._task, module=self._model, criterion=self._request.criterion)
+        return _sum(self._run([rows], task=own))
 
     def _run(
         self,
         parts: Parts,
         weights: Weights = (),
-        *how: str,
-        roots: tuple[Any, Any] | None = None,
-        nudge: int | None = None,
-    ) -> tuple[list[Sum], list[Any]]:
-        """Loss and gradients of parts of rows, one after the other, times ``weights``; outputs.
+        *,
+        task: ReplicaTask | None = None,
+        compute: Callable[[ReplicaTask, Any], Any] = lambda task, rows: task.output_of(rows[0]),
+        between: Callable[[], None] | None = None,
+        kept: list[Any] | None = None,
+        watch: bool = False,
+    ) -> list[Sum]:
+        """Loss and gradients of parts of rows, one after the other, times ``weights``.
 
-        The replica computes them, or other ``roots``: a module and a criterion. With
-        ``whole_batch`` the joined parts have one loss.
+        With ``whole_batch`` the joined parts have one loss. Everything is restored first.
 
-        ``how``: before each part "apart" restores everything, "fresh" the replica, "again" the
-        generators. "watch" notes state that moves. "keep" returns the outputs. A ``nudge`` changes
-        the replica's parameters by rounding.
+        ``task``, by default the replica's, ``compute`` gives outputs, which ``kept`` gets without
+        their graph. ``between`` is called before each part except the first. ``watch`` notes state
+        that moves.
         """
-        request, task = self._request, self._task
-        module, criterion = roots or (task.module, task.criterion)
-        sums: list[Sum] = []
-        kept, outputs = [], []
-        self.restore()
-        if nudge is not None:
-            self._nudge(nudge)
-        with self._numbers or contextlib.nullcontext(), note_replica(task.share):
+        request, task, sums, outputs = self._request, task or self._task, list[Sum](), list[Any]()
+        self._require_time()
+        self._restore()
+        with self._numbers if self._draws else contextlib.nullcontext():
             for number, rows in enumerate(parts):
-                if number and not {"apart", "again"}.isdisjoint(how):
-                    self.restore(generators_only="again" in how)
+                if number and between is not None:
+                    between()
                 self._require_time()
-                if "fresh" in how:
-                    self._refresh()
-                _fix_statistics(task)
-                args, kwargs = as_call(self._move(request.inputs, rows))
-                outputs.append(module(*args, **kwargs))
-                if "watch" in how and not number and root_to_replicate(request.criterion) is None:
+                outputs.append(compute(task, (self._move(request.inputs, rows), None)))
+                if watch and not number and root_to_replicate(request.criterion) is None:
                     self._shares_state |= self._criterion_state.is_changed()
-                if "keep" in how:
-                    kept.append(nested.map_tensors(Tensor.detach, outputs[-1]))
+                if kept is not None:
+                    kept.append(nested.map_tensors(_as_leaf, outputs[-1]))
                 if not request.whole_batch:
                     weight = weights[number] if weights else 1.0
-                    sums.append(self._loss(outputs.pop(), rows, criterion, weight))
-                if "watch" in how:
-                    self._states.append(state_of(task.replicas, copy="fresh" in how))
+                    sums.append(self._loss(outputs.pop(), rows, task, weight))
+                if watch:
+                    self._states.append(state_of(task.replicas))
             if outputs:
-                sums.append(self._loss(self._joined(outputs, parts), [*chain(*parts)], criterion))
-        self.restore()
-        return sums, kept
+                sums.append(self._loss(self._joined(outputs, parts), [*chain(*parts)], task))
+        return sums
 
     def _joined(self, outputs: Sequence[Any], parts: Parts) -> Any:
         """The outputs of the parts, joined as in the step, which knows the sizes alone.
@@ -432,35 +398,30 @@ class Look:
         lists: nested.Lists = "if clear" if has_lists else "never"
 
         def join(leaves: list[Any]) -> Any:
-            if all(isinstance(t, Tensor) and -t.ndim <= dim < t.ndim for t in leaves):
-                lengths = {leaf.size(dim) for leaf in leaves}
-                if len(set(sizes)) > 1 and lengths == self._step_rows:
-                    return torch.cat(leaves, dim)
+            tensors = [t for t in leaves if isinstance(t, Tensor) and -t.ndim <= dim < t.ndim]
+            if len({*sizes}) > 1 and {t.size(dim) for t in tensors} == self._step_rows:
+                return torch.cat(leaves, dim)
             return nested.join_rows(leaves, dim, sizes, sizes, lists=lists)
 
         return nested.merge(join, outputs)
 
-    def _loss(self, output: Any, rows: Sequence[int], criterion: Any, weight: float = 1.0) -> Sum:
+    def _loss(
+        self, output: Any, rows: Sequence[int], task: ReplicaTask, weight: float = 1.0
+    ) -> Sum:
         """The loss of these rows and its gradients, times ``weight``; nothing if that is zero."""
         self._require_time()
-        if criterion is not None:  # which may write into what it is given
+        if task.criterion is not None:  # which may write into what it is given
             output = nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, output)
-        targets = self._move(self._request.targets, rows)
-        if isinstance(output, Tensor) and isinstance(targets, Tensor) and not self._shapes:
-            shapes = [tuple(output.shape), tuple(targets.shape)]
-            if output.numel() == targets.numel() and {*map(len, shapes)} == {1, 2}:
-                self._shapes = shapes
-        loss = loss_of(output, targets, criterion)
-        del output, targets
+        loss = loss_of(output, self._move(self._request.targets, rows), task.criterion)
+        del output
         _note_dtypes(loss, self._dtypes)
         leaves = [*chain(*self._leaves)] if weight and loss.requires_grad else []
         found: Sequence[Tensor | None] = ()
         try:
             if leaves:  # with the weight inside: hooks may clamp gradients
                 # Multiplied: for a gradient that it is given, torch imports sympy, in 0.3 s.
-                found = torch.autograd.grad(
-                    loss * (self._scale * weight), leaves, allow_unused=True
-                )
+                loss_scaled = loss * (self._scale * weight)
+                found = torch.autograd.grad(loss_scaled, leaves, allow_unused=True)
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():  # reentrant ones: only losses are compared
                 raise
@@ -468,12 +429,11 @@ class Look:
         each, gradients = iter(found), []
         for group in self._leaves:
             own = [g.detach().to_dense() for g in islice(each, len(group)) if g is not None]
-            total = sum(own[1:], own[0]) if own else torch.zeros_like(group[0])
-            gradients.append(total)
+            gradients.append(sum(own[1:], own[0]) if own else torch.zeros_like(group[0]))
         return float(loss.detach()) * weight if weight else 0.0, gradients
 
-    def _nudge(self, number: int) -> None:
-        """Change the replica's parameters by rounding, in new memory: others do not see it.
+    def _nudged(self, number: int, task: ReplicaTask, rows: Any) -> Any:
+        """The output with parameters changed by rounding, in new memory: others do not see it.
 
         Each number changes them in another way, and farther.
         """
@@ -483,6 +443,7 @@ class Look:
         for leaf in {id(t): t for group in self._leaves for t in group[1:]}.values():
             angles = torch.arange(leaf.numel(), device=leaf.device) * (1 + number) + number
             leaf.data = leaf.data * (1 + size * angles.cos().view(leaf.shape).to(leaf.dtype))
+        return task.output_of(rows[0])
 
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch, copied to the replica's device, not counted."""
@@ -514,7 +475,7 @@ class ConstantNumbers(OperatorMode):
         if drops.isdisjoint(names):
             self.calls += 1
             if name in ("aten::randperm", "aten::multinomial"):
-                raise Inconclusive("what is drawn depends on the rows", lasting=True)
+                raise Inconclusive("what is drawn depends on the rows", 2)
             drawn.fill_(_DRAWN if drawn.is_floating_point() else drawn.flatten()[0])
         return drawn
 
@@ -530,15 +491,9 @@ def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
     return nested.map_leaves(select, value)
 
 
-def _fix_statistics(task: ReplicaTask, *others: Any) -> list[nn.Module]:
-    """Let batch normalisations use running statistics: otherwise they tie rows together."""
-    roots = [*others, *(replica.root for replica in task.replicas)]
-    layers = chain(*(root.modules() for root in roots if isinstance(root, nn.Module)))
-    fixed = [layer for layer in layers if uses_batch_statistics(layer)]
-    fixed = [layer for layer in fixed if layer.running_mean is not None]
-    for layer in fixed:
-        layer.training = False
-    return fixed
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """The tensor without its graph. A criterion may ask for a gradient of it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _note_dtypes(loss: Tensor, dtypes: set[torch.dtype]) -> None:
@@ -557,29 +512,50 @@ def _note_dtypes(loss: Tensor, dtypes: set[torch.dtype]) -> None:
             nodes += [following for following, _ in node.next_functions]
 
 
-def _joined_error(whole: Sequence[Any], pieces: Sequence[Any], parts: Parts, mean: bool) -> float:
-    """The relative difference of the joined outputs of parts from those of all rows.
+def _broadcast_shapes(output: Any, targets: Any) -> list[tuple[int, ...]]:
+    """The shapes of output and targets if operators make a matrix of all pairs of rows of them."""
+    shapes = [tuple(t.shape) for t in (output, targets) if isinstance(t, Tensor)]
+    is_matrix = {*map(len, shapes)} == {1, 2} and output.numel() == targets.numel()
+    return shapes if is_matrix else []
 
-    Infinite if two dimensions have the rows, as a matrix of scores has. The ``mean`` of numbers is
-    compared if the engine takes it.
+
+def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[float, int]:
+    """Compare outputs for parts of rows, all but the first, with parts of the first, for all.
+
+    Returns the error of tensors with one entry per row along ``dim``, and the number of entries of
+    a tensor with several that are not in the order of the rows; 0 if there is none.
     """
-    sizes, errors = [sum(map(len, parts)), *map(len, parts)], [0.0]
+    whole, *pieces = outputs
+    error, misplaced, rows = 0.0, 0, sum(map(len, parts))
+    for piece, cut, part in zip(pieces, _cuts(whole, parts, dim), parts, strict=True):
+        for one, other in zip(nested.tensors(piece), nested.tensors(cut), strict=False):
+            if one.ndim and one.shape == other.shape:
+                entries, difference = one.size(dim) // len(part), _difference(one, other)
+                if entries == 1:
+                    error = max(error, difference)
+                elif difference > _JOINED:
+                    misplaced = entries * rows
+    return error, misplaced
 
-    def compare(leaves: list[Any]) -> None:
-        one, *others = (leaf.double().nan_to_num() for leaf in leaves)
-        dims = [d for d in range(one.ndim) if [leaf.size(d) for leaf in leaves] == sizes]
-        joined = torch.cat(others, dims[0]) if dims else one
-        if mean and not one.ndim:
-            joined = sum(each * n / sizes[0] for each, n in zip(others, sizes[1:], strict=True))
-        errors.append(math.inf if len(dims) > 1 else relative_difference([joined], [one])[0])
 
-    def leaf(values: list[Any]) -> None:
-        with contextlib.suppress(AttributeError, RuntimeError):  # no tensors, or padded ones
-            compare(values)
+def _cuts(output: Any, parts: Parts, dim: int) -> Iterator[Any]:
+    """The output for each of ``parts``, cut from the output for all of their rows."""
+    start, rows = 0, sum(map(len, parts))
 
-    with contextlib.suppress(Exception):  # of structures that differ
-        nested.merge(leaf, [*whole, *pieces])
-    return max(errors)
+    def cut(leaf: Tensor) -> Tensor:
+        entries, rest = divmod(leaf.size(dim), rows) if -leaf.ndim <= dim < leaf.ndim else (0, 0)
+        is_cut = entries and not rest
+        return leaf.narrow(dim, start * entries, size * entries).clone() if is_cut else leaf
+
+    for size in map(len, parts):
+        yield nested.map_tensors(cut, output)
+        start += size
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    if same_bits(one, other) or not (one.is_floating_point() or one.is_complex()):
+        return 0.0 if same_bits(one, other) else math.inf
+    return relative_difference([one.nan_to_num()], [other.nan_to_num()])[0]
 
 
 def _fails(run: Callable[[], object]) -> bool:
@@ -606,49 +582,3 @@ def _error(found: Sum, expected: Sum) -> float:
 
 def _is_finite(result: Sum) -> bool:
     return math.isfinite(result[0]) and all(bool(each.isfinite().all()) for each in result[1])
-
-
-def require_joined(outputs: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
-    """Require that the outputs for parts of a few rows, joined, are the output for all of them.
-
-    Only tensors with several entries per row are compared. Returns whether the values show their
-    order: whether the parts joined in the wrong order would differ.
-
-    Args:
-        outputs: the outputs for a few rows, and for parts of them in order.
-        sizes: the numbers of rows of each.
-        dim: the dimension that holds the rows.
-
-    Raises:
-        ValueError: they differ.
-    """
-    shows = True
-
-    def compare(leaves: list[Any]) -> None:
-        nonlocal shows
-        whole, *parts = leaves
-        if not isinstance(whole, Tensor) or not nested.have_entries(whole, dim, sizes[0]):
-            return
-        lengths = [leaf.size(dim) for leaf in leaves]
-        if len({*lengths}) == 1:  # no rows, such as a codebook
-            return
-        are_equal = len({leaf.movedim(dim, 0).shape[1:] for leaf in leaves}) == 1
-        are_equal = are_equal and sum(lengths[1:]) == lengths[0]
-        if not are_equal or not _is_close(torch.cat(parts, dim), whole):
-            raise Refused(
-                f"the module's output has {whole.size(dim)} entries for {sizes[0]} rows, and not "
-                f"in the order of the rows: the outputs of micro-batches cannot be joined to what "
-                f"one call gives. Return one entry per row, such as torch.stack([a, b], 1) in the "
-                f"place of torch.cat([a, b]), or .view(rows, k, -1) of k samples per row. Nothing "
-                f"was changed; an engine made with verify=False does not check."
-            )
-        shows = shows and not same_bits(torch.cat(parts[::-1], dim), whole)
-
-    nested.merge(compare, outputs)
-    return shows
-
-
-def _is_close(joined: Tensor, whole: Tensor) -> bool:
-    if same_bits(joined, whole) or not (whole.is_floating_point() or whole.is_complex()):
-        return same_bits(joined, whole)
-    return relative_difference([joined], [whole])[0] <= _JOINED

@@ -6,6 +6,7 @@ containers, closures, globals, arrays, generators, buffers, and other tensors up
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import random
@@ -14,13 +15,15 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import to_host, write
+from scatterpar.devices.transfers import write
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.buffers import RUNNING
 from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents
@@ -40,8 +43,10 @@ _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
 _PLAIN = {bool, int, float, str, types.NoneType}
 _OF_TORCH = vars(nn.Module()).keys()
 
-State = dict[str, tuple[Any, int]]  # values by name, with the versions of tensors
+State = dict[str, Any]  # values by name
 Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and set it
+# A variable, its saved value, and whether that is the same as another one.
+Saved = tuple[Callable[[], Any], Callable[[Any], object], Any, Callable[[Any, Any], bool]]
 
 
 class UserState:
@@ -65,28 +70,31 @@ class UserState:
         self.drawn = False
         reach = _Reach(roots)
         self._snapshot = Snapshot([*reach.containers, *(own for _, own in reach.attributes)])
-        found = {key: tensor for key, tensor in reach.tensors.items() if _has_values(tensor)}
-        few = _MOST_BYTES
-        buffers = {id(t) for m in reach.modules.values() for t in m._buffers.values()}
-        # Each with its memory, which forward passes may exchange, and its values.
-        self._memories = [(t, t.data) for t in found.values() if _is_dense(t)]
-        self._values: list[tuple[Tensor, Tensor]] = []
-        self._versions: list[tuple[Tensor, int]] = []
-        for key, tensor in found.items():
-            if key not in reach.weights and key not in buffers:
-                few -= tensor.numel() * tensor.element_size()
-            if parameters if key in reach.weights else key in buffers or few >= 0:
-                self._values.append((tensor, tensor.detach().clone()))
-            elif key not in reach.weights:
-                self._versions.append((tensor, version(tensor)))
-        self._arrays = [(array, array.copy()) for array in reach.arrays]
-        self._variables = [(put, get, get()) for get, put in reach.variables]
+        self._variables: list[Saved] = [(get, put, get(), is_) for get, put in reach.variables]
         generators = [*_generators(devices), *reach.generators]
-        self._states = [(put, get, get()) for get, put in generators]
+        self._generators: list[Saved] = [(get, put, get(), _same) for get, put in generators]
+        # In place, and without a comparison.
+        puts = [(partial(array.__setitem__, ...), array.copy()) for array in reach.arrays]
+        self._tensors: list[Saved] = [(int, put, value, lambda *_: False) for put, value in puts]
+        self._versions: list[tuple[Tensor, int]] = []
+        buffers = {id(buffer) for m in reach.modules.values() for buffer in m._buffers.values()}
+        few = _MOST_BYTES
+        for key, tensor in reach.tensors.items():
+            is_weight, is_buffer = key in reach.weights, key in buffers
+            with contextlib.suppress(RuntimeError):  # of a chunk of a weight that was written since
+                few -= 0 if is_weight or is_buffer else tensor.numel() * tensor.element_size()
+                if tensor.is_meta:
+                    continue
+                self._tensors += _memory_of(tensor)
+                if parameters if is_weight else is_buffer or few >= 0:
+                    put = partial(_write, tensor)
+                    self._tensors.append((tensor.detach, put, tensor.detach().clone(), same_bits))
+                elif not is_weight:
+                    self._versions.append((tensor, version(tensor)))
 
     def is_changed(self) -> bool:
         """Whether objects, containers or variables differ from their saved contents."""
-        moved = any(get() is not value for _, get, value in self._variables)
+        moved = any(get() is not value for get, _, value, _ in self._variables)
         return moved or not self._snapshot.unchanged()
 
     def lost(self) -> list[str]:
@@ -94,41 +102,38 @@ class UserState:
         written = [t for t, before in self._versions if version(t) != before]
         return [f"a tensor of shape {tuple(tensor.shape)}" for tensor in written]
 
+    @torch.no_grad()
     def restore(self, generators_only: bool = False) -> None:
         """Restore everything that has changed, or only the generators."""
-        for put, get, state in self._states:
-            if not _same(get(), state):
-                put(state)
-                self.drawn = True
-        if generators_only:
-            return
-        for tensor, memory in self._memories:
-            if not tensor.is_set_to(memory):
-                tensor.data = memory
-        for tensor, value in self._values:
-            if not same_bits(tensor, value):
-                with torch.no_grad():
-                    write(tensor.detach(), value)
-        for array, values in self._arrays:
-            array[...] = values
-        if not self._snapshot.unchanged():
-            self._snapshot.restore()
-        for put, get, value in self._variables:
-            if get() is not value:
-                put(value)
+        self.drawn |= _restore(self._generators)
+        if not generators_only:
+            _restore(self._tensors)
+            if not self._snapshot.unchanged():
+                self._snapshot.restore()
+            _restore(self._variables)
 
 
-def _has_values(tensor: Tensor) -> bool:
-    """Whether the tensor's values can be read."""
-    try:
-        return tensor.is_leaf is not None and not tensor.is_meta
-    except RuntimeError:  # a chunk of a weight that was written since: torch refuses each question
-        return False
+def _restore(saved: Iterable[Saved]) -> bool:
+    """Restore what has changed. Returns whether anything had."""
+    has_changed = False
+    for get, put, value, same in saved:
+        if not same(get(), value):
+            put(value)
+            has_changed = True
+    return has_changed
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _memory_of(tensor: Tensor) -> list[Saved]:
+    """The memory of a dense tensor, which forward passes may exchange."""
     of_torch = Tensor, nn.Parameter, nn.Buffer
-    return type(tensor) in of_torch and tensor.layout == torch.strided and tensor.is_leaf
+    if not (tensor.is_leaf and type(tensor) in of_torch and tensor.layout == torch.strided):
+        return []
+    get, put = (partial(each, tensor, "data") for each in (getattr, setattr))
+    return [(get, put, tensor.data, Tensor.is_set_to)]
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    write(tensor.detach(), value)
 
 
 class _Reach(ModuleContents):
@@ -141,10 +146,6 @@ class _Reach(ModuleContents):
         self.generators: list[Variable] = []
         self.arrays: list[Any] = []  # NumPy's
         super().__init__(roots)
-        for module in [*self.modules.values()]:
-            file = getattr(sys.modules.get(type(module).__module__), "__file__", "")
-            if not _is_foreign(type(module).__module__) and "-packages" not in str(file):
-                self._visit_class(module)
 
     def _visit(self, value: Any) -> None:
         if type(value) in _PLAIN or (id(value) not in self._own and _is_data(value)):
@@ -157,10 +158,10 @@ class _Reach(ModuleContents):
                 self._visit_container(value)
             return
         super()._visit(value)
-        if isinstance(value, (Tensor, nn.Module, type, tuple)) or id(value) in self._seen:
+        if isinstance(value, (Tensor, type, tuple)) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        home = getattr(value, "__module__", None) or type(value).__module__
+        own, home = getattr(value, "__dict__", {}), type(value).__module__
         if isinstance(value, types.MethodType):
             self._visit(value.__func__)  # its object is visited above
         elif isinstance(value, random.Random):
@@ -175,19 +176,20 @@ class _Reach(ModuleContents):
             self.arrays.append(value)
         elif isinstance(value, queue.Queue):
             self._visit(value.queue)
-        elif not _is_foreign(home):
-            own = getattr(value, "__dict__", {})
-            if isinstance(value, types.FunctionType):
-                self._visit_function(value)
-            # An object that holds a lock is shared with other threads: left alone.
-            elif _LOCKS.isdisjoint({type(each).__module__ for each in own.values()}):
-                self._visit(own)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, nn.Module):
+            file = getattr(sys.modules.get(home), "__file__", None)
+            if not _is_foreign(home) and "-packages" not in str(file):
                 self._visit_class(value)
+        # An object that holds a lock is shared with other threads: left alone.
+        elif not _is_foreign(home) and _LOCKS.isdisjoint(type(v).__module__ for v in own.values()):
+            self._visit(own)
+            self._visit_class(value)
 
     def _visit_class(self, value: Any) -> None:
         kind = type(value)
-        members = [each for base in kind.__mro__ for each in vars(base).values()]
-        for slot in members:
+        for slot in chain(*(vars(base).values() for base in kind.__mro__)):
             if isinstance(slot, types.MemberDescriptorType) and hasattr(value, slot.__name__):
                 self.variables.append((partial(slot.__get__, value), partial(slot.__set__, value)))
                 self._visit(slot.__get__(value))
@@ -199,6 +201,8 @@ class _Reach(ModuleContents):
                 self._visit(item)
 
     def _visit_function(self, function: types.FunctionType) -> None:
+        if _is_foreign(function.__module__):
+            return
         own, of_file = closure_and_globals(function)
         space = function.__globals__
         # functools.wraps gives a library's wrapper the user's __module__.
@@ -216,21 +220,19 @@ class _Reach(ModuleContents):
 
 def _is_data(value: Any) -> bool:
     """Whether ``value`` is of a class that leads to data: data sets, loaders, trainers, files."""
-    if isinstance(value, (Tensor, nn.Module, type)):
-        return False
-    return any(base.__name__.endswith(_DATA) for base in type(value).__mro__)
+    names = () if isinstance(value, (Tensor, nn.Module, type)) else type(value).__mro__
+    return any(base.__name__.endswith(_DATA) for base in names)
 
 
 def _is_foreign(module: Any) -> bool:
-    if not isinstance(module, str):
-        return True
-    is_integration = module.startswith("scatterpar.integrations")  # closures hold user modules
-    return module.split(".")[0] in _FOREIGN and not is_integration
+    # Closures of the integrations hold user modules.
+    name = module if isinstance(module, str) else "torch"
+    return name.split(".")[0] in _FOREIGN and not name.startswith("scatterpar.integrations")
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
+        return same_bits(one, other)
     return pickle.dumps(one) == pickle.dumps(other)  # NumPy's have arrays in them
 
 
@@ -246,23 +248,19 @@ def _generators(devices: Sequence[torch.device]) -> Iterator[Variable]:
         yield numpy.get_state, numpy.set_state
 
 
-def state_of(replicas: Sequence[Replica], copy: bool) -> State:
+def state_of(replicas: Sequence[Replica]) -> State:
     """Each buffer, and each attribute with a number or tensor, except running statistics."""
-    found = {}
-    for root in (replica.root for replica in replicas):
-        if not isinstance(root, nn.Module):
-            continue
-        for prefix, module in root.named_modules():
-            own = vars(module)
-            left_out = RUNNING if isinstance(module, nn.modules.batchnorm._BatchNorm) else ()
-            named = [("buffer", n, v) for n, v in own["_buffers"].items() if n not in left_out]
-            named += [("attribute", n, v) for n, v in own.items() if n not in _OF_TORCH]
-            for kind, name, value in named:
-                place = f"the {kind} {f'{prefix}.' * bool(prefix) + name!r}"
-                if isinstance(value, Tensor) and value.grad_fn is None:
-                    found[place] = value.clone() if copy else value, version(value)
-                elif type(value) in (int, float):
-                    found[place] = value, 0
+    found: State = {}
+    roots = [replica.root for replica in replicas if isinstance(replica.root, nn.Module)]
+    for prefix, module in chain(*(root.named_modules() for root in roots)):
+        left_out = RUNNING if isinstance(module, nn.modules.batchnorm._BatchNorm) else ()
+        attributes = {n: v for n, v in vars(module).items() if n not in _OF_TORCH}
+        for kind, named in (("buffer", module._buffers), ("attribute", attributes)):
+            for name, value in named.items():
+                is_tensor = isinstance(value, Tensor) and value.grad_fn is None
+                if name not in left_out and (is_tensor or type(value) in (int, float)):
+                    place = f"the {kind} {f'{prefix}.' * bool(prefix) + name!r}"
+                    found[place] = value.detach().clone() if isinstance(value, Tensor) else value
     return found
 
 
@@ -273,13 +271,5 @@ def moved_between(states: Sequence[State]) -> list[str]:
     began in the same state: what they have left different.
     """
     first, second = (*states, {}, {})[:2]
-    found = []
-    for name, (one, version_of_one) in first.items():
-        other, version_of_other = second.get(name, (None, 0))
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            same = version_of_one == version_of_other  # each pass may compute an equal tensor anew
-            same = same if one is other else torch.equal(*to_host([one, other]))
-            found += [] if same else [name]
-        elif type(one) is type(other) and one != other:
-            found.append(name)
-    return found
+    pairs = [(name, value, second[name]) for name, value in first.items() if name in second]
+    return [n for n, one, other in pairs if type(one) is type(other) and not _same(one, other)]

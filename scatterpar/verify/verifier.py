@@ -26,6 +26,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import all_tensors
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_async, is_out_of_memory
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import shown
@@ -37,9 +38,10 @@ from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
-from scatterpar.threads.workers import Overdue, add_note
-from scatterpar.verify.look import Inconclusive, Look, Refused, Verdict, require_joined
+from scatterpar.threads.workers import Overdue
+from scatterpar.verify.look import Inconclusive, Look, Verdict, compare_outputs
 from scatterpar.verify.rows import (
+    Parts,
     choose_rows,
     halves,
     informative_tensors,
@@ -117,16 +119,13 @@ class Verifier:
         kind, details = self._kind_of(request, splits, attempt.replicas.of_model.flags)
         if kind.is_due(question.ranges, details):
             try:
-                self._ask(question, kind, len(tasks))
+                self._ask(question, kind)
             except Inconclusive as error:
                 kind.inconclusive += 1
-                kind.is_given_up = isinstance(error.__cause__, Overdue)
-                is_lasting = kind.inconclusive >= (2 if error.lasting else 4)
-                if (is_lasting and not question.is_known) or kind.is_given_up:
+                kind.is_given_up = error.patience == 1
+                is_told = kind.is_given_up or not question.is_known
+                if is_told and kind.inconclusive >= error.patience:
                     self._warn_once(question.unchecked(error))
-            except ValueError:
-                kind.is_refused = True
-                raise
             finally:
                 kind.looks += 1
                 for each in attempt.replicas.replica_sets:  # user code may compute gradients
@@ -135,12 +134,13 @@ class Verifier:
                     leaf.grad = None
         attempt.is_serial = kind.is_serial
 
-    def _ask(self, question: _Question, kind: _Kind, replicas: int) -> None:
+    def _ask(self, question: _Question, kind: _Kind) -> None:
         """Look. Refuses or tells what the look has found."""
-        verdict, is_whole = question.verdict(kind.looks), question.request.whole_batch
+        verdict = question.verdict(kind.looks)
+        kind.is_refused |= verdict.kind in _REFUSED
         if verdict.kind in _REFUSED:
             raise ValueError(question.refusal(verdict))
-        kind.is_serial |= verdict.shares_state and replicas > 1 and not is_whole
+        kind.is_serial |= verdict.shares_state and question.is_shared
         moved = [n for n in verdict.moved if question.splits and n not in self._warned]
         self._warned.update(moved)
         for text in question.telling(verdict, moved, kind.is_serial):
@@ -172,7 +172,12 @@ class Verifier:
         look, choices = Look(few, task, sets[0].root, sets), [some, some[:-1], some[-1:]]
         run = partial(look.outputs, choices, compute_rows, attempt.isolated(task))
         (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
-        if require_joined(found, [*map(len, choices)], request.dim):
+        _, misplaced = compare_outputs(found, choices[1:], request.dim)
+        if misplaced:
+            raise ValueError(_TEXTS["order"].format(misplaced=misplaced, rows=len(some)))
+        each = nested.tensors(found[0])
+        entries = [t for t in each if nested.have_entries(t, request.dim, len(some))]
+        if not any(same_bits(t, t.flip(request.dim)) for t in entries):
             self._joined.add(key)
 
     def _warn_once(self, text: str) -> None:
@@ -211,20 +216,17 @@ def fits(
     """
     request = Request(inputs, targets, criterion, reduction, count, dim=engine.dim)
     request = request.checked(engine.device_ids[0]).of_largest()
-    copies = engine._replicas
-    attempt = Attempt(engine._workers, request, engine.plan(request.sizes), copies)
-    with engine.replicas_for_update():
-        copies.refresh(engine.module, request.criterion, Transfers())
+    plan = engine.plan(request.sizes)
+    with engine._workers.exclusive(), engine._attempt(request, plan) as attempt:
+        attempt.replicas.refresh(engine.module, request.criterion, Transfers())
+        loaders = scatter(request.batch, plan, request.dim, Transfers())
+        tasks = make_tasks(plan, attempt.replicas, loaders)[:1]
         try:
-            loaders = scatter(request.batch, attempt.plan, request.dim, Transfers())
-            tasks = make_tasks(attempt.plan, copies, loaders)[:1]
-            with parameter_writes_refused(copies.replica_sets):
-                verdict = _Question(attempt, request, tasks, splits=True).verdict(looks=1)
-                return verdict.kind not in _REFUSED
+            with parameter_writes_refused(attempt.replicas.replica_sets):
+                question = _Question(attempt, request, tasks, splits=True)
+                return question.verdict(looks=1).kind not in _REFUSED
         except Exception:  # inconclusive, or raised by user code
             return None
-        finally:
-            copies.clear_step_state()
 
 
 class _Question:
@@ -235,6 +237,7 @@ class _Question:
     ) -> None:
         self._attempt, self.request, self._tasks, self.splits = attempt, request, tasks, splits
         self.is_known = has_known_term_count(request)
+        self.is_shared = len(tasks) > 1 and not request.whole_batch
         # Labels do not matter if the engine counts as the criterion does.
         self.ranges = [] if self.is_known else ranges_of(self._tensors)
 
@@ -242,38 +245,44 @@ class _Question:
     def _tensors(self) -> list[Tensor]:
         return informative_tensors(self.request)
 
+    @cached_property
+    def _ignored(self) -> set[int]:
+        criterion, model = self.request.criterion, self._attempt.replicas.of_model.root
+        values = ignored_values(model.forward if criterion is None else criterion)
+        return {*(-100, 255, -1), *values, *ignored_values(self.request.count)}
+
+    def _parts(self, looks: int) -> Parts:
+        """As many rows as are cheap: fewer of a large model, and in later looks."""
+        request, sizes = self.request, self._attempt.plan.substep_rows
+        most = max(sizes) // 4 if looks else _MANY * max(sizes)
+        if sum(map(Tensor.numel, self._attempt.replicas.of_model.root.parameters())) > _SMALL:
+            most = min(most, max(sizes), request.rows // 8)
+        size = sum(t.numel() * t.element_size() for t in all_tensors(request.inputs))
+        most = min(max(_FEW, most), max(2, _BYTES * request.rows // (size + 1)))
+        parts = choose_rows(self._tensors, request.rows, most, self._ignored, looks)
+        return parts if self.splits else [[*chain(*parts)]]
+
     def verdict(self, looks: int) -> Verdict:
-        """The verdict of the first replica's look, at as many rows as are cheap.
+        """The verdict of the first replica's look.
 
         User code may wait for the other replicas, for example at a barrier. So if the look takes
         long, the others do the same with their own modules.
         """
-        request, tasks, sets = self.request, self._tasks, self._attempt.replicas.replica_sets
-        model, sizes = sets[0].root, self._attempt.plan.substep_rows
-        criterion = request.criterion
-        ignored = ignored_values(model.forward if criterion is None else criterion)
-        self._ignored = {*(-100, 255, -1), *ignored, *ignored_values(request.count)}
-        most = max(sizes) // 4 if looks else _MANY * max(sizes)
-        if sum(map(Tensor.numel, model.parameters())) > _SMALL:
-            most = min(most, max(sizes), request.rows // 8)
-        tensors = all_tensors(request.inputs)
-        a_row = 1 + sum(t.numel() * t.element_size() for t in tensors) // request.rows
-        most = min(max(_FEW, most), max(2, _BYTES // a_row))
-        parts = choose_rows(self._tensors, request.rows, most, self._ignored, looks)
-        parts = parts if self.splits else [[*chain(*parts)]]
-        models = [model, *(task.module for task in tasks[1:])]
-        each = [Look(request, *one, sets, sizes) for one in zip(tasks, models, strict=True)]
-        ended, deadline = Event(), time.monotonic() + 2 * _PATIENCE_SECONDS
+        tasks, sets, parts = self._tasks, self._attempt.replicas.replica_sets, self._parts(looks)
+        models = [sets[0].root, *(task.module for task in tasks[1:])]
+        deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
+        given: Any = (sets, self._attempt.plan.substep_rows, deadline)
+        each = [Look(self.request, *one, *given) for one in zip(tasks, models, strict=True)]
+        ended = Event()
 
         def run(look: Look) -> Verdict | None:
             if look is not each[0] and ended.wait(_PATIENCE_SECONDS):
                 return None
-            look.deadline = deadline
             try:
-                return _judged(look, parts)
+                with look.isolated():
+                    return _judged(look, parts)
             finally:
-                if look is each[0]:
-                    ended.set()
+                ended.set()
 
         devices, seconds = [task.share.device for task in tasks], 2.2 * _PATIENCE_SECONDS
         try:
@@ -283,32 +292,31 @@ class _Question:
                 found = self._attempt.workers.parallel_apply(*calls, devices, seconds=seconds)
                 verdict: Verdict = found[0]
                 return verdict
-        except Overdue as error:  # inside a call
+        except Overdue:  # inside a call
             for look in each:
                 look.end()
-            raise Inconclusive("a call waits for something that does not come") from error
+            raise Inconclusive("a call waits for something that does not come", 1) from None
 
-    @property
+    @cached_property
     def _name(self) -> str:
         criterion: Any = self.request.criterion
         while isinstance(criterion, partial):
             criterion = criterion.func
-        name = getattr(criterion, "__qualname__", None)
-        name = name if isinstance(name, str) else type(criterion).__name__
+        name = getattr(criterion, "__qualname__", type(criterion).__name__)
         return "the module's own loss" if criterion is None else f"the criterion {name}"
 
     def refusal(self, verdict: Verdict) -> str:
         """The error text: the difference, its size, what to pass."""
-        error, parts, factor = verdict.error, verdict.parts, verdict.factor
-        size = f"off by {100 * error:{',.0f' if error >= 1 else '.2g'}} %"
-        size += f" (a factor of {factor:.2g})" * (not 0.5 < factor < 2)
-        own, replica = verdict.losses
-        rows = [*chain(*parts)]
-        return self._name + _TEXTS[verdict.kind].format(
-            size=size if math.isfinite(error) else "NaN or infinite",
+        error, (own, replica), rows = verdict.error, verdict.losses, [*chain(*verdict.parts)]
+        return _TEXTS[verdict.kind].format(
+            name=self._name,
+            size=f"off by {100 * error:{',.0f' if error >= 1 else '.2g'}} %"
+            if math.isfinite(error)
+            else "NaN or infinite",
             rows=len(rows),
-            sizes=" + ".join(str(len(part)) for part in parts),
-            reduction="mean" if self.request.is_mean else "sum",
+            misplaced=verdict.misplaced,
+            sizes=" + ".join(str(len(part)) for part in verdict.parts),
+            reduction=self.request.reduction,
             own=f"{own:.4g}",
             replica="an error" if math.isnan(replica) else f"{replica:.4g}",
             advice=self._advice(verdict),
@@ -317,23 +325,27 @@ class _Question:
 
     def _advice(self, verdict: Verdict) -> str:
         """How the loss of all rows seems to combine, and what to pass."""
-        request, parts, fits = self.request, verdict.parts, verdict.fits
-        if fits([len(part) / sum(map(len, parts)) for part in parts]):
-            return _TEXTS["rows counted" if request.is_mean and request.count is None else "mean"]
-        if fits([1.0] * len(parts)):
-            return _TEXTS["sum"]
+        for text, weights in self._candidates(verdict.parts):
+            if verdict.fits(weights):
+                return text
+        broadcast = _TEXTS["broadcast"].format(*verdict.shapes) if verdict.shapes else ""
+        penalty = "" if self.request.is_mean else _TEXTS["penalty"]
+        instead = _TEXTS["in_module" if self.request.criterion is None else "whole"]
+        return broadcast + penalty + instead + _TEXTS["other"]
+
+    def _candidates(self, parts: Parts) -> Iterator[tuple[str, Sequence[float]]]:
+        """What could be passed, and the factors of the losses of ``parts`` if it were."""
+        is_by_rows = self.request.is_mean and self.request.count is None
+        sizes = [len(part) for part in parts]
+        yield _TEXTS["rows counted" if is_by_rows else "mean"], [n / sum(sizes) for n in sizes]
+        yield _TEXTS["sum"], [1.0] * len(parts)
         labels_of = filter(may_be_labels, self._tensors)
         for labels, value, shifted in product(labels_of, self._ignored, (0, 1)):
             counted = (labels[:, 1:] if shifted and labels.ndim > 1 else labels) != value
             terms = [sum(int(counted[row].sum()) for row in part) for part in parts]
-            is_all = all(counted[row].all() for part in parts for row in part)
-            if sum(terms) and not is_all and fits([n / sum(terms) for n in terms]):
-                said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
-                return _TEXTS["labels"].format(value, said)
-        broadcast = _TEXTS["broadcast"].format(*verdict.shapes) if verdict.shapes else ""
-        penalty = "" if request.is_mean else _TEXTS["penalty"]
-        instead = _TEXTS["in_module" if request.criterion is None else "whole"]
-        return broadcast + penalty + instead + _TEXTS["other"]
+            said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
+            if sum(terms):
+                yield _TEXTS["labels"].format(value, said), [n / sum(terms) for n in terms]
 
     def telling(self, verdict: Verdict, moved: Sequence[str], is_serial: bool) -> Iterator[str]:
         """The warnings for what is no error; ``moved`` is state that no warning has named."""
@@ -359,53 +371,40 @@ class _Question:
         return f"could not check how {self._name} {text}"
 
 
-def _judged(look: Look, parts: Sequence[Sequence[int]]) -> Verdict:
+def _judged(look: Look, parts: Parts, is_last: bool = False) -> Verdict:
     """The verdict on these parts of rows, or on others if user code fails for them."""
-    raised: list[Exception] = []
     try:
-        with look.isolated():
-            try:
-                return look.judge(parts)
-            except (Inconclusive, Refused):
-                raise
-            except Exception as error:  # user code may need pairs or groups of rows, or memory
-                short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
-                raised.append(error)
-            try:
-                return look.judge([parts[0][:1], parts[-1][-1:]] if short else halves(parts))
-            except (Inconclusive, Refused):
-                raise
-            except Exception:  # user code may fail for rows chosen like this
-                raise Inconclusive("memory ran out" if short else why, lasting=short) from None
-    except (Inconclusive, Refused):
+        return look.judge(parts)
+    except Inconclusive:
         raise
-    except Exception as error:  # nothing can be restored, as on a device that is lost
-        if not raised:
-            raise
-        add_note(raised[0], f"after that, something could not be restored: {error!r}")
-        raise raised[0] from None
-    finally:
-        raised.clear()  # its traceback leads here
+    except Exception as error:  # user code may need pairs or groups of rows, or memory
+        is_short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
+        if is_last:
+            why = "memory ran out" if is_short else why
+            raise Inconclusive(why, 2 if is_short else 4) from None
+    return _judged(look, [parts[0][:1], parts[-1][-1:]] if is_short else halves(parts), True)
 
 
 _OFF = " Nothing was changed; an engine made with verify=False does not check."
-_RETURN = "Return it from forward, and take it from the output that the criterion is given"
-_REFUSED = "combination", "replica", "joined"
+_RETURN = "return it from forward, and take it from the output that the criterion gets"
+_REFUSED = "combination", "replica", "joined", "order"
 _TEXTS = {
-    "combination": ": your loss of {rows} rows is not the {reduction} of the losses of {sizes} "
-    "rows, but the engine assumes it is: the gradient would be {size}. {advice} (Rows {listed}.)"
-    + _OFF,
-    "replica": " leads to the module that is trained, or the module has a tensor computed from "
-    "parameters (compute it in forward): the loss of {rows} rows is {own} with your own module in "
-    "plain torch, but {replica} on a replica (the gradient is {size}). It reads what forward "
-    "leaves on the module, such as an auxiliary loss, or asks autograd for gradients by your own "
-    "parameters. "
-    f"{_RETURN}; forward can compute gradients, too. No count=, reduction= or whole_batch= says "
-    f"that.{_OFF}",
-    "joined": ": with whole_batch=True the gradient would be {size}. It reads what forward passes "
-    "leave behind (a hook?), and finds what the last micro-batch left, or an output that has as "
-    f"many entries as a micro-batch has rows, and is taken for rows. {_RETURN}, with one entry per "
-    f"row; no count= or reduction= says that.{_OFF}",
+    "combination": "{name}: your loss of {rows} rows is not the {reduction} of the losses of "
+    f"{{sizes}} rows: the gradient would be {{size}}. {{advice}} (Rows {{listed}}.){_OFF}",
+    "replica": "{name} leads to the module that is trained, or the module has a tensor computed "
+    "from parameters (compute it in forward): the loss of {rows} rows is {own} with your own "
+    "module in plain torch, but {replica} on a replica (the gradient is {size}). It reads what "
+    "forward leaves on the module, such as an auxiliary loss, or asks for gradients by your own "
+    f"parameters. Return it: {_RETURN}; forward can compute gradients. No count=, reduction= or "
+    f"whole_batch= says that.{_OFF}",
+    "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what forward "
+    "passes leave behind (a hook?), and finds what the last micro-batch left, or an output that "
+    "has as many entries as a micro-batch has rows, and is taken for rows; "
+    f"{_RETURN}, with one entry per row. No count= or reduction= says that.{_OFF}",
+    "order": "the module's output has {misplaced} entries for {rows} rows, not in the order of the "
+    "rows, so outputs of micro-batches cannot be joined. Return one entry per row: "
+    "torch.stack([a, b], 1) in the place of torch.cat([a, b]), or .view(rows, k, -1) of k samples "
+    f"per row.{_OFF}",
     "sum": 'It seems to be a sum: pass reduction="sum" (for a mean, count= says of what; '
     "whole_batch=True for a loss that compares rows).",
     "mean": 'It seems to be a mean over rows: pass reduction="mean", without count= '
@@ -414,35 +413,33 @@ _TEXTS = {
     'inputs, targets: len(targets) (reduction="sum" for a sum, whole_batch=True to compare rows).',
     "labels": "It seems to be a mean over the labels that are not {}: pass "
     'reduction="mean" and count=scatterpar.count_labels({}); or whole_batch=True.',
-    "broadcast": "The output has shape {} and the targets {}: operators broadcast them to a matrix "
-    "of all pairs of rows; pass targets of the output's shape. ",
+    "broadcast": "The output has shape {} and the targets {}, which broadcast to a matrix of all "
+    "pairs of rows: pass targets of the output's shape. ",
     "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
     "on weights: multiply that by len(output) / the number of all rows. ",
     "whole": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True.",
     "in_module": "If it compares rows with each other, or is a ratio of sums, return the outputs "
     "of the rows from forward, and pass the loss as criterion= with whole_batch=True.",
-    "other": " If it is a mean over something else than what was counted, pass count=, a function "
-    "of (inputs, targets) that gives the number of its terms, such as scatterpar.count_labels(); "
-    'for a sum, reduction="sum". Or make it a mean of one loss per row.',
-    "serial": " reads what forward passes leave behind (a hook?), which replicas share: so they "
-    f"run one after the other, which is slower. {_RETURN}; or pass verify=False",
-    "moved": " sub-steps, and on each replica apart, where one pass over the whole batch moves "
-    "state once. A later sub-step, and your module after the step, have other values than on one "
-    "device. Move such state once per step, outside of forward, or keep it in a buffer and train "
-    "with one sub-step (docs/limits.md, State in modules)",
-    "state": " gives another result when it is called again with the same rows: it keeps state (a "
-    "hidden state, a list), which every micro-batch changes. Return a module's state from forward, "
-    "and pass it as an input (docs/limits.md, State in modules). Change a criterion's once per "
-    "step, or pass whole_batch=True, which calls it once",
-    "rows": " gives other outputs for {} rows than for parts of them: they differ {}. So an output "
-    "depends on the rows beside it; if the loss uses it, the gradient is not the whole batch's. Is "
-    "batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a list "
-    "with an entry per row as Rows(list). Compute a number that compares rows in the criterion, "
-    "with whole_batch=True. If it is meant (a home-made batch normalisation), ignore this",
+    "other": " If it is a mean over something else than was counted, pass count=, a function of "
+    "(inputs, targets) that gives its number of terms, such as scatterpar.count_labels(); for a "
+    'sum, reduction="sum". Or make it a mean of one loss per row.',
+    "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
+    f"run one after the other, which is slower; {_RETURN}, or pass verify=False",
+    "moved": " sub-steps, and on each replica apart, where one pass over the batch moves state "
+    "once. Move it once per step, outside of forward, or keep it in a buffer and train with one "
+    "sub-step (docs/limits.md, State in modules)",
+    "state": " gives another result when it is called again with the same rows: every micro-batch "
+    "changes state that it keeps (a hidden state, a list). Return a module's from forward, and "
+    "pass it as an input (docs/limits.md, State in modules). Change a criterion's once per step, "
+    "or pass whole_batch=True, which calls it once",
+    "rows": " gives other outputs for {} rows than for parts of them: they differ {}. If the loss "
+    "uses them, the gradient is not the whole batch's. Is batch_first=True forgotten, or dim=? "
+    "Pass a value without rows as Replicated(value), a list with an entry per row as Rows(list). "
+    "Compute what compares rows in the criterion, with whole_batch=True. If it is meant (a "
+    "home-made batch normalisation), ignore this",
     "lost": ", above 64 MiB, which a look at a few rows did not save: keep it in a buffer of the "
     "module, or pass verify=False",
-    "unchecked": "combines micro-batches ({}). The engine assumes {}. If it is a mean over "
-    "something else, such as labels that are not ignored, pass count=, for instance "
-    'scatterpar.count_labels(); if it is a sum, reduction="sum"; if it compares rows with each '
-    "other, whole_batch=True. An engine made with verify=False does not check",
+    "unchecked": "combines micro-batches ({}). The engine assumes {}. Pass count= for a mean over "
+    'something else, such as scatterpar.count_labels(), reduction="sum" for a sum, '
+    "whole_batch=True if it compares rows with each other. verify=False does not check",
 }

@@ -225,7 +225,9 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any
         rows = count_rows({name: parts[name]}, dim, known=total)
         sizes[name] = batch_sizes if rows == total else [rows]
         ends = pairwise(accumulate(batch_sizes, initial=0))
-        split[name] = [slice_rows(parts[name], *span, dim) for span in ends if rows == total]
+        split[name] = [
+            select_rows(parts[name], range(*span), dim) for span in ends if rows == total
+        ]
     if any(each != batch_sizes for each in sizes.values()):
         shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
         raise ValueError(f"the several batches disagree in their rows along dim={dim}: {shown}")
@@ -245,43 +247,31 @@ def has_markers_with_rows(value: Any) -> bool:
 
 def all_tensors(value: Any) -> list[Tensor]:
     """Every tensor of ``value``, also inside markers."""
-    found = []
-    for leaf in nested.leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Marker):
-            found += [one for one in leaf.leaves() if isinstance(one, Tensor)]
-    return found
+    leaves = nested.leaves(value)
+    inside = [leaf.leaves() if isinstance(leaf, Marker) else [leaf] for leaf in leaves]
+    return [leaf for leaf in chain(*inside) if isinstance(leaf, Tensor)]
 
 
-def slice_rows(
-    value: Any, start: int, stop: int, dim: int, function: Callable[[Any], Any] | None = None
+def select_rows(
+    value: Any, rows: Sequence[int], dim: int, function: Callable[[Any], Any] | None = None
 ) -> Any:
-    """``value`` with rows ``start:stop`` of every tensor and marker.
+    """``value`` with these rows, in this order, of every tensor and marker.
 
-    ``function``, if given, is applied to each resulting leaf. Tensors become views. 0-dim tensors
-    are copied, so that no two callers share one. A marker becomes a marker with these rows.
+    If they are a ``range``, tensors become views, otherwise copies. 0-dim tensors are copied, so
+    that no two callers share one. ``function``, if given, is applied to each resulting leaf.
     """
 
-    def sliced(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            leaf = leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
-        elif isinstance(leaf, Marker):
-            leaf = leaf.select(range(start, stop))
-        return leaf if function is None else function(leaf)
-
-    return nested.map_leaves(sliced, value)
-
-
-def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """``value`` with these rows, in this order, of every tensor and marker; tensors are copied."""
-
     def select(leaf: Any) -> Any:
-        if isinstance(leaf, Marker):
-            return leaf.select(rows)
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
-            return leaf
-        return leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
+        if isinstance(leaf, Tensor):
+            if not leaf.ndim:
+                leaf = leaf.clone()
+            elif type(rows) is range:
+                leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
+            else:
+                leaf = leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
+        elif isinstance(leaf, Marker):
+            leaf = leaf.select(rows)
+        return leaf if function is None else function(leaf)
 
     return nested.map_leaves(select, value)
 
@@ -320,22 +310,23 @@ def count_rows(
                 _refuse_grad(name, leaf)
             size = _size(name, leaf, dim)
             if size is not None and size not in names_by_size:
-                names_by_size[size] = f"{name} with {size} ({_shown(leaf)})"
+                shown = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+                names_by_size[size] = f"{name} with {size} ({shown})"
     if not names_by_size and known is not None:
         return known
     if not names_by_size:
+        kinds = ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
         raise ValueError(
-            "the batch has no tensor with rows: "
-            + ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
-            + "; a list with one entry per row is passed as Rows(entries)"
+            f"the batch has no tensor with rows: {kinds}; a list with one entry per row is passed "
+            f"as Rows(entries)"
         )
     for name, part in batch.items():
         _refuse_ambiguous(name, part, dim, names_by_size)
     if len(names_by_size) > 1:
-        shown = [*names_by_size.values()]
-        sizes = ", ".join(shown[:3]) + f" and {len(shown) - 3} more" * (len(shown) > 3)
+        shown, *others = [", ".join([*names_by_size.values()][:3]), *[*names_by_size][3:]]
+        more = f" and {len(others)} more" if others else ""
         raise ValueError(
-            f"the batch disagrees in its rows along dim={dim}: {sizes}; {_HOW_TO_MARK}"
+            f"the batch disagrees in its rows along dim={dim}: {shown}{more}; {_HOW_TO_MARK}"
         )
     (rows,) = names_by_size
     if rows == 0:
@@ -348,8 +339,8 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     if isinstance(leaf, Batches):
         raise ValueError(
             f"{name}: Rows.from_batches must be the whole inputs, or the whole targets, of "
-            f"forward_backward; put everything that belongs to a batch into that batch. For "
-            f"inference, and with the pair, make one call per batch"
+            f"forward_backward; put all that belongs to a batch into that batch. For inference, "
+            f"and with the pair, make one call per batch"
         )
     if isinstance(leaf, Marker):
         return leaf.num_rows
@@ -357,15 +348,13 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
         _refuse_foreign(name, leaf)
         return None
     if leaf.is_nested:
-        raise ValueError(
-            f"{name}: a nested tensor (torch.nested) cannot be split into rows; pass "
-            f"Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins, or "
-            f"torch.nested.to_padded_tensor and the lengths"
+        raise _unsplittable(
+            f"{name}: a nested tensor (torch.nested)",
+            "pass Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins",
         )
     if leaf.layout != torch.strided:
-        raise ValueError(
-            f"{name}: a tensor of layout {leaf.layout} cannot be split into rows; pass "
-            f"it as a dense tensor, or its parts"
+        raise _unsplittable(
+            f"{name}: a tensor of layout {leaf.layout}", "pass it as a dense tensor, or its parts"
         )
     if leaf.ndim and not -leaf.ndim <= dim < leaf.ndim:
         raise ValueError(
@@ -375,22 +364,21 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     return leaf.size(dim) if leaf.ndim else None
 
 
+def _unsplittable(what: str, remedy: str) -> ValueError:
+    return ValueError(f"{what} cannot be split into rows; {remedy}")
+
+
 def _refuse_foreign(name: str, leaf: Any) -> None:
     """Refuse objects of other libraries that contain rows: every replica would get them unsplit."""
     modules = [kind.__module__ for kind in type(leaf).__mro__]
+    what = f"{name}: a {type(leaf).__name__}"
     if isinstance(leaf, DataLoader):
-        instead = "iterate the loader, for inputs, targets in loader: …"
-    elif any(module.startswith("torch_geometric.data") for module in modules):
-        instead = "pass Rows(graphs, Batch.from_data_list)"
-    elif modules[0] == "numpy" and getattr(leaf, "shape", None):
-        instead = "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
-    else:
-        return
-    raise ValueError(f"{name}: a {type(leaf).__name__} cannot be split into rows: {instead}")
-
-
-def _shown(leaf: Any) -> str:
-    return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        raise _unsplittable(what, "iterate the loader, for inputs, targets in loader: …")
+    if any(module.startswith("torch_geometric.data") for module in modules):
+        raise _unsplittable(what, "pass Rows(graphs, Batch.from_data_list)")
+    if modules[0] == "numpy" and getattr(leaf, "shape", None):
+        remedy = "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
+        raise _unsplittable(what, remedy)
 
 
 def _refuse_grad(name: str, leaf: Any) -> None:
@@ -409,10 +397,13 @@ def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) ->
     channels. Every replica would get the whole of a list with as many texts or numbers, or lists of
     them, as there are rows.
     """
+    if not isinstance(value, (list, tuple, Mapping)):
+        return
     if isinstance(value, PackedSequence):
-        raise ValueError(
-            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
-            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
+        raise _unsplittable(
+            f"{name}: a PackedSequence",
+            "pass Rows(sequences, pack), where pack(few) returns "
+            "(pack_sequence(few, enforce_sorted=False),)",
         )
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         raise ValueError(
@@ -420,25 +411,24 @@ def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) ->
             f"images, which would be split over their 3 channels; pass Rows(images) for one "
             f"image per row, or a tuple if dimension 0 does hold 3 rows"
         )
-    is_as_long = isinstance(value, (list, tuple)) and len(value) > 1 and len(value) in sizes
-    kind = _kind_of_entries(value) if is_as_long else ""
+    kind = _kind_of_entries(value) if 1 < len(value) in sizes else ""
     if kind:
         raise ValueError(
             f"{name}: a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
             f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "
             f"row, or Replicated({kind})"
         )
-    items = value.values() if isinstance(value, Mapping) else value
-    if not isinstance(value, Tensor) and isinstance(value, (list, tuple, Mapping)):
-        for item in items:
-            _refuse_ambiguous(name, item, dim, sizes)
+    for item in value.values() if isinstance(value, Mapping) else value:
+        _refuse_ambiguous(name, item, dim, sizes)
 
 
-def _kind_of_entries(value: Sequence[Any]) -> str:
+def _kind_of_entries(value: Any) -> str:
     """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else nothing.
 
     Up to four numbers are taken for a size, such as ``(height, width)``.
     """
+    if isinstance(value, Mapping):
+        return ""
     nest = list, tuple
     flat = [one for item in value for one in (item if isinstance(item, nest) else [item])]
     if flat and isinstance(value, list) and all(isinstance(one, str) for one in flat):

@@ -26,16 +26,12 @@ _PLAIN = {bool, int, float, str, bytes, type(None)}  # leaves, which need no loo
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
         return function(value)
-    if type(value) in _PLAIN:
-        return function(value)
-    if type(value) is dict:  # fast path: a batch may have many such entries
-        return {key: map_leaves(function, item) for key, item in value.items()}
     children, make = _parts(value, value)
     if make is None:
         return function(value)
-    return make(
+    return make(  # most children are tensors, which need no further call
         [function(v) if isinstance(v, Tensor) else map_leaves(function, v) for v in children]
     )
 
@@ -67,29 +63,16 @@ def merge(
 
 def leaves(value: Any) -> list[Any]:
     """Every leaf of ``value``, in order."""
-    found: list[Any] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Any]) -> None:
-    children = value if type(value) in (tuple, list) else _children(value)
-    if children is None:
-        found.append(value)
-        return
-    for child in children:  # most are tensors: one call for all children of a container
-        if isinstance(child, Tensor):
-            found.append(child)
-        else:
-            _collect(child, found)
-
-
-def _children(value: Any) -> Iterable[Any] | None:
-    """The children of a container; ``None`` for a leaf."""
     if isinstance(value, Tensor) or type(value) in _PLAIN:
-        return None
+        return [value]
     children, make = _parts(value, value)
-    return None if make is None else children
+    if make is None:
+        return [value]
+    return [
+        leaf
+        for child in children
+        for leaf in ((child,) if isinstance(child, Tensor) else leaves(child))
+    ]
 
 
 def tensors(value: Any) -> list[Tensor]:

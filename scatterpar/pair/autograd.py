@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import all_tensors, has_markers, slice_rows, unwrap_markers
+from scatterpar.batch.markers import all_tensors, has_markers, select_rows, unwrap_markers
 from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
@@ -118,7 +118,7 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, transfers: AutogradTransfers
     mover, shares = LeafMover(transfers), []
     for share in plan.shares:
         rowless_moved = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
-        rows = slice_rows(rowless_moved, share.start, share.stop, dim)
+        rows = select_rows(rowless_moved, range(share.start, share.stop), dim)
         rows = nested.map_leaves(partial(move_rows, transfers, share.device), rows)
         shares.append(unwrap_markers(rows, copy=is_marked or share.device in sources))
     return shares

@@ -20,7 +20,7 @@ from scatterpar.batch.markers import (
     Marker,
     all_tensors,
     has_markers,
-    slice_rows,
+    select_rows,
     unwrap_marker,
     unwrap_markers,
 )
@@ -99,7 +99,7 @@ class ShareLoader:
         while self._batch[which][0] > start:
             which -= 1
         first, value = self._batch[which]
-        return slice_rows(value, start - first, stop - first, self._dim, function)
+        return select_rows(value, range(start - first, stop - first), self._dim, function)
 
     def load(self, number: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch after ``collate``; also starts copying the next micro-batch.

@@ -80,12 +80,6 @@ def test_costs_may_be_a_list_tuple_tensor_or_array(make):
     assert pieces_of(plan_of(make(LENGTHS), 2, 10)) == pieces_of(plan_of(LENGTHS, 2, 10))
 
 
-def test_rows_of_a_contiguous_plan():
-    with ScatterOnceParallel(mlp(), 2, ["cpu"] * 2) as engine:
-        assert pieces_of(engine.plan(9)) == [[[0, 1, 2], [3, 4]], [[5, 6], [7, 8]]]
-        assert pieces_of(engine.plan((4, 3)))[1] == [[2], [3], [6]]
-
-
 def test_a_plan_prints_rows_costs_and_loads():
     text = str(plan_of([1, 4, 1, 3, 2, 1, 3], 2, 6))
     assert text.splitlines() == [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 from harness.oracle import assert_step, build, randint, randn
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from scatterpar import Plan, ScatterOnceParallel
+from scatterpar.plan import make_plan
 
 
 def engine_on(replicas, **options):
@@ -109,3 +113,111 @@ def test_micro_batch_sizes_that_do_not_fit_the_replicas_are_refused(sizes):
 def test_micro_batch_sizes_and_another_cut_are_refused(other):
     with pytest.raises(ValueError, match="both say how a share is cut"):
         ScatterOnceParallel(nn.ReLU(), device_ids=["cpu"] * 2, micro_batch_size=[3, 8], **other)
+
+
+@given(
+    rows=st.integers(1, 1000),
+    accum=st.integers(1, 16),
+    shares=st.lists(st.integers(1, 100), min_size=1, max_size=6)
+    | st.sampled_from([[0.1, 0.7, 0.2], [1e-3, 1, 1]]),
+)
+def test_any_shares(rows, accum, shares):
+    n = len(shares)
+    plan = make_plan(rows, [torch.device("cpu")] * n, accum, shares=shares)
+    parts = [Fraction(share) / sum(map(Fraction, shares)) for share in shares]
+    assert [share.replica for share in plan.shares] == list(range(min(n, rows)))
+    ends = [0, *(share.stop for share in plan.shares)]
+    assert [share.start for share in plan.shares] == ends[:-1]
+    assert ends[-1] == rows
+    assert all(share.rows >= 1 for share in plan.shares)
+    if rows >= n and min(parts) * rows >= 1:
+        for share, part in zip(plan.shares, parts, strict=True):
+            assert abs(share.rows - rows * part) < 1
+    for share, part in zip(plan.shares, parts, strict=False):
+        assert len(share.micro_batches) <= math.ceil(accum * n * part)
+        largest = max(stop - start for start, stop in share.micro_batches)
+        assert largest <= math.ceil(Fraction(rows, accum * n))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    replicas=st.integers(1, 5),
+    accum=st.integers(1, 6),
+)
+def test_any_window_of_batches(sizes, replicas, accum):
+    """Each row once, in order; each batch divided as it would be by itself."""
+    devices = [torch.device("cpu")] * replicas
+    plan = make_plan(sizes, devices, accum)
+    found = [span for share in plan.shares for span in share.micro_batches]
+    expected, start = [], 0
+    for size in sizes:
+        alone = make_plan(size, devices, accum)
+        spans = [span for share in alone.shares for span in share.micro_batches]
+        expected += [(start + low, start + high) for low, high in spans]
+        start += size
+    assert sorted(found) == expected
+    assert plan.rows == start
+    for share in plan.shares:
+        assert list(share.micro_batches) == sorted(share.micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("shares", "accum", "substeps"),
+    [
+        ([0.3, 0.7], 5, [3, 7]),
+        ([0.1, 0.5], 6, [2, 10]),
+        ([1 / 7, 6 / 7], 7, [2, 12]),
+        ([1e-12, 1], 2, [1, 4]),
+    ],
+    ids=str,
+)
+def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, substeps):
+    """A float's 0.3 of 0.3 + 0.7 is more than three tenths: ten times that was cut into four."""
+    plan = make_plan(1000, [torch.device("cpu")] * 2, accum, shares=shares)
+    assert [len(share.micro_batches) for share in plan.shares] == substeps
+    largest = max(b - a for share in plan.shares for a, b in share.micro_batches)
+    assert largest <= math.ceil(1000 / (2 * accum))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 4096])
+def test_equal_shares_are_the_plan_without_any(rows):
+    assert make_plan(rows, [torch.device("cpu")] * 4, 5, shares=[2.5] * 4) == make_plan(
+        rows, [torch.device("cpu")] * 4, 5
+    )
+
+
+def test_the_micro_batch_size_holds_for_every_share():
+    plan = make_plan(100, [torch.device("cpu")] * 2, micro_batch_size=8, shares=[3, 1])
+    assert [share.rows for share in plan.shares] == [75, 25]
+    assert [len(share.micro_batches) for share in plan.shares] == [10, 4]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("rows", [2, 7, 37])
+def test_the_gradient_of_shares_that_differ_is_exact(devices, rows):
+    model = build(lambda: nn.Linear(4, 3))
+    inputs, targets = randn(rows, 4), randint(3, rows)
+    with ScatterOnceParallel(model, 3, devices(3), shares=[5, 1, 2]) as engine:
+        assert_step(engine, inputs, targets, nn.CrossEntropyLoss())
+        assert engine.shares == (5, 1, 2)
+        assert engine.last_step.plan == engine.plan(rows)
+        torch.testing.assert_close(engine.eval()(inputs), model(inputs))
+
+
+def test_learned_shares_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"removed in 0\.3\.0; pass .* such as \[3, 1\]"):
+        engine_on(2, shares="auto")
+
+
+def test_a_plan_says_where_its_rows_are():
+    engine = engine_on(2, accum=2)
+    plan = engine.plan(9)
+    assert [[*plan.rows_of(0, n)] for n in (0, 1)] == [[0, 1, 2], [3, 4]]
+    assert [[*plan.rows_of(1, n)] for n in (0, 1)] == [[5, 6], [7, 8]]
+    plan = engine.plan([5, 3])
+    first, second = plan.shares
+    assert first.micro_batches == ((0, 2), (2, 3), (5, 6), (6, 7))
+    assert first.spans == ((0, 3), (5, 7))
+    assert (first.start, first.stop, first.rows) == (0, 7, 5)
+    assert second.spans == ((3, 5), (7, 8))
+    assert "0:3, 5:7" in str(plan)

@@ -6,12 +6,15 @@ Chunks are of a few bytes here, so that small models are cut as large ones are.
 from __future__ import annotations
 
 import copy
+import math
 from itertools import permutations
 
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import assert_step, build, randint, randn
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import scatterpar.engine
@@ -345,3 +348,32 @@ def test_lists_are_of_one_dtype_and_equal_strides(devices, monkeypatch):
         DataParallelModel(twin, devices(3))(inputs)
     assert seen
     assert set(seen) == {(1, 1)}
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), max_size=8),
+    most=st.integers(1, 20),
+    alone=st.integers(1, 60),
+)
+def test_any_tensors_travel_once_in_messages_that_are_not_too_large(sizes, most, alone):
+    """How a tensor is cut depends on its own size alone; large ones travel by themselves."""
+    travelled = {key: [] for key in range(len(sizes))}
+    for message in coalescing.messages(tuple(enumerate(sizes)), most, alone):
+        assert 0 < sum(message.sizes) <= most
+        assert len(message.pieces) == 1 or all(sizes[p.key] < alone for p in message.pieces)
+        for piece, size in zip(message.pieces, message.sizes, strict=True):
+            assert piece.stop - piece.start == size
+            assert piece.is_whole == (size == sizes[piece.key])
+            travelled[piece.key].append((piece.start, piece.stop))
+    for key, size in enumerate(sizes):
+        cuts = [(start, min(start + most, size)) for start in range(0, size, most)]
+        assert travelled[key] == cuts
+
+
+@given(count=st.integers(1, 70))
+def test_a_broadcast_takes_few_rounds(count):
+    rounds = coalescing.tree_rounds(count)
+    for pairs in rounds:
+        members = [device for pair in pairs for device in pair]
+        assert len(set(members)) == len(members), "those of a round are sent at the same time"
+    assert len(rounds) == math.ceil(math.log2(count))

@@ -48,6 +48,7 @@ ON_RANKS = {
     ],
     weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     contrastive: ["clip", "barlow_twins", "ranking"],
+    batches: ["a codebook of 64 and 32 rows"],
 }
 RUNS_OF_RANKS = [
     *((size, module_cases, "tied", "engine") for size in (1, 3)),

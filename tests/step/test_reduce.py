@@ -6,9 +6,12 @@ import pytest
 import torch
 from harness.oracle import assert_step, build, randint, randn
 from harness.rank_processes import Counted, failure, run_on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.step.reduce import sum_pairs
 
 pytestmark = pytest.mark.draws
 
@@ -139,3 +142,13 @@ def test_ranks_that_differ_in_it_are_refused():
     for kind, text in run_on_ranks(2, _different):
         assert kind == "ValueError"
         assert words in text
+
+
+@given(count=st.integers(1, 70))
+def test_each_replica_is_added_once(count):
+    left = set(range(count))
+    for target, source in sum_pairs(count):
+        assert target != source
+        assert {target, source} <= left
+        left.remove(source)
+    assert left == {0}

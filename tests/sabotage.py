@@ -187,7 +187,7 @@ SABOTAGES = [
         "Ranks._exchange",
         "factor = outcome.terms / terms if terms else 0.0",
         "factor = 1.0 / self.size",
-        "test_a_step_is_that_of_all_batches_together",
+        "test_a_step_of_ranks_is_that_of_one_device",
     ),
     Sabotage(
         EXACT,
@@ -347,7 +347,7 @@ SABOTAGES = [
         "Ranks.__init__",
         "self._collectives.broadcast_from_rank_0(module)",
         "pass",
-        "test_a_step_is_that_of_all_batches_together",
+        "test_the_first_ranks_parameters_are_taken_over",
     ),
     Sabotage(
         EXACT,

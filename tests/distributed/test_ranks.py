@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
+import pickle
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Of, mlp
+import torch.distributed as dist
+from harness import contrastive
+from harness.contrastive import two_views
+from harness.models import CLASSES, FEATURES, Classifier, Of, mlp
 from harness.module_cases import CASES
 from harness.oracle import (
     assert_close,
@@ -16,133 +19,63 @@ from harness.oracle import (
     gradients,
     randint,
     randn,
+    seeded,
     whole_batch,
 )
-from harness.rank_processes import Counted, run_on_ranks
+from harness.rank_processes import Counted, failure, run_on_ranks
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
 
 # How many rows each rank has: uneven on purpose, some fewer than there are replicas.
 ROWS = {2: (9, 4), 3: (7, 1, 5)}
-IGNORED = -100
-
-
-class Summed(nn.Module):
-    reduction = "sum"
-
-    def forward(self, outputs, targets):
-        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
-
-
-def counting(outputs, weights):
-    """A mean over the positive entries of the outputs, which only ``count=`` can tell."""
-    return (outputs.square().sum(1) * weights).sum() / weights.sum()
-
-
-def positive(rows):
-    return randn(rows, seed=4).abs() + 0.1
-
-
-def weights_of(_, weights):
-    return weights.sum()
-
-
-def ignoring(rows):
-    """Class weights and ignored targets: all of rank 1's, the last 4, are ignored."""
-    targets = randint(CLASSES, rows)
-    targets[::3] = IGNORED
-    targets[-4:] = IGNORED
-    return targets
-
-
-def class_weighted():
-    return nn.CrossEntropyLoss(weight=randn(CLASSES, seed=5).abs() + 0.1)
-
-
-LOSSES = {
-    "mean": (nn.CrossEntropyLoss, lambda rows: randint(CLASSES, rows), {}),
-    "sum": (Summed, lambda rows: randint(CLASSES, rows), {}),
-    "weighted": (class_weighted, ignoring, {}),
-    "counted": (lambda: counting, lambda rows: randn(rows, seed=4) ** 2, {"count": weights_of}),
-}
+CE = nn.CrossEntropyLoss()
 
 
 def part(group, tensor, rows):
     return tensor.split(rows)[group.rank()]
 
 
-def step(group, devices, accum, loss):
-    rows = ROWS[group.size()]
-    criterion, targets_of, options = LOSSES[loss]
-    model = mlp(group.rank())  # rank 0's weights are taken over
-    inputs, targets = randn(sum(rows), FEATURES), targets_of(sum(rows))
-    mine = part(group, inputs, rows), part(group, targets, rows)
-    engine = ScatterOnceParallel(model, accum, devices, process_group=group)
-    with engine, Counted() as collectives:
-        value = engine.forward_backward(*mine, criterion(), **options)
-        assert engine.last_step.loss == value.item()
-    return value, gradients(model), collectives
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_step_is_that_of_all_batches_together(devices, size, replicas, loss):
-    found = run_on_ranks(size, step, devices(replicas), 2, loss)
-    rows = sum(ROWS[size])
-    criterion, targets_of, _ = LOSSES[loss]
-    model = mlp()
-    expected = whole_batch(model, randn(rows, FEATURES), targets_of(rows), criterion())
-    for value, grads, collectives in found:
-        assert_close(value, expected[0], "loss")
-        for name, gradient in expected[1].items():
-            assert_close(grads[name], gradient, name)
-            assert torch.equal(grads[name], found[0][1][name]), f"{name} differs between ranks"
-        assert torch.equal(value, found[0][0])
-        (small, *_, small_bytes), *large = collectives
-        assert small == "all_reduce"
-        assert small_bytes < 1024
-        assert [(name, dtype) for name, dtype, _ in large] == [("all_reduce", torch.float64)]
-        elements = sum(p.numel() for p in model.parameters())
-        assert large[0][2] <= 8 * (elements + 100)
-
-
-def two_steps(group, **options):
-    model = build(mlp)
-    inputs, targets = (part(group, t, ROWS[2]) for t in (randn(13, FEATURES), randint(CLASSES, 13)))
-    options |= {"process_group": group, "verify": False}
-    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"], **options) as engine:
-        losses = [engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()) for _ in range(2)]
-    return losses, gradients(model)
-
-
-def test_captured_sub_steps_give_the_same_bits():
-    for (losses, found), (others, expected) in zip(
-        run_on_ranks(2, functools.partial(two_steps, graphs=True)),
-        run_on_ranks(2, two_steps),
-        strict=True,
-    ):
-        assert losses == others
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def collectives_of(group):
-    model = CASES["several dtypes"].build()
-    batch = randn(9, FEATURES).split((5, 4))[group.rank()], randint(CLASSES, 9).split((5, 4))
+def collectives_of(group, name):
+    """What a step of one rank sends to the others."""
+    case = (CASES | contrastive.CASES)[name]
+    model = case.build()
+    batch = case.rows(range(5, 9) if group.rank() else range(5))
     with ScatterOnceParallel(model, process_group=group) as engine, Counted() as collectives:
-        engine.forward_backward(batch[0], batch[1][group.rank()], nn.CrossEntropyLoss())
-    return sorted(str(dtype) for _, dtype, _ in collectives[1:])
+        loss = engine.forward_backward(*batch, case.criterion(model), **case.options)
+        assert engine.last_step.loss == pytest.approx(loss.item())
+    return collectives
 
 
-def test_there_is_one_large_collective_for_each_dtype():
-    assert run_on_ranks(2, collectives_of) == [["torch.float32", "torch.float64"]] * 2
+@pytest.mark.parametrize(
+    ("name", "dtypes"), [("tied", ["float64"]), ("several dtypes", ["float32", "float64"])]
+)
+def test_a_step_has_a_small_collective_and_a_large_one_for_each_dtype(name, dtypes):
+    for collectives in run_on_ranks(2, collectives_of, name):
+        assert {call for call, _, _ in collectives} == {"all_reduce"}
+        (_, _, small), *large = collectives
+        assert small < 1024
+        assert sorted(str(dtype) for _, dtype, _ in large) == [f"torch.{name}" for name in dtypes]
+        elements = sum(p.numel() for p in CASES[name].build().parameters())
+        assert sum(size for *_, size in large) <= 8 * (elements + 100)
+
+
+def test_a_step_of_the_whole_batch_has_four_collectives():
+    """Two below 1 KiB, the outputs and targets, and the gradients."""
+    first, second = run_on_ranks(2, collectives_of, "clip, one sub-step")
+    assert [name for name, _, _ in first] == ["all_reduce"] * 4
+    assert first == second
+    sizes = [size for _, _, size in first]
+    assert sizes[0] == sizes[2] < 1024
+    assert first[1][1] == torch.uint8
+    data = 9 * (2 * contrastive.EMBEDDING + 1) * 8 + 2 * 8  # embeddings and labels; a scale each
+    assert sizes[1] == data + 2 * 8 * (2 + 2 + 2 + 1)  # with a header
 
 
 def scaled(group):
     model = build(mlp)
     twin = copy.deepcopy(model)
-    inputs, targets, criterion = randn(13, FEATURES), randint(CLASSES, 13), nn.CrossEntropyLoss()
+    inputs, targets, criterion = randn(13, FEATURES), randint(CLASSES, 13), CE
     batch = part(group, inputs, ROWS[2]), part(group, targets, ROWS[2])
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,12 +93,12 @@ def several_engines(group):
     models = [mlp(seed) for seed in (1, 2)]
     batch = randn(13, FEATURES), randint(CLASSES, 13)
     mine = [part(group, tensor, ROWS[2]) for tensor in batch]
-    expected = [whole_batch(model, *batch, nn.CrossEntropyLoss())[1] for model in models]
+    expected = [whole_batch(model, *batch, CE)[1] for model in models]
     engines = [ScatterOnceParallel(model, process_group=group) for model in models]
     for _ in range(2):
         for engine, gradient in zip(engines, expected, strict=True):
             engine.module.zero_grad()
-            engine.forward_backward(*mine, nn.CrossEntropyLoss())
+            engine.forward_backward(*mine, CE)
             assert_gradients(engine.module, gradient)
     for engine in engines:
         engine.close()
@@ -213,7 +146,7 @@ def lists_and_windows(group):
     labels = [randint(CLASSES, 5, seed=3), randint(CLASSES, 2, seed=4)]
     window = [(Rows(batch), Replicated(table)) for batch in batches(rank)]
     with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
-        engine.forward_backward(Rows.from_batches(window), labels[rank], nn.CrossEntropyLoss())
+        engine.forward_backward(Rows.from_batches(window), labels[rank], CE)
         actual = model.weight.grad.clone()
         model.zero_grad()
         everything = [sentence for r in range(2) for batch in batches(r) for sentence in batch]
@@ -227,3 +160,396 @@ def lists_and_windows(group):
 @pytest.mark.parametrize("case", [scaled, several_engines, lists_and_windows])
 def test_two_ranks_are_one_device_with(case):
     run_on_ranks(2, case)
+
+
+# --- one criterion over the outputs of all ranks ---
+
+
+def batch_of(rows):
+    return (randn(rows, FEATURES, seed=5), randn(rows, FEATURES, seed=6)), randint(4, rows)
+
+
+def part_of(group):
+    rows = ROWS[group.size()]
+    (one, other), labels = batch_of(sum(rows))
+    one, other, labels = (t.split(rows)[group.rank()] for t in (one, other, labels))
+    return (one, other), labels
+
+
+def beside_a_table(outputs, targets):
+    labels, table = targets
+    return nn.functional.cross_entropy(outputs["one"] @ table["centres"].T, labels)
+
+
+def step_beside_a_table(group, devices):
+    inputs, labels = part_of(group)
+    table = Replicated({"centres": TABLE if group.rank() == 0 else TABLE * 2})
+    model = two_views()
+    with ScatterOnceParallel(model, 2, devices, process_group=group, verify=False) as engine:
+        loss = engine.forward_backward(inputs, (labels, table), beside_a_table, whole_batch=True)
+    return loss, gradients(model)
+
+
+TABLE = randn(4, contrastive.EMBEDDING, seed=9)
+
+
+def test_targets_without_rows_are_rank_0_s(devices):
+    """A table that was marked ``Replicated`` was joined with the other ranks', row after row."""
+    (one, other), labels = batch_of(sum(ROWS[2]))
+    targets = labels, {"centres": TABLE}
+    expected, its = whole_batch(two_views(), (one, other), targets, beside_a_table)
+    for loss, found in run_on_ranks(2, step_beside_a_table, devices(2)):
+        assert_close(loss, expected, "loss")
+        for name in ("first.weight", "last.weight"):
+            assert_close(found[name], its[name], name)
+
+
+class OneByOne(nn.Linear):
+    def forward(self, rows):
+        return [super(OneByOne, self).forward(row) for row in rows]
+
+
+def lists_of(group, where):
+    """As many rows on every rank, so that entry by entry all shapes are alike."""
+    rows = randn(2, FEATURES, seed=group.rank())
+    targets = {
+        "outputs": None,
+        "tensors": Rows(list(rows)),
+        "texts": Rows(["a", "b"]),
+        "collated": Rows(list(rows), torch.stack),
+    }[where]
+    model = (OneByOne if where == "outputs" else nn.Linear)(FEATURES, 2).double()
+    inputs = Rows(list(rows)) if where == "outputs" else rows
+
+    def criterion(outputs, _):
+        return torch.stack(list(outputs)).sum()
+
+    with ScatterOnceParallel(model, process_group=group) as engine:
+        raised = failure(engine.forward_backward, inputs, targets, criterion, whole_batch=True)
+    return raised, gradients(model)
+
+
+@pytest.mark.parametrize("where", ["outputs", "tensors", "texts", "collated"])
+def test_lists_are_refused_that_ranks_cannot_join(where):
+    """They were joined entry by entry, or rank 0's texts were taken for all rows' ones."""
+    for (kind, text), found in run_on_ranks(2, lists_of, where):
+        assert kind == "ValueError"
+        assert "whole_batch" in text
+        assert ("outputs" if where == "outputs" else "targets") in text
+        assert all(gradient is None for gradient in found.values())
+
+
+class Learned(nn.Module):
+    """A criterion with a temperature of its own, a queue, and noise."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.noise = noise
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.register_buffer("queue", torch.zeros(3, contrastive.EMBEDDING, dtype=torch.float64))
+
+    def forward(self, outputs, labels):
+        one = outputs["one"] + self.noise * torch.randn_like(outputs["one"])
+        logits = self.scale * one @ torch.cat([outputs["other"], self.queue]).T
+        self.queue.copy_(one.detach()[:3])
+        return nn.functional.cross_entropy(logits, torch.arange(len(labels)))
+
+
+def learn(group, noise):
+    torch.manual_seed(group.rank())  # what the criterion draws is the same on all nevertheless
+    model, criterion = two_views(), Learned(noise)
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group, verify=False) as engine:
+        before = torch.get_rng_state()
+        losses = [
+            engine.forward_backward(*part_of(group), criterion, whole_batch=True) for _ in "ab"
+        ]
+    assert not torch.equal(before, torch.get_rng_state())
+    return losses, gradients(criterion) | gradients(model) | {"queue": criterion.queue}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("noise", [0.1, 0.0])
+def test_the_criterion_counts_once_and_draws_alike(noise):
+    (losses, found), (other_losses, other) = run_on_ranks(2, learn, noise)
+    assert losses[0] != losses[1]
+    assert other_losses == losses
+    assert all(g is None or torch.equal(g, other[name]) for name, g in found.items())
+    if not noise:
+        model, criterion = two_views(), Learned(noise)
+        (one, other), labels = batch_of(sum(ROWS[2]))
+        for _ in "ab":
+            criterion(model(one, other), labels).backward()
+        assert_close(found["scale"], criterion.scale.grad, "scale")
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(contrastive.EMBEDDING).double()
+
+    def forward(self, outputs, _):
+        return self.norm(outputs["one"]).pow(3).mean()
+
+
+def normalise(group):
+    criterion = Normalised()
+    options = {"process_group": group, "buffers": "batch"}
+    with ScatterOnceParallel(two_views(), 2, ["cpu"] * 2, **options) as engine:
+        engine.forward_backward(*part_of(group), criterion, whole_batch=True)
+    return dict(criterion.named_buffers())
+
+
+def test_statistics_of_the_criterion_move_once():
+    """Each rank had seen all rows, and so the variance was that of more rows than there are."""
+    (inputs, _), criterion = batch_of(sum(ROWS[2])), Normalised()
+    criterion(two_views()(*inputs), None)
+    for found in run_on_ranks(2, normalise):
+        for name, buffer in criterion.named_buffers():
+            assert_close(found[name].double(), buffer.double(), name)
+
+
+# --- construction, and buffers ---
+
+
+class Everything(Classifier):
+    """Buffers of all dtypes; those that change depend on the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("fp16", torch.ones(2, dtype=torch.float16))
+        self.register_buffer("bf16", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("int16", torch.zeros((), dtype=torch.int16))
+        self.register_buffer("int64", torch.zeros((), dtype=torch.long))
+        self.register_buffer("fp8", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("lowest", torch.full((FEATURES,), torch.inf, dtype=torch.float64))
+        self.register_buffer("constant", torch.rand(7, dtype=torch.float64) / 3)
+        self.register_buffer("nothing", None)
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, inputs):
+        if self.training:
+            self.fp16 += len(inputs)
+            self.bf16 += len(inputs)
+            self.turn *= 1j * len(inputs)
+            self.flags = ~self.flags
+            self.int16 += len(inputs)
+            self.int64 += 2**40 + len(inputs)
+            self.lowest = torch.minimum(self.lowest, inputs.detach().amin(0))
+        return self.linear(self.norm(inputs))
+
+
+def everything():
+    module = Everything()
+    module.linear.double()
+    module.norm.double()
+    return module
+
+
+def data():
+    return randn(sum(ROWS[2]), FEATURES), randint(CLASSES, sum(ROWS[2]))
+
+
+def bits(tensor):
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def step_with_buffers(group, buffers, steps):
+    torch.manual_seed(group.rank())
+    module = everything()
+    module.int64 += group.rank()
+    mine = [tensor.split(ROWS[2])[group.rank()] for tensor in data()]
+    with ScatterOnceParallel(module, process_group=group, buffers=buffers) as engine:
+        start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        with Counted() as collectives:
+            for _ in range(steps):
+                engine.forward_backward(*mine, CE)
+    return start, dict(module.named_buffers()), len(collectives)
+
+
+def expected_buffers(start, rows):
+    with seeded():
+        module = everything()
+    module.load_state_dict(start, strict=False)
+    module.lowest = start["lowest"].clone()
+    for _ in range(2):
+        module(rows)
+    return dict(module.named_buffers())
+
+
+def test_buffers_of_every_dtype():
+    (start, found, collectives), (other_start, other, _) = run_on_ranks(
+        2, step_with_buffers, "master", 2
+    )
+    inputs, _ = data()
+    first = expected_buffers(start, inputs[: ROWS[2][0]])
+    assert found.keys() == other.keys() == first.keys()
+    for name, buffer in found.items():
+        assert torch.equal(bits(start[name]), bits(other_start[name])), f"{name}: not taken over"
+        assert torch.equal(bits(buffer), bits(other[name])), f"{name} differs between ranks"
+        assert buffer.dtype == start[name].dtype
+        if buffer.dtype == torch.float64:  # batch statistics, which round as threads have it
+            assert_close(buffer, first[name], name)
+        else:
+            assert torch.equal(bits(buffer), bits(first[name])), name
+    assert collectives <= 2 * (1 + 6)  # a small one; float64, 32, 16, bfloat16, complex, bytes
+
+
+def with_buffer(name, tensor):
+    module = nn.Linear(2, 3)
+    module.register_buffer(name, tensor)
+    return module
+
+
+def quantised():
+    module = nn.Linear(2, 3).requires_grad_(False)
+    module.weight.quant_state = torch.ones(3)
+    return module
+
+
+MODULES = {
+    "small": lambda: nn.Linear(2, 3),
+    "wider": lambda: nn.Linear(2, 4),
+    "double": lambda: nn.Linear(2, 3).double(),
+    "without bias": lambda: nn.Linear(2, 3, bias=False),
+    "nested": lambda: nn.Sequential(nn.Linear(2, 3)),
+    "with buffer": lambda: with_buffer("scale", torch.ones(())),
+    "table": lambda: nn.Embedding(2, 3),
+    "sparse table": lambda: nn.Embedding(2, 3, sparse=True),
+    "lazy": lambda: nn.LazyLinear(3),
+    "quantised": quantised,
+}
+
+
+def construct(group, modules, options=({}, {}, {})):
+    module = MODULES[modules[group.rank()]]()
+    return failure(ScatterOnceParallel, module, process_group=group, **options[group.rank()])
+
+
+SMALL = "parameter 'weight' of shape (3, 2), torch.float32, "
+BATCH = {"buffers": "batch"}
+REFUSED = [
+    ("small", "wider", {}, f"rank 0 has {SMALL}rank 1 has"),
+    ("small", "double", {}, "rank 1 has parameter 'weight' of shape (3, 2), torch.float64; make"),
+    ("small", "without bias", {}, "'bias' of shape (3,), torch.float32, rank 1 has nothing more"),
+    ("without bias", "small", {}, "rank 0 has nothing more, rank 1 has parameter 'bias'"),
+    ("small", "nested", {}, "rank 1 has parameter '0.weight'"),
+    ("small", "with buffer", {}, "rank 1 has buffer 'scale' of shape (), torch.float32"),
+    (
+        *("table", "sparse table", {}),
+        "rank 1 has parameter 'weight' of shape (2, 3), torch.float32, spa",
+    ),
+    ("small", "lazy", {}, "rank 1 has parameter 'weight' not initialised yet, torch.float32"),
+    ("small", "small", BATCH, "rank 0 has buffers='master', rank 1 has buffers='batch'"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "options", "words"), REFUSED)
+def test_modules_that_differ_are_the_same_error_on_every_rank(first, second, options, words):
+    found = run_on_ranks(3, construct, [first, second, first], [{}, options, {}])
+    assert found[0][0] == "ValueError"
+    assert found[0][1].startswith("the ranks' modules differ: rank 0 has ")
+    assert words in found[0][1]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "advice"),
+    [
+        ("lazy", "'weight' is not initialised yet", "call the module once"),
+        ("quantised", "'weight' is quantised, a Parameter", "train without a process_group"),
+        ("sparse table", "'weight' has sparse gradients", "make the embedding with sparse=False"),
+    ],
+)
+def test_what_cannot_be_taken_over(module, words, advice):
+    for kind, said in run_on_ranks(2, construct, [module, module]):
+        assert kind == "ValueError"
+        assert said.startswith(words)
+        assert advice in said
+
+
+def outside(group):
+    inner = dist.new_group([0])
+    return failure(ScatterOnceParallel, nn.Linear(2, 3), process_group=inner)
+
+
+def test_a_process_outside_the_group_is_told_so():
+    first, *others = run_on_ranks(3, outside)
+    assert first is None
+    for kind, words in others:
+        assert kind == "TypeError"
+        assert words.startswith("process_group must be a torch.distributed process group that")
+
+
+def taken_over(group):
+    torch.manual_seed(group.rank())
+    module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 3, 1))
+    module.to(memory_format=torch.channels_last)  # the last one's kernel is contiguous in both ways
+    module.register_buffer("table", torch.randn(1, 3).expand(2, 3))
+    ScatterOnceParallel(module, process_group=group).close()
+    assert module[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert module.table.stride() == (0, 1)
+    return [p.detach() for p in module.parameters()] + [module.table]
+
+
+def test_the_first_ranks_parameters_are_taken_over():
+    with seeded(0):
+        module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 3, 1))
+        table = torch.randn(1, 3).expand(2, 3)
+    for found in run_on_ranks(3, taken_over):
+        assert all(map(torch.equal, found, [*module.parameters(), table]))
+
+
+def copied(group):
+    with ScatterOnceParallel(nn.Linear(2, 3), process_group=group) as engine:
+        return failure(copy.deepcopy, engine), failure(pickle.dumps, engine)
+
+
+def test_an_engine_with_a_group_says_what_to_copy_instead():
+    for words in run_on_ranks(1, copied)[0]:
+        assert words[0] == "TypeError"
+        assert "copy engine.module, or save engine.state_dict()" in words[1]
+
+
+def subgroup(group):
+    pair = dist.new_group([1, 2])
+    if group.rank() == 0:
+        return None
+    module = mlp(group.rank())
+    inputs, targets = data()
+    with ScatterOnceParallel(module, process_group=pair) as engine:
+        mine = (tensor.split(ROWS[2])[pair.rank()] for tensor in (inputs, targets))
+        return engine.forward_backward(*mine, CE)
+
+
+def test_a_group_of_some_of_the_ranks():
+    _, first, second = run_on_ranks(3, subgroup)
+    inputs, targets = data()
+    assert torch.equal(first, second)
+    assert_close(first, CE(mlp(1)(inputs), targets).detach(), "loss")
+
+
+class WritesItsWeight(nn.Linear):
+    def forward(self, inputs):
+        self.weight.data.mul_(0.9)
+        return super().forward(inputs)
+
+
+def written(group):
+    module = build(lambda: WritesItsWeight(FEATURES, CLASSES))
+    mine = [tensor.split(ROWS[2])[group.rank()] for tensor in data()]
+    with ScatterOnceParallel(module, process_group=group) as engine:
+        found = [failure(engine.forward_backward, *mine, CE) for _ in range(2)]
+    return found, module.weight.grad
+
+
+def test_parameters_that_a_forward_pass_writes_are_refused():
+    """Each rank would have gone on with values of its own."""
+    for found, gradient in run_on_ranks(2, written):
+        for kind, words in found:
+            assert kind == "RuntimeError"
+            assert "the forward pass writes the parameter 'weight'" in words
+            assert "values are lost" in words
+        assert gradient is None

@@ -53,6 +53,7 @@ ON_RANKS = {
 RUNS_OF_RANKS = [
     *((size, module_cases, "tied", "engine") for size in (1, 3)),
     *((3, contrastive, "clip", runner) for runner in ("engine", "by cost")),
+    (2, module_cases, "tied", "graphs"),
     *((2, weighted, name, "by cost") for name in ("padded", "mean")),
     *((2, table, name, "engine") for table, names in ON_RANKS.items() for name in names),
 ]

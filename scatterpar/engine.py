@@ -435,7 +435,9 @@ class ScatterOnceParallel(Wrapper):
         """
         check_links(self.device_ids)
         try:
-            trial["clock"] = self._trace.current if self._trace else None
+            trial["clock"] = (
+                self._trace.current.span if self._trace and self._trace.current else None
+            )
             is_trial = trial.get("max_substeps") is not None
             checks = self._verifier if self.verify and not is_trial else None
             with Attempt(

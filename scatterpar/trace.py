@@ -19,7 +19,7 @@ import torch
 
 from scatterpar.devices.runtime import has_streams
 from scatterpar.plan import Share, as_text
-from scatterpar.step.attempt import ProfilerClock
+from scatterpar.step.attempt import profiler_block
 
 _LAUNCHES = "forward", "backward", "recompute", "replay"  # parts that launch work on devices
 _ORDER = (
@@ -48,7 +48,7 @@ class Event:
     def __init__(self, step: TracedStep, name: str, share: Share | None, number: int | None):
         self.name, self.share, self.sub_step, self._step = name, share, number, step
         # A profiler may run beside the trace.
-        self._block = ProfilerClock().span(name, share, number)
+        self._block = profiler_block(name, share, number)
         self._zero = step.zeros.get(share.device) if share and name in _LAUNCHES else None
         self._marks: list[torch.Event] = []
 

@@ -36,8 +36,7 @@ from scatterpar.devices.runtime import is_out_of_memory, synchronize
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.outputs import check_entries, returned_outputs
-from scatterpar.step.reduce import Computed, Gradient
+from scatterpar.step.reduce import Computed, Gradient, check_entries, returned_outputs
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import BatchList, LeafMover
 from scatterpar.step.schedule import Schedule, set_aside
@@ -116,7 +115,7 @@ class TwoPasses(Schedule):
                 why = "other ranks have seen these outputs"
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
-        returned = returned_outputs(attempt, tasks, [first.returned for first in passes])
+        returned = returned_outputs(attempt, [first.returned for first in passes])
         value = to_numbers(loss) if batch.counts else 0.0
         return Computed(value, loss.dtype, returned, batch.gradients)
 

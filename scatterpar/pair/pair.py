@@ -7,9 +7,8 @@ no device has to hold all outputs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
-from scatterpar.step.substeps import call_inputs, criterion_locks, scalar_loss
+from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
 from scatterpar.threads.workers import Workers
 from scatterpar.wrapper import Wrapper
 
@@ -232,10 +231,10 @@ class DataParallelCriterion(Wrapper):
                 replicate(root, devices, self._checked_modes) if root else ([], nullcontext())
             )
             criteria = [r.copy_of(self.module) for r in replicas] or [self.module] * len(calls)
-            locks = criterion_locks(self.module, len(calls))
+            lock = criterion_lock(self.module)
             functions = [
                 partial(_loss, criterion, lock, *call)
-                for criterion, lock, call in zip(criteria, locks, calls, strict=True)
+                for criterion, call in zip(criteria, calls, strict=True)
             ]
             losses = run_each(self._workers, request, plan, functions, guard)
             if replicas:
@@ -273,7 +272,7 @@ class DataParallelCriterion(Wrapper):
 
 def _loss(
     criterion: Callable[[Any, Any], Any],
-    lock: threading.Lock | None,
+    lock: AbstractContextManager[object] | None,
     output: Any,
     targets: Any,
 ) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
@@ -18,7 +17,7 @@ from scatterpar import torch_private
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import PHASES, Transfers, write
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
 from scatterpar.threads.generators import Generators
@@ -28,37 +27,17 @@ _Result = TypeVar("_Result")
 _UNTIMED = contextlib.nullcontext()
 
 
-class _ShareTask(Protocol):
-    @property
-    def share(self) -> Share: ...
+# Times its body: a part of the step, the share whose replica does it (``None``: the caller's
+# thread), and the sub-step. Threads of several replicas call it at the same time.
+Clock = Callable[[str, Share | None, int | None], contextlib.AbstractContextManager[object]]
 
 
-class _ReplicasTask(_ShareTask, Protocol):
-    @property
-    def replicas(self) -> Sequence[Replica]: ...
-
-
-_Task = TypeVar("_Task", bound=_ShareTask)
-
-
-class Clock(Protocol):
-    """Times the parts of one step. Threads of several replicas call it at the same time."""
-
-    def span(
-        self, name: str, share: Share | None = None, sub_step: int | None = None
-    ) -> contextlib.AbstractContextManager[object]:
-        """Time the body, which is work of the replica of ``share``, or of the caller's thread."""
-
-
-class ProfilerClock:
-    """Shows the parts of a step as ``record_function`` blocks in torch's profilers."""
-
-    def span(
-        self, name: str, share: Share | None = None, sub_step: int | None = None
-    ) -> contextlib.AbstractContextManager[object]:
-        """The body is a block, such as ``scatterpar forward 3``."""
-        label = name if sub_step is None else f"{name} {sub_step}"
-        return torch.profiler.record_function(f"scatterpar {label}")
+def profiler_block(
+    name: str, share: Share | None = None, sub_step: int | None = None
+) -> contextlib.AbstractContextManager[object]:
+    """Show the body in torch's profilers as a block, such as ``scatterpar forward 3``."""
+    label = name if sub_step is None else f"{name} {sub_step}"
+    return torch.profiler.record_function(f"scatterpar {label}")
 
 
 class Checks(Protocol):
@@ -108,9 +87,9 @@ class Attempt:
         self.checks = checks
         self.observed = 0.0, 0.0  # numbers of an observer, which ranks add
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.replica_seconds: defaultdict[int, float] = defaultdict(float)  # of work in its thread
+        self.replica_seconds = [0.0] * len(plan.shares)  # of work in the replica's thread
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
-        self.clock = clock or (ProfilerClock() if torch_private.profiler_is_on() else None)
+        self.clock = clock or (profiler_block if torch_private.profiler_is_on() else None)
         self._values: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._states: list[tuple[torch.Generator, Tensor]] = []
@@ -124,7 +103,7 @@ class Attempt:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Time the body, which runs in the caller's thread, for a trace or a profiler."""
-        return self.clock.span(name) if self.clock else _UNTIMED
+        return self.clock(name, None, None) if self.clock else _UNTIMED
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -167,7 +146,7 @@ class Attempt:
             restore_after(error, self.generators.rollback, *restores, self.transfers.synchronize)
 
     @contextlib.contextmanager
-    def isolated(self, task: _ReplicasTask) -> Iterator[None]:
+    def isolated(self, task: Any) -> Iterator[None]:
         """In the body, the task's replicas start in the state of the last refresh.
 
         Afterwards their present state and their generators' is restored, but not their gradients.
@@ -180,7 +159,7 @@ class Attempt:
                 stack.enter_context(replica.isolated())
             yield
 
-    def run(self, function: Callable[..., _Result], tasks: Sequence[_Task]) -> list[_Result]:
+    def run(self, function: Callable[..., _Result], tasks: Sequence[Any]) -> list[_Result]:
         """Run ``function(task, proceed=…)`` for every replica's task, each in its worker.
 
         Each draws from the random stream of its replica. ``proceed()`` raises if another replica
@@ -193,7 +172,7 @@ class Attempt:
             if cancel.is_set():
                 raise Cancelled
 
-        def work(task: _Task) -> _Result:
+        def work(task: Any) -> _Result:
             start = time.perf_counter()
             with self.generators.of(task.share.replica):
                 try:

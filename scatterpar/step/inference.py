@@ -13,14 +13,19 @@ from torch import nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import has_markers_with_rows
-from scatterpar.batch.nested import Lists, join_rows
+from scatterpar.batch.nested import Lists
 from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_and_globals
-from scatterpar.step.outputs import check_entries
-from scatterpar.step.reduce import gather_to_master, reduce_buffers, reduce_statistics
+from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.reduce import (
+    check_entries,
+    join_on_master,
+    reduce_buffers,
+    reduce_statistics,
+)
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks, note_replica
 
@@ -38,7 +43,8 @@ def map_rows(
     replicas = attempt.replicas
     loaders = scatter(request.batch, plan, request.dim, transfers)
     replicas.refresh(module, None, transfers)
-    tasks, replica_sets = make_tasks(plan, replicas, loaders), replicas.replica_sets
+    attempt.weights = compute_loss_weights(request, plan, None)
+    tasks, replica_sets = make_tasks(attempt, loaders), replicas.replica_sets
     work = _work(function, replicas.of_model)
     with parameter_writes_refused(replica_sets):
         outputs = attempt.run(work.of_share, tasks)
@@ -46,15 +52,7 @@ def map_rows(
     lists: Lists = "always"
     if function is module:
         lists = "if clear" if has_markers_with_rows(request.batch) else "never"
-    output = join_rows(
-        gather_to_master(outputs, plan, transfers),
-        request.dim,
-        weights=plan.substep_rows,
-        rows=plan.substep_rows,
-        lists=lists,
-        order=plan.order,
-        pad=pad,
-    )
+    output = join_on_master(attempt, outputs, lists, pad)
     transfers.synchronize()
     if any(part.training for part in module.modules()):
         buffers = reduce_buffers(replica_sets)

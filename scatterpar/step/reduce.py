@@ -32,15 +32,15 @@ from scatterpar.devices.coalescing import (
     plus,
     tree_rounds,
 )
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.runtime import no_kernel_search, physical
 from scatterpar.devices.transfers import Transfers
-from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import ReplicaSet, Statistics
 from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Request
+from scatterpar.step.substeps import ReplicaTask, note_replica
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
 
@@ -90,8 +90,8 @@ class Outcome:
         """The report of the step, which began ``waited`` seconds after the previous one."""
         attempt, plan = self.attempt, self.attempt.plan
         copied = attempt.transfers.bytes, attempt.transfers.messages
-        busy = tuple(attempt.replica_seconds[share.replica] for share in plan.shares)
         counted = attempt.seconds, *copied, self.retries
+        busy = tuple(attempt.replica_seconds)
         return StepReport(plan, self.loss, *counted, noise, waited, busy)
 
 
@@ -253,19 +253,6 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return one.stride() == other.stride() and is_lazy == (other.is_conj(), other.is_neg())
 
 
-def gather_to_master(
-    outputs: Sequence[Sequence[Any]], plan: Plan, transfers: Transfers
-) -> list[Any]:
-    """The outputs of all micro-batches, share by share, in the memory of the master."""
-    master = plan.shares[0].device
-    copy = partial(transfers.copy, device=master, phase="reduce")
-    return [
-        output if share.device == master else nested.map_tensors(copy, output)
-        for of_share, share in zip(outputs, plan.shares, strict=True)
-        for output in of_share
-    ]
-
-
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:
     """Add ``gradients`` to ``total``. An index that ``total`` lacks gets the gradient itself."""
     shared = []
@@ -278,3 +265,66 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
             total[i] = plus(total[i], gradient)
     for pairs in grouped([total[i] for i in shared], [gradients[i] for i in shared]):
         torch._foreach_add_(*pairs)
+
+
+def check_entries(
+    attempt: Attempt,
+    task: ReplicaTask,
+    outputs: Sequence[Sequence[Any]],
+    compute_rows: Callable[[ReplicaTask, Any], Any],
+    is_module: bool = True,
+) -> None:
+    """Have the joined order checked if rows of each replica's ``outputs`` may have several entries.
+
+    ``compute_rows(task, rows)`` returns the output for other rows. Raises ``ValueError`` if joined
+    outputs are not those of one call, or if they are of a function that is not the module
+    (``is_module``) and drew random numbers: how many it draws may depend on the rows.
+    """
+    pieces, rows = [*chain(*outputs)], attempt.plan.substep_rows[0]
+    if len(pieces) < 2 or not nested.have_entries(pieces[0], attempt.request.dim, rows):
+        return
+    if not is_module and attempt.generators.drawn:
+        raise ValueError(
+            "the function draws random numbers and returns several entries per row, whose order "
+            "cannot be compared with that of one call: return .view(rows, k, -1) of k entries "
+            "per row"
+        )
+    if attempt.checks is not None:
+        with no_kernel_search():  # the check has other sizes
+            attempt.checks.check_join(attempt, task, compute_rows, pieces[0])
+
+
+def join_on_master(
+    attempt: Attempt,
+    outputs: Sequence[Sequence[Any]],
+    lists: nested.Lists = "never",
+    pad: float | None = None,
+) -> Any:
+    """The outputs of all micro-batches as one, on the master, in the order of the batch's rows.
+
+    0-dim tensors are averaged with the weights of ``attempt``. ``pad`` is that of ``join_rows``.
+    """
+    plan, weights = attempt.plan, [*chain(*attempt.weights.by_share)]
+    master = plan.shares[0].device
+    copy = partial(attempt.transfers.copy, device=master, phase="reduce")
+    pieces = [
+        output if share.device == master else nested.map_tensors(copy, output)
+        for share, of_share in zip(plan.shares, outputs, strict=True)
+        for output in of_share
+    ]
+    options: dict[str, Any] = {"lists": lists, "order": plan.order, "pad": pad}
+    return nested.join_rows(pieces, attempt.request.dim, weights, plan.substep_rows, **options)
+
+
+def returned_outputs(attempt: Attempt, outputs: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """The outputs for ``return_outputs``: one entry per replica, or with costs one of all rows."""
+    if not attempt.request.return_outputs:
+        return ()
+    if attempt.plan.order:
+        return (join_on_master(attempt, outputs),)
+    joined, shares = [], attempt.plan.shares
+    for share, pieces, weights in zip(shares, outputs, attempt.weights.by_share, strict=True):
+        rows = [stop - start for start, stop in share.micro_batches]
+        with note_replica(share):
+            joined.append(nested.join_rows(pieces, attempt.request.dim, weights, rows))
+    return tuple(joined)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,7 @@ from scatterpar.step.criterion_closure import (
     trained_leaves,
     training_buffers,
 )
-from scatterpar.step.outputs import check_entries, returned_outputs
-from scatterpar.step.reduce import Computed
+from scatterpar.step.reduce import Computed, check_entries, returned_outputs
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import BatchList, ShareLoader
 from scatterpar.step.substeps import (
@@ -70,16 +69,12 @@ class Schedule:
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
         loss = functools.reduce(operator.add, [result.loss for result in results])
         outputs = [result.outputs for result in results]
-        compute_rows = partial(_returned_output, return_outputs=attempt.request.return_outputs)
-        check_entries(attempt, tasks[0], outputs, compute_rows)
-        returned = returned_outputs(attempt, tasks, outputs)
-        return Computed(loss, results[0].dtype, returned)
 
+        def returned(task: ReplicaTask, rows: Any) -> Any:
+            return detached_output(task.output_of(rows[0]), attempt.request.return_outputs)
 
-def _returned_output(
-    task: ReplicaTask, rows: Any, return_outputs: bool | Callable[[Any], Any]
-) -> Any:
-    return detached_output(task.output_of(rows[0]), return_outputs)
+        check_entries(attempt, tasks[0], outputs, returned)
+        return Computed(loss, results[0].dtype, returned_outputs(attempt, outputs))
 
 
 def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule) -> Computed:
@@ -98,11 +93,12 @@ def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule
     leaves = trained_leaves([*(leaf for each in sets for leaf in each.trained_tensors), *held])
     attempt.user_leaves = leaves
     with set_aside(leaves):
-        tasks = make_tasks(attempt.plan, replicas, loaders, attempt.weights.by_share, attempt.clock)
+        tasks = make_tasks(attempt, loaders)
         if attempt.checks is not None:
             with attempt.span("verify"), no_kernel_search():
                 attempt.checks.check(attempt, tasks[: len(replicas.criteria)])
         computed = schedule.run(attempt, tasks)
+        attempt.transfers.synchronize()
         for leaf in leaves:
             if leaf.grad is not None:
                 raise not_replicated(leaf, request.criterion)

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.plan import Plan, Share, shown
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.plan import Share, shown
+from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, Clock
 from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
 from scatterpar.step.request import Request
@@ -43,8 +43,7 @@ class ReplicaTask:
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         replicas: the replica of the model, and that of the criterion if there is one.
         leaves: the tensors in which backward passes accumulate gradients.
-        criterion_lock: held in calls of a criterion of the user's; replicas that share the
-            criterion share the lock.
+        criterion_lock: held in calls of the criterion, by all replicas; ``None`` for torch's own.
         clock: times the parts of sub-steps; ``None`` if nobody asks for them.
     """
 
@@ -55,12 +54,12 @@ class ReplicaTask:
     weights: Sequence[float] = ()
     replicas: Sequence[Replica] = ()
     leaves: Sequence[Tensor] = ()
-    criterion_lock: threading.Lock | None = None
+    criterion_lock: contextlib.AbstractContextManager[object] | None = None
     clock: Clock | None = None
 
     def span(self, name: str, number: int) -> contextlib.AbstractContextManager[object]:
         """Time the body as a part of sub-step ``number``."""
-        return self.clock.span(name, self.share, number) if self.clock else _UNTIMED
+        return self.clock(name, self.share, number) if self.clock else _UNTIMED
 
     def rows_of(self, number: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
@@ -95,19 +94,19 @@ class ReplicaTask:
                 raise not_replicated(leaf, self.criterion)
 
 
-def criterion_locks(
-    criterion: Callable[..., Any] | None, count: int
-) -> Sequence[threading.Lock | None]:
-    """Locks for ``count`` replicas' calls of a criterion; ``None`` for torch's own losses.
+def criterion_lock(
+    criterion: Callable[..., Any] | None,
+) -> contextlib.AbstractContextManager[object] | None:
+    """A lock that all replicas hold in calls of the criterion; ``None`` for torch's own losses.
 
-    A function is shared, with all that it refers to. A module is not: each replica has a copy.
+    A function is shared, with all that it refers to. Of a module each replica has a copy.
     """
     is_module = isinstance(criterion, nn.Module)
     kind = type(criterion) if is_module else criterion
     of_torch = "torch.nn.functional", "torch.nn.modules.loss"
     if criterion is None or getattr(kind, "__module__", None) in of_torch:
-        return [None] * count
-    return [threading.Lock() for _ in range(count)] if is_module else [threading.Lock()] * count
+        return None
+    return contextlib.nullcontext() if is_module else threading.Lock()
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -177,19 +176,13 @@ def _named_rows(numbers: Sequence[int]) -> str:
     return f"rows {shown(', '.join(map(str, numbers)))}"
 
 
-def make_tasks(
-    plan: Plan,
-    replicas: Replicas,
-    loaders: Sequence[ShareLoader],
-    weights: Sequence[Sequence[float]] | None = None,
-    clock: Clock | None = None,
-) -> list[ReplicaTask]:
+def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[ReplicaTask]:
     """One task per share. With fewer rows than replicas, the last replicas have none."""
-    tasks = []
-    locks = criterion_locks(next(iter(replicas.criteria), None), len(plan.shares))
-    for i, share in enumerate(plan.shares):
+    tasks, replicas, weights = [], attempt.replicas, attempt.weights.by_share
+    criteria = replicas.criteria
+    lock = criterion_lock(criteria[0])
+    for i, share in enumerate(attempt.plan.shares):
         sets = [each for each in replicas.replica_sets if i < len(each.replicas)]
-        criteria = replicas.criteria
         tasks.append(
             ReplicaTask(
                 share,
@@ -199,8 +192,8 @@ def make_tasks(
                 weights=weights[i] if weights else (),
                 replicas=[each.replicas[i] for each in sets],
                 leaves=[each.replicas[i].tensors[n] for each in sets for n in each.trained_indices],
-                criterion_lock=locks[i],
-                clock=clock,
+                criterion_lock=lock,
+                clock=attempt.clock,
             )
         )
     return tasks

@@ -220,7 +220,7 @@ def fits(
     with engine._workers.exclusive(), engine._attempt(request, plan) as attempt:
         attempt.replicas.refresh(engine.module, request.criterion, Transfers())
         loaders = scatter(request.batch, plan, request.dim, Transfers())
-        tasks = make_tasks(plan, attempt.replicas, loaders)[:1]
+        tasks = make_tasks(attempt, loaders)[:1]
         try:
             with parameter_writes_refused(attempt.replicas.replica_sets):
                 question = _Question(attempt, request, tasks, splits=True)

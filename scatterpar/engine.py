@@ -20,7 +20,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -43,13 +42,7 @@ from scatterpar.step.commit import commit
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
-from scatterpar.step.request import (
-    Count,
-    Request,
-    check_buffers,
-    check_options,
-    check_synchronised,
-)
+from scatterpar.step.request import Count, Request, check_options, check_synchronised
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.schedule import Schedule, compute
 from scatterpar.step.substeps import call_inputs
@@ -193,9 +186,14 @@ class ScatterOnceParallel(Wrapper):
 
     def _check_options(self) -> None:
         """Refuse invalid options, and modules that are not on the master."""
-        sizes = self.micro_batch_size, len(self.device_ids), self.micro_batch_cost
-        check_options(self.module, self.accum, *sizes, self.dim, self.accumulate_dtype)
-        check_buffers(self.buffer_policy)
+        cut = self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids)
+        check_options(
+            self.module,
+            *cut,
+            dim=self.dim,
+            buffers=self.buffer_policy,
+            accumulate_dtype=self.accumulate_dtype,
+        )
         if self.micro_batch_cost is not None:
             from scatterpar.costs import check_budget
 
@@ -406,7 +404,7 @@ class ScatterOnceParallel(Wrapper):
             return self._one_pass
         from scatterpar.two_passes import TwoPasses
 
-        return TwoPasses(request, self._ranks)
+        return TwoPasses(request, self._ranks, self.graphs)
 
     def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
@@ -424,7 +422,7 @@ class ScatterOnceParallel(Wrapper):
                 results = compute(attempt, loaders, schedule)
             with phase("reduce"):  # 5
                 observers = self._observers if schedule.weights_apply() else ()
-                return reduce(attempt, replicas.replica_sets, results, observers)
+                return reduce(attempt, results, observers)
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
@@ -434,19 +432,16 @@ class ScatterOnceParallel(Wrapper):
         ``Attempt.save_for_undo`` are restored.
         """
         check_links(self.device_ids)
+        is_trial = trial.get("max_substeps") is not None
         try:
-            trial["clock"] = (
-                self._trace.current.span if self._trace and self._trace.current else None
-            )
-            is_trial = trial.get("max_substeps") is not None
-            checks = self._verifier if self.verify and not is_trial else None
             with Attempt(
                 self._workers,
                 request,
                 plan,
                 self._replicas,
-                checks,
-                replica_offset=self._replica_offset,
+                self._verifier if self.verify and not is_trial else None,
+                self._replica_offset,
+                self._trace.clock if self._trace else None,
                 **trial,
             ) as attempt:
                 yield attempt
@@ -475,8 +470,8 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *args: Any, **options: Any) -> Request:
         """The arguments of one call, with the engine's options."""
-        engine_options = {"dim": self.dim, "check_finite": self.check_finite}
-        return replace(Request(*args), graphs=self.graphs, **engine_options | options)
+        options |= {"dim": self.dim, "check_finite": self.check_finite}
+        return Request(*args, **options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.

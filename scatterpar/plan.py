@@ -21,14 +21,11 @@ _SHOWN = 72  # characters of row numbers in a table or an error
 class Share:
     """The rows of the batch that one replica handles.
 
-    ``start``, ``stop`` and the pairs in ``micro_batches`` count rows in the order of the plan.
-    Without costs that is the order of the batch: a sub-step computes ``batch[start:stop]`` of its
-    pair. If micro-batches are cut by cost, the plan counts replica by replica, and ``row_numbers``
-    has, for each micro-batch, the numbers of its rows in the batch, in ascending order.
-
-    If the batch consists of several (``Rows.from_batches``), positions count through all of them,
-    one after the other, and a share has some rows of each. Rows between ``start``, its first row,
-    and ``stop``, the row after its last, may belong to other shares.
+    A sub-step computes ``batch[start:stop]`` of its pair in ``micro_batches``. If micro-batches are
+    cut by cost, rows count in the plan's order, replica by replica, and ``row_numbers`` has, for
+    each micro-batch, the numbers of its rows in the batch, ascending. Several batches
+    (``Rows.from_batches``) count as one: rows between ``start`` and ``stop``, those of the share's
+    first and last, may belong to other shares.
     """
 
     replica: int
@@ -51,10 +48,7 @@ class Share:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The micro-batches, merged if they touch: one pair of start and stop for a single batch.
-
-        Micro-batches that are cut by cost are not merged, because their rows are not consecutive.
-        """
+        """The micro-batches, merged if they touch and are not cut by cost."""
         if self.row_numbers:
             return self.micro_batches
         spans: list[tuple[int, int]] = []
@@ -126,13 +120,11 @@ def make_plan(
 ) -> Plan:
     """Split ``rows`` over ``devices`` and each share into micro-batches, as evenly as possible.
 
-    Sizes differ by at most one, larger pieces come first, and no piece is empty. If there are fewer
-    rows than replicas (or than ``accum``), fewer are used.
-
-    With ``shares`` the rows are divided in proportion, with a difference of less than one row. A
-    larger share is cut into more micro-batches, not into larger ones. Their number is ``accum``
-    times the share's size relative to an equal share, rounded up, so no micro-batch has more rows
-    than with equal shares. ``micro_batch_size`` may be a list with one number per replica.
+    Sizes differ by at most one, larger pieces come first, and no piece is empty: with fewer rows
+    than replicas (or than ``accum``), fewer are used. With ``shares`` the rows are divided in
+    proportion, with a difference of less than one row. A larger share is cut into more
+    micro-batches, not into larger ones: ``accum`` times its size relative to an equal share,
+    rounded up. ``micro_batch_size`` may be a list with one number per replica.
 
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
@@ -146,10 +138,7 @@ def make_plan(
     """
     sizes = tuple(rows) if isinstance(rows, (tuple, list)) else (rows,)
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"rows must be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"rows must be at least 1, got {size}: an empty batch has no plan")
+        check_int("rows", size, least=1)
     relative = None if shares is None else tuple(shares)
     limits = (micro_batch_size,) * len(devices)
     if isinstance(micro_batch_size, (list, tuple)):
@@ -225,6 +214,14 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(ends))
 
 
+def check_int(name: str, value: Any, least: int | None = None, also: str = "") -> None:
+    """Refuse what is no int, or below ``least``; ``also`` names other allowed values."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{also}, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 def check_shares(shares: Any, count: int) -> tuple[float, ...]:
     """The relative sizes of ``count`` shares, equal if ``shares`` is ``None``."""
     if shares is None:
@@ -239,14 +236,13 @@ def check_shares(shares: Any, count: int) -> tuple[float, ...]:
     for share in shares:
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"shares must be numbers, got {share!r} in {list(shares)!r}")
-        if not (share > 0 and math.isfinite(share)):
+        if not 0 < share < math.inf:
             raise ValueError(
-                f"shares must be positive and finite, got {share!r} in {list(shares)!r}; "
-                f"to leave a device out, leave it out of device_ids"
+                f"shares must be positive and finite, got {share!r} in {list(shares)!r}; leave a "
+                f"device that gets no rows out of device_ids"
             )
     if len(shares) != count:
         raise ValueError(
-            f"shares has {len(shares)} numbers for {count} replicas; pass one number for each "
-            f"entry of device_ids"
+            f"shares has {len(shares)} numbers for {count} replicas; pass one number per replica"
         )
     return tuple(shares)

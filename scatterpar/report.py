@@ -120,10 +120,6 @@ def _ms(seconds: float) -> str:
 
 
 def as_html(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as an HTML table; the first row has the headings."""
-    head, *body = (
-        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in zip(["th"] + ["td"] * (len(table) - 1), table, strict=True)
-    )
-    rows = "".join(f"<tr>{row}</tr>" for row in body)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    """Rows of cells as an HTML table."""
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in table)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

@@ -19,7 +19,7 @@ import torch
 
 from scatterpar.devices.runtime import has_streams
 from scatterpar.plan import Share, as_text
-from scatterpar.step.attempt import profiler_block
+from scatterpar.step.attempt import Clock, profiler_block
 
 _LAUNCHES = "forward", "backward", "recompute", "replay"  # parts that launch work on devices
 _ORDER = (
@@ -126,7 +126,7 @@ class Trace:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.steps: list[TracedStep] = []
-        self.current: TracedStep | None = None  # the clock of attempts; ``None`` outside of a step
+        self.clock: Clock | None = None  # of attempts; ``None`` outside of a step
         self._zeros: dict[torch.device, Zero] = {}
         for device in filter(has_streams, devices):
             mark = _timed_mark(device)
@@ -137,13 +137,14 @@ class Trace:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """The body is a step."""
-        self.current = TracedStep(len(self.steps), self._zeros)
-        self.steps.append(self.current)
+        step = TracedStep(len(self.steps), self._zeros)
+        self.steps.append(step)
+        self.clock = step.span
         try:
-            with self.current:
+            with step:
                 yield
         finally:
-            self.current = None
+            self.clock = None
 
     def __str__(self) -> str:
         """A table with one line per replica, and the phases, in milliseconds per step."""

@@ -66,9 +66,9 @@ class TwoPasses(Schedule):
 
     replicas_of_criterion = 1  # the master's
 
-    def __init__(self, request: Request, ranks: Ranks | None) -> None:
+    def __init__(self, request: Request, ranks: Ranks | None, graphs: bool = False) -> None:
         self._ranks = ranks
-        if request.graphs:
+        if graphs:
             raise ValueError(
                 "graphs=True captures the loss with its sub-step, and whole_batch=True computes it "
                 "after all forward passes: make another engine, without graphs, for this loss"

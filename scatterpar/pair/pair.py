@@ -29,7 +29,7 @@ from scatterpar.pair.autograd import (
     run_each,
     scatter_owned,
 )
-from scatterpar.plan import Plan, make_plan
+from scatterpar.plan import Plan, check_int, make_plan
 from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
@@ -38,7 +38,6 @@ from scatterpar.step.request import (
     Count,
     Request,
     check_function,
-    check_int,
     check_module,
     resolve_reduction,
 )

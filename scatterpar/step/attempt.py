@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
@@ -41,7 +42,7 @@ def profiler_block(
 
 
 class Checks(Protocol):
-    """Checks a step before its sub-steps, and outputs before they are joined; an add-on does so."""
+    """Checks of a step before its sub-steps, and of outputs before they are joined: an add-on."""
 
     def check(self, attempt: Attempt, tasks: Sequence[Any]) -> None:
         """Check the step of these tasks; replicas are refreshed. May raise."""
@@ -52,44 +53,35 @@ class Checks(Protocol):
         """Raise an error if outputs like ``piece`` are not joined as one call gives them."""
 
 
+@dataclass(eq=False)
 class Attempt:
     """One try at a request or a part of one: its plan, random generators, transfers and times.
 
     As a context manager, which may be entered again, it calls ``undo`` if the body raises.
-    ``replica_offset`` is the number of the first replica among those of all processes. A trial
-    whether sub-steps fit into memory runs at most ``max_substeps`` of them. With ``retain_rows``,
-    rows that have arrived stay for a second pass.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        request: Request,
-        plan: Plan,
-        replicas: Replicas,
-        checks: Checks | None = None,
-        *,
-        replica_offset: int | None = None,
-        clock: Clock | None = None,
-        max_substeps: int | None = None,
-        retain_rows: bool = True,
-    ) -> None:
-        self.workers = workers
-        self.request = request
-        self.plan = plan
-        self.max_substeps, self.retain_rows = max_substeps, retain_rows
-        self.generators = Generators([share.device for share in plan.shares], replica_offset)
-        self.transfers = Transfers()
-        self.weights = LossWeights([], 1.0)
-        self.replicas = replicas
-        self.user_leaves: Sequence[Tensor] = ()  # that user code reaches: no gradient may arrive
-        self.is_serial = False  # replicas run one after the other
-        self.checks = checks
-        self.observed = 0.0, 0.0  # numbers of an observer, which ranks add
+    workers: Workers
+    request: Request
+    plan: Plan
+    replicas: Replicas
+    checks: Checks | None = None
+    replica_offset: int | None = None  # the number of the first replica among all processes'
+    clock: Clock | None = None
+    max_substeps: int | None = None  # that a trial runs, whether sub-steps fit into memory
+    retain_rows: bool = True  # rows that have arrived stay for a second pass
+    # Set while the attempt runs:
+    user_leaves: Sequence[Tensor] = ()  # that user code reaches: no gradient may arrive there
+    is_serial: bool = False  # replicas run one after the other
+    observed: tuple[float, float] = 0.0, 0.0  # numbers of an observer, which ranks add
+
+    def __post_init__(self) -> None:
+        shares = self.plan.shares
+        self.generators = Generators([share.device for share in shares], self.replica_offset)
+        self.transfers, self.weights = Transfers(), LossWeights([], 1.0)
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.replica_seconds = [0.0] * len(plan.shares)  # of work in the replica's thread
+        self.replica_seconds = [0.0] * len(shares)  # of work in the replica's thread
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
-        self.clock = clock or (profiler_block if torch_private.profiler_is_on() else None)
+        self.clock = self.clock or (profiler_block if torch_private.profiler_is_on() else None)
         self._values: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._states: list[tuple[torch.Generator, Tensor]] = []

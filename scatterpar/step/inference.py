@@ -44,9 +44,9 @@ def map_rows(
     loaders = scatter(request.batch, plan, request.dim, transfers)
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
-    tasks, replica_sets = make_tasks(attempt, loaders), replicas.replica_sets
+    tasks = make_tasks(attempt, loaders)
     work = _work(function, replicas.of_model)
-    with parameter_writes_refused(replica_sets):
+    with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.run(work.of_share, tasks)
         check_entries(attempt, tasks[0], outputs, work, function is module)
     lists: Lists = "always"
@@ -55,9 +55,9 @@ def map_rows(
     output = join_on_master(attempt, outputs, lists, pad)
     transfers.synchronize()
     if any(part.training for part in module.modules()):
-        buffers = reduce_buffers(replica_sets)
-        statistics = reduce_statistics(replica_sets, len(tasks), transfers)
-        buffer_writer([*buffers, *(statistics.values() if statistics else [])])()
+        statistics = reduce_statistics(attempt)
+        values = statistics.values() if statistics else []
+        buffer_writer([*reduce_buffers(attempt), *values])()
     attempt.generators.commit()
     return output
 

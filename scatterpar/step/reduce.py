@@ -61,10 +61,10 @@ class Outcome:
     attempt: Attempt  # the one that succeeded
     loss: float  # of the whole batch
     dtype: torch.dtype  # of the losses
+    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
     terms: float  # the number of terms that a mean loss averages over; 1 for a sum
     rows: int  # the number of rows in the batch; of all ranks
     observed: tuple[float, float]  # what an observer recorded; ranks add it
-    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
     gradients: list[Gradient]  # of every trained tensor of the user's
     buffers: list[BufferValue]
     statistics: Statistics | None  # of layers that are updated once per step
@@ -101,33 +101,22 @@ Combine = Callable[[Callable[[], Outcome]], Outcome]
 Observer = Callable[[Attempt, list[dict[int, Tensor]]], None]
 
 
-def reduce(
-    attempt: Attempt,
-    replica_sets: Sequence[ReplicaSet],
-    computed: Computed,
-    observers: Sequence[Observer],
-) -> Outcome:
+def reduce(attempt: Attempt, computed: Computed, observers: Sequence[Observer]) -> Outcome:
     """Combine what the replicas have; the results of the step are in the master's memory."""
-    request, transfers, external = attempt.request, attempt.transfers, computed.external_gradients
-    shares = attempt.plan.shares
+    sets, active = attempt.replicas.replica_sets, len(attempt.plan.shares)
     for observe in observers:
-        observe(attempt, [_gradients_of(replica_sets, share.replica) for share in shares])
+        observe(attempt, [_gradients_of(sets, replica) for replica in range(active)])
     written = attempt.written()  # buffers that the criterion has written keep its values
-    buffers = [one for one in reduce_buffers(replica_sets) if id(one[0].get(one[1])) not in written]
-    gradients: list[Gradient] = []
-    if request.backward:
-        gradients = reduce_gradients(replica_sets, len(shares), transfers, external)
+    buffers = [one for one in reduce_buffers(attempt) if id(one[0].get(one[1])) not in written]
     return Outcome(
         attempt,
-        computed.loss,
-        computed.dtype,
-        attempt.weights.terms,
-        attempt.plan.rows,
-        attempt.observed,
-        computed.outputs,
-        gradients,
-        buffers,
-        reduce_statistics(replica_sets, len(shares), transfers),
+        *computed[:3],
+        terms=attempt.weights.terms,
+        rows=attempt.plan.rows,
+        observed=attempt.observed,
+        gradients=reduce_gradients(attempt, computed.external_gradients),
+        buffers=buffers,
+        statistics=reduce_statistics(attempt),
     )
 
 
@@ -143,26 +132,22 @@ def _gradients_of(replica_sets: Sequence[ReplicaSet], replica: int) -> dict[int,
     return gradients
 
 
-def reduce_gradients(
-    replica_sets: Sequence[ReplicaSet],
-    active: int,
-    transfers: Transfers,
-    external: Sequence[Gradient],
-) -> list[Gradient]:
+def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gradient]:
     """The user's trained leaves, each with the sum of its gradients, in the master's memory.
 
-    The sum is ``None`` if no replica used the leaf. The first ``active`` replicas had rows.
-    ``external`` has gradients that reached the user's own leaves directly. Raises ``ValueError`` if
-    a gradient arrived at a tensor of the module that was computed from parameters.
+    The sum is ``None`` if no replica used the leaf. ``external`` has gradients that reached the
+    user's own leaves directly. Raises ``ValueError`` if a gradient arrived at a tensor of the
+    module that was computed from parameters.
     """
     gradients: list[Gradient] = []
-    for each in replica_sets:
-        replicas = each.replicas[:active]
+    for each in attempt.replicas.replica_sets if attempt.request.backward else ():
+        replicas = each.replicas[: len(attempt.plan.shares)]
         of_replicas = [
             {i: g for i in each.trained_indices if (g := replica.tensors[i].grad) is not None}
             for replica in replicas
         ]
-        sums = sum_in_order(of_replicas, [r.device for r in replicas], transfers, in_place=True)
+        devices = [replica.device for replica in replicas]
+        sums = sum_in_order(of_replicas, devices, attempt.transfers, in_place=True)
         if others := sums.keys() - each.leaf_indices:
             raise ValueError(
                 f"the module holds a tensor of shape {tuple(each.tensors[min(others)].shape)} that "
@@ -178,17 +163,15 @@ def reduce_gradients(
     return list(total.values())
 
 
-def reduce_buffers(replica_sets: Sequence[ReplicaSet]) -> list[BufferValue]:
+def reduce_buffers(attempt: Attempt) -> list[BufferValue]:
     """The master's buffers: container, name, and value after the step, which is replica 0's."""
-    return [*chain.from_iterable(each.buffers_after() for each in replica_sets)]
+    return [*chain(*(each.buffers_after() for each in attempt.replicas.replica_sets))]
 
 
-def reduce_statistics(
-    replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
-) -> Statistics | None:
+def reduce_statistics(attempt: Attempt) -> Statistics | None:
     """The statistics of layers that are updated once per step; ``None`` if none are."""
-    policy = replica_sets[0].statistics_policy
-    return policy.of_step(replica_sets, active, transfers) if policy else None
+    sets, policy = attempt.replicas.replica_sets, attempt.replicas.of_model.statistics_policy
+    return policy.of_step(sets, len(attempt.plan.shares), attempt.transfers) if policy else None
 
 
 def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
@@ -228,13 +211,11 @@ def _add_received(
     transfers: Transfers,
 ) -> None:
     """Add gradients from another device, chunk by chunk if dtype, shape and strides are equal."""
-    alike = {
-        i: flat
-        for i, gradient in gradients.items()
-        if i in total
-        and _are_alike(total[i], gradient)
-        and (flat := flat_view(gradient)) is not None
+    pairs = {i: (total[i], gradient) for i, gradient in gradients.items() if i in total}
+    flats = {
+        i: flat_view(gradient) for i, (one, gradient) in pairs.items() if _are_alike(one, gradient)
     }
+    alike = {i: flat for i, flat in flats.items() if flat is not None}
     sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
     for message, flat in iter_messages(alike):
         arrived = transfers.copy(flat, device, "reduce")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scatterpar.batch.markers import batches_of, select_rows
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.plan import check_int
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.report import warn
 from scatterpar.wrapper import Wrapper
@@ -26,16 +27,7 @@ Count = Callable[[Any, Any], "float | Tensor"]
 class Request:
     """The arguments of one step, and the engine's options that concern it.
 
-    Attributes:
-        backward: whether gradients are computed; otherwise sub-steps are forward passes only.
-        graphs: whether sub-steps are captured.
-        costs: one number per row, if micro-batches are cut by cost.
-        order: for a plan by cost, the number in the user's batch of each row, in the order of the
-            plan; otherwise empty.
-        batches: the inputs and targets of each batch, one or several. ``checked`` sets this and
-            the following attributes, and ``reduction``.
-        sizes: the number of rows of each batch.
-        scale: the scaler's factor.
+    ``checked`` sets ``reduction``, ``batches``, their ``sizes``, and the ``scale`` of the scaler.
     """
 
     inputs: Any
@@ -46,14 +38,13 @@ class Request:
     scaler: torch.amp.GradScaler | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
-    backward: bool = True
+    costs: Any = None
     dim: int = 0
     check_finite: bool = False
-    graphs: bool = False
-    costs: Any = None
-    order: Sequence[int] = ()
-    batches: Sequence[tuple[Any, Any]] = ()
-    sizes: Sequence[int] = ()
+    backward: bool = True  # otherwise sub-steps are forward passes only
+    order: Sequence[int] = ()  # by cost: the number of the batch's row at each place of the plan
+    batches: Sequence[tuple[Any, Any]] = ()  # the inputs and targets of each batch
+    sizes: Sequence[int] = ()  # the number of rows of each batch
     scale: float = 1.0
 
     @property
@@ -99,10 +90,7 @@ class Request:
         """The request with its rows counted and its reduction resolved. Refuses invalid ones."""
         self._require_functions()
         if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
-            raise TypeError(
-                f"return_outputs must be True, False or a callable that says what to keep of an "
-                f"output, got {self.return_outputs!r}"
-            )
+            raise TypeError(f"return_outputs must be bool or callable, got {self.return_outputs!r}")
         if not isinstance(self.scaler, (torch.amp.GradScaler, type(None))):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {self.scaler!r}")
         if self.targets is not None and self.criterion is None and self.count is None:
@@ -119,7 +107,6 @@ class Request:
         return replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
 
     def _require_functions(self) -> None:
-        """Refuse values that are not functions, or functions at another argument's position."""
         if callable(self.targets) or isinstance(self.criterion, Tensor):
             raise TypeError(
                 f"got targets={_shown(self.targets)} and criterion={_shown(self.criterion)}, which "
@@ -142,62 +129,51 @@ def check_options(
     module: Any,
     accum: Any,
     micro_batch_size: Any,
-    replicas: int,
     micro_batch_cost: Any,
+    replicas: int,
+    *,
     dim: Any,
+    buffers: Any,
     accumulate_dtype: Any,
 ) -> None:
     """Refuse invalid options of an engine."""
     check_module(module)
     if accum != "auto":
-        _require_positive("accum", accum, ' or "auto"')
+        check_int("accum", accum, least=1, also=' or "auto"')
     if isinstance(micro_batch_size, (list, tuple)):
-        if len(micro_batch_size) != replicas or not all(
-            type(size) is int and size > 0 for size in micro_batch_size
-        ):
+        are_sizes = all(type(size) is int and size > 0 for size in micro_batch_size)
+        if len(micro_batch_size) != replicas or not are_sizes:
             raise ValueError(
                 f"micro_batch_size={micro_batch_size} must have one int of at least 1 for each of "
                 f"the {replicas} replicas; pass one number for each entry of device_ids"
             )
     elif micro_batch_size is not None:
-        _require_positive("micro_batch_size", micro_batch_size, " or a list with one per replica")
-    cuts = [f"accum={accum}"] if accum != 1 else []
-    cuts += [f"micro_batch_size={micro_batch_size}"] if micro_batch_size is not None else []
-    cuts += [f"micro_batch_cost={micro_batch_cost}"] if micro_batch_cost is not None else []
-    if len(cuts) > 1:
-        raise ValueError(f"{' and '.join(cuts)} both say how a share is cut; pass one of them")
+        also = " or a list with one per replica"
+        check_int("micro_batch_size", micro_batch_size, least=1, also=also)
+    cuts = {"micro_batch_size": micro_batch_size, "micro_batch_cost": micro_batch_cost}
+    given = [f"accum={accum}"] if accum != 1 else []
+    given += [f"{name}={value}" for name, value in cuts.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how a share is cut; pass one of them")
     check_int("dim", dim)
     if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
         raise TypeError(f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}")
     if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
         raise ValueError(
-            f"accumulate_dtype must be a floating-point dtype such as torch.float32, got "
-            f"{accumulate_dtype}"
+            f"accumulate_dtype must be floating-point, as torch.float32 is, got {accumulate_dtype}"
         )
-
-
-def _require_positive(name: str, value: Any, also: str = "") -> None:
-    check_int(name, value, also)
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def check_buffers(buffers: Any) -> None:
-    """Refuse values of the option ``buffers`` that there are not."""
-    if isinstance(buffers, str) and buffers == "mean":
+    if buffers == "mean":
         raise ValueError(
             'buffers="mean" was removed in 0.3.0; pass "batch", which updates running statistics '
             'once per step from all rows, or "master"'
         )
-    if not isinstance(buffers, str) or buffers not in ("master", "batch"):
+    if buffers not in ("master", "batch"):
         raise ValueError(f'buffers must be "master" or "batch", got {buffers!r}')
 
 
 def check_module(module: Any) -> None:
     """Refuse values that are not modules, and modules that are wrapped to be replicated."""
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        name = module.__name__
-        raise TypeError(f"module is the class {name}; pass an instance, {name}(...)")
+    _refuse_class("module", module, "...")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)):
@@ -205,6 +181,12 @@ def check_module(module: Any) -> None:
             f"module is already wrapped in {type(module).__name__}, which does the same work; pass "
             f"the model inside it, its .module (and process_group= for several processes)"
         )
+
+
+def _refuse_class(name: str, value: Any, arguments: str = "") -> None:
+    if isinstance(value, type):
+        kind = value.__name__
+        raise TypeError(f"{name} is the class {kind}; pass an instance, {kind}({arguments})")
 
 
 def check_synchronised(module: nn.Module) -> None:
@@ -215,14 +197,13 @@ def check_synchronised(module: nn.Module) -> None:
     for name, norm in sync_norms:
         if is_distributed and dist.get_world_size(norm.process_group) > 1:
             raise ValueError(
-                f"{name!r} is an nn.SyncBatchNorm, which exchanges its statistics between "
-                f"processes in every forward pass: the replicas of one process would do so in "
-                f"no order, and wait for ever; {_PLAIN}"
+                f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics in every "
+                f"forward pass: replicas would do so in no order, and wait for ever; {_PLAIN}"
             )
-    if sync_norms:
+    for name, _ in sync_norms[:1]:
         warn(
-            f"{sync_norms[0][0]!r} is an nn.SyncBatchNorm: replicas do not exchange its "
-            f"statistics, and it normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
+            f"{name!r} is an nn.SyncBatchNorm: replicas do not exchange its statistics, and it "
+            f"normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
         )
 
 
@@ -234,28 +215,17 @@ _PLAIN = (
 
 def check_function(name: str, value: Any) -> None:
     """Refuse values that are not functions, for ``criterion`` or ``count``."""
-    if isinstance(value, type):
-        raise TypeError(
-            f"{name} is the class {value.__name__}; pass an instance, {value.__name__}()"
-        )
+    _refuse_class(name, value)
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
 
 
-def check_int(name: str, value: Any, also: str = "") -> None:
-    """Refuse values that are not ints; ``also`` names other allowed values in the error."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int{also}, got {value!r}")
-
-
 def _refuse_splits(criterion: Any) -> None:
-    """Refuse losses that split rows into versions of the same images, as timm's JsdCrossEntropy."""
-    splits = getattr(criterion, "num_splits", 1)
+    splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
     if isinstance(splits, int) and splits > 1:
         raise ValueError(
             f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
-            f"images, which the rows of a micro-batch are not; pass whole_batch=True, which "
-            f"calls it once with all rows"
+            f"images, which a micro-batch has not; pass whole_batch=True: it is called once"
         )
 
 
@@ -268,9 +238,8 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
         return "mean"
     if reduction == "none":
         raise ValueError(
-            'reduction="none" gives one loss per term, and a backward pass needs a single one; '
-            'use a criterion with reduction="mean" or "sum"; if it takes the mean itself, pass '
-            'reduction="mean"'
+            'reduction="none" gives one loss per term; use a criterion with reduction="mean" or '
+            '"sum", or if it takes the mean itself, pass reduction="mean"'
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')

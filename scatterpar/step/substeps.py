@@ -28,36 +28,25 @@ from scatterpar.threads.generators import generator_for_backward
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import backward, leaves_reached, nodes_of
 
+_Context = contextlib.AbstractContextManager[object]
 _UNTIMED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class ReplicaTask:
-    """The work of one replica in one step.
-
-    Attributes:
-        share: its rows, and their division into micro-batches.
-        module: the replica.
-        loader: copies the share's rows of inputs and targets to the replica's device.
-        criterion: the criterion of this replica; ``None`` if the module computes the loss.
-        weights: the factor of each micro-batch's loss in the loss of the whole batch.
-        replicas: the replica of the model, and that of the criterion if there is one.
-        leaves: the tensors in which backward passes accumulate gradients.
-        criterion_lock: held in calls of the criterion, by all replicas; ``None`` for torch's own.
-        clock: times the parts of sub-steps; ``None`` if nobody asks for them.
-    """
+    """The work of one replica in one step."""
 
     share: Share
-    module: Callable[..., Any]
-    loader: ShareLoader
-    criterion: Callable[[Any, Any], Any] | None = None
-    weights: Sequence[float] = ()
-    replicas: Sequence[Replica] = ()
-    leaves: Sequence[Tensor] = ()
-    criterion_lock: contextlib.AbstractContextManager[object] | None = None
-    clock: Clock | None = None
+    module: Callable[..., Any]  # the replica
+    loader: ShareLoader  # copies the share's rows to the replica's device
+    criterion: Callable[[Any, Any], Any] | None  # the replica's; ``None``: the module has the loss
+    weights: Sequence[float]  # the factor of each micro-batch's loss in the loss of the batch
+    replicas: Sequence[Replica]  # of the model, and of the criterion if it needs one
+    leaves: Sequence[Tensor]  # in which backward passes accumulate gradients
+    criterion_lock: _Context | None  # held in calls of the criterion; ``None`` for torch's own
+    clock: Clock | None  # ``None`` if nobody asks for times
 
-    def span(self, name: str, number: int) -> contextlib.AbstractContextManager[object]:
+    def span(self, name: str, number: int) -> _Context:
         """Time the body as a part of sub-step ``number``."""
         return self.clock(name, self.share, number) if self.clock else _UNTIMED
 
@@ -83,20 +72,8 @@ class ReplicaTask:
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
 
-    def refuse_others(self, loss: Tensor, nodes: Sequence[Any]) -> None:
-        """Raise ``ValueError`` if ``loss`` reaches another network without passing ``nodes``.
 
-        The graph shows its parameters before they get a gradient, wherever the criterion hides
-        them. Leaves that are no parameters may be the criterion's own, as for a gradient penalty.
-        """
-        for leaf in leaves_reached(loss, nodes):
-            if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in self.leaves):
-                raise not_replicated(leaf, self.criterion)
-
-
-def criterion_lock(
-    criterion: Callable[..., Any] | None,
-) -> contextlib.AbstractContextManager[object] | None:
+def criterion_lock(criterion: Callable[..., Any] | None) -> _Context | None:
     """A lock that all replicas hold in calls of the criterion; ``None`` for torch's own losses.
 
     A function is shared, with all that it refers to. Of a module each replica has a copy.
@@ -119,10 +96,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as inputs: a pair, or a marker that becomes one.
-
-    The ``collate`` of a single argument may return several, as in ``forward_backward``.
-    """
+    """The arguments of a call as inputs: a pair, or a marker whose ``collate`` returns one."""
     collate = args[0].collate if len(args) == 1 and isinstance(args[0], Marker) else None
     if collate is None or kwargs:
         return args, kwargs
@@ -252,8 +226,8 @@ def train_share(
             del output
     with note_replica(share):
         runner.finish()
-        stacked = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
-        values = to_numbers(stacked)  # errors of the device are raised here at the latest
+        # One transfer. Errors of the device are raised here at the latest.
+        values = to_numbers(torch.stack(losses) if len(losses) > 1 else losses[0][None])
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
         if not weight:  # ignores even NaN
@@ -297,7 +271,11 @@ def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[
         nodes = nodes_of(nested.tensors(output))  # before the criterion, which may write outputs
         with task.criterion_lock:
             loss = loss_of(output, targets, task.criterion)
-        task.refuse_others(loss, nodes)
+        # The graph shows the parameters of another network before they get a gradient, wherever
+        # the criterion hides them. Leaves that are no parameters may be the criterion's own.
+        for leaf in leaves_reached(loss, nodes):
+            if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in task.leaves):
+                raise not_replicated(leaf, task.criterion)
         return output, loss
 
 
@@ -309,46 +287,41 @@ def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forwar
 
 def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None) -> Tensor:
     """The loss of one micro-batch, from the criterion or from the module's output."""
-    if criterion is not None:
-        source = "the criterion"
-        try:
-            loss = criterion(output, targets)
-        except Exception as error:
-            devices = [tensor.device for tensor in nested.tensors(output)]
-            if devices:
-                note_wrong_devices(error, criterion, devices[0])
-            if isinstance(error, TypeError) and "positional argument" in str(error):
-                add_note(error, "the criterion is called as criterion(output, targets)")
-            raise
-    else:
-        source = "the module"
-        loss = output
+    if criterion is None:
         if isinstance(output, Mapping) and "loss" in output:
-            loss = output["loss"]
-        elif not isinstance(output, Tensor):
-            loss = getattr(output, "loss", output)
-    return scalar_loss(loss, source)
+            return scalar_loss(output["loss"], "the module")
+        is_loss = isinstance(output, Tensor)
+        return scalar_loss(output if is_loss else getattr(output, "loss", output), "the module")
+    try:
+        loss = criterion(output, targets)
+    except Exception as error:
+        for tensor in nested.tensors(output)[:1]:
+            note_wrong_devices(error, criterion, tensor.device)
+        if isinstance(error, TypeError) and "positional argument" in str(error):
+            add_note(error, "the criterion is called as criterion(output, targets)")
+        raise
+    return scalar_loss(loss, "the criterion")
 
 
 def scalar_loss(loss: Any, source: str) -> Tensor:
     """``loss``, if it is a real 0-dim tensor; otherwise raises an error that names ``source``."""
     if not isinstance(loss, Tensor):
-        by_criterion, got = source == "the criterion", type(loss).__name__
         entries = loss if isinstance(loss, (tuple, list)) else ()
         scalars = [i for i, t in enumerate(entries) if isinstance(t, Tensor) and not t.ndim]
         which = scalars[0] if scalars else 0  # many models return (logits, loss)
-        instead = (
-            "return the loss tensor alone"
-            if by_criterion
-            else f"pass a criterion, such as lambda output, _: output[{which}], or return the "
-            f"loss, .loss or ['loss'] from the module"
+        one, how = (
+            "the loss tensor alone",
+            f"a criterion, such as lambda output, _: output[{which}]",
         )
         numbers = loss.values() if isinstance(loss, Mapping) else [None]
         if all(isinstance(entry, Tensor) and not entry.ndim for entry in numbers):
-            got += f" of losses ({', '.join(map(str, loss))})"
-            instead = "return" if by_criterion else "pass criterion=lambda losses, _:"
-            instead += " sum(losses.values())"
-        raise TypeError(f"{source} must give the loss as a 0-dim tensor, got {got}; {instead}")
+            one, how = "sum(losses.values())", "criterion=lambda losses, _: sum(losses.values())"
+        instead = f"return {one}"
+        if source == "the module":
+            instead = f"pass {how}, or return the loss, .loss or ['loss'] from the module"
+        raise TypeError(
+            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; {instead}"
+        )
     if loss.ndim:
         raise ValueError(
             f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; "

@@ -18,11 +18,13 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
@@ -82,11 +84,13 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
 # --- the caller's context: there is no public way to read it ------------------------------------
 
 
-def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost pair of saved-tensor hooks of this thread."""
-    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
+_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+# The innermost pair of saved-tensor hooks of this thread, or ``None``.
+saved_tensors_hooks: Callable[[], _Hooks | None]
+saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+# The number of the backward pass that this thread runs; -1 outside of a backward pass.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def modes() -> list[str]:
@@ -109,11 +113,6 @@ def is_profiled() -> bool:
 PROFILE_ALL_THREADS = (
     "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
 )
-
-
-def current_graph_task() -> int:
-    """The number of the backward pass that this thread runs; -1 outside of a backward pass."""
-    return torch._C._current_graph_task_id()
 
 
 _USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
@@ -145,20 +144,16 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
     """The leaves that a backward pass from ``loss`` reaches without passing one of ``nodes``."""
-    if loss.grad_fn is None:
-        return [loss] if loss.requires_grad else []
     leaves: list[Tensor] = []
-    seen = set(nodes)
-    pending: list[Any] = [] if loss.grad_fn in seen else [loss.grad_fn]
+    seen = {None, *nodes}
+    pending: list[Any] = [get_gradient_edge(loss).node] if loss.requires_grad else []
     while pending:
-        for following, _ in pending.pop().next_functions:
-            if following is None or following in seen:
-                continue
-            seen.add(following)
-            if type(following).__name__ == "AccumulateGrad":
-                leaves.append(following.variable)
-            else:
-                pending.append(following)
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            if type(node).__name__ == "AccumulateGrad":
+                leaves.append(node.variable)
     return leaves
 
 
@@ -174,15 +169,9 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     if has_torch_function(tuple(roots)):
         torch.autograd.backward(roots, gradients)
         return
-    _GRAPH._engine_run_backward(
-        tuple(roots),
-        tuple(gradients),
-        False,  # retain_graph
-        False,  # create_graph
-        (),  # inputs: all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    # Neither retain_graph nor create_graph; the inputs are all leaves.
+    _GRAPH._engine_run_backward(tuple(roots), tuple(gradients), False, False, (), **options)
 
 
 @contextlib.contextmanager
@@ -199,7 +188,7 @@ def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
     device = stream.device_index
     begin(device, pool)
     try:
-        yield functools.partial(torch._C._cuda_releasePool, device, pool)
+        yield partial(torch._C._cuda_releasePool, device, pool)
     finally:
         torch._C._cuda_endAllocateToPool(device, pool)
 
@@ -377,7 +366,7 @@ def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for name, operator in torch._ops._higher_order_ops.items():
         if name in _TRACING:
-            operator.py_impl(key)(functools.partial(_refuse, operator))
+            operator.py_impl(key)(partial(_refuse, operator))
         else:
             operator.fallthrough(key)
     return fallback, operators

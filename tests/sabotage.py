@@ -528,9 +528,9 @@ SABOTAGES = [
     Sabotage(
         WHOLE,
         "two engines may step on one module at once",
-        "claimed",
-        "_claims.setdefault(key, claim) is not claim:",
-        "_claims.setdefault(key, claim) is None:",
+        "Workers.exclusive",
+        "_claims.setdefault(key, self) is not self:",
+        "_claims.setdefault(key, self) is None:",
         "test_two_engines_on_one_module_in_two_threads",
     ),
     Sabotage(

@@ -32,24 +32,19 @@ VIA_HOST: set[tuple[torch.device, torch.device]] = set()
 
 _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 
-_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
-
-
-def is_sparse(tensor: Tensor) -> bool:
-    """Whether ``tensor`` consists of indices and values."""
-    return tensor.layout in (torch.sparse_coo, *_BY_ROWS, *_BY_COLUMNS)
-
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors in a tensor: itself, or a sparse tensor's indices and values."""
-    if not is_sparse(tensor):
+    if tensor.layout == torch.strided:
         return (tensor,)
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
-    if tensor.layout in _BY_ROWS:
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import runtime
-from scatterpar.devices.transfers import is_sparse
+from scatterpar.devices.transfers import pieces_of
 
 # The files of the classes ``QuantState`` and ``MatmulLtState``.
 _STATES = {"bitsandbytes.functional", "bitsandbytes.autograd._functions"}
@@ -105,7 +105,7 @@ def _zero_grad(set_to_none: bool = True) -> None:
 
 def refuse_sparse(what: str, tensor: Tensor) -> None:
     """Raise ``TypeError`` if a tensor that a module holds is sparse."""
-    if is_sparse(tensor):
+    if len(pieces_of(tensor)) > 1:
         raise TypeError(
             f"{what} a sparse tensor of shape {tuple(tensor.shape)}, which replicas do not copy; "
             f"pass it with the batch, as scatterpar.Replicated(tensor), or keep its indices and "

@@ -168,23 +168,7 @@ def restore_after(error: BaseException | None, *restores: Callable[[], object]) 
             add_note(error, f"after that, something could not be put back: {another!r}")
 
 
-_claims: dict[tuple[int, int], object] = {}  # by process, since a fork copies them, and module
-
-
-@contextlib.contextmanager
-def claimed(module: nn.Module | None) -> Iterator[None]:
-    """In the body, no other step may claim ``module``: both would add to ``.grad`` at once."""
-    key, claim = (os.getpid(), id(module)), object()
-    if module is not None and _claims.setdefault(key, claim) is not claim:  # atomic
-        raise RuntimeError(
-            f"another engine is in the middle of a step that trains this {type(module).__name__}; "
-            f"take one step after the other, or give each thread a copy of the module"
-        )
-    try:
-        yield
-    finally:
-        if module is not None:
-            del _claims[key]
+_claims: dict[tuple[int, int], Workers] = {}  # by process, since a fork copies them, and module
 
 
 class Workers:
@@ -250,8 +234,8 @@ class Workers:
     def exclusive(self, module: nn.Module | None = None) -> Iterator[None]:
         """In the body, this thread owns the workers and claims ``module``; interrupts are deferred.
 
-        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or if the step
-        of another engine has claimed the module.
+        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or if another
+        engine has claimed the module: both would add to ``.grad`` at once.
         """
         self._refuse_if_closed()
         if os.getpid() != self._pid:
@@ -259,6 +243,7 @@ class Workers:
                 f"{self._owner} belongs to another process: threads do not survive a fork; make "
                 f"another in the process that uses it"
             )
+        key = self._pid, id(module)
         with Interrupts() as interrupts:  # first: no interrupt between the lock and the try
             if not self._lock.acquire(blocking=False):
                 raise RuntimeError(
@@ -266,18 +251,25 @@ class Workers:
                     f"inside a criterion or a hook, nor from a second thread"
                 )
             try:
+                if module is not None and _claims.setdefault(key, self) is not self:  # atomic
+                    raise RuntimeError(
+                        f"another engine is in the middle of a step that trains this "
+                        f"{type(module).__name__}: take one step after the other, or give each "
+                        f"thread a copy of the module"
+                    )
                 self.interrupts = interrupts
                 if self._failed:
                     self._await_deferred_frees()
                 self._failed = True
-                with claimed(module):
-                    yield
+                yield
                 self._failed = False
             except BaseException as error:
                 if runtime.is_out_of_memory(error):  # else the caller's next try runs out, too
                     runtime.clear_frames(error)
                 raise
             finally:
+                if _claims.get(key) is self:
+                    del _claims[key]
                 self._lock.release()
 
     def release(self) -> None:

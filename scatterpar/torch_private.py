@@ -100,14 +100,17 @@ def modes() -> list[str]:
     return [kind.__name__ for kind in map(type, stack) if not kind.__module__.startswith(others)]
 
 
+_PROFILER: Any = torch.autograd.profiler
+
+
 def profiler_is_on() -> bool:
     """Whether a profiler of torch is on in any thread."""
-    return torch.autograd.profiler._is_profiler_enabled
+    return bool(_PROFILER._is_profiler_enabled)
 
 
 def is_profiled() -> bool:
     """Whether a profiler records the operators of this thread, but not those of all threads."""
-    return profiler_is_on() and torch._C._autograd._profiler_enabled()
+    return _PROFILER._is_profiler_enabled and torch._C._autograd._profiler_enabled()
 
 
 PROFILE_ALL_THREADS = (

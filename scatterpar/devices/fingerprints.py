@@ -54,9 +54,9 @@ class Fingerprints:
         most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
         factors = _factors(min(most, longest), device)
         sums = [runtime.empty(0, torch.int64, device)]
-        for numbers in by_dtype(words.items()).values():
+        for numbers in by_dtype(words).values():
             for message in messages(tuple([(i, words[i].numel()) for i in numbers]), most):
-                self._owners += [piece.key for piece in message.pieces]
+                self._owners += message.keys
                 sums.append(_sums(message.of(words), message.sizes, factors))
         self.values = torch.cat(sums)
         self._keys = list(tensors)

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import threading
 import traceback
 from collections.abc import Hashable, Iterator, Sequence
@@ -146,7 +147,7 @@ def tune_malloc(device: torch.device) -> None:
 
 def max_concurrency(devices: Sequence[torch.device]) -> int:
     """How many replicas start at the same time: on the CPU one per core, elsewhere all."""
-    if any(device.type != "cpu" for device in devices):
+    if {device.type for device in devices} != {"cpu"}:
         return len(devices)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(len(devices), cores or 1)
@@ -260,15 +261,12 @@ def no_kernel_search() -> Iterator[None]:
             torch.backends.cudnn.benchmark = True
 
 
-# Texts of allocators and libraries in a plain RuntimeError.
-_WORDS = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "cudnn_status_alloc_failed",
-    "cublas_status_alloc_failed",
-    "cublas_status_not_initialized",  # its workspace did not fit
+# The texts of allocators and libraries in a plain RuntimeError.
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|can(no|')t allocate memory|cudnn_status_alloc_failed|cublas_status_alloc_failed|"
+    "cublas_status_not_initialized|"  # its workspace did not fit
     "unable to find an engine to execute this computation",
+    re.IGNORECASE,
 )
 
 
@@ -280,7 +278,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def clear_frames(error: BaseException) -> None:

@@ -188,11 +188,10 @@ class Broadcast:
     ) -> None:
         """Copy a message from the first device to the others."""
         copies = {0: flat}
-        keys = {piece.key for piece in message.pieces}
         for pairs in reversed(tree_rounds(len(from_owner))):
             for sender, receiver in pairs:
                 target = from_owner[receiver]
-                parts = message.of({i: self._flat(i, target) for i in keys})
+                parts = message.of({i: self._flat(i, target) for i in message.keys})
                 copies[receiver] = deliver(copies[sender], parts, target, transfers, "replicate")
 
 

@@ -160,7 +160,7 @@ def _move_together(transfers: Transfers, device: torch.device, contents: Any) ->
     remote = {id(t): t for t in nested.tensors(contents) if t.device != device}
     small = {key: t for key, t in remote.items() if _is_small(t)}
     arrived: dict[int, Tensor] = {}
-    for keys in by_dtype(small.items()).values():
+    for keys in by_dtype(small).values():
         group = [small[key] for key in keys]
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         pieces = transfers.copy(flat, device, "scatter").split([t.numel() for t in group])

@@ -52,7 +52,7 @@ class PassingReplica:
         The other buffers are not written, because a graph of the user may still need their values.
         """
         modules = list(self._module_contents.modules.values())
-        copies = list(map(self.copy_of, modules))
+        copies = [self.copy_of(module) for module in modules]
         for m, name, value in values_after(modules, copies, self.copy_of):
             place = modules[m]._buffers
             # Batch normalisation writes its statistics without counting versions.

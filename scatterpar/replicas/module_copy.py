@@ -314,7 +314,7 @@ class ModuleCopy:
             made.clear()
             is_dict = isinstance(value, dict)
             items = value.values() if is_dict else value
-            copies = list(map(self.copy_of, items))
+            copies = [self.copy_of(item) for item in items]  # ``map`` would swallow StopIteration
             _refill(made, zip(value, copies, strict=True) if is_dict else copies)
             return made
         return self._fill(value, copy.copy(value))  # a state

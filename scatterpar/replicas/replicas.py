@@ -357,7 +357,7 @@ class Replica(ModuleCopy):
         self._copied = grouped([tensor for tensor, _ in private], [source for _, source in private])
         super().__init__(module_contents, dict(zip(originals, tensors, strict=True)), compiler)
         self.root = self.copy_of(*module_contents.roots)
-        self.modules = list(map(self.copy_of, module_contents.modules.values()))
+        self.modules = [self.copy_of(one) for one in module_contents.modules.values()]
         self.records = statistics_policy.record(self.modules) if statistics_policy else {}
         self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, tensors)))
         self._trained: Mapping[int, torch.dtype] = {}

@@ -37,7 +37,7 @@ _PLAIN = _SWITCHES | {int, float, complex}
 
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
 
-_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
+_DTYPE, _GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype")
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
 
@@ -70,19 +70,19 @@ class ModuleContents:
         self.tensors: dict[int, Tensor] = {}
         # Parameters, and the tensors of frozen quantised ones: replicas in one memory share them.
         self.weights: set[int] = set()
-        self.holders: dict[int, Tensor] = {}  # parameters with other tensors
-        self.composites: dict[int, tuple[Tensor, list[Tensor]]] = {}  # with their parts
+        self.holders: dict[int, tuple[Tensor, list[Any]]] = {}  # parameters with other tensors
+        self.attributed: list[Tensor] = []  # whose Python attributes are containers, too
         self.states: dict[int, Any] = {}  # objects with tensors of frozen parameters
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # and wrappers of these
         self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
         # The cells of copied functions. Copies have these contents; other contents need new copies.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
-        self.warned: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
         self._device = device
         self.roots = tuple(roots)
         for root in self.roots:
             self._visit(root)
+        self._leaves = [tensor for tensor in self.tensors.values() if is_leaf(tensor)]
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -110,17 +110,23 @@ class ModuleContents:
                 self.objects[id(value)] = value
 
     def _visit_tensor(self, tensor: Tensor, is_weight: bool) -> None:
-        held = held_by(tensor) if is_weight and id(tensor) not in self.holders else []
-        if held:
-            self.holders[id(tensor)] = tensor
+        if is_weight and id(tensor) not in self.holders and (held := held_by(tensor)):
             if not tensor.requires_grad:
                 self._visit_held(held)
-        if is_weight and is_composite(tensor):
-            self.composites.setdefault(id(tensor), (tensor, held))
-        elif self._device in (None, tensor.device):
+            self.holders[id(tensor)] = tensor, held  # after those that it holds
+        is_made_of_others = is_composite(tensor)
+        if not is_weight or not is_made_of_others:
+            if self._device not in (None, tensor.device):
+                return
             self.tensors[id(tensor)] = tensor
             if is_weight:
                 self.weights.add(id(tensor))
+        # What a subclass consists of is no attribute, except a parameter's, such as ``scale = 5``.
+        is_plain = isinstance(tensor, nn.Parameter) or not is_made_of_others
+        if is_plain and id(vars(tensor)) not in self._seen:
+            self._seen.add(id(vars(tensor)))
+            self.attributed.append(tensor)
+            self.containers.append(vars(tensor))
 
     def _visit_held(self, held: Iterable[Any]) -> None:
         """Find the tensors in what a frozen parameter holds, such as ``weight.quant_state``."""
@@ -132,31 +138,22 @@ class ModuleContents:
                 self.containers.append(vars(value))
                 self._visit_held(held_by(value))
 
-    @property
-    def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Each tensor with its Python attributes, such as ``bias.scale = 5.0``, for its copies.
-
-        Tensor subclasses that wrap other tensors are left out, except parameters: their attributes
-        are these tensors.
-        """
-        composites = (tensor for tensor, _ in self.composites.values())
-        return [
-            (tensor, vars(tensor))
-            for tensor in (*self.tensors.values(), *composites)
-            if isinstance(tensor, nn.Parameter) or not is_composite(tensor)
-        ]
-
     def facts(self) -> list[Any]:
         """State that replicas depend on and that no container shows.
 
         ``cells`` keeps the contents of the cells alive, so that no id is reused.
         """
         tensors = self.tensors.values()
+        try:
+            gradient_dtypes = list(map(_GRAD_DTYPE, self._leaves))
+        except RuntimeError:  # a leaf is a leaf no more
+            return []
         return [
+            *gradient_dtypes,
             *map(type, self.modules.values()),
             *map(type, tensors),
             *map(_DTYPE, tensors),
-            *map(_REQUIRES_GRAD, self.holders.values()),
+            *[tensor.requires_grad for tensor, _ in self.holders.values()],
             *[id(contents(cell)) for cell, _ in self.cells.values()],
         ]
 
@@ -279,19 +276,20 @@ class ModuleCopy:
         self._copies: dict[int, Any] = dict(tensors)
         containers = set(map(id, found.containers))
         self._replicated = containers.union(
-            tensors, found.composites, found.states, found.compiled, found.modules
+            tensors, found.holders, found.states, found.compiled, found.modules
         )
         self._keep_alive: list[Any] = []  # keeps functions alive, so that no id is reused
-        for original, parts in found.composites.values():  # inner ones come first
-            copies = [self._copies.get(id(part), part) for part in parts]
-            self._copies[id(original)] = composite_like(original, copies)
+        for original, parts in found.holders.values():  # inner ones come first
+            if is_composite(original):
+                copies = [self._copies.get(id(part), part) for part in parts]
+                self._copies[id(original)] = composite_like(original, copies)
         for value in (*found.modules.values(), *found.states.values()):
             self.copy_of(value)
-        self.containers = [self.copy_of(container) for container in found.containers]
-        for original, attributes in found.attributes:
-            copied = vars(self.copy_of(original))
+        for tensor in found.attributed:
+            attributes = vars(tensor)
+            copied = self._copies[id(attributes)] = vars(self._copies[id(tensor)])
             copied |= {name: self._copies.get(id(one), one) for name, one in attributes.items()}
-            self.containers.append(copied)
+        self.containers = [self.copy_of(container) for container in found.containers]
 
     def copy_of(self, value: Any) -> Any:
         """The copy of ``value``, or ``value`` itself if it is shared."""
@@ -373,18 +371,26 @@ class ModuleCopy:
         return any(self._refers(one, seen) for one in _referents(value))
 
     def _warn_of_global(self, function: types.FunctionType, name: str) -> None:
-        text = (
+        warn(
             f"the function {function.__qualname__}, which the module holds, names {name!r} of its "
             f"file: replicas that call it use the user's own module there; define it inside a "
             f"function, so that it closes over {name!r}, or bind {name!r} with functools.partial"
         )
-        if text not in self._module_contents.warned:
-            self._module_contents.warned.add(text)
-            warn(text)
 
 
 def _refill(container: Any, items: Any) -> None:
     (container.update if isinstance(container, (dict, set)) else container.extend)(items)
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether the tensor is a leaf, which accumulates gradients in ``.grad``.
+
+    torch raises an error for chunks of a weight that was written since; these are not leaves.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def contents(cell: types.CellType) -> Any:

@@ -23,6 +23,7 @@ from scatterpar.replicas.module_copy import (
     ModuleContents,
     ModuleCopy,
     Snapshot,
+    is_leaf,
     root_to_replicate,
 )
 from scatterpar.replicas.parameter_guard import ParameterGuard
@@ -78,7 +79,8 @@ class Replicas:
         compile_fn: CompileFn | None = None,
         make_compiler: Callable[[], Compiler] | None = None,
     ) -> None:
-        options = device_ids, accumulate_dtype, statistics_policy, make_compiler
+        self._device_ids = tuple(device_ids)
+        options = accumulate_dtype, statistics_policy, make_compiler
         self.of_model = ReplicaSet(*options, compile_fn)
         self._of_criterion = ReplicaSet(*options)
         self.replica_sets = [self.of_model]  # and that of the criterion, if it needs replicas
@@ -104,10 +106,10 @@ class Replicas:
         """
         root, model = root_to_replicate(criterion), self.of_model
         with torch.inference_mode(False), torch.no_grad():
-            compared = [*model.follow(module, model.all_devices)]
+            compared = [*model.follow(module, self._device_ids)]
             self.replica_sets = [model]
             if root is not None and not model.contains_all_of(root):
-                compared += self._of_criterion.follow(root, model.all_devices[:num_criteria])
+                compared += self._of_criterion.follow(root, self._device_ids[:num_criteria])
                 self.replica_sets.append(self._of_criterion)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
@@ -140,7 +142,6 @@ class ReplicaSet:
 
     def __init__(
         self,
-        device_ids: Sequence[torch.device],
         accumulate_dtype: torch.dtype | None,
         statistics_policy: StatisticsPolicy | None,
         make_compiler: Callable[[], Compiler] | None,
@@ -152,7 +153,7 @@ class ReplicaSet:
         self.compiler: Compiler | None = None  # if a module is compiled
         self.changes = 0  # how often the modules changed, except in values of tensors
         self.root: Any = None
-        self.all_devices = self.device_ids = tuple(device_ids)
+        self.device_ids: tuple[torch.device, ...] = ()
         self.discard()
 
     def discard(self) -> None:
@@ -165,7 +166,7 @@ class ReplicaSet:
 
     def contains_all_of(self, root: Any) -> bool:
         """Whether the modules and tensors of ``root`` are all replicated here."""
-        modules = self._module_contents.modules.keys()
+        modules = self.contents.modules.keys()
         if isinstance(root, nn.Module):
             return id(root) in modules
         held = ModuleContents((root,))
@@ -176,11 +177,6 @@ class ReplicaSet:
         if self.compiler is not None:
             self.compiler.forget()
 
-    @property
-    def shared_objects(self) -> list[Any]:
-        """The objects in the modules that replicas share instead of copying them."""
-        return list(self._module_contents.objects.values())
-
     def _refuse_created(self) -> None:
         """Refuse trained parameters that forward passes create: the user's module lacks them."""
         for replica in self.replicas:
@@ -190,9 +186,8 @@ class ReplicaSet:
             if name is not None:
                 raise ValueError(
                     f"the forward pass creates the parameter {name!r} on each replica, where no "
-                    f"optimizer finds it; nothing was changed. Create it before the first step, "
-                    f"for example by calling the module once on one micro-batch. To change its "
-                    f"values, write it after the optimizer's step"
+                    f"optimizer finds it; nothing was changed. Create it before the first step: "
+                    f"call the module once on one micro-batch"
                 )
 
     def clear_gradients(self) -> None:
@@ -234,30 +229,30 @@ class ReplicaSet:
                 state.apply_changes(changed)
             self.flags = self._state.flags()
             self._count_change()
-        if self._known_grad_settings is None or self._grad_settings() != self._known_grad_settings:
+        if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
             self._set_requires_grad()
         return True
 
     def _set_requires_grad(self) -> None:
         """Set which tensors require grad, and the dtypes in which their gradients are added."""
+        self._required = list(map(_REQUIRES_GRAD, self.tensors))
         trained = {
             i: sum_dtype(tensor, self._accumulate_dtype)
             for i, tensor in enumerate(self.tensors)
             if tensor.requires_grad and not tensor.is_inference()
         }
         self.trained_indices = list(trained)
-        self.leaf_indices = [i for i in trained if _is_leaf(self.tensors[i])]
+        self.leaf_indices = [i for i in trained if is_leaf(self.tensors[i])]
         self.trained_tensors = [self.tensors[i] for i in self.leaf_indices]
         self._count_change()
         for replica in self.replicas:
             replica.set_requires_grad(trained)
-        self._known_grad_settings = self._grad_settings()
 
     def _build(self) -> None:
         self._state = None
         check_placement(self.root, self.device_ids)
         found = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
-        self._module_contents = found
+        self.contents = found
         self.modules = list(found.modules.values())
         self.tensors = list(found.tensors.values())
         tensors = self.tensors, self.device_ids, found.weights
@@ -272,8 +267,7 @@ class ReplicaSet:
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
         self.guard = ParameterGuard(self.root, self.broadcast, copies)
         self._set_requires_grad()
-        attributes = [attributes for _, attributes in found.attributes]
-        self._state = Snapshot([*found.containers, *attributes], found.facts)
+        self._state = Snapshot(found.containers, found.facts)
         self.flags = self._state.flags()
 
     def buffers_after(self) -> list[BufferValue]:
@@ -284,16 +278,6 @@ class ReplicaSet:
             for m, name, value in values_after(self.modules, first.modules, first.copy_of)
             if m not in first.records or name not in RUNNING
         ]
-
-    def _grad_settings(self) -> list[Any] | None:
-        """The settings that determine gradients and their dtypes; ``None`` if unknown."""
-        try:
-            return [
-                *map(_REQUIRES_GRAD, self.tensors),
-                *[self.tensors[i].grad_dtype for i in self.leaf_indices],
-            ]
-        except RuntimeError:  # a leaf is a leaf no more
-            return None
 
 
 @contextlib.contextmanager
@@ -318,17 +302,6 @@ def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dty
     except RuntimeError:  # no leaf
         dtype = tensor.dtype
     return dtype if accumulate_dtype is None else torch.promote_types(dtype, accumulate_dtype)
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    """Whether the tensor is a leaf, which accumulates gradients in ``.grad``.
-
-    torch raises an error for chunks of a weight that was written since; these are not leaves.
-    """
-    try:
-        return tensor.is_leaf
-    except RuntimeError:
-        return False
 
 
 class Replica(ModuleCopy):

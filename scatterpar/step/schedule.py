@@ -87,7 +87,7 @@ def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule
     request, replicas = attempt.request, attempt.replicas
     sets = replicas.replica_sets
     held = closure_contents(request.criterion)
-    held += closure_contents([each.shared_objects for each in sets])
+    held += closure_contents([[*each.contents.objects.values()] for each in sets])
     generators = [value for value in held if isinstance(value, torch.Generator)]
     attempt.save_for_undo(training_buffers(held), generators=generators)
     leaves = trained_leaves([*(leaf for each in sets for leaf in each.trained_tensors), *held])

@@ -69,7 +69,7 @@ class UserState:
     ) -> None:
         self.drawn = False
         reach = _Reach(roots)
-        self._snapshot = Snapshot([*reach.containers, *(own for _, own in reach.attributes)])
+        self._snapshot = Snapshot(reach.containers)
         self._variables: list[Saved] = [(get, put, get(), is_) for get, put in reach.variables]
         generators = [*_generators(devices), *reach.generators]
         self._generators: list[Saved] = [(get, put, get(), _same) for get, put in generators]

@@ -433,8 +433,8 @@ SABOTAGES = [
         STALE,
         "replicas do not follow requires_grad",
         "ReplicaSet._update_in_place",
-        "if self._known_grad_settings is None or",
-        "if self._known_grad_settings is None and",
+        "!= self._required:",
+        "!= self._required and not self._required:",
         "test_the_next_step_obeys",
     ),
     Sabotage(

@@ -67,11 +67,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     ) -> None:
         self._options = {"device_ids": device_ids, "accum": accum, **options}
         self._count, self._reduction = count, reduction
-        self._init_state()
-
-    def _init_state(self) -> None:
-        self._engine: ScatterOnceParallel | None = None
-        self._criterion: _Criterion | None = None
+        self._engine: Any = None
+        self._criterion: Any = None
 
     def before_fit(self) -> None:
         """Replace the Learner's method that processes a batch."""
@@ -79,9 +76,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def before_train(self) -> None:
         """Refuse callbacks by name."""
+        names = {kind.__name__ for callback in self.learn.cbs for kind in type(callback).__mro__}
         reason = "it replicates the model, or replaces the prediction, itself; remove the callback"
-        names = [kind.__name__ for callback in self.learn.cbs for kind in type(callback).__mro__]
-        refuse("ScatterOnce", {name: name in _REFUSED for name in names}, reason)
+        refuse("ScatterOnce", dict.fromkeys(sorted(names & _REFUSED), True), reason)
 
     def after_fit(self) -> None:
         """Restore the Learner's own method, and close the engine."""
@@ -104,8 +101,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         learn("after_pred")
         if trains and not _are_same(predicted, [*nested.tensors(learn.pred)]):
             raise ValueError(
-                "a callback replaced learn.pred in after_pred, but ScatterOnce has computed the "
-                "loss before that; change the prediction in the model or in the loss function"
+                "a callback replaced learn.pred in after_pred, when ScatterOnce had computed the "
+                "loss; change the prediction in the model or in the loss function"
             )
         if len(learn.yb):
             learn.loss_grad = loss if trains else learn.loss_func(learn.pred, *learn.yb)
@@ -118,21 +115,20 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """The predictions of all rows, and the loss, which carries the gradient."""
         engine = self._engine_of(learn)
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
-        criterion = self._criterion
-        if criterion is None or criterion.loss_func is not learn.loss_func:
-            criterion = self._criterion = _Criterion(learn.loss_func, mixes)
-        count = self._count or criterion.count
+        if self._criterion is None or self._criterion.loss_func is not learn.loss_func:
+            self._criterion = _Criterion(learn.loss_func, mixes)
+        count = self._count or self._criterion.count
         options: dict[str, Any] = {"count": count, "reduction": self._reduction}
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
             options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
         scaler = vars(learn).get("scaler")  # MixedPrecision's
         options["scaler"] = scaler if scaler is not None and scaler.is_enabled() else None
-        batch = tuple(learn.xb), tuple(learn.yb), criterion
+        batch = tuple(learn.xb), tuple(learn.yb), self._criterion
         loss, outputs = engine.loss(*batch, return_outputs=True, **options)
         pred = gather(outputs, physical(engine.device_ids[0]))
         return to_float(pred) if mixes else pred, loss
 
-    def _engine_of(self, learn: Any) -> ScatterOnceParallel:
+    def _engine_of(self, learn: Any) -> Any:
         if self._engine is None or self._engine.module is not learn.model:
             self._close()
             self._engine = ScatterOnceParallel(learn.model, **self._options)
@@ -141,7 +137,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     def _close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        self._init_state()
+        self._engine = self._criterion = None
 
 
 class _Criterion(nn.Module):
@@ -153,8 +149,7 @@ class _Criterion(nn.Module):
         self.func = loss_func.func if isinstance(loss_func, BaseLoss) else None
         of_torch = loss_func if self.func is None else self.func
         self.reduction = getattr(of_torch, "reduction", "mean")
-        counts = is_cross_entropy(of_torch)
-        self.count = partial(_num_terms, criterion=of_torch) if counts else None
+        self.count = partial(_num_terms, of_torch) if is_cross_entropy(of_torch) else None
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
@@ -165,12 +160,10 @@ class _Criterion(nn.Module):
         return loss_func(to_float(output) if self.mixes else output, *targets)
 
 
-def _num_terms(_: Any, targets: tuple[Any, ...], *, criterion: Any) -> Tensor:
+def _num_terms(criterion: Any, _: Any, targets: tuple[Any, ...]) -> Tensor:
     return terms_of_rows(criterion, targets[0], 0).sum()
 
 
 def _are_same(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    return len(before) == len(after) and all(
-        one is other or (one.data_ptr(), one.shape) == (other.data_ptr(), other.shape)
-        for one, other in zip(before, after, strict=True)
-    )
+    places = [[(one.data_ptr(), one.shape) for one in tensors] for tensors in (before, after)]
+    return places[0] == places[1]

@@ -12,8 +12,9 @@ import inspect
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partialmethod
 from operator import attrgetter, itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +30,15 @@ from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import metrics
-from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, num_rows, refuse
+from scatterpar.integrations.loop import (
+    Additions,
+    Modules,
+    as_rows,
+    each_call,
+    num_rows,
+    overridden,
+    refuse,
+)
 
 __all__ = ["ScatterOnceStrategy"]
 
@@ -125,35 +134,28 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def training_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Compute the whole batch's loss, with ``training_step`` on the replicas."""
-        plugin, step = self.precision_plugin, "training_step"
+        plugin, step, count = self.precision_plugin, "training_step", self._count
         with plugin.train_step_context(), self._inputs(step, batch, rest) as inputs:
             loss, calls = self._engine.loss(
                 inputs,
                 reduction=self._reduction,
-                count=self._count and partial(_counted, count=self._count),
+                count=None if count is None else lambda inputs, _: count(inputs["batch"]),
                 scaler=getattr(plugin, "scaler", None),
                 return_outputs=itemgetter("call"),
             )
         extras = self._finish(calls)
         return loss if extras is None else {**extras, "loss": loss}
 
-    def validation_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
-        """Run ``validation_step`` on the replicas."""
-        return self._evaluate("validation_step", "val", batch, rest)
-
-    def test_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
-        """Run ``test_step`` on the replicas."""
-        return self._evaluate("test_step", "test", batch, rest)
-
-    def predict_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
-        """Run ``predict_step`` on the replicas."""
-        return self._evaluate("predict_step", "predict", batch, rest)
-
-    def _evaluate(self, step: str, stage: str, batch: Any, rest: Sequence[Any]) -> Any:
-        context = getattr(self.precision_plugin, f"{stage}_step_context")()
+    def _evaluate(self, step: str, batch: Any, *rest: Any, **_: Any) -> Any:
+        stage = {"validation_step": "val_step"}.get(step, step)
+        context = getattr(self.precision_plugin, f"{stage}_context")()
         with context, torch.no_grad(), self._inputs(step, batch, rest) as inputs:
             calls = self._engine(inputs.pop("work"), **inputs)["call"]
         return self._finish(calls)
+
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
 
     @contextlib.contextmanager
     def _inputs(self, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -197,69 +199,52 @@ def _call(
     empty_metrics: Mapping[str, Any],
     count: Callable[[Any], Any] | None,
 ) -> dict[str, Any]:
-    """Call a step function for one micro-batch, on a replica of the LightningModule."""
+    """Call a step function for one micro-batch, on a replica of the LightningModule.
+
+    Returns its loss, and what it left on the replica and in metrics, without graphs.
+    """
     module: Any = modules.parts[0]
-    before, device = module.device, next((p.device for p in module.parameters()), module.device)
-    of_call = {path: metric.clone().to(device) for path, metric in empty_metrics.items()}
-    call = _Call(module, rows)
-    vars(module).update(log=call.log, _device=device)
-    try:
-        with metrics.placed(module, of_call):
-            output = getattr(module, step)(batch, *rest)
-    finally:
-        del vars(module)["log"]
-        vars(module)["_device"] = before
-    loss = None
+    device = next((p.device for p in module.parameters()), module.device)
+    by_path = {path: metric.clone().to(device) for path, metric in empty_metrics.items()}
+    additions, logged, loss = Additions(module), [], None
+
+    def log(*args: Any, **options: Any) -> None:  # later, once for all calls
+        bound = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
+        del bound["self"]
+        logged.append((bound.pop("name"), bound.pop("value"), bound))
+
+    with overridden(module, log=log, _device=device), metrics.placed(module, by_path):
+        output = getattr(module, step)(batch, *rest)
     if step == "training_step":
         loss, output = _split(output)
-    call.end(module, output, of_call, len(rows) if count is None else count(batch))
+    paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
+    call = SimpleNamespace(
+        rows=rows,
+        additions=additions.end(module),
+        metrics=metrics.updated(by_path),
+        output=nested.map_tensors(Tensor.detach, output),
+        logged=[(name, paths.get(id(v)) or _number(v), options) for name, v, options in logged],
+        weight=len(rows) if count is None else count(batch),  # terms of a mean over the call
+    )
     return {"loss": loss, "call": call}
 
 
 def _split(output: Any) -> tuple[Tensor, Any]:
     """Split what ``training_step`` returned into the loss and the rest."""
-    is_mapping = isinstance(output, Mapping)
-    loss = output.get("loss") if is_mapping else output
+    extras = {**output} if isinstance(output, Mapping) else None
+    loss = output if extras is None else extras.pop("loss", None)
     if not isinstance(loss, Tensor):
         raise ValueError(
             f"training_step returned {loss!r} as the loss of a micro-batch, and no part of a batch "
             f"can be skipped; return a loss that is zero, such as (output * 0).sum()"
         )
-    return loss, {k: v for k, v in output.items() if k != "loss"} if is_mapping else None
-
-
-class _Call:
-    """What one call of a step function left on its replica. Not a dataclass, as ``Additions``.
-
-    ``weight`` is the number of terms over which a mean of the call averages.
-    """
-
-    def __init__(self, module: Any, rows: Sequence[int]) -> None:
-        self.additions, self.rows = Additions(module), rows
-        self.logged: list[tuple[str, Any, dict[str, Any]]] = []
-
-    def log(self, *args: Any, **options: Any) -> None:
-        """Record a value, which is logged later, once for all calls."""
-        bound = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
-        del bound["self"]
-        self.logged.append((bound.pop("name"), bound.pop("value"), bound))
-
-    def end(self, module: Any, output: Any, by_path: Mapping[str, Any], count: Any) -> None:
-        """Keep what the call left on ``module`` and in its metrics, without graphs."""
-        self.additions.end(module)
-        self.metrics, self.weight = metrics.updated(by_path), count
-        self.output = nested.map_tensors(Tensor.detach, output)
-        paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
-        self.logged = [
-            (name, paths[id(value)] if isinstance(value, Metric) else _number(value), options)
-            for name, value, options in self.logged
-        ]
+    return loss, extras
 
 
 def _log(
     module: LightningModule,
     name: str,
-    entries: Sequence[tuple[_Call, Any, dict[str, Any]]],
+    entries: Sequence[tuple[Any, Any, dict[str, Any]]],
     by_path: Mapping[str, Metric],
     device: torch.device,
 ) -> None:
@@ -277,10 +262,6 @@ def _log(
     reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
     value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)
     module.log(name, value, **options | {"batch_size": sum(sizes)})
-
-
-def _counted(inputs: Mapping[str, Any], _: Any, *, count: Callable[[Any], Any]) -> Any:
-    return count(inputs["batch"])
 
 
 def _number(value: Any) -> Tensor:
@@ -309,24 +290,20 @@ def _normalises_batches(module: nn.Module) -> bool:
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise ``ValueError`` for what this strategy does not support."""
+    options, step = trainer._accelerator_connector, module.training_step
     given = {
         "manual optimization (automatic_optimization=False)": not module.automatic_optimization,
         "sharded parameters": any(type(p).__name__ == "DTensor" for p in module.parameters()),
-        "sync_batchnorm=True": trainer._accelerator_connector._layer_sync is not None,
-        "num_nodes above 1": trainer._accelerator_connector._num_nodes_flag > 1,
-        "training_step(dataloader_iter)": is_param_in_hook_signature(
-            module.training_step, "dataloader_iter", explicit=True
-        ),
+        "sync_batchnorm=True": options._layer_sync is not None,
+        "num_nodes above 1": options._num_nodes_flag > 1,
+        "training_step(dataloader_iter)": is_param_in_hook_signature(step, "dataloader_iter", True),
     }
-    reason = (
-        "it trains one whole model in one process, on batches of which training_step returns the "
-        "loss; use a strategy of Lightning's"
-    )
-    refuse("ScatterOnceStrategy", given, reason)
+    reason = "it trains one whole model in one process, by the losses that training_step returns"
+    refuse("ScatterOnceStrategy", given, f"{reason}; use a strategy of Lightning's")
 
 
 _BATCH_NORM = (
     "the model has batch normalisation, which sees one micro-batch at a time; pass "
-    'buffers="batch" to ScatterOnceStrategy to move running statistics once per batch, with all '
-    'its rows, or buffers="master" to move them with each micro-batch of replica 0'
+    'buffers="batch" to move running statistics once per batch, with all its rows, or '
+    'buffers="master" to move them with each micro-batch of replica 0'
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, ValuesView
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -23,9 +23,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class Modules(nn.Module):
-    """The modules of a loop as one module. The first of its ``parts`` is the model.
+    """The modules of a loop as one module, which calls a step function ``work`` with itself.
 
-    The engine calls it with a step function as ``work``, to which it passes the replica's modules.
+    The first of its ``parts`` is the model.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
@@ -39,16 +39,14 @@ class Modules(nn.Module):
 
 def modules_in(value: Any) -> list[nn.Module]:
     """The modules in ``value``, which is a module, or a list, tuple or dict."""
-    parts = value.values() if isinstance(value, dict) else value
-    parts = parts if isinstance(value, (list, tuple, dict)) else [value]
-    return [part for part in parts if isinstance(part, nn.Module)]
+    return [part for part in _entries(value, [value]) if isinstance(part, nn.Module)]
 
 
 def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[str]) -> Owner:
     """A shallow copy of ``owner`` that refers to replicas' modules, with copies of its lists.
 
-    ``replicas`` maps the ``id`` of a module to the replica that takes its place. Attributes whose
-    names are in ``shared`` are not copied.
+    ``replicas`` has the replica of each module by the module's ``id``. Attributes whose names are
+    in ``shared`` are not copied.
     """
     copied = copy.copy(owner)
     for name, value in vars(owner).items():
@@ -58,17 +56,22 @@ def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[s
 
 
 @contextlib.contextmanager
-def override_methods(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """In the body, the module has these methods, such as ``forward``, and no hooks."""
-    attributes, hooks = vars(module), dict[str, Any]((name, {}) for name in _HOOKS)
-    before = {name: attributes[name] for name in (*methods, *hooks) if name in attributes}
-    attributes.update({**methods, **hooks})
+def overridden(owner: Any, **values: Any) -> Iterator[None]:
+    """In the body, ``owner`` has these attributes, which may be methods."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
-        for name in methods:
+        for name in values:
             attributes.pop(name, None)
         attributes.update(before)
+
+
+def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:
+    """In the body, the module has these methods, such as ``forward``, and no hooks."""
+    return overridden(module, **methods, **{name: {} for name in _HOOKS})
 
 
 def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
@@ -79,32 +82,28 @@ def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
 
 
 class Additions:
-    """What a call adds to the numbers and lists among the attributes of ``owner``.
+    """What a call adds to the numbers and lists among the attributes of ``owner``, its copy.
 
-    ``owner`` is the copy that the call gets. Not a dataclass, since the engine would join its
-    fields with those of other calls.
+    Not a dataclass, since the engine would join its fields with those of other calls.
     """
 
     def __init__(self, owner: Any) -> None:
         attributes = vars(owner).items()
-        self._numbers = {name: v for name, v in attributes if type(v) in (int, float)}
+        self.numbers = {name: v for name, v in attributes if type(v) in (int, float)}
         self._lists = {name: (v, len(v)) for name, v in attributes if type(v) is list}
 
     def end(self, owner: Any) -> Self:
         """Keep what the call has added to ``owner``, and drop the rest."""
         now = vars(owner)
         self.metrics = now.get("_metrics", {})
-        self.numbers = {
-            name: now[name] - before
-            for name, before in self._numbers.items()
-            if type(now.get(name)) in (int, float) and now[name] != before
-        }
+        numbers = {k: v for k, v in self.numbers.items() if type(now.get(k)) in (int, float)}
+        self.numbers = {name: now[name] - v for name, v in numbers.items() if now[name] != v}
         self.entries = {
             name: entries[length:]
             for name, (entries, length) in self._lists.items()
-            if len(entries) > length and now.get(name) is entries
+            if now.get(name) is entries
         }
-        del self._numbers, self._lists
+        del self._lists
         return self
 
     def add_to(self, owner: Any) -> None:
@@ -116,10 +115,9 @@ class Additions:
 
 
 def each_call(outputs: Any) -> list[Any]:
-    """The values that the step function returned, one per micro-batch.
+    """The values that the step function returned, one per micro-batch, in the order of the rows.
 
-    ``outputs`` come from a step, in the order of the rows, or from inference, which joins the
-    replicas' lists entry by entry.
+    ``outputs`` are nested: a step's by replica, those of inference by entry of the joined lists.
     """
     if not isinstance(outputs, (tuple, list)):
         return [outputs]
@@ -133,12 +131,11 @@ def num_rows(batch: Any) -> int:
     """
     level, longest = [batch], 0
     while level:
-        for value in level:
-            rows = value.num_rows if isinstance(value, Marker) else _size(value)
-            if rows is not None:
-                return rows
+        sizes = [n for n in map(_size, level) if n is not None]
+        if sizes:
+            return sizes[0]
         longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
-        level = list(chain.from_iterable(map(_children, level)))
+        level = list(chain.from_iterable(map(_entries, level)))
     return longest or 1
 
 
@@ -155,10 +152,10 @@ def as_rows(batch: Any) -> Any:
         sizes = [len(v) if _is_list(v) else _size(v) for v in _leaves(value)]
         return {*sizes} - {None} != {rows}
 
-    def mark(value: Any) -> Any:
-        return Rows(value) if is_rows(value) else value
+    def mark(values: list[Any]) -> Any:
+        return Rows(values[0]) if is_rows(values[0]) else values[0]
 
-    return nested.merge(lambda values: mark(values[0]), [batch], lambda values: is_rows(values[0]))
+    return nested.merge(mark, [batch], lambda values: is_rows(values[0]))
 
 
 def _is_list(value: Any) -> bool:
@@ -166,17 +163,19 @@ def _is_list(value: Any) -> bool:
 
 
 def _size(value: Any) -> int | None:
-    """The size of a tensor along dimension 0; ``None`` if there is none."""
+    """The number of rows of a tensor or marker; ``None`` if there are none."""
+    if isinstance(value, Marker):
+        return value.num_rows
     return len(value) if isinstance(value, Tensor) and value.ndim else None
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _entries(value: Any, otherwise: Iterable[Any] = ()) -> Iterable[Any]:
     """The entries of a list, tuple or mapping."""
-    entries = value.values() if isinstance(value, Mapping) else value
-    return entries if isinstance(entries, Iterable) and not isinstance(value, (str, Tensor)) else ()
+    value = value.values() if isinstance(value, Mapping) else value
+    return value if isinstance(value, (list, tuple, ValuesView)) else otherwise
 
 
 def _leaves(value: Any) -> Iterable[Any]:
     """The entries of ``value``, and those of mappings in it."""
-    for entry in _children(value):
+    for entry in _entries(value):
         yield from _leaves(entry) if isinstance(entry, Mapping) else (entry,)

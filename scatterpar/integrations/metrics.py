@@ -22,12 +22,11 @@ ABSENT = nn.Identity()  # takes the place of each metric while the module is rep
 
 def metrics_of(module: nn.Module, prefix: str = "") -> dict[str, Any]:
     """The outermost metrics and collections of metrics in ``module``, by path."""
-    by_path = {}
+    by_path: dict[str, Any] = {}
     for name, child in module.named_children():
-        if isinstance(child, (Metric, MetricCollection)):
-            by_path[prefix + name] = child
-        else:
-            by_path |= metrics_of(child, f"{prefix}{name}.")
+        is_metric = isinstance(child, (Metric, MetricCollection))
+        path = prefix + name
+        by_path |= {path: child} if is_metric else metrics_of(child, f"{path}.")
     return by_path
 
 
@@ -44,18 +43,18 @@ def single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
 @contextlib.contextmanager
 def placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
     """In the body, ``module`` has ``metrics`` at their paths, instead of what is there."""
-    places = [path.rpartition(".") for path in metrics]
-    owners: list[tuple[dict[str, Any], str]] = [
-        (module.get_submodule(parent)._modules, name) for parent, _, name in places
-    ]
-    before = [children[name] for children, name in owners]
+    before = {path: module.get_submodule(path) for path in metrics}
+
+    def place(by_path: Mapping[str, Any]) -> None:
+        for path, metric in by_path.items():
+            parent, _, name = path.rpartition(".")
+            module.get_submodule(parent)._modules[name] = metric
+
     try:
-        for (children, name), metric in zip(owners, metrics.values(), strict=True):
-            children[name] = metric
+        place(metrics)
         yield
     finally:
-        for (children, name), metric in zip(owners, before, strict=True):
-            children[name] = metric
+        place(before)
 
 
 def emptied(metric: Any) -> Any:
@@ -90,9 +89,8 @@ def merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> Non
         for name, value in copied.metric_state.items():
             if metric._reductions[name] is None and isinstance(value, Tensor):
                 raise ValueError(
-                    f"the state {name!r} of {type(metric).__name__} cannot be merged with that of "
-                    f"another micro-batch; return predictions and targets from training_step, and "
-                    f"update the metric in on_train_batch_end"
+                    f"the state {name!r} of {type(metric).__name__} cannot be merged with another; "
+                    f"return predictions and targets, and update it in on_train_batch_end"
                 )
         states = nested.map_tensors(lambda t: t.detach().to(device), copied.metric_state)
         for target in (metric, step):

@@ -19,22 +19,17 @@ from torch import Tensor, nn
 
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike
-from scatterpar.integrations.loop import num_rows, override_methods, refuse
+from scatterpar.integrations.loop import num_rows, overridden, refuse, replaced
 from scatterpar.integrations.transformers import ROWS, ScatterOnceMixin
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
 
 # Means over rows: the losses of batches combine into the loss of all.
-_OF_ROWS = (
-    *("BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss"),
-    *("MSELoss", "MarginMSELoss", "SoftmaxLoss", "TripletLoss"),
-)
-
+_OF_ROWS = {"BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss"}
+_OF_ROWS |= {"MSELoss", "MarginMSELoss", "SoftmaxLoss", "TripletLoss"}
 # These need more of the model than its embeddings, or train a second model.
-_REFUSED = (
-    *("AdaptiveLayerLoss", "ContrastiveTensionLoss", "ContrastiveTensionLossInBatchNegatives"),
-    *("DenoisingAutoEncoderLoss", "Matryoshka2dLoss"),
-)
+_REFUSED = {"AdaptiveLayerLoss", "DenoisingAutoEncoderLoss", "Matryoshka2dLoss"}
+_REFUSED |= {"ContrastiveTensionLoss", "ContrastiveTensionLossInBatchNegatives"}
 
 _ROWS = "rows of outputs"  # an entry of features: which rows of the outputs they stand for
 
@@ -53,9 +48,9 @@ class _WholeBatch(ScatterOnceMixin):
         whole_batch: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        name = type(self).__name__
+        name, has_cost = type(self).__name__, kwargs.get("micro_batch_cost") is not None
         reason = "its loss may compare all rows of a batch; leave micro_batch_cost out"
-        refuse(name, {"micro_batch_cost": kwargs.get("micro_batch_cost") is not None}, reason)
+        refuse(name, {"micro_batch_cost": has_cost}, reason)
         super().__init__(*args, device_ids=device_ids, **kwargs)
         reason = "it needs more of the model than its outputs; use the stock trainer on one device"
         parts = [type(part).__name__ for loss in self._losses() for part in loss.modules()]
@@ -124,13 +119,9 @@ class _WholeBatch(ScatterOnceMixin):
 
     def _loss_with(self, recorded: _RecordedModel, batch: Any) -> Any:
         """The user's loss, computed with ``recorded`` as the model."""
-        model = self.model
-        with override_methods(model, forward=recorded.forward, preprocess=recorded.preprocess):
-            self._recorded_model = recorded
-            try:
-                return type(self).compute_loss(self, model, dict(batch))
-            finally:
-                self._recorded_model = None
+        methods: dict[str, Any] = {"forward": recorded.forward, "preprocess": recorded.preprocess}
+        with replaced(self.model, **methods), overridden(self, _recorded_model=recorded):
+            return type(self).compute_loss(self, self.model, dict(batch))
 
     def collect_features(self, inputs: Any) -> Any:
         """The trainer's features; while the loss runs, with the numbers of their output rows."""
@@ -198,8 +189,7 @@ class _RecordedModel:
     """The methods of a model while the loss runs: they return outputs of the replicas.
 
     ``outputs`` are those of all ``columns``, one after the other; column i has ``sizes[i]`` rows.
-    As long as there are no outputs, ``preprocess`` records the columns, and ``forward`` returns
-    zeros.
+    Without outputs, ``preprocess`` records the columns, and ``forward`` returns zeros.
     """
 
     def __init__(self, model: Any, output: str) -> None:
@@ -222,7 +212,7 @@ class _RecordedModel:
             if self.outputs is not None:
                 raise ValueError(
                     "the loss asked for the scores of other pairs the second time that it ran: it "
-                    "draws from a random generator of its own; use the stock trainer on one device"
+                    "draws from a generator of its own; use the stock trainer on one device"
                 )
             self._numbers[key] = len(self.columns)
             self.columns.append(dict(self._preprocess(inputs, **options)))
@@ -248,14 +238,11 @@ class _Outputs(dict[str, Any]):
 
 def _is_mean_over_rows(loss: nn.Module) -> bool:
     """Whether ``loss`` and all losses of torch in it are unweighted means over rows."""
-    return (
-        type(loss).__name__ in _OF_ROWS
-        and getattr(loss, "size_average", True)
-        and all(
-            getattr(part, "reduction", "mean") == "mean" and getattr(part, "weight", None) is None
-            for part in loss.modules()
-            if type(part).__module__ == "torch.nn.modules.loss"
-        )
+    is_mean = type(loss).__name__ in _OF_ROWS and getattr(loss, "size_average", True)
+    return is_mean and all(
+        getattr(part, "reduction", "mean") == "mean" and getattr(part, "weight", None) is None
+        for part in loss.modules()
+        if type(part).__module__ == "torch.nn.modules.loss"
     )
 
 
@@ -266,10 +253,8 @@ def _divisible(column: Mapping[str, Any]) -> Any:
         return Rows(list(words), _bags)
     sizes = {name: len(v) for name, v in column.items() if isinstance(v, Tensor) and v.ndim}
     if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the rows of a batch cannot be divided: its tensors have {sizes} of them; use the "
-            f"stock trainer on one device, or whole_batch=False"
-        )
+        reason = f"the rows of a batch cannot be divided: its tensors have {sizes} of them"
+        raise ValueError(f"{reason}; use the stock trainer on one device, or whole_batch=False")
     return dict(column)
 
 

@@ -13,9 +13,9 @@ import math
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -38,18 +38,11 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 # Not replicated: "model_wrapped" is the model.
 _NOT_REPLICATED = ("_engine", "_parts", "model_wrapped", "train_dataset", "eval_dataset")
-
 _ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
-
 # TRL's trainers whose losses of batches combine into that of all, except with these loss types.
-_OF_TRL: dict[str, tuple[str, ...]] = {
-    "SFTTrainer": (),
-    "RewardTrainer": (),
-    "KTOTrainer": ("kto",),
-}
-_OF_TRL["DPOTrainer"] = ("sft", "aot", "aot_unpaired", "bco_pair")
-
+_OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
+_OF_TRL["DPOTrainer"] = ["sft", "aot", "aot_unpaired", "bco_pair"]
 _FIRST = operator.itemgetter(0)
 _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
 
@@ -70,9 +63,7 @@ class ScatterOnceMixin(_Base):
     called for every batch, in the thread of a replica, on a copy of the Trainer that refers to the
     replica's modules. Numbers that the call increments on ``self``, and TRL's metrics, are added to
     the Trainer's. ``training_step`` is called once per step, with a list of all its batches.
-
-    The arguments are the Trainer's and those of ``ScatterOnceTrainer``. ``TrainingArguments`` are
-    copied: ``trainer.args`` are those of one device that takes all rows of a step at once.
+    ``trainer.args`` is a copy: the arguments of one device that takes all rows of a step at once.
 
     Raises:
         ValueError: as ``ScatterOnceTrainer``; a trainer or loss type of TRL for which the losses of
@@ -100,8 +91,8 @@ class ScatterOnceMixin(_Base):
             check_budget(micro_batch_cost)
         self._device_ids, self._shard_optimizer = device_ids, shard_optimizer
         self._micro_batch_cost = micro_batch_cost
-        kwargs = {name: _copied_if_arguments(value) for name, value in kwargs.items()}
-        super().__init__(*map(_copied_if_arguments, args), **kwargs)
+        copied = {n: _copied(value) for n, value in kwargs.items()}
+        super().__init__(*map(_copied, args), **copied)
         _refuse_losses(self)
 
     # The arguments: those of one device that takes all rows of a step at once.
@@ -138,32 +129,25 @@ class ScatterOnceMixin(_Base):
         devices = resolve(ids)
         first = physical(devices[0])
         if (first.type, first.index or 0) != (main.type, main.index or 0):
-            raise ValueError(
-                f"device_ids must begin with the Trainer's own device, {main}, where it keeps the "
-                f"model; got {devices[0]} first"
-            )
+            own = f"the Trainer's own device, {main}, where the model is"
+            raise ValueError(f"device_ids must begin with {own}; got {devices[0]} first")
         return devices
 
     # The loader: all rows of a step, collated batch by batch, on the host: the engine scatters.
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loader of all rows of a step, which are collated as a list of batches."""
-        placing, collate = self.accelerator.device_placement, self.data_collator
-        self.accelerator.device_placement = False
-        self.data_collator = self._step_collator(collate)
-        try:
+        on_host = loop.overridden(self.accelerator, device_placement=False)
+        with on_host, loop.overridden(self, data_collator=self._step_collator(self.data_collator)):
             return super().get_train_dataloader(*args, **kwargs)
-        finally:
-            self.accelerator.device_placement, self.data_collator = placing, collate
 
     def _step_collator(self, collate: Any) -> Any:
         """Returns a collator of all rows of a step, whose result is a ``Step``."""
-        # auto_find_batch_size makes steps smaller.
-        cut: Any = partial(_by_number, size=math.ceil(self._train_batch_size / self._num_batches))
+        size = math.ceil(self._train_batch_size / self._num_batches)  # which may get smaller
+        collator: Any = partial(_by_number, collate, size)
         if self._micro_batch_cost is not None:
             name = getattr(self.model, "main_input_name", "input_ids")
-            cut = partial(_by_cost, name, self._micro_batch_cost, self._replicas())
-        collator = partial(_collated, collate, cut)
+            collator = partial(_by_cost, collate, name, self._micro_batch_cost, self._replicas())
         vars(collator).update(getattr(collate, "__dict__", {}))  # some loaders read attributes
         return collator
 
@@ -194,12 +178,11 @@ class ScatterOnceMixin(_Base):
         if self._engine is None:
             self._parts, args = parts, self.args
             options: Any = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-            if args.torch_compile:
-                compiled: Any = torch.compile(parts[0], **options)
-                parts = [compiled, *parts[1:]]
-            work = Modules(parts)
+            model: Any = parts[0]
+            model = torch.compile(model, **options) if args.torch_compile else model
+            work = Modules([model, *parts[1:]])
             # verify=False: the Trainer asks batch by batch how losses combine.
-            self._engine = ScatterOnceParallel(work, device_ids=self._replicas(), verify=False)
+            self._engine = ScatterOnceParallel(work, 1, self._replicas(), verify=False)
             if self._sharded is not None:
                 self._sharded.engine = self._engine
         return self._engine
@@ -223,14 +206,11 @@ class ScatterOnceMixin(_Base):
 
     # The step.
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's step, whose loss is that of all batches."""
-        prepared = self._prepared(inputs)
-        vars(self).update(compute_loss=self._loss_of_step, _prepare_inputs=lambda inputs: inputs)
-        try:
+        prepared, own = self._prepared(inputs), {"compute_loss": self._loss_of_step}
+        with loop.overridden(self, **own, _prepare_inputs=lambda inputs: inputs):
             return super().training_step(model, prepared, *args, **kwargs)
-        finally:
-            del vars(self)["compute_loss"], vars(self)["_prepare_inputs"]
 
     def _prepared(self, inputs: Any) -> Any:
         """Inputs after ``_prepare_inputs`` of a subclass; the stock one only moves them."""
@@ -245,10 +225,10 @@ class ScatterOnceMixin(_Base):
             return self._loss_of_towers(batches)
         how = self._how_losses_combine(step)
         if how is None:
-            raise ValueError(_refusal(self, _NOTHING_FITS))
+            raise ValueError(_NOTHING_FITS.format(_loss_class(self).__name__))
         accum = len(step) if isinstance(step, Step) else self._user_args[_BATCHES]
         loss, calls = self._run(self._loss_of, step, accum, how)
-        self._collect(calls, _weights(how, batches) if isinstance(step, Step) else repeat(1.0))
+        self._collect(calls, _weights(how, step) if isinstance(step, Step) else None)
         return loss
 
     def _run(self, work: Callable[..., Any], step: Any, accum: int, how: str) -> tuple[Tensor, Any]:
@@ -275,29 +255,32 @@ class ScatterOnceMixin(_Base):
 
         ``items`` is by default the batch's number, and doubled for one ``row`` instead of two.
         """
-        trainer, additions = self._copy(work)
-        if items is None:
-            items = trainer._get_num_items_in_batch([batch], trainer.accelerator.device)
+        trainer, additions = self._copy(work, items)
+        items = trainer._get_num_items_in_batch([batch], trainer.accelerator.device)
         if row is not None and items is not None:
             items = items * 2 // row.unique().numel()
         loss: Any = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items)
         return {"loss": loss, "beside": additions.end(trainer)}
 
-    def _copy(self, work: Modules) -> tuple[Self, loop.Additions]:
+    def _copy(self, work: Modules, items: Any) -> tuple[Self, loop.Additions]:
         """A copy of the Trainer that refers to a replica's modules, and what calls add to it."""
         replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
         trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work.parts[0]
         device = next((p.device for p in model.parameters()), self.args.device)
-        vars(trainer).update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
-        vars(trainer).pop("compute_loss", None)  # the step's
-        if "_metrics" in vars(self):  # TRL's trainers fill them in compute_loss
-            vars(trainer)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
+        own = vars(trainer)
+        own.update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
+        own.pop("compute_loss", None)  # the step's
+        if items is not None:
+            own["_get_num_items_in_batch"] = lambda *_: items
+        if "_metrics" in own:  # TRL's trainers fill them in compute_loss
+            own["_metrics"] = {mode: defaultdict(list) for mode in own["_metrics"]}
         return trainer, loop.Additions(trainer)
 
-    def _collect(self, outputs: Any, weights: Iterable[float]) -> None:
+    def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
         """Add what calls of ``compute_loss`` counted and measured, as if it had been one call."""
         measured: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-        for call, weight in zip(loop.each_call(outputs), weights, strict=False):
+        calls = loop.each_call(outputs)
+        for call, weight in zip(calls, weights or [1.0] * len(calls), strict=True):
             call.add_to(self)
             for mode, metrics in call.metrics.items():
                 for name, values in metrics.items():
@@ -315,12 +298,13 @@ class ScatterOnceMixin(_Base):
         """
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            towers = _towers(self.model)
             with contextlib.ExitStack() as stack:
-                for tower, parts in zip(towers, zip(*pooled, strict=True), strict=True):
+                for tower, parts in zip(
+                    _towers(self.model), zip(*pooled, strict=True), strict=True
+                ):
                     output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
                     forward = lambda *_, output=output, **__: output  # noqa: E731
-                    stack.enter_context(loop.override_methods(tower, forward=forward))
+                    stack.enter_context(loop.replaced(tower, forward=forward))
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
         inputs = {"work": _pooled, "batch": Rows(batches, _FIRST)}
@@ -336,50 +320,52 @@ class ScatterOnceMixin(_Base):
         if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
             return ROWS
         if not self._steps_asked:
-            labels = [LABELS, SHIFTED]
-            self._candidates = [*(labels[::-1] if self._loss_shifts_labels else labels), ROWS, SUM]
-        batches, number = _batches_of(step), self.state.global_step + 1
-        pieces = batches if isinstance(step, Step) else _rows_of(step)
+            labels = [SHIFTED, LABELS] if self._loss_shifts_labels else [LABELS, SHIFTED]
+            self._candidates = [*labels, ROWS, SUM]
+        number = self.state.global_step + 1
         is_due = not number & (number - 1) and number not in self._steps_asked
-        is_due |= len(self._steps_asked) < _LOOKS and _differ(self._candidates, pieces)
-        if len(pieces) > 1 and is_due:
+        is_due |= len(self._steps_asked) < _LOOKS and _differ(self._candidates, step)
+        if is_due and len(_weights(ROWS, step)) > 1:
             self._steps_asked = [*self._steps_asked, number]
-            differs = partial(_differ, self._candidates)
-            batch = next((b for b in batches if differs(_rows_of(b))), batches[0])
-            self._candidates = self._fitting(dict(batch))
-            if _differ(self._candidates, pieces):
+            batches = _batches_of(step)
+            telling = (batch for batch in batches if _differ(self._candidates, batch))
+            self._candidates = self._fitting(dict(next(telling, batches[0])))
+            if _differ(self._candidates, step):
                 warnings.warn(_INCONCLUSIVE, stacklevel=3)
         return next(iter(self._candidates), None)
 
     def _fitting(self, batch: dict[str, Any]) -> Sequence[str]:
         """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
         engine, training = self._engine_of_the_model(), self.model.training
+        items = self._get_num_items_in_batch([batch], self.args.device)
         inputs: dict[str, Any] = {"work": self._loss_of, "batch": as_rows(batch)}
-        items: dict[str, Any] = {"items": self._get_num_items_in_batch([batch], self.args.device)}
+        asked = self._candidates
         if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them
-            items |= {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
+            inputs |= {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
+            asked = [SUM]
         self.model.eval()
         try:
-            # Without items a sum is not asked: a row whose own loss is NaN looks like one.
-            asked = [SUM] if is_single else self._candidates
             answers = {
-                one: fits(engine, inputs | items if one == SUM else inputs, **_options(one))
+                one: fits(
+                    engine, inputs | {"items": items if one == SUM else None}, **_options(one)
+                )
                 for one in asked
-                if one != SUM or items["items"] is not None
+                # Without items a sum is not asked: a row whose own loss is NaN looks like one.
+                if one != SUM or items is not None
             }
         finally:
             self.model.train(training)
-        confirmed = [one for one, answer in answers.items() if answer]
-        possible = [one for one, answer in answers.items() if answer is None]
-        if SUM in confirmed:  # a loss that divides by the items of all batches is exactly this sum
+        if answers.get(SUM):  # a loss that divides by the items of all batches is exactly this sum
             return [SUM]
-        return self._candidates if is_single else confirmed or possible
+        if is_single:
+            return self._candidates
+        confirmed = [one for one, answer in answers.items() if answer]
+        return confirmed or [one for one, answer in answers.items() if answer is None]
 
     # Evaluation and prediction: on all replicas if the outputs have rows, else on the master.
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's prediction, on all replicas if possible, for a micro-batch on each."""
-        predict = super().prediction_step
         use_all = (
             self._evaluates_on_all()
             and not self._predicts_on_master
@@ -388,31 +374,33 @@ class ScatterOnceMixin(_Base):
             and unwrapped(model)[0] is self.model  # which the Trainer may have compiled
             and min(len(self._replicas()), num_rows(inputs)) > 1
         )
-        batch = dict(self._prepared(inputs)) if use_all else {}
+        try:
+            if use_all:
+                return self._predicted(dict(self._prepared(inputs)), *args, **kwargs)
+        except ValueError:  # for example outputs without rows
+            self._predicts_on_master = True
+            self._close_engine()
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def _predicted(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's prediction by all replicas. Raises ``ValueError`` if there is none."""
         is_labelled = any(batch.get(name) is not None for name in self.label_names)
         how = self._how_losses_combine(batch) if is_labelled else ROWS
-        if not use_all or how is None:
-            return predict(model, inputs, *args, **kwargs)
+        if how is None:
+            raise ValueError(_NOTHING_FITS)
 
         def part(work: Modules, batch: dict[str, Any], items: Any) -> dict[str, Any]:
-            trainer, additions = self._copy(work)
-            if items is not None:
-                vars(trainer)["_get_num_items_in_batch"] = lambda *_: items
-            predict = super(ScatterOnceMixin, trainer).prediction_step
+            trainer, additions = self._copy(work, items)
             vars(trainer)["_prepare_inputs"] = dict  # they are prepared
+            predict = super(ScatterOnceMixin, trainer).prediction_step
             loss, *outputs = predict(trainer.model, batch, *args, **kwargs)
             beside = (loss is not None, *outputs, additions.end(trainer))
             return {"loss": torch.zeros(()) if loss is None else loss, "beside": beside}
 
-        try:
-            with torch.no_grad():
-                loss, parts = self._run(part, batch, 1, how)
-            has_loss, *outputs, calls = gather(parts, self.args.device)
-        except ValueError:  # for example outputs without rows
-            self._predicts_on_master = True
-            self._close_engine()
-            return predict(model, inputs, *args, **kwargs)
-        self._collect(calls, repeat(1.0))
+        with torch.no_grad():
+            loss, parts = self._run(part, batch, 1, how)
+        has_loss, *outputs, calls = gather(parts, self.args.device)
+        self._collect(calls, None)
         return (loss if has_loss else None, *outputs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -455,49 +443,45 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     """
 
 
-# How losses of batches combine into that of all.
+# How losses of batches combine into that of all: as means over these numbers, or as a sum.
+
+LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
 
 
-def _weights(how: str, batches: Sequence[Any]) -> list[float]:
-    counts = [float(_COUNTS[how](batch)) for batch in batches]
+def _terms(how: str, batch: Mapping[str, Any]) -> Tensor:
+    """The number of terms in each row's loss; in that of the batch, if labels have other rows."""
+    labels, skip, rows = batch.get("labels"), int(how == SHIFTED), num_rows(batch)
+    if isinstance(batch.get("shift_labels"), Tensor):
+        labels, skip = batch["shift_labels"], 0
+    if not isinstance(labels, Tensor) or not labels.ndim:
+        return torch.ones(rows)
+    terms = torch.ones(rows)
+    if how in (LABELS, SHIFTED):
+        labels = labels[..., skip:] if labels.ndim > 1 else labels
+        terms = labels.ne(-100).reshape(len(labels), -1).sum(1)
+    return terms if len(labels) == rows else terms.sum()[None]
+
+
+def _weights(how: str, step: Any) -> list[float]:
+    """The weights of the losses of a ``Step``'s batches, or of any other batch's rows."""
+    each = [_terms(how, b).sum() for b in step] if isinstance(step, Step) else _terms(how, step)
+    counts = [1.0 if how == SUM else float(n) for n in each]
     total = 1.0 if how == SUM else sum(counts) or 1.0
     return [count / total for count in counts]
 
 
-def _differ(candidates: Sequence[str], batches: Sequence[Any]) -> bool:
-    """Whether candidates give the losses of these batches different weights."""
-    return len({tuple(round(w, 9) for w in _weights(one, batches)) for one in candidates}) > 1
+def _differ(candidates: Sequence[str], step: Any) -> bool:
+    """Whether candidates give these losses different weights."""
+    return len({tuple(round(w, 9) for w in _weights(one, step)) for one in candidates}) > 1
 
 
 def _options(how: str) -> dict[str, Any]:
     """The engine's options for losses that combine like this."""
-    count = _COUNTS[how]
-    return {"reduction": "sum"} if how == SUM else {"count": lambda x, _: count(x["batch"])}
+    count = lambda inputs, _: _terms(how, inputs["batch"]).sum()  # noqa: E731
+    return {"reduction": "sum"} if how == SUM else {"count": count}
 
 
-def _num_labels(batch: Mapping[str, Any], *, skip: int) -> Any:
-    """The number of labels, without the first ``skip`` of each row; of rows without labels."""
-    labels = batch.get("labels")
-    if isinstance(batch.get("shift_labels"), Tensor):
-        labels, skip = batch["shift_labels"], 0
-    if not isinstance(labels, Tensor) or not labels.ndim:
-        return num_rows(batch)
-    return (labels[..., skip:] if labels.ndim > 1 else labels).ne(-100).sum()
-
-
-def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One batch per row, with the labels; empty if they have other rows."""
-    rows = num_rows(batch)
-    named = {n: batch[n] for n in ("shift_labels", "labels") if isinstance(batch.get(n), Tensor)}
-    if any(labels.ndim == 0 or len(labels) != rows for labels in named.values()):
-        return []
-    return [{"row": [i], **{n: t[i : i + 1] for n, t in named.items()}} for i in range(rows)]
-
-
-# The most likely ones are first; they are means.
-LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
-_COUNTS: dict[str, Callable[[Any], Any]] = {ROWS: num_rows, SUM: lambda _: 1}
-_COUNTS |= {LABELS: partial(_num_labels, skip=0), SHIFTED: partial(_num_labels, skip=1)}
+# Models with two encoders.
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
@@ -507,20 +491,17 @@ def _towers(model: nn.Module) -> list[nn.Module]:
     return next(([part[n] for n in names] for part in parts if part.keys() >= {*names}), [])
 
 
-def _pooled(work: Any, batch: Mapping[str, Any]) -> list[list[Tensor]]:
+def _pooled(work: Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     """The pooled outputs of a replica's towers for one batch: a list with one entry per batch."""
-    model = work.parts[0]
-    outputs: dict[nn.Module, Tensor] = {}
+    model, outputs = work.parts[0], dict[nn.Module, Tensor]()
 
     def store(tower: nn.Module, _: Any, output: Any) -> None:
         outputs[tower] = output.pooler_output
 
-    hooks = [tower.register_forward_hook(store) for tower in _towers(model)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for tower in _towers(model):
+            stack.enter_context(tower.register_forward_hook(store))
         model(**{**batch, "return_loss": False})
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [[outputs[tower] for tower in _towers(model)]]
 
 
@@ -534,21 +515,21 @@ class _Placed:
         return getattr(self._accelerator, name)
 
 
+# The batches of a step.
+
+
 def _batches_of(step: Any) -> Sequence[Any]:
     return step if isinstance(step, Step) else [step]
 
 
-def _collated(collate: Any, cut: Any, rows: Sequence[Any]) -> Step:
-    """The rows of a step, collated batch by batch; ``cut`` returns the rows of each batch."""
-    return Step(map(collate, cut(rows)))
+def _by_number(collate: Any, size: int, rows: Sequence[Any]) -> Step:
+    return Step(collate(rows[start : start + size]) for start in range(0, len(rows), size))
 
 
-def _by_number(rows: Sequence[Any], *, size: int) -> list[Any]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def _by_cost(name: str, budget: float, devices: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
-    """Cut the rows of a step by the length of their entries ``name``, replica by replica."""
+def _by_cost(
+    collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Sequence[Any]
+) -> Step:
+    """Batches of rows whose entries ``name`` have similar lengths, replica by replica."""
     try:
         costs = [len(row[name]) for row in rows]
     except (KeyError, TypeError):
@@ -559,10 +540,13 @@ def _by_cost(name: str, budget: float, devices: Sequence[Any], rows: Sequence[An
         ) from None
     plan = plan_by_cost(len(rows), costs, devices, budget, [1.0] * len(devices))
     numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
-    return [[rows[row] for row in part] for part in numbers]
+    return Step(collate([rows[row] for row in part]) for part in numbers)
 
 
-def _copied_if_arguments(value: Any) -> Any:
+# Refusals.
+
+
+def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
 
 
@@ -570,59 +554,55 @@ def _refuse(args: Any, model: Any) -> None:
     """Refuse what needs other processes, or another owner of the model or its gradients."""
     optimizer = str(getattr(args.optim, "value", args.optim))
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
-    given = {"torchrun (several processes)": args.world_size > 1, "DeepSpeed": args.deepspeed}
-    given |= {"FSDP": args.fsdp, "a model spread by device_map": len(devices) > 1}
-    given |= {f"the optimizer {optimizer}": "lomo" in optimizer}
-    reason = (
-        "it trains one whole model in one process, with gradients that are complete before the "
-        "optimizer's step; use the stock Trainer"
-    )
+    given = {
+        "torchrun (several processes)": args.world_size > 1,
+        "DeepSpeed": args.deepspeed,
+        "FSDP": args.fsdp,
+        "a model spread by device_map": len(devices) > 1,
+        f"the optimizer {optimizer}, which steps in the backward pass": "lomo" in optimizer,
+    }
+    reason = "it trains one whole model in one process; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", given, reason)
 
 
 def _refuse_losses(trainer: Any) -> None:
     """Refuse losses of batches that do not combine into that of all: detectors', some of TRL's."""
     kind = str(getattr(trainer.model, "loss_type", None))
-    several = f"{type(trainer.model).__name__} (loss_type={kind!r}) on several replicas or with"
-    is_refused = "Detection" in kind and trainer._num_batches > 1
+    detector = f"several batches per step of {type(trainer.model).__name__} (loss_type={kind!r})"
+    given = {detector: "Detection" in kind and trainer._num_batches > 1}
     reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
-    loop.refuse("ScatterOnceTrainer", {f"{several} accumulated batches": is_refused}, reason)
-    of_trl = [base for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    base = next((base.__name__ for base in of_trl if "compute_loss" in vars(base)), None)
+    loop.refuse("ScatterOnceTrainer", given, reason)
+    base = _loss_class(trainer, "trl.")
+    if base is None:
+        return
+    refused = _OF_TRL.get(base.__name__, [])
     types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
-    term, has_aux = "terms over a whole batch", getattr(trainer, "aux_loss_enabled", False)
-    given = {
-        "its loss is not known to be made up of its batches'": base not in _OF_TRL,
-        **{f"loss_type={t!r} has {term}": t in _OF_TRL.get(str(base), ()) for t in types},
-        "the auxiliary loss of a mixture of experts is a term over a batch": has_aux,
-    }
-    for why, is_given in given.items():
-        if base is not None and is_given:
-            raise ValueError(_refusal(trainer, why))
+    whys = {f"loss_type={t!r} has terms over a whole batch": t in refused for t in types}
+    has_aux = getattr(trainer, "aux_loss_enabled", False)
+    whys["the auxiliary loss of a mixture of experts is a term over a batch"] = has_aux
+    whys["its loss is not known to be made up of its batches'"] = base.__name__ not in _OF_TRL
+    name = f"{_loss_class(trainer).__name__} here"
+    given = {f"{name}: {why}": is_given for why, is_given in whys.items()}
+    loop.refuse("ScatterOnceMixin", given, "use the stock class on one device")
 
 
-def _loss_class(trainer: Any) -> type:
-    """The class that defines the trainer's ``compute_loss``."""
-    return next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
-
-
-def _refusal(trainer: Any, why: str) -> str:
-    refused = f"ScatterOnceMixin does not go together with {_loss_class(trainer).__name__} here"
-    return f"{refused}: {why}; use the stock class on one device"
+def _loss_class(trainer: Any, module: str = "") -> Any:
+    """The first class that defines ``compute_loss``, in a module whose name begins like this."""
+    of_module = [base for base in type(trainer).__mro__ if base.__module__.startswith(module)]
+    return next((base for base in of_module if "compute_loss" in vars(base)), None)
 
 
 _NOTHING_FITS = (
-    "the losses of batches do not combine into the loss of all, neither as a mean over labels or "
-    "rows nor as a sum: for example it compares rows, is NaN for a single row, or has an auxiliary "
-    "term over a whole batch"
+    "ScatterOnceMixin does not go together with {} here: the losses of batches do not combine into "
+    "the loss of all, as a mean over labels or rows or as a sum (does it compare rows, is it NaN "
+    "for a single row, has it a term over a whole batch?); use the stock class on one device"
 )
 _INCONCLUSIVE = (
-    "this step's rows do not show how the losses of batches combine, for example because a batch "
-    "has one row; the losses are averaged, weighted by the number of labels, or of rows if there "
-    "are no labels"
+    "this step's rows do not show how the losses of batches combine (a batch of one row does not); "
+    "they are averaged, weighted by the number of labels, or of rows if there are no labels"
 )
 _ONE_DEVICE = (
-    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: its eval_loss "
-    "and metrics are means over batches, those of the stock class with this number. To compare "
-    "with batches of all replicas, pass per_device_eval_batch_size={}"
+    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}, and its loss "
+    "and metrics depend on that; to compare with batches of all replicas, pass "
+    "per_device_eval_batch_size={}"
 )

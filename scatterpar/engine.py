@@ -63,38 +63,28 @@ _MAX_REPLICAS = 2**16  # per rank: rank r numbers its replicas from r * this, fo
 class ScatterOnceParallel(Wrapper):
     """Train on very large batches with all the devices of one machine, in one process.
 
-    Computes what this program computes for the whole batch on one device with enough memory::
-
-        loss = criterion(module(inputs), targets)
-        loss.backward()
-
-    but with the rows divided over replicas of ``module``, each of which computes its share in
-    ``accum`` sub-steps. The batch is scattered once, parameters are sent once, and gradients are
-    reduced once.
+    Computes ``criterion(module(inputs), targets).backward()`` for the whole batch as one device
+    with enough memory would, but with the rows divided over replicas of ``module``, each of which
+    computes its share in ``accum`` sub-steps. The batch is scattered once, parameters are sent
+    once, and gradients are reduced once.
 
     Args:
-        module: any ``nn.Module`` on ``device_ids[0]``. Optimizers, schedulers and checkpoints use
-            this module as before.
+        module: any ``nn.Module`` on ``device_ids[0]``. Optimizers and checkpoints use it as before.
         accum: sub-steps per replica, or ``"auto"``: start with one and, if memory runs out, plan
-            the same batch again with the fewest sub-steps that fit. Later steps use the same
-            number.
+            the same batch again with the fewest sub-steps that fit, which later steps use, too.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
-            ``torch.device``. Entries may repeat; replicas with equal entries share one memory.
-            ``["cpu"] * 4`` are four replicas in host memory, ``["cpu:0", "cpu:1"]`` are two virtual
-            devices with separate memories. Default: every visible accelerator, or a single CPU
-            replica if there is none.
+            ``torch.device``. Replicas with equal entries share one memory: ``["cpu"] * 4`` are four
+            in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices with separate memories.
+            Default: every visible accelerator, or a single CPU replica if there is none.
         micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one number, or
-            one per replica for devices of unequal memory. Shares stay equal unless ``shares`` says
-            otherwise.
+            one per replica for devices of unequal memory.
         micro_batch_cost: maximal cost of a sub-step, instead of ``accum``, for rows of unequal
-            length. The cost of a sub-step is its number of rows times the largest of their
-            ``costs``, which each call passes. Rows of similar cost share a sub-step, in whatever
-            order they are in the batch. Outputs keep the order of the batch.
+            length: its number of rows times the largest of their ``costs``, which each call passes.
+            Rows of similar cost share a sub-step; outputs keep the order of the batch.
         dim: the dimension along which the batch is split into rows.
         buffers: ``"master"`` keeps the buffers of replica 0. ``"batch"`` updates running
-            statistics of batch normalisation once per step, with the mean and unbiased variance
-            over all rows, and keeps other buffers of replica 0. Otherwise every sub-step updates
-            them.
+            statistics of batch normalisation once per step, not in every sub-step, with the mean
+            and unbiased variance over all rows.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
         process_group: train together with other processes, one per machine. Each rank passes its
             own rows; loss and gradients are those of all ranks' batches together. If a rank fails,
@@ -102,30 +92,25 @@ class ScatterOnceParallel(Wrapper):
             and buffers of rank 0. Inference is separate on each rank.
         shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device that is
             three times as fast as the other. A larger share has more sub-steps, not larger ones.
-            Loss and gradient are exact for any shares.
         accumulate_dtype: gradients of sub-steps, replicas and ranks are added in this
-            floating-point dtype, such as ``torch.float32`` for parameters in bfloat16, whose sums
-            would otherwise lose half their digits. The sum is rounded once, to the dtype of
-            ``.grad``. Gradients with a wider dtype keep it.
+            floating-point dtype, if theirs is not wider, such as ``torch.float32`` for parameters
+            in bfloat16. The sum is rounded once, to the dtype of ``.grad``.
         measure_noise: ``last_step.noise`` compares the replicas' gradients, to estimate the batch
             size beyond which more rows gain little (:class:`GradientNoise`).
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
-            module itself is not changed. Replicas also run compiled if the module was made by
-            ``torch.compile``, or compiled by ``.compile()`` as a whole or in parts.
-        verify: before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and batch,
-            compute a few of the batch's rows twice: at once, by the user's own module and criterion
-            in plain torch, and in parts, as the step is about to. If loss or gradient differ by
-            more than rounding, a ``ValueError`` before anything changes says what would be right.
-            The engine also looks when labels go beyond the range that was seen, and after a refusal
-            until a look agrees. An inconclusive look warns once. So do state that sub-steps change,
+            module itself is not changed. They do, too, if it was compiled, as a whole or in parts.
+        verify: before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and batch, and
+            when labels go beyond the range that was seen, compute a few rows at once, by the user's
+            own module and criterion in plain torch, and in parts, as the step is about to. If loss
+            or gradient differ by more than rounding, a ``ValueError`` before anything changes says
+            what would be right. An inconclusive look warns once. So do state that sub-steps change,
             and outputs that depend on the other rows.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
-            of micro-batch, and replay it for every micro-batch: for sub-steps that a device
-            finishes before the host has launched them. Python runs only while a sub-step is
-            captured, so numbers that change must be tensors. The sub-step is captured again if the
-            module or the criterion changes, but not if a global variable or another object does.
-            If a sub-step cannot be captured, its replica runs without graphs from then on, and one
-            warning says so. On the CPU nothing is captured.
+            of micro-batch, and replay it: for sub-steps that a device finishes before the host has
+            launched them. Python runs only in a capture, so numbers that change must be tensors. A
+            changed module or criterion is captured again; a global variable is not followed. A
+            sub-step that cannot be captured runs without graphs from then on, with one warning. On
+            the CPU nothing is captured.
 
     Attributes:
         module: the user's module.
@@ -275,9 +260,9 @@ class ScatterOnceParallel(Wrapper):
         Args:
             inputs: a tensor or list (one positional argument of the module), a tuple (positional
                 arguments) or a mapping (keyword arguments), nested at will. Tensors have the
-                batch's rows along ``dim``; 0-dim tensors and everything else go to every replica
-                unchanged. ``Replicated`` marks values without rows, ``Rows`` a list with one entry
-                per row, ``Rows.from_batches`` several batches.
+                batch's rows along ``dim``; 0-dim tensors and everything else go to every replica.
+                ``Replicated`` marks values without rows, ``Rows`` a list with one entry per row,
+                ``Rows.from_batches`` several batches.
             targets: the targets for the criterion, with the same rows.
             criterion: ``criterion(output, targets)`` returns a 0-dim loss. With ``None`` the
                 module's output is the loss, or has it as ``.loss`` or ``["loss"]``. Networks
@@ -310,9 +295,9 @@ class ScatterOnceParallel(Wrapper):
         Raises:
             ValueError: an empty batch, tensors with different numbers of rows or that require grad,
                 outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``; with
-                ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; without it, a
-                gradient that arrives at a network that no replica has; with ``verify``, losses that
-                do not combine as ``reduction`` and ``count`` say.
+                ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; a gradient that
+                arrives at a network that no replica has; with ``verify``, losses that do not
+                combine as ``reduction`` and ``count`` say.
             RuntimeError: a step inside a step, after ``close()``, or in a forked child; with
                 ``whole_batch``, a module whose second pass gives other outputs.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
@@ -339,15 +324,12 @@ class ScatterOnceParallel(Wrapper):
         """One step whose gradients wait for the backward pass of the returned loss.
 
         For loops that call ``loss.backward()`` themselves. The call computes what
-        ``forward_backward`` computes from the same arguments, sets ``last_step``, and updates
-        buffers and random state. The backward pass of the loss adds the gradient of the whole batch
-        to ``.grad``, times the factor that arrives at the loss; hooks on parameters run in it. So
-        the loss can be scaled, added to other losses, or dropped. ``torch.autograd.grad`` returns
-        gradients and leaves ``.grad`` as it is.
-
-        The scale of a ``scaler`` is applied during the call, so that small gradients in half
-        precision do not vanish. The returned loss is not scaled: call
-        ``scaler.scale(loss).backward()``.
+        ``forward_backward`` computes, sets ``last_step``, and updates buffers and random state. The
+        backward pass adds the gradient of the whole batch to ``.grad``, times the factor that
+        arrives at the loss; hooks on parameters run in it. So the loss can be scaled, added to
+        other losses, dropped, or passed to ``torch.autograd.grad``. With a ``scaler``, call
+        ``scaler.scale(loss).backward()``: its scale is applied in the call already, so that small
+        gradients in half precision do not vanish, but not to the loss.
 
         Returns:
             The whole batch's loss, 0-dim, on the master, for one backward pass; with
@@ -356,9 +338,7 @@ class ScatterOnceParallel(Wrapper):
 
         Raises:
             RuntimeError: in a second backward pass, even with ``retain_graph=True``; in a backward
-                pass with ``create_graph=True``.
-
-            The call raises the errors of ``forward_backward``.
+                pass with ``create_graph=True``. The call raises the errors of ``forward_backward``.
 
         Example:
             >>> model = nn.Linear(4, 2)
@@ -426,11 +406,7 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
-        """One try at a step. Checks the links between devices first.
-
-        If the body raises, random state and everything that was passed to
-        ``Attempt.save_for_undo`` are restored.
-        """
+        """One try at a step, undone if the body raises. Checks the links between devices first."""
         check_links(self.device_ids)
         is_trial = trial.get("max_substeps") is not None
         try:
@@ -455,8 +431,7 @@ class ScatterOnceParallel(Wrapper):
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
 
-        For several batches (``Rows.from_batches``) pass a tuple or list of row counts. With
-        ``micro_batch_cost`` pass ``costs``, one number per row.
+        For several batches pass a list of row counts, with ``micro_batch_cost`` also ``costs``.
         """
         if self.micro_batch_cost is not None or costs is not None:
             from scatterpar.costs import plan_by_cost

@@ -24,11 +24,8 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
     With ``deferred``, an autograd node behind the loss holds the gradients until the backward pass
-    of the loss. Otherwise they are assigned if no parameter has a gradient or a hook, and every
-    gradient has the dtype and strides of its leaf. If not, a backward pass through such a node
-    accumulates them at once. So hooks run as under a plain ``backward()``: once, with the whole
-    gradient. If a hook raises, the attempt restores everything. Buffers come last: writing them
-    allocates no memory and runs no user code.
+    of the loss. Otherwise they are assigned, or a backward pass through such a node accumulates
+    them at once, so hooks run as under a plain ``backward()``: once, with the whole gradient.
 
     Returns the loss on the master, with a graph only if ``deferred``.
     """
@@ -42,7 +39,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     else:
         loss = outcome.loss_tensor()
         _add(pairs, outcome.attempt)
-    write_buffers()
+    write_buffers()  # last: it allocates no memory and runs no user code
     return loss
 
 
@@ -69,7 +66,7 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
 
 def _all_fit(pairs: Sequence[_Pair]) -> bool:
     """Whether autograd would assign these tensors themselves as the leaves' first gradients."""
-    leaves, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
+    leaves, gradients = zip(*pairs, strict=True) if pairs else ((), ())
     return (
         {nn.Parameter, Tensor}.issuperset(map(type, leaves))
         and {Tensor}.issuperset(map(type, gradients))
@@ -102,9 +99,8 @@ def _attach(
 class _ReturnGradients(torch.autograd.Function):
     """A node whose backward pass returns gradients that were computed before.
 
-    For a leaf without a gradient, AccumulateGrad takes over the new gradient's memory only if
-    nothing else refers to it. The caller of ``backward`` always refers to the gradients it passes,
-    so this node returns them instead.
+    AccumulateGrad takes over a new gradient's memory only if nothing else refers to it, as the
+    caller of ``backward`` does to the gradients that it passes.
     """
 
     @staticmethod
@@ -124,9 +120,8 @@ class _ReturnGradients(torch.autograd.Function):
             raise RuntimeError(_NO_GRAPH)
         if not ctx.gradients:
             raise RuntimeError(_TWICE)
-        # Autograd takes over only the memory of a gradient without other references. In a
-        # free-threaded interpreter its thread cannot drop a reference of the caller's thread. A new
-        # tensor with the same memory has none.
+        # In a free-threaded interpreter autograd's thread cannot drop a reference of the caller's
+        # thread. A new tensor with the same memory has none.
         gradients = [g.detach() if g.layout == torch.strided else g for g in ctx.gradients]
         ctx.gradients.clear()
         if ctx.scale is not None and (by := to_numbers(factor) / ctx.scale) != 1:
@@ -136,11 +131,9 @@ class _ReturnGradients(torch.autograd.Function):
 
 _NO_GRAPH = (
     "create_graph=True: the gradients of an engine's loss were computed in the call, and have no "
-    "graph of their own; differentiate gradients inside the criterion or the module (a gradient "
-    "penalty, say), or use plain torch for this loss"
+    "graph; differentiate them inside the criterion or the module, or use plain torch for this loss"
 )
 _TWICE = (
-    "a second backward pass through an engine's loss: the first one handed the gradients over, and "
-    "none are kept, even with retain_graph=True; call engine.loss again, or add up all that "
-    "depends on this loss before one backward pass"
+    "a second backward pass through an engine's loss: the first one took the gradients, even with "
+    "retain_graph=True; call engine.loss again, or add up all that depends on this loss before one"
 )

@@ -24,7 +24,7 @@ _MAX_LABELS = 8  # integers that are taken for ignored labels
 
 
 def closure_and_globals(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The closure variables and defaults of a function, and the globals that it names; by name."""
+    """By name: a function's closure variables and defaults, and the globals that it names."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     positional = function.__defaults__ or ()
@@ -50,19 +50,13 @@ Held = Tensor | nn.Module | torch.Generator
 
 
 def closure_contents(function: Any) -> list[Held]:
-    """The tensors, modules and generators that a criterion refers to, in a fixed order.
-
-    Without the module that it is, or a method of: replicas have copies of that.
-    """
+    """The tensors, modules and generators that a criterion refers to, except its own module."""
     values = _reachable(function, _DEPTH, {id(module_of(function))})
     return [value for value in values if isinstance(value, Held)]
 
 
 def describe(*functions: Any) -> tuple[Hashable, Hashable]:
-    """Two keys for functions: of the code, classes, dtypes and switches in them; of the numbers.
-
-    They contain no addresses: a lambda that is made again in every step has the same keys.
-    """
+    """Two keys for functions, without addresses: of their code and switches; of their numbers."""
     values = _reachable(functions, _DEPTH + 1, set())
     for value in [value for value in values if isinstance(value, nn.Module)]:
         if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
@@ -78,36 +72,24 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
             parts.add(value)
         elif isinstance(value, Tensor):
             parts.add((value.dtype, value.ndim))
-        elif isinstance(value, types.FunctionType):
-            parts.add(value.__code__)
-        else:
-            parts.add(type(value).__qualname__)
+        else:  # of a function its code
+            parts.add(getattr(value, "__code__", type(value).__qualname__))
     return hash(frozenset(parts)), str(numbers)
 
 
 def trained_leaves(held: Sequence[Held]) -> list[Tensor]:
     """The leaves among these tensors, and in these modules, that require grad."""
-    tensors = [
-        tensor
-        for value in held
-        for tensor in (value.parameters() if isinstance(value, nn.Module) else [value])
-        if isinstance(tensor, Tensor)
-    ]
+    each = (value.parameters() if isinstance(value, nn.Module) else [value] for value in held)
+    tensors = (value for value in chain(*each) if isinstance(value, Tensor))
     return list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
 
 
 def training_buffers(held: Sequence[Held]) -> list[Tensor]:
     """The buffers that a call of these modules may write: those of parts in training mode."""
-    modules = [value for value in held if isinstance(value, nn.Module)]
-    buffers = {
-        id(buffer): buffer
-        for module in modules
-        for part in module.modules()
-        if part._buffers and part.training
-        for buffer in part.buffers(recurse=False)
-        if flat_view(buffer) is not None and not buffer.is_inference()
-    }
-    return list(buffers.values())
+    parts = chain(*(value.modules() for value in held if isinstance(value, nn.Module)))
+    buffers = chain(*(part.buffers(recurse=False) for part in parts if part.training))
+    writable = [b for b in buffers if flat_view(b) is not None and not b.is_inference()]
+    return list({id(buffer): buffer for buffer in writable}.values())
 
 
 def _reachable(root: Any, depth: int, seen: set[int]) -> list[Any]:
@@ -157,9 +139,8 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
             add_note(
                 error,
                 f"the criterion uses {name!r} on {tensor.device}, but this replica computes on "
-                f"{device}, and what a function closes over cannot be moved; bind "
-                f"it with functools.partial(criterion, {name}={name}), or make the criterion an "
-                f"nn.Module that has it as a buffer",
+                f"{device}; bind it with functools.partial(criterion, {name}={name}), or make the "
+                f"criterion an nn.Module that has it as a buffer",
             )
 
 

@@ -1,9 +1,7 @@
 """How the losses of micro-batches combine into the loss of the whole batch.
 
 A mean over the batch is the mean of the micro-batches' means, weighted by the number of terms that
-each of them averages over. A sum is the sum of their sums. For most losses the terms are the rows.
-They are not if terms are ignored (``ignore_index``) or weighted (class weights), or if a row has a
-varying number of terms (padded tokens).
+each averages over: rows, unless terms are ignored (``ignore_index``), weighted, or padded.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ class LossWeights(NamedTuple):
 def compute_loss_weights(
     request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]] | None
 ) -> LossWeights:
-    """The factors with which the losses of this plan's micro-batches combine.
+    """The factors with which the losses of this plan's micro-batches, or ``pieces``, combine.
 
-    Without ``pieces``, for schedules whose micro-batches have no losses of their own: their numbers
-    of rows, the weights with which 0-dim outputs are averaged.
+    Without ``pieces``, micro-batches have no losses: their numbers of rows, which weigh outputs.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
@@ -103,18 +100,14 @@ def _as_number(count: Any) -> float:
 
 
 def has_known_term_count(request: Request) -> bool:
-    """Whether the weights need no check: the criterion is torch's cross entropy, without changes.
-
-    Changes are another reduction, ``count=``, hooks and overridden methods.
-    """
+    """Whether the weights need no check: the criterion is torch's cross entropy, unchanged."""
     criterion = request.criterion
     if request.count is not None or not is_cross_entropy(criterion):
         return False
     if request.reduction != (option_of(criterion, "reduction", None) or "mean"):
         return False
-    if isinstance(criterion, partial) and not {"size_average", "reduce"}.isdisjoint(
-        criterion.keywords  # deprecated names for a reduction
-    ):
+    deprecated = {"size_average", "reduce"}  # names for a reduction
+    if isinstance(criterion, partial) and deprecated & criterion.keywords.keys():
         return False
     loss = module_of(criterion)
     if loss is None:
@@ -135,8 +128,7 @@ def is_cross_entropy(criterion: Any) -> bool:
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     """The number of terms of torch's mean cross entropy in each entry along ``dim``.
 
-    It is computed where the targets are, for class probabilities on the host. It is in float64 only
-    if the class weights are, because some accelerators lack this dtype.
+    It is in float64 only if the class weights are, because some accelerators lack this dtype.
     """
     if not isinstance(targets, Tensor):
         raise TypeError(
@@ -186,15 +178,14 @@ def _count(inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: 
     named = [part.get(key) for part in (targets, inputs) if isinstance(part, Mapping)]
     labels = next((value for value in (targets, *named) if isinstance(value, Tensor)), None)
     if labels is None:
+        kinds = type(targets).__name__, type(inputs).__name__
         raise TypeError(
-            f"count_labels found no labels: targets is {type(targets).__name__}, and neither it "
-            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; say where they are with "
-            f"key="
+            f"count_labels found no labels: neither targets ({kinds[0]}) nor inputs ({kinds[1]}) "
+            f"has a tensor {key!r}; say where they are with key="
         )
     if shifted and labels.ndim < 2:
         raise ValueError(
-            f"shifted=True leaves out the first position of dimension 1, but the labels have "
-            f"shape {tuple(labels.shape)}"
+            f"shifted=True needs labels with a dimension 1, got shape {tuple(labels.shape)}"
         )
     counted: Tensor = (labels[:, 1:] if shifted else labels) != ignore_index
     return counted.sum()

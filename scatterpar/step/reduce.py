@@ -6,9 +6,8 @@
     0 <-+   2 <-+   4        second round: 0 += 2
     0 <-----+       4        third round:  0 += 4
 
-The pairs depend only on the number of replicas that have rows. If both replicas of a pair share a
-memory, nothing is copied. Otherwise the gradients of the second replica are copied to the device of
-the first. If they are added in place, dense ones of equal layout are copied in chunks.
+The pairs depend only on the number of replicas that have rows. Between memories, the gradients of
+the second replica of a pair are copied to the device of the first, in chunks if layouts are equal.
 """
 
 from __future__ import annotations

@@ -66,9 +66,8 @@ class ShareLoader:
     """The rows of one share, copied to its device when they are requested.
 
     Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
-    boundary. With ``copies``, ``load`` copies the rows once more on the device. This is needed if
-    rows may share memory: they were on the device before, are in markers, or were packed into one
-    transfer. Without ``ahead`` all rows are on the device.
+    boundary. With ``copies``, rows may share memory when they arrive: they were on the device
+    before, are in markers, or were packed. Without ``ahead`` all rows are on the device.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class ShareLoader:
         return select_rows(value, range(start - first, stop - first), self._dim, function)
 
     def load(self, number: int, *, retain: bool = False) -> Any:
-        """The rows of one micro-batch after ``collate``; also starts copying the next micro-batch.
+        """The rows of one micro-batch after ``collate``; the next ones start to be copied.
 
         With ``retain`` the rows stay on the device for a later call.
         """

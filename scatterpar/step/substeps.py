@@ -260,7 +260,7 @@ def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[
     """The output and loss of one micro-batch.
 
     One replica at a time calls a function that they share: what a call stores in a network that it
-    closes over, such as features that a hook keeps, is read by the same call.
+    closes over, such as features that a hook keeps, the same call reads.
     """
     inputs, targets = rows
     with task.span("forward", number):
@@ -358,8 +358,7 @@ def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
 
     Autograd makes an arriving gradient the ``.grad`` of a leaf without one, also if another leaf
     got a view of it. In ``a.view(1, -1) + b.view(1, -1)`` both then share memory, and the next
-    backward pass adds to it twice. After later passes call this with the returned leaves: new
-    gradients share memory only with each other.
+    backward pass adds to it twice. New gradients share memory only with each other.
     """
     without: list[Tensor] = []
     places: list[tuple[int, int, int]] = []

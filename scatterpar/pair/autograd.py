@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, version
-from scatterpar.replicas.buffers import BufferValue, values_after
+from scatterpar.replicas.buffers import BufferValue, buffer_writer, values_after
 from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
+from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy, root_to_replicate
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.attempt import Attempt
@@ -37,32 +38,30 @@ from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
 _Copy = Callable[[Tensor, torch.device, str], Tensor]
 
 
-class PassingReplica:
+class PassingReplica(ModuleCopy):
     """A copy of a module for one forward pass, which stays alive in the graph of its outputs."""
 
     def __init__(self, module_contents: ModuleContents, copies: Sequence[Tensor]) -> None:
-        self._module_contents = module_contents
-        self._copies = dict(zip(module_contents.tensors, copies, strict=True))
+        super().__init__(module_contents, dict(zip(module_contents.tensors, copies, strict=True)))
+        self._modules = list(module_contents.modules.values())
         self._versions = {id(copy): version(copy) for copy in copies}
-        self.copy_of = ModuleCopy(module_contents, self._copies).copy_of
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: places in the module, and values.
 
         The other buffers are not written, because a graph of the user may still need their values.
         """
-        modules = list(self._module_contents.modules.values())
-        copies = [self.copy_of(module) for module in modules]
-        for m, name, value in values_after(modules, copies, self.copy_of):
-            place = modules[m]._buffers
+        copies = list(map(self.copy_of, self._modules))
+        for m, name, value in values_after(self._modules, copies, self.copy_of):
+            place = self._modules[m]._buffers
+            is_unchanged = (
+                value is not None
+                and value is self.copy_of(place[name])
+                and version(value) == self._versions[id(value)]
+            )
             # Batch normalisation writes its statistics without counting versions.
-            if modules[m].training or self._is_changed(place[name], value):
+            if self._modules[m].training or not is_unchanged:
                 yield place, name, value
-
-    def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:
-        if value is None or value is not self._copies.get(id(original)):
-            return True
-        return version(value) != self._versions[id(value)]
 
 
 def replicate(
@@ -114,11 +113,10 @@ def replicate(
 def scatter_owned(batch: Any, plan: Plan, dim: int, transfers: AutogradTransfers) -> list[Any]:
     """The shares of the batch; their tensors share memory neither with it nor with each other."""
     sources = {tensor.device for tensor in all_tensors(batch)}
-    is_marked = has_markers(batch)
-    mover, shares = LeafMover(transfers), []
+    is_marked, mover, shares = has_markers(batch), LeafMover(transfers), []
     for share in plan.shares:
-        rowless_moved = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
-        rows = select_rows(rowless_moved, range(share.start, share.stop), dim)
+        rows = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
+        rows = select_rows(rows, range(share.start, share.stop), dim)
         rows = nested.map_leaves(partial(move_rows, transfers, share.device), rows)
         shares.append(unwrap_markers(rows, copy=is_marked or share.device in sources))
     return shares
@@ -138,47 +136,50 @@ def require_eager(module: Any) -> None:
 
 class _Call(NamedTuple):
     share: Share
-    function: Callable[[], Any]
+    module: Any  # of this replica
 
 
-def run_each(
+def run_replicas(
     workers: Workers,
     request: Request,
     plan: Plan,
-    functions: Sequence[Callable[[], Any]],
-    guard: contextlib.AbstractContextManager[object],
+    module: Any,
+    work: Callable[[Any, int], Any],
+    checked_modes: set[Hashable],
 ) -> list[Any]:
-    """Call each share's function on its device, in parallel. If one raises, restore random state.
+    """Call ``work(replica of module, number)`` for each share on its device, in parallel.
 
+    Then the module gets the buffers of replica 0. If a call raises, random state is restored.
     Inside an activation checkpoint the calls run one after the other, because checkpointing
     identifies recomputed tensors by the order in which they were saved.
     """
-    hooks = saved_tensors_hooks()
+    devices, hooks = [share.device for share in plan.shares], saved_tensors_hooks()
+    root = root_to_replicate(module)
+    copies, guard = ([], nullcontext()) if root is None else replicate(root, devices, checked_modes)
+    modules = [copy.copy_of(module) for copy in copies] or [module] * len(devices)
 
     def call(task: _Call, *, proceed: Callable[[], None]) -> Any:
         with note_replica(task.share):
-            return task.function()
+            return work(task.module, task.share.replica)
 
-    replicas = Replicas([share.device for share in plan.shares])  # none: the calls have their own
+    replicas = Replicas(devices)  # none: the calls have their own
     with Attempt(workers, request, plan, replicas) as attempt, guard:
         attempt.is_serial = hooks is not None and hooks[0].__module__ == checkpoint.__module__
-        results = attempt.run(call, list(map(_Call, plan.shares, functions)))
+        results = attempt.run(call, list(map(_Call, plan.shares, modules)))
     attempt.generators.commit()
+    buffer_writer(copies[0].changed_buffers() if copies else ())()
     return results
 
 
-def combine(
-    losses: Sequence[Tensor], weights: Sequence[float], devices: Sequence[torch.device]
-) -> Tensor:
-    """The weighted sum of the losses, on the first device. Weight zero ignores even NaN."""
-    master, terms = devices[0], []
-    for loss, weight, device in zip(losses, weights, devices, strict=True):
+def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> Tensor:
+    """The weighted sum of the shares' losses, on the master. Weight zero ignores even NaN."""
+    master, terms = plan.shares[0].device, []
+    for loss, weight, share in zip(losses, weights, plan.shares, strict=True):
         if weight:
-            origin = device if loss.device == physical(device) else loss.device
-            on_master = (
-                loss if origin == master else _copy_in_graph(loss, origin, master, Transfers().copy)
-            )
-            terms.append(weight * on_master)
+            origin = share.device if loss.device == physical(share.device) else loss.device
+            if origin != master:
+                loss = _copy_in_graph(loss, origin, master, Transfers().copy)
+            terms.append(weight * loss)
     if not terms:
         zero = torch.zeros_like(losses[0], device=physical(master))
         return zero.requires_grad_(torch.is_grad_enabled())

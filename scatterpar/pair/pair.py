@@ -8,11 +8,10 @@ no device has to hold all outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
@@ -24,15 +23,12 @@ from scatterpar.devices.transfers import to_device
 from scatterpar.pair.autograd import (
     AutogradTransfers,
     combine,
-    replicate,
     require_eager,
-    run_each,
+    run_replicas,
     scatter_owned,
 )
 from scatterpar.plan import Plan, check_int, make_plan
-from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import (
     Count,
@@ -48,7 +44,30 @@ from scatterpar.wrapper import Wrapper
 __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
 
 
-class DataParallelModel(Wrapper):
+class _OfPair(Wrapper):
+    """The module or criterion, a device per replica, and their threads."""
+
+    device_ids: Any  # ``None`` for a criterion that computes where its outputs are
+    dim: int
+    _transient = "_workers", "_checked_modes"
+
+    def __init__(self, module: Any, device_ids: Any, dim: int) -> None:
+        super().__init__()
+        require_eager(module)
+        check_int("dim", dim)
+        self.module, self.device_ids, self.dim = module, device_ids, dim
+        self._init_transient()
+
+    def _init_transient(self) -> None:
+        self._workers = Workers(self.device_ids or (), f"this {type(self).__name__}")
+        self._checked_modes: set[Hashable] = set()  # in which a forward pass wrote no parameter
+
+    def _run(self, request: Request, plan: Plan, work: Callable[[Any, int], Any]) -> list[Any]:
+        modes = self._checked_modes
+        return run_replicas(self._workers, request, plan, self.module, work, modes)
+
+
+class DataParallelModel(_OfPair):
     """Run a module on all devices and leave each output on the device that computed it.
 
     Args:
@@ -80,27 +99,15 @@ class DataParallelModel(Wrapper):
     def __init__(
         self, module: nn.Module, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0
     ) -> None:
-        super().__init__()
         check_module(module)
-        require_eager(module)
-        check_int("dim", dim)
-        self.module = module
-        self.device_ids = resolve(device_ids)
+        super().__init__(module, resolve(device_ids), dim)
         master = self.device_ids[0]
         if len({*self.device_ids}) > 1 and is_async(master) and not has_streams(master):
             raise ValueError(
                 f"device_ids: {master} has no events, which autograd needs between devices; use "
                 f"one device, or ScatterOnceParallel, which needs none"
             )
-        self.dim = dim
         check_placement(module, self.device_ids, lazy=True)
-        self._init_transient()
-
-    _transient = "_workers", "_checked_modes"
-
-    def _init_transient(self) -> None:
-        self._workers = Workers(self.device_ids, "this DataParallelModel")
-        self._checked_modes: set[Hashable] = set()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The module's outputs: a tuple with one entry per replica used, each on its device.
@@ -125,24 +132,20 @@ class DataParallelModel(Wrapper):
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, refuse_grad=False)
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
-        devices = [share.device for share in plan.shares]
         with self._workers.exclusive(), AutogradTransfers() as transfers:
             check_links(self.device_ids)
-            replicas, guard = replicate(self.module, devices, self._checked_modes)
-            modules = [replica.copy_of(self.module) for replica in replicas]
             calls = scatter_owned(call_inputs(inputs, kwargs), plan, self.dim, transfers)
-            functions = [
-                partial(module, *args, **kw)
-                for module, (args, kw) in zip(modules, calls, strict=True)
-            ]
-            request = Request((inputs, kwargs), dim=self.dim)
-            outputs = run_each(self._workers, request, plan, functions, guard)
-            nested.refuse_generators(outputs)
-            buffer_writer(replicas[0].changed_buffers())()
-        return tuple(outputs)
+
+            def output_of(replica: Any, number: int) -> Any:
+                args, kwargs = calls[number]
+                output = replica(*args, **kwargs)
+                nested.refuse_generators(output)
+                return output
+
+            return tuple(self._run(Request((inputs, kwargs), dim=self.dim), plan, output_of))
 
 
-class DataParallelCriterion(Wrapper):
+class DataParallelCriterion(_OfPair):
     """Compute the loss of each replica's outputs on the device that holds them.
 
     Args:
@@ -168,22 +171,8 @@ class DataParallelCriterion(Wrapper):
         device_ids: Sequence[DeviceLike] | None = None,
         dim: int = 0,
     ) -> None:
-        super().__init__()
         check_function("criterion", criterion)
-        require_eager(criterion)
-        check_int("dim", dim)
-        self.module = criterion
-        self.device_ids: tuple[torch.device, ...] | None = (
-            None if device_ids is None else resolve(device_ids)
-        )
-        self.dim = dim
-        self._init_transient()
-
-    _transient = "_workers", "_checked_modes"
-
-    def _init_transient(self) -> None:
-        self._workers = Workers(self.device_ids or (), "this DataParallelCriterion")
-        self._checked_modes: set[Hashable] = set()
+        super().__init__(criterion, None if device_ids is None else resolve(device_ids), dim)
 
     def forward(
         self,
@@ -221,24 +210,17 @@ class DataParallelCriterion(Wrapper):
             reduction = resolve_reduction(self.module, reduction)
             request = Request(outputs, targets, self.module, reduction, count, dim=self.dim)
             plan = self._plan(outputs, targets)
-            devices = [share.device for share in plan.shares]
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
-            root = root_to_replicate(self.module)
-            replicas, guard = (
-                replicate(root, devices, self._checked_modes) if root else ([], nullcontext())
-            )
-            criteria = [r.copy_of(self.module) for r in replicas] or [self.module] * len(calls)
             lock = criterion_lock(self.module)
-            functions = [
-                partial(_loss, criterion, lock, *call)
-                for criterion, call in zip(criteria, calls, strict=True)
-            ]
-            losses = run_each(self._workers, request, plan, functions, guard)
-            if replicas:
-                buffer_writer(replicas[0].changed_buffers())()
-        return combine(losses, [weight for (weight,) in weights.by_share], devices)
+
+            def loss_of(replica: Any, number: int) -> Tensor:
+                with lock or nullcontext():
+                    return scalar_loss(replica(*calls[number]), "the criterion")
+
+            losses = self._run(request, plan, loss_of)
+        return combine(losses, [weight for (weight,) in weights.by_share], plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The plan of the targets. Raises ``ValueError`` if the outputs have other shares."""
@@ -267,16 +249,6 @@ class DataParallelCriterion(Wrapper):
                     f"batch"
                 )
         return plan
-
-
-def _loss(
-    criterion: Callable[[Any, Any], Any],
-    lock: AbstractContextManager[object] | None,
-    output: Any,
-    targets: Any,
-) -> Tensor:
-    with lock or nullcontext():
-        return scalar_loss(criterion(output, targets), "the criterion")
 
 
 def _first_tensor(output: Any, replica: int) -> Tensor:

@@ -248,8 +248,9 @@ class WholeBatch:
             )
         if self._order:  # other ranks have other orders
             self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
-        args = self._pieces, self._rows, self._targets, self._request.dim
-        (self._pieces, self._rows, self._targets), seed = ranks.outputs_of_all(*args, seed)
+        self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
+            self._pieces, self._rows, self._targets, self._request.dim, seed
+        )
         return seed
 
     def _joined(self) -> Any:

@@ -5,10 +5,9 @@ Nothing is pickled: texts are sent as UTF-8 bytes, tensors as the bytes of their
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
@@ -53,33 +52,34 @@ class Collectives:
                         f"make the same module on every rank"
                     )
         for _, name, tensor in _named_tensors(module):
+            refusal = ""
             if is_quantised(tensor):
-                raise ValueError(
-                    f"{name!r} is quantised, a {type(tensor).__name__}, and rank 0's values cannot "
-                    f"be taken over; train without a process_group, or leave it unquantised"
+                refusal = (
+                    f"is quantised, a {type(tensor).__name__}, and rank 0's values cannot be taken "
+                    f"over; train without a process_group, or leave it unquantised"
                 )
-            if id(tensor) in sparse:
-                raise ValueError(
-                    f"{name!r} has sparse gradients, which ranks do not add up; make the embedding "
-                    f"with sparse=False, or train without a process_group"
+            elif id(tensor) in sparse:
+                refusal = (
+                    "has sparse gradients, which ranks do not add up; make the embedding with "
+                    "sparse=False, or train without a process_group"
                 )
-            if is_lazy(tensor):
-                raise ValueError(
-                    f"{name!r} is not initialised yet, and rank 0's values cannot be taken over; "
-                    f"call the module once before you pass it with a process_group"
+            elif is_lazy(tensor):
+                refusal = (
+                    "is not initialised yet, and rank 0's values cannot be taken over; call the "
+                    "module once before you pass it with a process_group"
                 )
+            if refusal:
+                raise ValueError(f"{name!r} {refusal}")
 
     def broadcast_from_rank_0(self, module: nn.Module) -> None:
         """Copy rank 0's parameters and buffers to ``module``, as bytes."""
         for tensor in (tensor for _, _, tensor in _named_tensors(module) if tensor.numel()):
-            values = as_bytes(tensor)
-            with self._waiting_for("rank 0's parameters and buffers") as group:
-                dist.broadcast(values, group=group, group_src=0)
-            if values.data_ptr() == tensor.data_ptr():  # a view of ``tensor``
-                continue
-            place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
-            with torch.no_grad():  # write each place of an expanded tensor once, as torch requires
-                write(tensor[place], values.view(tensor.dtype).view(tensor.shape)[place])
+            values = torch.zeros_like(as_bytes(tensor)) if self.rank else as_bytes(tensor)
+            self.all_reduce(values, "rank 0's parameters and buffers", still="")
+            if self.rank:
+                place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+                with torch.no_grad():  # each place of an expanded tensor once, as torch requires
+                    write(tensor[place], values.view(tensor.dtype).view(tensor.shape)[place])
 
     def exchange_status(
         self, summands: Sequence[float], layout: int, number: int, disagreement: str
@@ -110,10 +110,26 @@ class Collectives:
         _, statuses = self._exchange([0.0] * _SUMS, _FAILED)
         return [rank for rank in _failed(statuses) if rank != self.rank]
 
-    def all_reduce(self, tensor: Tensor, what: str) -> None:
-        """Add ``tensor`` over all ranks, in place; ``what`` describes it in errors."""
-        with self._waiting_for(what, still="; nothing was changed on this rank") as group:
+    def all_reduce(
+        self, tensor: Tensor, what: str, still: str = "; nothing was changed on this rank"
+    ) -> None:
+        """Add ``tensor`` over all ranks, in place; ``what`` and ``still`` describe it in errors."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the engine's process group is gone, by dist.destroy_process_group() perhaps; make "
+                "a new group and a new engine"
+            )
+        start = time.perf_counter()
+        try:
             dist.all_reduce(tensor, group=group)
+        except RuntimeError as error:
+            seconds = time.perf_counter() - start
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for {what}, and another "
+                f"rank was lost, or did not come within the process group's timeout{still}. The "
+                f"group cannot be used any more: start all ranks again"
+            ) from error
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, ...]:
         """Every rank's 1-D tensor. ``sizes`` has their lengths."""
@@ -139,26 +155,6 @@ class Collectives:
         self.all_reduce(flat, "the flags and counts of all ranks")
         values: list[float] = to_numbers(flat)
         return values[: len(summands)], [int(value) for value in values[len(summands) :]]
-
-    @contextlib.contextmanager
-    def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:
-        """Yields the group; if the body fails, the error says how long it waited for ``what``."""
-        group = self._group()
-        if group is None:
-            raise RuntimeError(
-                "the engine's process group is gone, by dist.destroy_process_group() perhaps; make "
-                "a new group and a new engine"
-            )
-        start = time.perf_counter()
-        try:
-            yield group
-        except RuntimeError as error:
-            seconds = time.perf_counter() - start
-            raise RuntimeError(
-                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for {what}, and another "
-                f"rank was lost, or did not come within the process group's timeout{still}. The "
-                f"group cannot be used any more: start all ranks again"
-            ) from error
 
 
 def _failed(statuses: Sequence[int]) -> list[int]:

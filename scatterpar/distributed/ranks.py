@@ -15,7 +15,6 @@ import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -128,14 +127,7 @@ class Ranks:
 
     def _prepare(self, outcome: Outcome) -> tuple[Buckets, int]:
         """The tensors that ranks add, and a checksum of their shapes."""
-        buckets = Buckets(
-            [(leaf, None if g is None else g.to_dense()) for leaf, g in outcome.gradients],
-            outcome.buffers,
-            outcome.statistics,
-            self.rank,
-            self.size,
-            accumulate_dtype=self._accumulate_dtype,
-        )
+        buckets = Buckets(outcome, self.rank, self.size, self._accumulate_dtype)
         numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
         trained = [numbers.get(id(leaf)) for leaf, _ in outcome.gradients]
         text = f"{outcome.request.is_mean} {trained} {outcome.request.scale} {buckets.kind}"
@@ -143,19 +135,18 @@ class Ranks:
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
-    ) -> tuple[tuple[list[Any], list[int], Any], int]:
+    ) -> tuple[list[Any], list[int], Any, int]:
         """The outputs and targets of all ranks, for a criterion with ``whole_batch=True``.
 
-        Returns (outputs, row counts, targets) and rank 0's ``seed`` for the criterion. ``outputs``
-        has this rank's ``pieces`` and one piece of every other rank, in rank order. Targets without
+        Returns outputs, row counts, targets and rank 0's ``seed`` for the criterion. The outputs
+        are this rank's ``pieces`` and one piece of every other rank, in rank order. Targets without
         rows are rank 0's. Raises the same ``RuntimeError`` on every rank if one failed, or has
         outputs or targets of another kind.
         """
         output = join_rows([detached_output(piece, True) for piece in pieces], dim, rows, rows)
         own_data = output, unwrap_markers(targets)
-        tensors = [*nested.tensors(own_data)]
-        numbers = [seed, sum(rows), *(n for tensor in tensors for n in tensor.shape)]
-        payload, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own_data, dim)}")
+        payload = pack(nested.tensors(own_data), seed, sum(rows))
+        layout = _checksum(f"outputs {kind_of(own_data, dim)}")
         self._error_is_common = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.exchange_status(
             [0.0] * 4, layout, payload.numel(), _OTHER_OUTPUTS
@@ -164,20 +155,20 @@ class Ranks:
             payload, sizes, "the outputs and targets of all ranks"
         )
         self._error_is_common = False
-        unpacked = [unpack(each, own_data, len(numbers)) for each in payloads]
-        outputs = [[output] for (output, _), _ in unpacked]
-        counts = [[count] for _, (_, count) in unpacked]
-        outputs[self.rank], counts[self.rank] = list(pieces), list(rows)
+        outputs: list[Any] = []
+        counts: list[int] = []
+        values, seeds, rows_of_each = zip(*(unpack(one, own_data) for one in payloads), strict=True)
+        for rank, ((output, _), count) in enumerate(zip(values, rows_of_each, strict=True)):
+            outputs += pieces if rank == self.rank else [output]
+            counts += rows if rank == self.rank else [count]
 
         def join(leaves: list[Any]) -> Any:  # what has no rows is rank 0's
             mine, *of_ranks = leaves
             has_rows = isinstance(mine, Tensor) and mine.ndim
             return torch.cat(of_ranks, dim) if has_rows else of_ranks[0]
 
-        joined = nested.merge(
-            join, [targets, *(targets_of_rank for (_, targets_of_rank), _ in unpacked)]
-        )
-        return ([*chain(*outputs)], [*chain(*counts)], joined), unpacked[0][1][0]
+        joined = nested.merge(join, [targets, *(of_rank for _, of_rank in values)])
+        return outputs, counts, joined, seeds[0]
 
 
 def _checksum(text: str) -> int:

@@ -90,9 +90,9 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
         self.state = self._plain.state
-        if self.state and len(self._memories) > 1:  # some classes have state from the start
-            with engine.replicas_for_update() as replica_set:
-                self._assign_owners(list(self.state), _parameter_copies(replica_set))
+        if self.state:  # some classes have state from the start
+            with self._copies() as (copies, _):
+                self._assign_owners(list(self.state), copies)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -131,12 +131,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if len(self._memories) == 1:
-            with self._plain_optimizer_on({}) as plain:
-                step_without_hooks(plain)
-            return loss
-        with self.engine.replicas_for_update() as replica_set:
-            copies = _parameter_copies(replica_set)
+        with self._copies() as (copies, replica_set):
             parameters = dict.fromkeys(p for group in self.param_groups for p in group["params"])
             updated = [p for p in parameters if p.grad is not None]
             stand_ins = self._assign_owners(updated, copies)
@@ -146,13 +141,33 @@ class ShardedOptimizer(Optimizer):
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # frees memory for the new values
             try:
-                numbers = {p: i for i, p in enumerate(replica_set.tensors)}
-                owners = {numbers[p]: self._owners[p] for p in updated if p in copies}
-                replica_set.broadcast.send(owners, self._transfers)
+                if replica_set is not None:
+                    numbers = {p: i for i, p in enumerate(replica_set.tensors)}
+                    owners = {numbers[p]: self._owners[p] for p in updated if p in copies}
+                    replica_set.broadcast.send(owners, self._transfers)
             except Exception:  # no memory for messages: the next refresh sends the other copies
                 for p, stand_in in stand_ins.items():
                     self._transfers.copy_into(p, stand_in, "replicate")
         return loss
+
+    @contextlib.contextmanager
+    def _copies(self) -> Iterator[tuple[ParameterCopies, ReplicaSet | None]]:
+        """Yields the parameters that may be sharded, and the replicas; nothing with one device.
+
+        Such parameters are dense, and share their memory with no other.
+        """
+        if len(self._memories) == 1:
+            yield {}, None
+            return
+        with self.engine.replicas_for_update() as replica_set:
+            broadcast, tensors = replica_set.broadcast, replica_set.tensors
+            starts = Counter(map(Tensor.data_ptr, tensors))
+            copies = {
+                tensors[i]: {device: broadcast.at(device)[i] for device in broadcast.memories}
+                for i in broadcast.parameters
+                if flat_view(tensors[i]) is not None and starts[tensors[i].data_ptr()] == 1
+            }
+            yield copies, replica_set
 
     def _assign_owners(
         self, needed: Iterable[Tensor], copies: ParameterCopies
@@ -195,6 +210,9 @@ class ShardedOptimizer(Optimizer):
         are restored as well: some classes write ``.grad``, such as ``SGD`` with ``nesterov`` and
         ``foreach``.
         """
+        if len(self._memories) == 1:
+            yield
+            return
         master, other = self._memories[:2]
         master_params = [p for p in updated if self._owners[p] == master]
         values = [copies[p][other] if p in copies else p.detach().clone() for p in master_params]
@@ -252,29 +270,20 @@ class ShardedOptimizer(Optimizer):
         loaded = dict(state_dict)
         for hook in before:
             loaded = hook(self, loaded) or loaded
-        if len(self._memories) == 1:
-            self._load(loaded, {})
-        else:
-            with self.engine.replicas_for_update() as replica_set:
-                self._load(loaded, _parameter_copies(replica_set))
-        for hook in after:
-            hook(self)
-
-    def _load(self, loaded: dict[str, Any], copies: ParameterCopies) -> None:
-        """Move each parameter's state to its owner, then let ``optimizer_class`` load it."""
         numbers = [n for group in loaded["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))  # else refused below
-        stand_ins = self._assign_owners(
-            [by_number[n] for n in loaded["state"] if n in by_number], copies
-        )
-        master = self._memories[0]
-        state = {
-            n: self._moved(param_state, self._owners.get(by_number.get(n), master))
-            for n, param_state in loaded["state"].items()
-        }
-        with self._plain_optimizer_on(stand_ins) as plain:
-            plain.load_state_dict(loaded | {"state": state})
+        with self._copies() as (copies, _):
+            needed = [by_number[n] for n in loaded["state"] if n in by_number]
+            stand_ins = self._assign_owners(needed, copies)
+            state = {
+                n: self._moved(value, self._owners.get(by_number.get(n), self._memories[0]))
+                for n, value in loaded["state"].items()
+            }
+            with self._plain_optimizer_on(stand_ins) as plain:
+                plain.load_state_dict(loaded | {"state": state})
+        for hook in after:
+            hook(self)
 
     def _moved(self, state: Any, device: torch.device) -> Any:
         """A copy of ``state`` on ``device``; host scalars (step counts) stay on the host."""
@@ -298,17 +307,6 @@ def _checked(made: Any, optimizer_class: Any) -> Optimizer:
             f"itself; use it as it is, on engine.module.parameters()"
         )
     return made
-
-
-def _parameter_copies(replica_set: ReplicaSet) -> ParameterCopies:
-    """The parameters that may be sharded: they are dense, and share their memory with no other."""
-    broadcast, tensors = replica_set.broadcast, replica_set.tensors
-    starts = Counter(map(Tensor.data_ptr, tensors))  # not two parameters in one place
-    return {
-        tensors[i]: {device: broadcast.at(device)[i] for device in broadcast.memories}
-        for i in broadcast.parameters
-        if flat_view(tensors[i]) is not None and starts[tensors[i].data_ptr()] == 1
-    }
 
 
 def _stand_in(p: Tensor, values: Tensor) -> Tensor:

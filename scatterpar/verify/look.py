@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.module_copy import module_of, root_to_replicate
-from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss_weights import term_counts
 from scatterpar.step.request import Request
@@ -51,10 +52,10 @@ _NUDGES, _AT_A_RELU = 16, 0.2  # rounding at a ReLU shows in every third, and ch
 _SMALL = 2**20  # elements of parameters that are compared
 _UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 _JOINED = 1e-2  # relative difference of joined outputs: the number of rows changes rounding
-_DRAWN = 0.618  # instead of random floating-point numbers
 
 Sum = tuple[float, Sequence[Tensor]]  # a loss and its gradients
 Weights = Sequence[float]
+Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
 
 
 class Inconclusive(Exception):
@@ -77,7 +78,6 @@ class Verdict:
     kind: str
     parts: Parts
     error: float = math.inf  # relative
-    limit: float = 0.0  # of errors that rounding explains
     losses: tuple[float, float] = (0.0, 0.0)  # expected and found
     fits: Callable[[Weights], bool] = lambda weights: False  # whether other weights explain it
     moved: Sequence[str] = ()  # state that each part moves
@@ -88,36 +88,31 @@ class Verdict:
 
 
 class Look:
-    """Compares what the replica of ``task`` and the user's ``model`` compute for some rows.
+    """Compares what the replica of ``task`` and the user's model compute for some rows.
 
-    ``step_rows`` are the sizes of the step's micro-batches. From ``deadline`` on (of
-    ``time.monotonic``) the look is inconclusive.
+    Other replicas than the first, which keep it company, have their own module as the user's. From
+    ``deadline`` on (of ``time.monotonic``) the look is inconclusive.
     """
 
     def __init__(
-        self,
-        request: Request,
-        task: ReplicaTask,
-        model: nn.Module,
-        replica_sets: Sequence[ReplicaSet],
-        step_rows: Sequence[int] = (),
-        deadline: float = math.inf,
+        self, attempt: Attempt, request: Request, task: ReplicaTask, deadline: float = math.inf
     ) -> None:
-        self._request, self._task, self._model = request, task, model
-        self._step_rows, self._scale, self._deadline = {*step_rows}, request.scale, deadline
+        self._request, self._task, self._deadline = request, task, deadline
+        sets, self._scale = attempt.replicas.replica_sets, request.scale
+        self._model: Any = task.module if task.share.replica else sets[0].root
+        self._step_rows = {*attempt.plan.substep_rows}
         self._numbers, self._draws, self._shares_state = ConstantNumbers(), False, False
         self._dtypes: set[torch.dtype] = set()
         self._states: list[State] = []
         self._undo = contextlib.ExitStack()
         groups: dict[int, list[Tensor]] = {}  # a leaf of the user's, and its copies
-        for each, replica in zip(replica_sets, task.replicas, strict=False):
+        for each, replica in zip(sets, task.replicas, strict=False):
             for i in each.leaf_indices:
                 own = each.tensors[i]
                 groups.setdefault(id(own), [own]).append(replica.tensors[i])
         ordered = sorted(groups.values(), key=lambda group: group[0].numel())
-        sizes = accumulate(group[0].numel() for group in ordered)
-        few = [group for group, size in zip(ordered, sizes, strict=True) if size <= _SMALL]
-        self._leaves = few or ordered[:1]
+        sizes = [*accumulate(group[0].numel() for group in ordered)]
+        self._leaves = ordered[: max(1, bisect(sizes, _SMALL))]
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -128,8 +123,7 @@ class Look:
         owner, others = module_of(request.criterion), closure_contents(request.criterion)
         roots = self._model, owner, *others, *of_replicas
         layers = chain(*(root.modules() for root in roots if isinstance(root, nn.Module)))
-        fixed = [one for one in layers if uses_batch_statistics(one)]
-        self._fixed = [one for one in fixed if one.running_mean is not None]
+        self._fixed = [n for n in layers if uses_batch_statistics(n) and n.running_mean is not None]
         self._undo.callback(self._set_training, True)
         self._set_training(False)  # before state is saved: it is no change of the user's
         markers = [leaf for leaf in nested.leaves(request.batches) if isinstance(leaf, Marker)]
@@ -172,18 +166,16 @@ class Look:
     def outputs(
         self,
         choices: Parts,
-        compute: Callable[[ReplicaTask, Any], Any],
+        compute: Compute,
         isolation: contextlib.AbstractContextManager[None],
-    ) -> list[Any]:
+    ) -> Iterator[Any]:
         """The replica's output for each choice of rows, from the same state and random numbers."""
-        found = []
         with isolation, self.isolated(), torch.no_grad():
             for rows in choices:
                 self._restore()
                 with self._numbers:
-                    rows_of_inputs = self._move(self._request.inputs, rows)
-                    found.append(compute(self._task, (rows_of_inputs, None)))
-        return found
+                    output = compute(self._task, (self._move(self._request.inputs, rows), None))
+                yield output
 
     def judge(self, parts: Parts) -> Verdict:
         """Compare the engine's result for these parts of rows with the user's own.
@@ -191,7 +183,7 @@ class Look:
         Raises:
             Inconclusive: it cannot be told whether they agree.
         """
-        rows = [*chain(*parts)]
+        rows, request = [*chain(*parts)], self._request
         parts, weights = self._weighted(parts)
         self._numbers.calls = 0
         expected = self._own(rows)
@@ -200,15 +192,8 @@ class Look:
             self._draws = True
             expected = self._own(rows)
         calls = self._numbers.calls
-        self._states.clear()
-        # With one sub-step per replica, each part is another replica's.
-        between = self._refresh if len(self._task.share.micro_batches) == 1 else None
-        try:
-            sums = self._run(parts, weights, between=between, watch=True)
-        except Exception as error:
-            fails = not isinstance(error, Inconclusive) and not is_out_of_memory(error)
-            if not fails or not _fails(partial(self._run, [rows])):
-                raise
+        sums = self._in_parts(parts, weights)
+        if sums is None:
             return Verdict("replica", parts, losses=(expected[0], math.nan))
         found, is_steady = _sum(sums), self._numbers.calls - calls == calls * len(parts)
         if not (_is_finite(expected) and _is_finite(found)) and self._scale != 1:
@@ -221,15 +206,30 @@ class Look:
         nonzero = sum(any(g.any() for g in each) for _, each in sums)
         if expected[1] and not nonzero and not any(each.any() for each in expected[1]):
             raise Inconclusive("all gradients are zero")
-        limit = max(_TOLERANCES.get(dtype, 1.0) for dtype in self._dtypes)
-        verdict = Verdict("", parts, _error(found, expected), limit, (expected[0], found[0]))
+        verdict = Verdict("", parts, _error(found, expected), (expected[0], found[0]))
         verdict.moved, verdict.lost = moved_between(self._states), self._state.lost()
         verdict.shares_state = self._shares_state
-        if verdict.error > limit:
-            self._explain(verdict, weights, expected, nonzero, is_steady)
-        elif not (self._request.is_mean or self._request.whole_batch) and nonzero < len(parts):
+        if verdict.error > self._tolerance:
+            self._explain(verdict, weights, expected, is_steady)
+        elif not (request.is_mean or request.whole_batch) and nonzero < len(parts):
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
+
+    def _in_parts(self, parts: Parts, weights: Weights) -> list[Sum] | None:
+        """The replica's results for the parts; ``None`` if it fails, also for all rows at once."""
+        self._states.clear()
+        # With one sub-step per replica, each part is another replica's.
+        between = self._refresh if len(self._task.share.micro_batches) == 1 else None
+        try:
+            return self._run(parts, weights, between=between, watch=True)
+        except Exception as error:
+            if isinstance(error, Inconclusive) or is_out_of_memory(error):
+                raise
+            try:
+                self._run([[*chain(*parts)]])
+            except Exception:
+                return None
+            raise
 
     def _of_larger(self, rows: Sequence[int]) -> Verdict | None:
         """The verdict on larger parts, if it says more than NaN, which one row may have."""
@@ -240,49 +240,49 @@ class Look:
                     return verdict
         return None
 
-    def _explain(
-        self, verdict: Verdict, weights: Weights, expected: Sum, nonzero: int, is_steady: bool
-    ) -> None:
+    def _explain(self, verdict: Verdict, weights: Weights, expected: Sum, is_steady: bool) -> None:
         """Set the verdict's kind, by computing what differs in other ways."""
-        parts, rows, request = verdict.parts, [*chain(*verdict.parts)], self._request
-        whole, outputs = request.whole_batch, list[Any]()
-
-        def agrees(sums: Sequence[Sum], factors: Weights = ()) -> bool:
-            return _error(_sum(sums, factors), expected) <= verdict.limit
-
+        parts, rows, limit = verdict.parts, [*chain(*verdict.parts)], self._tolerance
+        whole, outputs = self._request.whole_batch, list[Any]()
         one = self._run([rows], kept=outputs)
-        combines = partial(self._combines, outputs[0], parts, weights, verdict.limit)
-        if not agrees([self._own(rows)]):
+        combines = partial(self._combines, outputs[0], parts, weights)
+        if _error(self._own(rows), expected) > limit:
             if combines():
                 return  # the module draws numbers that cannot be repeated
             raise Inconclusive("it gives another result each time", 2)
-        verdict.limit = max(verdict.limit, self._rounding(verdict.error, expected, rows, _sum(one)))
-        if verdict.error <= verdict.limit:
+        limit = max(limit, self._rounding(verdict.error, expected, rows, _sum(one)))
+        if verdict.error <= limit:
             return
-        if not agrees(one):
+        if _error(_sum(one), expected) > limit:
             verdict.kind, verdict.losses = "replica", (expected[0], one[0][0])
             return
         if not is_steady:
             raise Inconclusive("what is drawn depends on the rows", 2)
-        if agrees(self._run(parts, weights, between=partial(self._restore, generators_only=True))):
+        again = self._run(parts, weights, between=partial(self._restore, generators_only=True))
+        if _error(_sum(again), expected) <= limit:
             return  # numbers are drawn once per call, by Python or NumPy
         sums = self._run(parts, between=self._restore, kept=outputs)
-        if agrees(sums, () if whole else weights):
+        if _error(_sum(sums, () if whole else weights), expected) <= limit:
             verdict.kind = "state"
             return
-        error, verdict.misplaced = compare_outputs(outputs, parts, request.dim)
+        error, verdict.misplaced = compare_outputs(outputs, parts, self._request.dim)
+        verdict.kind = "joined" if whole else "combination"
         if whole and verdict.misplaced:
             verdict.kind = "order"
-        elif error > verdict.limit and (whole or combines()):
+        elif error > limit and (whole or combines()):
             verdict.kind, verdict.error = "rows", error
-        else:
-            verdict.kind = "joined" if whole else "combination"
-            verdict.shapes = _broadcast_shapes(outputs[0], self._move(request.targets, rows))
-        if not whole and nonzero > 1:  # other weights, which are not the engine's, may explain it
-            verdict.fits = lambda factors: (
-                not all(map(math.isclose, factors, weights))
-                and _error(_sum(sums, factors), expected) < 10 * verdict.limit
-            )
+        verdict.shapes = _broadcast_shapes(outputs[0], self._move(self._request.targets, rows))
+        # Other weights, which are not the engine's, may explain it.
+        is_split = len([True for _, each in sums if any(g.any() for g in each)]) > 1
+        verdict.fits = lambda factors: (
+            is_split
+            and not all(map(math.isclose, factors, weights))
+            and _error(_sum(sums, factors), expected) < 10 * limit
+        )
+
+    @property
+    def _tolerance(self) -> float:
+        return max(_TOLERANCES.get(dtype, 1.0) for dtype in self._dtypes)
 
     def _rounding(self, error: float, expected: Sum, rows: Sequence[int], one: Sum) -> float:
         """The difference that rounding makes in ``one``, the replica's result for ``rows``.
@@ -302,7 +302,7 @@ class Look:
             raise Inconclusive("its gradient is nothing but rounding")
         return rounding
 
-    def _combines(self, output: Any, parts: Parts, weights: Weights, limit: float) -> bool:
+    def _combines(self, output: Any, parts: Parts, weights: Weights) -> bool:
         """Whether the criterion's losses of parts of one output combine to that of all its rows."""
         if self._request.criterion is None or self._request.whole_batch:
             return False
@@ -311,7 +311,7 @@ class Look:
             cuts = _cuts(output, parts, self._request.dim)
             return _sum(self._run(parts, weights, compute=lambda *_: next(cuts)))
 
-        return _error(loss(parts, weights), loss([[*chain(*parts)]])) <= limit
+        return _error(loss(parts, weights), loss([[*chain(*parts)]])) <= self._tolerance
 
     def _weighted(self, parts: Parts) -> tuple[Parts, Weights]:
         """The parts, and the factors by which the engine would multiply their losses.
@@ -351,7 +351,7 @@ class Look:
         weights: Weights = (),
         *,
         task: ReplicaTask | None = None,
-        compute: Callable[[ReplicaTask, Any], Any] = lambda task, rows: task.output_of(rows[0]),
+        compute: Compute = lambda task, rows: task.output_of(rows[0]),
         between: Callable[[], None] | None = None,
         kept: list[Any] | None = None,
         watch: bool = False,
@@ -416,16 +416,15 @@ class Look:
         del output
         _note_dtypes(loss, self._dtypes)
         leaves = [*chain(*self._leaves)] if weight and loss.requires_grad else []
-        found: Sequence[Tensor | None] = ()
         try:
-            if leaves:  # with the weight inside: hooks may clamp gradients
-                # Multiplied: for a gradient that it is given, torch imports sympy, in 0.3 s.
-                loss_scaled = loss * (self._scale * weight)
-                found = torch.autograd.grad(loss_scaled, leaves, allow_unused=True)
+            # With the weight inside: hooks may clamp gradients. Multiplied: for a gradient that it
+            # is given, torch imports sympy, in 0.3 s.
+            scaled = loss * (self._scale * weight)
+            found = torch.autograd.grad(scaled, leaves, allow_unused=True) if leaves else ()
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():  # reentrant ones: only losses are compared
                 raise
-            self._leaves = []
+            self._leaves, found = [], ()
         each, gradients = iter(found), []
         for group in self._leaves:
             own = [g.detach().to_dense() for g in islice(each, len(group)) if g is not None]
@@ -476,7 +475,7 @@ class ConstantNumbers(OperatorMode):
             self.calls += 1
             if name in ("aten::randperm", "aten::multinomial"):
                 raise Inconclusive("what is drawn depends on the rows", 2)
-            drawn.fill_(_DRAWN if drawn.is_floating_point() else drawn.flatten()[0])
+            drawn.fill_(0.618 if drawn.is_floating_point() else drawn.flatten()[0])
         return drawn
 
 
@@ -556,13 +555,6 @@ def _difference(one: Tensor, other: Tensor) -> float:
     if same_bits(one, other) or not (one.is_floating_point() or one.is_complex()):
         return 0.0 if same_bits(one, other) else math.inf
     return relative_difference([one.nan_to_num()], [other.nan_to_num()])[0]
-
-
-def _fails(run: Callable[[], object]) -> bool:
-    with contextlib.suppress(Exception):
-        run()
-        return False
-    return True
 
 
 def _sum(sums: Sequence[Sum], factors: Weights = ()) -> Sum:

@@ -159,18 +159,19 @@ class Verifier:
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call.
         """
-        request, sets = attempt.request, attempt.replicas.replica_sets
+        request, flags = attempt.request, attempt.replicas.of_model.flags
         start, stop = task.share.micro_batches[0]
         shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
         work = getattr(compute_rows, "key", None)  # of ``engine.map``
-        key = str((shapes, sets[0].flags, work, request.whole_batch, request.return_outputs))
+        key = str((shapes, flags, work, request.whole_batch, request.return_outputs))
         if key in self._joined:
             return
         few = request.of_largest() if request.sizes else request
         rows = few.rows or attempt.plan.rows
         some = sorted({0, rows // 2, rows - 1}) if rows > 1 else [0, 0]
-        look, choices = Look(few, task, sets[0].root, sets), [some, some[:-1], some[-1:]]
-        run = partial(look.outputs, choices, compute_rows, attempt.isolated(task))
+        choices = [some, some[:-1], some[-1:]]
+        outputs = Look(attempt, few, task).outputs(choices, compute_rows, attempt.isolated(task))
+        run = partial(list[Any], outputs)  # in the replica's thread
         (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
         _, misplaced = compare_outputs(found, choices[1:], request.dim)
         if misplaced:
@@ -268,11 +269,9 @@ class _Question:
         User code may wait for the other replicas, for example at a barrier. So if the look takes
         long, the others do the same with their own modules.
         """
-        tasks, sets, parts = self._tasks, self._attempt.replicas.replica_sets, self._parts(looks)
-        models = [sets[0].root, *(task.module for task in tasks[1:])]
+        tasks, parts = self._tasks, self._parts(looks)
         deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
-        given: Any = (sets, self._attempt.plan.substep_rows, deadline)
-        each = [Look(self.request, *one, *given) for one in zip(tasks, models, strict=True)]
+        each = [Look(self._attempt, self.request, task, deadline) for task in tasks]
         ended = Event()
 
         def run(look: Look) -> Verdict | None:

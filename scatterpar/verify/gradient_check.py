@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,37 +96,34 @@ def compare(
     worst, position = relative_difference(found, expected)
     place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
     dtypes = {dtype, *map(torch.get_autocast_dtype, autocast_types()), *(t.dtype for t in tensors)}
+    reasons = {
+        "nan": not all(map(math.isfinite, _magnitudes(expected))),
+        "drawn": drawn or state.drawn,
+        "statistics": any(map(uses_batch_statistics, module.modules())),
+        "rows": request.whole_batch,
+        "loss": True,
+    }
+    meaning = next(_MEANINGS[reason] for reason, holds in reasons.items() if holds)
     limit = max(_LIMITS.get(each, 0.0) for each in dtypes)
-    meaning = _MEANINGS["rows" if request.whole_batch else "loss"]
-    if not all(map(math.isfinite, _magnitudes(expected))):
-        meaning = _MEANINGS["nan"]
-    elif drawn or state.drawn:
-        meaning = _MEANINGS["drawn"]
-    elif any(map(uses_batch_statistics, module.modules())):
-        meaning = _MEANINGS["statistics"]
     return GradientCheck(request.rows, worst, place, limit, meaning)
 
 
 _MEANINGS = {
     "nan": "The plain backward pass has NaN or infinite gradients, too.",
-    "drawn": "The module drew random numbers (dropout?), and other ones each time: call "
-    "engine.eval() first.",
-    "statistics": "Batch normalisation in training mode ties the rows of a micro-batch to each "
-    "other: call engine.eval() first.",
+    "drawn": "The module drew random numbers (dropout?): call engine.eval() first.",
+    "statistics": "Batch normalisation ties rows to each other: call engine.eval() first.",
     "rows": "Outputs without rows differ between micro-batches, or the module ties the rows of a "
     "micro-batch to each other.",
-    "loss": "The loss is no mean over rows: pass count=, the number of terms that it averages over "
-    '(labels that are ignored? scatterpar.count_labels()), or reduction="sum"; if it compares '
-    "rows with each other, steps need whole_batch=True. Or a row's result depends on its padding "
-    "or on other rows: mask the padding.",
+    "loss": "The loss is no mean over rows: pass count=, its number of terms (labels are ignored? "
+    'scatterpar.count_labels()), reduction="sum" for a sum, whole_batch=True if it compares rows '
+    "with each other. Or a row's result depends on its padding or on other rows: mask the padding.",
 }
 
 
 def uses_batch_statistics(layer: nn.Module) -> bool:
     """Whether the layer is a batch normalisation that uses the statistics of its input."""
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
-        layer.training or layer.running_mean is None
-    )
+    is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    return is_norm and (layer.training or layer.running_mean is None)
 
 
 def relative_difference(
@@ -154,21 +152,23 @@ def relative_difference(
 
 def _magnitudes(tensors: Gradients) -> list[float]:
     """The largest absolute entry of each tensor, read together; zero if there is none."""
-    given = [t.detach().to_dense() if t is not None and t.numel() else None for t in tensors]
-    norms = [torch.linalg.vector_norm(t, math.inf) for t in given if t is not None]
-    numbers = iter([float(norm) for norm in to_host(norms)])
-    return [0.0 if t is None else next(numbers) for t in given]
+    zero = torch.zeros(1, device="cpu")
+    dense = [t.detach().to_dense() if t is not None and t.numel() else zero for t in tensors]
+    return [float(norm) for norm in to_host([torch.linalg.vector_norm(t, math.inf) for t in dense])]
+
+
+def moved_to(device: torch.device, value: Any) -> Any:
+    """The batch on a device, as a module gets it; not counted."""
+    move = partial(LeafMover(Transfers()).move, device)
+    return unwrap_markers(nested.map_leaves(move, value), copy=True)
 
 
 def _plain(
     module: nn.Module, request: Request, device: torch.device, tensors: Sequence[Tensor]
 ) -> tuple[torch.dtype, Gradients]:
     """The result of plain user code: the loss's dtype, and each tensor's gradient."""
-    with Transfers() as transfers, torch.inference_mode(False), torch.enable_grad():
-        bring = partial(LeafMover(transfers).move, device)
-        inputs, targets = unwrap_markers(
-            nested.map_leaves(bring, (request.inputs, request.targets)), copy=True
-        )
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs, targets = moved_to(device, (request.inputs, request.targets))
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         return loss.dtype, torch.autograd.grad(loss, tensors, allow_unused=True)

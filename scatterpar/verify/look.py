@@ -29,17 +29,19 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, has_markers_with_rows, select_rows, unwrap_markers
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory
-from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.module_copy import module_of, root_to_replicate
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss_weights import term_counts
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import ReplicaTask, loss_of, note_replica
 from scatterpar.threads.workers import restored
 from scatterpar.torch_private import OperatorMode, uncompiled
-from scatterpar.verify.gradient_check import relative_difference, uses_batch_statistics
+from scatterpar.verify.gradient_check import (
+    moved_to,
+    relative_difference,
+    uses_batch_statistics,
+)
 from scatterpar.verify.rows import Parts
 from scatterpar.verify.user_state import State, UserState, moved_between, state_of
 
@@ -82,7 +84,7 @@ class Verdict:
     fits: Callable[[Weights], bool] = lambda weights: False  # whether other weights explain it
     moved: Sequence[str] = ()  # state that each part moves
     shares_state: bool = False  # forward passes change what the criterion reads, and replicas share
-    lost: Sequence[str] = ()  # large tensors that user code has written
+    lost: Sequence[torch.Size] = ()  # of large tensors that user code has written
     shapes: Sequence[tuple[int, ...]] = ()  # of an output and its targets
     misplaced: int = 0  # entries of an output that are not in the order of the rows
 
@@ -446,9 +448,7 @@ class Look:
 
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch, copied to the replica's device, not counted."""
-        move = partial(LeafMover(Transfers()).move, self._task.share.device)
-        few = nested.map_leaves(move, _select(value, rows, self._request.dim))
-        return unwrap_markers(few, copy=True)
+        return moved_to(self._task.share.device, _select(value, rows, self._request.dim))
 
 
 class ConstantNumbers(OperatorMode):

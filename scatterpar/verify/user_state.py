@@ -97,10 +97,9 @@ class UserState:
         moved = any(get() is not value for get, _, value, _ in self._variables)
         return moved or not self._snapshot.unchanged()
 
-    def lost(self) -> list[str]:
-        """Names of the large tensors that were written, whose values are not saved."""
-        written = [t for t, before in self._versions if version(t) != before]
-        return [f"a tensor of shape {tuple(tensor.shape)}" for tensor in written]
+    def lost(self) -> list[torch.Size]:
+        """The shapes of large tensors that were written, whose values are not saved."""
+        return [tensor.shape for tensor, before in self._versions if version(tensor) != before]
 
     @torch.no_grad()
     def restore(self, generators_only: bool = False) -> None:

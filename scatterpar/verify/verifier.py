@@ -12,6 +12,7 @@ The only error of a look is its ``ValueError``. If looks stay inconclusive, one 
 from __future__ import annotations
 
 import math
+import operator
 import time
 import warnings
 from collections import defaultdict
@@ -53,7 +54,6 @@ from scatterpar.verify.rows import (
 _FEW, _MANY = 9, 2  # rows of a look, at least; micro-batches of rows in the first look
 _BYTES = 2**22  # of inputs in a look
 _SMALL = 2**20  # elements of parameters; with more, each row of a look takes long
-_KINDS = 1000  # maximal number of remembered kinds
 _NEW = 8  # looks because something is new; later ones are rare
 _PATIENCE_SECONDS = 20.0  # a look that takes longer runs on the other replicas, too
 
@@ -65,7 +65,7 @@ class _Kind:
     steps: int = 0
     looks: int = 0
     inconclusive: int = 0  # in a row
-    ranges: list[float] | None = None  # of labels, masks, lengths that were seen
+    ranges: list[float] = field(default_factory=list)  # of labels, masks, lengths that were seen
     unread: list[Tensor] | None = None  # the ranges of the last step, on an accelerator
     details: set[Hashable] = field(default_factory=set)  # that were seen: switches, numbers, words
     is_steady: bool = False  # the last step had nothing new
@@ -81,19 +81,16 @@ class _Kind:
         self.details.add(details)
         if any(is_async(each.device) for each in asked):  # the host does not wait for them now
             asked, self.unread = self.unread or [], asked
-        ranges = read_ranges(asked)
-        known = self.ranges or ranges
-        beyond = len(ranges) != len(known) or not all(map(float.__le__, ranges, known))
+        beyond = any(map(operator.gt, read_ranges(asked), self.ranges))
         often = self.looks < _NEW or (was_steady and self.looks < _NEW + self.steps // 100)
         scheduled = not self.steps & (self.steps - 1)
-        due = self.is_refused or (beyond and bool(asked)) or scheduled or (is_new and often)
+        due = self.is_refused or beyond or scheduled or (is_new and often)
         return due and not self.is_given_up
 
     def agree(self, ranges: list[float]) -> None:
         """Record that losses agree for labels within ``ranges``."""
         self.is_refused, self.inconclusive = False, 0
-        known = self.ranges or []
-        self.ranges = [*map(max, known, ranges)] if len(known) == len(ranges) else ranges
+        self.ranges = [*map(max, self.ranges, ranges)] or ranges
 
 
 class Verifier:
@@ -188,8 +185,6 @@ class Verifier:
 
     def _kind_of(self, request: Request, splits: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
         """The results for the request's kind, and its details, of which each may be new."""
-        if len(self._kinds) > _KINDS:
-            self._kinds.clear()
         made_of, numbers = describe(request.criterion, request.count, request.reduction)
         leaves = list(islice(nested.leaves((request.inputs, request.targets)), 32))
         batch = [(t.dtype, t.ndim) if isinstance(t, Tensor) else type(t) for t in leaves]
@@ -306,27 +301,25 @@ class _Question:
 
     def refusal(self, verdict: Verdict) -> str:
         """The error text: the difference, its size, what to pass."""
-        error, (own, replica), rows = verdict.error, verdict.losses, [*chain(*verdict.parts)]
+        error, replica, rows = verdict.error, verdict.losses[1], [*chain(*verdict.parts)]
         return _TEXTS[verdict.kind].format(
             name=self._name,
-            size=f"off by {100 * error:{',.0f' if error >= 1 else '.2g'}} %"
-            if math.isfinite(error)
-            else "NaN or infinite",
+            size=f"off by {100 * error:,.3g} %" if error < math.inf else "NaN or infinite",
             rows=len(rows),
-            misplaced=verdict.misplaced,
             sizes=" + ".join(str(len(part)) for part in verdict.parts),
-            reduction=self.request.reduction,
-            own=f"{own:.4g}",
+            misplaced=verdict.misplaced,
             replica="an error" if math.isnan(replica) else f"{replica:.4g}",
             advice=self._advice(verdict),
             listed=f"{shown(', '.join(map(str, rows)))} of {self.request.rows}",
+            verdict=verdict,
+            request=self.request,
         )
 
     def _advice(self, verdict: Verdict) -> str:
         """How the loss of all rows seems to combine, and what to pass."""
         for text, weights in self._candidates(verdict.parts):
             if verdict.fits(weights):
-                return text
+                return text + _TEXTS["else"]
         broadcast = _TEXTS["broadcast"].format(*verdict.shapes) if verdict.shapes else ""
         penalty = "" if self.request.is_mean else _TEXTS["penalty"]
         instead = _TEXTS["in_module" if self.request.criterion is None else "whole"]
@@ -348,26 +341,24 @@ class _Question:
 
     def telling(self, verdict: Verdict, moved: Sequence[str], is_serial: bool) -> Iterator[str]:
         """The warnings for what is no error; ``moved`` is state that no warning has named."""
-        module, error = type(self._tasks[0].module).__name__, verdict.error
+        module = type(self._tasks[0].module).__name__
         if is_serial:
             yield self._name + _TEXTS["serial"]
         if moved:
             names, number = shown(", ".join(moved)), len(self._attempt.plan.substep_rows)
-            yield f"forward passes move {names}: at each of the {number}" + _TEXTS["moved"]
+            yield _TEXTS["moved"].format(names, number)
         elif verdict.kind == "state" and not verdict.moved:
             yield f"{module} or {self._name}" + _TEXTS["state"]
         if verdict.kind == "rows":
-            size = f"by {error:.2g} of the largest entry" if math.isfinite(error) else "in shape"
-            yield module + _TEXTS["rows"].format(sum(map(len, verdict.parts)), size)
+            yield module + _TEXTS["rows"].format(sum(map(len, verdict.parts)), verdict.error)
         if verdict.lost:
-            yield f"your code writes {verdict.lost[0]}" + _TEXTS["lost"]
+            yield _TEXTS["lost"].format(tuple(verdict.lost[0]))
 
     def unchecked(self, error: Exception) -> str:
         """The warning for inconclusive looks, with the assumption and what to pass."""
         mean = "a mean over " + ("rows" if self.request.count is None else "what count= gives")
         assumed = mean if self.request.is_mean else "a sum"
-        text = _TEXTS["unchecked"].format(str(error)[:120], assumed)
-        return f"could not check how {self._name} {text}"
+        return _TEXTS["unchecked"].format(self._name, str(error)[:120], assumed)
 
 
 def _judged(look: Look, parts: Parts, is_last: bool = False) -> Verdict:
@@ -388,14 +379,14 @@ _OFF = " Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "return it from forward, and take it from the output that the criterion gets"
 _REFUSED = "combination", "replica", "joined", "order"
 _TEXTS = {
-    "combination": "{name}: your loss of {rows} rows is not the {reduction} of the losses of "
-    f"{{sizes}} rows: the gradient would be {{size}}. {{advice}} (Rows {{listed}}.){_OFF}",
+    "combination": "{name}: your loss of {rows} rows is not the {request.reduction} of the losses "
+    f"of {{sizes}} rows: the gradient would be {{size}}. {{advice}} (Rows {{listed}}.){_OFF}",
     "replica": "{name} leads to the module that is trained, or the module has a tensor computed "
-    "from parameters (compute it in forward): the loss of {rows} rows is {own} with your own "
-    "module in plain torch, but {replica} on a replica (the gradient is {size}). It reads what "
-    "forward leaves on the module, such as an auxiliary loss, or asks for gradients by your own "
-    f"parameters. Return it: {_RETURN}; forward can compute gradients. No count=, reduction= or "
-    f"whole_batch= says that.{_OFF}",
+    "from parameters (compute it in forward): the loss of {rows} rows is {verdict.losses[0]:.4g} "
+    "with your own module in plain torch, but {replica} on a replica (the gradient is {size}). It "
+    "reads what forward leaves on the module, such as an auxiliary loss, or asks for gradients by "
+    f"your own parameters. Return it: {_RETURN}; forward can compute gradients. No count=, "
+    f"reduction= or whole_batch= says that.{_OFF}",
     "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what forward "
     "passes leave behind (a hook?), and finds what the last micro-batch left, or an output that "
     "has as many entries as a micro-batch has rows, and is taken for rows; "
@@ -404,14 +395,14 @@ _TEXTS = {
     "rows, so outputs of micro-batches cannot be joined. Return one entry per row: "
     "torch.stack([a, b], 1) in the place of torch.cat([a, b]), or .view(rows, k, -1) of k samples "
     f"per row.{_OFF}",
-    "sum": 'It seems to be a sum: pass reduction="sum" (for a mean, count= says of what; '
-    "whole_batch=True for a loss that compares rows).",
-    "mean": 'It seems to be a mean over rows: pass reduction="mean", without count= '
-    "(whole_batch=True for a loss that compares rows).",
+    "sum": 'It seems to be a sum: pass reduction="sum".',
+    "mean": 'It seems to be a mean over rows: pass reduction="mean", without count=.',
     "rows counted": "It seems to be a mean over rows, whatever the labels: pass count=lambda "
-    'inputs, targets: len(targets) (reduction="sum" for a sum, whole_batch=True to compare rows).',
+    "inputs, targets: len(targets).",
     "labels": "It seems to be a mean over the labels that are not {}: pass "
-    'reduction="mean" and count=scatterpar.count_labels({}); or whole_batch=True.',
+    'reduction="mean" and count=scatterpar.count_labels({}).',
+    "else": ' (Otherwise: count= for a mean over other terms, reduction="sum" for a sum, '
+    "whole_batch=True for a loss that compares rows.)",
     "broadcast": "The output has shape {} and the targets {}, which broadcast to a matrix of all "
     "pairs of rows: pass targets of the output's shape. ",
     "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
@@ -424,21 +415,22 @@ _TEXTS = {
     'sum, reduction="sum". Or make it a mean of one loss per row.',
     "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
     f"run one after the other, which is slower; {_RETURN}, or pass verify=False",
-    "moved": " sub-steps, and on each replica apart, where one pass over the batch moves state "
-    "once. Move it once per step, outside of forward, or keep it in a buffer and train with one "
-    "sub-step (docs/limits.md, State in modules)",
+    "moved": "forward passes move {}: at each of the {} sub-steps, and on each replica apart; one "
+    "pass over the batch moves it once. Move it once per step, outside of forward, or keep it in a "
+    "buffer and train with one sub-step (docs/limits.md, State in modules)",
     "state": " gives another result when it is called again with the same rows: every micro-batch "
-    "changes state that it keeps (a hidden state, a list). Return a module's from forward, and "
-    "pass it as an input (docs/limits.md, State in modules). Change a criterion's once per step, "
-    "or pass whole_batch=True, which calls it once",
-    "rows": " gives other outputs for {} rows than for parts of them: they differ {}. If the loss "
-    "uses them, the gradient is not the whole batch's. Is batch_first=True forgotten, or dim=? "
-    "Pass a value without rows as Replicated(value), a list with an entry per row as Rows(list). "
-    "Compute what compares rows in the criterion, with whole_batch=True. If it is meant (a "
-    "home-made batch normalisation), ignore this",
-    "lost": ", above 64 MiB, which a look at a few rows did not save: keep it in a buffer of the "
-    "module, or pass verify=False",
-    "unchecked": "combines micro-batches ({}). The engine assumes {}. Pass count= for a mean over "
-    'something else, such as scatterpar.count_labels(), reduction="sum" for a sum, '
-    "whole_batch=True if it compares rows with each other. verify=False does not check",
+    "changes state that it keeps. Return a module's from forward, and pass it as an input "
+    "(docs/limits.md, State in modules). Change a criterion's once per step, or pass "
+    "whole_batch=True, which calls it once",
+    "rows": " gives other outputs for {} rows than for parts of them: they differ by {:.2g} of the "
+    "largest entry. If the loss uses them, the gradient is not the whole batch's. Is "
+    "batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a list "
+    "with an entry per row as Rows(list). Compute what compares rows in the criterion, with "
+    "whole_batch=True. If it is meant (a home-made batch normalisation), ignore this",
+    "lost": "your code writes a tensor of shape {}, above 64 MiB, which a look at a few rows did "
+    "not save: keep it in a buffer of the module, or pass verify=False",
+    "unchecked": "could not check how {} combines micro-batches ({}). The engine assumes {}. Pass "
+    "count= for a mean over something else, such as scatterpar.count_labels(), "
+    'reduction="sum" for a sum, whole_batch=True if it compares rows with each other. '
+    "verify=False does not check",
 }

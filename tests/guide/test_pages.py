@@ -6,16 +6,12 @@ import copy
 import gc
 import re
 import sys
-from functools import partial
 
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import assert_gradients, assert_parameters, build, gradients, randint, randn
 from harness.pages import ROOT, blocks, namespace, read, run, sections
-from harness.stock_parallel import gradient
-from harness.trainers import language_model, padded, sentences, sequence_classifier
-from harness.trainers import token_classifier as token_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -92,38 +88,7 @@ def test_anomaly_detection_and_the_check(debugged, capsys):
     assert "only rounding differs" in capsys.readouterr().out
 
 
-# --- trainer: its table comes out, and its recipes run ---
-
-TRAINER = read("docs/trainer.md")
-TABLE = re.findall(
-    r"^\| ([a-z ]+) \| (\d+) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", TRAINER, re.M
-)
-MODELS = {
-    "causal language model": (language_model, padded),
-    "sequence classifier": (sequence_classifier, partial(padded, kind="classes")),
-    "token classifier": (token_model, partial(padded, kind="tokens")),
-}
-
-
-@pytest.mark.draws
-@pytest.mark.slow
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(row[:3]))
-def test_the_table_of_trainers(tmp_path, row):
-    name, rows, k, *figures = row
-    factory, collate = MODELS[name]
-    first = partial(
-        gradient, folder=tmp_path, model=factory(), data=sentences(int(rows)), collate=collate
-    )
-    single = first("stock", size=int(rows), k=1)
-    for kind, parts, shown in zip(
-        ("stock", "data parallel", "scatterpar"), (1, 4, 4), figures, strict=True
-    ):
-        off = (first(kind, size=8, k=int(k), parts=parts) - single).norm() / single.norm()
-        assert float(off) == pytest.approx(float(shown), rel=0.03, abs=1e-12), kind
-
-
-def test_the_table_of_trainers_is_found():
-    assert len(TABLE) == 12
+# --- recipes run ---
 
 
 def test_the_recipe_for_fabric():

@@ -42,7 +42,7 @@ from scatterpar.step.commit import commit
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
-from scatterpar.step.request import Count, Request, check_options, check_synchronised
+from scatterpar.step.request import Count, Request, check_options
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.schedule import Schedule, compute
 from scatterpar.step.substeps import call_inputs
@@ -171,14 +171,8 @@ class ScatterOnceParallel(Wrapper):
 
     def _check_options(self) -> None:
         """Refuse invalid options, and modules that are not on the master."""
-        cut = self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids)
-        check_options(
-            self.module,
-            *cut,
-            dim=self.dim,
-            buffers=self.buffer_policy,
-            accumulate_dtype=self.accumulate_dtype,
-        )
+        cuts = self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids)
+        check_options(self.module, *cuts, self.dim, self.buffer_policy, self.accumulate_dtype)
         if self.micro_batch_cost is not None:
             from scatterpar.costs import check_budget
 
@@ -189,7 +183,6 @@ class ScatterOnceParallel(Wrapper):
             options = self.buffer_policy, self._compile_fn, self.micro_batch_cost
             check_graphs(self.graphs, self.device_ids, *options)
         check_placement(self.module, self.device_ids, lazy=True)
-        check_synchronised(self.module)
 
     def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:
         """Make the add-ons that keep their state when the engine is copied."""
@@ -388,37 +381,30 @@ class ScatterOnceParallel(Wrapper):
 
     def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
+        data, have_losses = schedule.data(request), schedule.weights_apply()
         with self._attempt(request, plan, **trial) as attempt:
             phase, transfers = attempt.phase, attempt.transfers
-            replicas, data = self._replicas, schedule.data(request)
             with phase("scatter"):  # 2
-                pieces = micro_batches(data, plan, self.dim) if schedule.weights_apply() else None
+                pieces = micro_batches(data, plan, self.dim) if have_losses else None
                 attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
             with phase("replicate"):  # 3
                 criteria = schedule.replicas_of_criterion
-                replicas.refresh(self.module, request.criterion, transfers, criteria)
+                self._replicas.refresh(self.module, request.criterion, transfers, criteria)
             with phase("compute"):  # 4
                 results = compute(attempt, loaders, schedule)
             with phase("reduce"):  # 5
-                observers = self._observers if schedule.weights_apply() else ()
-                return reduce(attempt, results, observers)
+                return reduce(attempt, results, self._observers if have_losses else ())
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
         """One try at a step, undone if the body raises. Checks the links between devices first."""
         check_links(self.device_ids)
-        is_trial = trial.get("max_substeps") is not None
+        checks = self._verifier if self.verify and trial.get("max_substeps") is None else None
+        options = checks, self._replica_offset, self._trace.clock if self._trace else None
         try:
             with Attempt(
-                self._workers,
-                request,
-                plan,
-                self._replicas,
-                self._verifier if self.verify and not is_trial else None,
-                self._replica_offset,
-                self._trace.clock if self._trace else None,
-                **trial,
+                self._workers, request, plan, self._replicas, *options, **trial
             ) as attempt:
                 yield attempt
         finally:

@@ -124,9 +124,8 @@ def _gradients_of(replica_sets: Sequence[ReplicaSet], replica: int) -> dict[int,
     gradients: dict[int, Tensor] = {}
     for each in replica_sets:
         for i in each.trained_indices:
-            gradient = each.replicas[replica].tensors[i].grad
+            leaf, gradient = id(each.tensors[i]), each.replicas[replica].tensors[i].grad
             if gradient is not None:
-                leaf = id(each.tensors[i])
                 gradients[leaf] = gradients[leaf] + gradient if leaf in gradients else gradient
     return gradients
 
@@ -150,8 +149,8 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
         if others := sums.keys() - each.leaf_indices:
             raise ValueError(
                 f"the module holds a tensor of shape {tuple(each.tensors[min(others)].shape)} that "
-                f"was computed from parameters, such as weight[0]: replicas cannot train it, and "
-                f"nothing was changed; compute it in forward, from the parameters"
+                f"was computed from parameters, such as weight[0], and replicas cannot train it; "
+                f"compute it in forward. Nothing was changed"
             )
         gradients += [(each.tensors[i], sums.get(i)) for i in each.leaf_indices]
     total: dict[int, Gradient] = {}
@@ -187,8 +186,7 @@ def sum_in_order(
 ) -> dict[int, Tensor]:
     """For each index of a tensor: the sum of its gradients, on ``devices[0]``.
 
-    With ``in_place``, dense gradients are overwritten with partial sums. Otherwise no given tensor
-    is written, and autograd records the sum.
+    With ``in_place``, dense gradients are overwritten; otherwise autograd records the sum.
     """
     sums = [dict(each) for each in gradients]
     for target, source in sum_pairs(len(sums)):

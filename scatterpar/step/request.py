@@ -88,7 +88,16 @@ class Request:
 
     def checked(self, device: torch.device) -> Self:
         """The request with its rows counted and its reduction resolved. Refuses invalid ones."""
-        self._require_functions()
+        if callable(self.targets) or isinstance(self.criterion, Tensor):
+            raise TypeError(
+                f"got targets={_shown(self.targets)} and criterion={_shown(self.criterion)}, which "
+                f"look swapped or misplaced; call forward_backward(inputs, targets, criterion), or "
+                f"pass criterion= by name if there are no targets"
+            )
+        if self.criterion is not None:
+            check_function("criterion", self.criterion)
+        if self.count is not None:
+            check_function("count", self.count)
         if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
             raise TypeError(f"return_outputs must be bool or callable, got {self.return_outputs!r}")
         if not isinstance(self.scaler, (torch.amp.GradScaler, type(None))):
@@ -96,26 +105,19 @@ class Request:
         if self.targets is not None and self.criterion is None and self.count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
         batches, sizes = batches_of(self.inputs, self.targets, self.dim)
-        if self.whole_batch:
-            reduction = "sum"  # each share has a part of one loss
-        else:
-            _refuse_splits(self.criterion)
+        splits = getattr(self.criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
+        if isinstance(splits, int) and splits > 1 and not self.whole_batch:
+            raise ValueError(
+                f"{type(self.criterion).__name__} splits its rows into {splits} versions of the "
+                f"same images, which a micro-batch has not; pass whole_batch=True"
+            )
+        reduction = "sum"  # of whole_batch: each share has a part of one loss
+        if not self.whole_batch:
             reduction = resolve_reduction(self.criterion, self.reduction)
         scale = 1.0
         if self.scaler is not None:
             scale = to_numbers(self.scaler.scale(torch.ones((), device=physical(device))))
         return replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
-
-    def _require_functions(self) -> None:
-        if callable(self.targets) or isinstance(self.criterion, Tensor):
-            raise TypeError(
-                f"got targets={_shown(self.targets)} and criterion={_shown(self.criterion)}, which "
-                f"look swapped or misplaced; call forward_backward(inputs, targets, criterion), or "
-                f"pass criterion= by name if there are no targets"
-            )
-        for name, value in (("criterion", self.criterion), ("count", self.count)):
-            if value is not None:
-                check_function(name, value)
 
 
 def _shown(value: Any) -> str:
@@ -131,7 +133,6 @@ def check_options(
     micro_batch_size: Any,
     micro_batch_cost: Any,
     replicas: int,
-    *,
     dim: Any,
     buffers: Any,
     accumulate_dtype: Any,
@@ -169,6 +170,7 @@ def check_options(
         )
     if buffers not in ("master", "batch"):
         raise ValueError(f'buffers must be "master" or "batch", got {buffers!r}')
+    _check_synchronised(module)
 
 
 def check_module(module: Any) -> None:
@@ -189,7 +191,7 @@ def _refuse_class(name: str, value: Any, arguments: str = "") -> None:
         raise TypeError(f"{name} is the class {kind}; pass an instance, {kind}({arguments})")
 
 
-def check_synchronised(module: nn.Module) -> None:
+def _check_synchronised(module: nn.Module) -> None:
     """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it would hang."""
     children = module.named_modules()
     sync_norms = [(name, norm) for name, norm in children if isinstance(norm, nn.SyncBatchNorm)]
@@ -218,15 +220,6 @@ def check_function(name: str, value: Any) -> None:
     _refuse_class(name, value)
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
-
-
-def _refuse_splits(criterion: Any) -> None:
-    splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
-    if isinstance(splits, int) and splits > 1:
-        raise ValueError(
-            f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
-            f"images, which a micro-batch has not; pass whole_batch=True: it is called once"
-        )
 
 
 def resolve_reduction(criterion: Any, reduction: str | None) -> str:

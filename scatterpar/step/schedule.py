@@ -84,24 +84,25 @@ def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule
     which are restored if the step fails. Raises ``ValueError`` if a gradient arrives at the user's
     own leaves, or at those that the criterion or an object in the module refers to.
     """
-    request, replicas = attempt.request, attempt.replicas
-    sets = replicas.replica_sets
-    held = closure_contents(request.criterion)
-    held += closure_contents([[*each.contents.objects.values()] for each in sets])
-    generators = [value for value in held if isinstance(value, torch.Generator)]
-    attempt.save_for_undo(training_buffers(held), generators=generators)
-    leaves = trained_leaves([*(leaf for each in sets for leaf in each.trained_tensors), *held])
-    attempt.user_leaves = leaves
+    criterion, sets = attempt.request.criterion, attempt.replicas.replica_sets
+    held = closure_contents(criterion)
+    shared = [[*each.contents.objects.values()] for each in sets]
+    held += closure_contents(shared) if any(shared) else []
+    if held:
+        generators = [value for value in held if isinstance(value, torch.Generator)]
+        attempt.save_for_undo(training_buffers(held), generators=generators)
+    trained = [leaf for each in sets for leaf in each.trained_tensors]
+    attempt.user_leaves = leaves = trained_leaves([*trained, *held])
     with set_aside(leaves):
         tasks = make_tasks(attempt, loaders)
         if attempt.checks is not None:
             with attempt.span("verify"), no_kernel_search():
-                attempt.checks.check(attempt, tasks[: len(replicas.criteria)])
+                attempt.checks.check(attempt, tasks[: len(attempt.replicas.criteria)])
         computed = schedule.run(attempt, tasks)
         attempt.transfers.synchronize()
         for leaf in leaves:
             if leaf.grad is not None:
-                raise not_replicated(leaf, request.criterion)
+                raise not_replicated(leaf, criterion)
     return computed
 
 

@@ -123,8 +123,7 @@ class note_replica:
     """Add notes to an exception of the body: replica, device, sub-step and its rows."""
 
     def __init__(self, share: Share, number: int | None = None) -> None:
-        self._share = share
-        self.number = number
+        self._share, self.number = share, number
 
     def __enter__(self) -> None:
         pass
@@ -143,18 +142,15 @@ class note_replica:
 
 def _named_rows(numbers: Sequence[int]) -> str:
     """The numbers of a sub-step's rows as text, such as "rows 40 to 47"."""
-    if len(numbers) == 1:
-        return f"row {numbers[0]}"
-    if isinstance(numbers, range):
+    if isinstance(numbers, range) and len(numbers) > 1:
         return f"rows {numbers[0]} to {numbers[-1]}"
-    return f"rows {shown(', '.join(map(str, numbers)))}"
+    return f"row{'s' * (len(numbers) > 1)} {shown(', '.join(map(str, numbers)))}"
 
 
 def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[ReplicaTask]:
     """One task per share. With fewer rows than replicas, the last replicas have none."""
     tasks, replicas, weights = [], attempt.replicas, attempt.weights.by_share
-    criteria = replicas.criteria
-    lock = criterion_lock(criteria[0])
+    criteria, lock = replicas.criteria, criterion_lock(replicas.criteria[0])
     for i, share in enumerate(attempt.plan.shares):
         sets = [each for each in replicas.replica_sets if i < len(each.replicas)]
         tasks.append(
@@ -324,13 +320,10 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
         )
     if loss.ndim:
         raise ValueError(
-            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; "
-            f'reduce it with "mean" or "sum", or pass a criterion that does'
+            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; reduce it"
         )
     if loss.is_complex():  # torch refuses it in backward(), but not if a gradient is passed
-        raise ValueError(
-            f"{source} must give a real loss, got {loss.dtype}; take its .real part or its .abs()"
-        )
+        raise ValueError(f"{source} must give a real loss, got {loss.dtype}; take its .abs()")
     return loss
 
 
@@ -346,11 +339,11 @@ def require_trainable(module: Any) -> None:
 def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) -> Any:
     """An output without its graph; if ``return_outputs`` is a function, its result for that."""
     output = nested.map_tensors(lambda tensor: tensor.detach(), output)
-    if not callable(return_outputs):
-        nested.refuse_generators(output)
-        return output
-    with torch.no_grad():
-        return nested.map_tensors(lambda tensor: tensor.detach(), return_outputs(output))
+    if callable(return_outputs):
+        with torch.no_grad():
+            return nested.map_tensors(lambda tensor: tensor.detach(), return_outputs(output))
+    nested.refuse_generators(output)
+    return output
 
 
 def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:

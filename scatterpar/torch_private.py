@@ -179,10 +179,9 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 @contextlib.contextmanager
 def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
-    """In the body, memory for work on ``stream`` is allocated in ``pool``, that of a CUDA graph.
+    """In the body, work on ``stream`` allocates in ``pool``. Yields a function that releases it.
 
-    Inductor does the same for its warm-up. ``torch.cuda.use_mem_pool`` applies to one thread only,
-    but a backward pass runs in another. Yields a function that releases the pool.
+    ``torch.cuda.use_mem_pool`` applies to one thread only, but a backward pass runs in another.
     """
     begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
     if pool is None or begin is None:  # the capture then reserves this memory a second time
@@ -221,12 +220,14 @@ _LOST: list[Any] = []  # graphs whose capture failed, kept alive
 # --- compiled modules: there is no public way to compile another function in the same way --------
 
 
+_DYNAMO = "torch._dynamo.eval_frame"
 CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
 
 
 def is_compiled_module(value: Any) -> bool:
     """Whether ``value`` is a module that ``torch.compile`` returned."""
-    return has_dynamo() and isinstance(value, _find("torch._dynamo", "OptimizedModule"))
+    # Importing torch._dynamo takes a second.
+    return _DYNAMO in sys.modules and isinstance(value, _find("torch._dynamo", "OptimizedModule"))
 
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
@@ -251,11 +252,7 @@ def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
 
 
 def many_graphs() -> contextlib.AbstractContextManager[Any]:
-    """In the body, torch.compile may keep 64 graphs of a function: beyond that it runs eagerly.
-
-    One compiled function serves all replicas: several devices, ragged sizes, training and
-    evaluation.
-    """
+    """In the body, torch.compile keeps up to 64 graphs of a function, which serves all replicas."""
     config = _find("torch._dynamo", "config")
     limits = {"recompile_limit": 64, "accumulated_recompile_limit": 256}
     more = {name: max(limit, getattr(config, name)) for name, limit in limits.items()}
@@ -270,11 +267,6 @@ def is_compiling() -> bool:
     if is_free:
         lock.release()
     return not is_free
-
-
-def has_dynamo() -> bool:
-    """Whether ``torch._dynamo`` is imported already: importing it takes a second."""
-    return "torch._dynamo.eval_frame" in sys.modules
 
 
 _eager: list[Any] = []  # the stance set by ``uncompiled``, one entry per active body
@@ -293,7 +285,7 @@ def uncompiled() -> Iterator[None]:
     If two threads are in such bodies, the first sets torch's stance and the last restores it:
     otherwise each would restore what the other has set.
     """
-    if not has_dynamo():
+    if _DYNAMO not in sys.modules:
         yield
         return
     with _eager_lock:

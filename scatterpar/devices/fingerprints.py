@@ -70,10 +70,7 @@ class Fingerprints:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, in an order that depends on its strides only: 1-D.
-
-    They are 32-bit integers if the number of bytes is a multiple of four, else single bytes.
-    """
+    """The tensor as 32-bit words, or as bytes if their number is no multiple of four: 1-D."""
     flat = flat_view(tensor)
     if flat is None:
         flat = as_bytes(tensor)
@@ -167,11 +164,8 @@ def pattern(size: int) -> Tensor:
 
 
 def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
-    """Whether ``copy_into`` delivers every byte; ``copy`` is assumed to do the same.
-
-    The target starts with inverted bytes, so a copy that does nothing is noticed.
-    """
+    """Whether ``copy_into`` delivers every byte; ``copy`` is assumed to do the same."""
     sent = pattern(size)
-    arrived = to_device(~sent, target)
+    arrived = to_device(~sent, target)  # other bytes, so that a copy that does nothing is noticed
     Transfers().copy_into(arrived, to_device(sent, source), "replicate")
     return torch.equal(arrived, to_device(sent, target))

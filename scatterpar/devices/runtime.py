@@ -118,7 +118,7 @@ def empty_cache() -> None:
 def recording() -> Iterator[None]:
     """For a body that captures a graph: a capture can neither use nor free memory in torch's cache.
 
-    So the cache is emptied first, unless another device captures: torch then refuses.
+    So it is emptied first, unless another device captures: torch then refuses.
     """
     global _recordings
     empty_cache()

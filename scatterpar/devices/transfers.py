@@ -58,8 +58,7 @@ def to_device(
 ) -> Tensor:
     """``tensor`` in the memory of ``device``: itself if torch sees it there, unless ``copy``.
 
-    Virtual devices are one device to torch. A copy has the same layout and memory format, and
-    autograd records it.
+    A copy has the same layout and memory format, and autograd records it.
     """
     if VIA_HOST:
         tensor = _via_host(tensor, device)
@@ -67,10 +66,7 @@ def to_device(
 
 
 def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy ``source`` to ``target``, a tensor of the same size in any memory.
-
-    The values are converted to the dtype of ``target``, and its version counter rises.
-    """
+    """Copy ``source`` to ``target``, a tensor of the same size in any memory and of any dtype."""
     if VIA_HOST:
         source = _via_host(source, target.device)
     target.copy_(source, non_blocking=non_blocking)
@@ -97,7 +93,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_numbers(tensor: Tensor) -> Any:
-    """The elements as Python numbers: one number for a 0-dim tensor, otherwise nested lists.
+    """The elements as Python numbers, in nested lists unless ``tensor`` is 0-dim.
 
     Raises the errors of kernels that ran before on the device's current stream.
     """
@@ -157,11 +153,7 @@ class Transfers:
         return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
-        """Copy ``source`` to ``target``, a tensor of the same size in another memory.
-
-        Call it for different memories only. Every call is counted, because ``tensor.device`` is
-        ``cpu`` on every virtual device.
-        """
+        """Copy ``source`` to ``target``, a tensor of the same size in another memory."""
         self.count(source, phase)
         write(target, source, non_blocking=has_streams(target.device))
 

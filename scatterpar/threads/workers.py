@@ -70,13 +70,11 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
 
 
 class Job:
-    """One call per replica, without arguments, which the replica's worker runs by ``run``.
+    """One call per replica, without arguments; ``cancel`` is set when one has failed.
 
     The first ``at_once`` calls start immediately. Each other call starts when one ends, or after
-    10 ms. ``cancel`` is set when one has failed.
-
-    Calls, results and errors are dropped after use: a traceback may refer to the job, and would
-    keep activations alive.
+    10 ms. Calls, results and errors are dropped after use: a traceback may refer to the job, and
+    would keep activations alive.
     """
 
     def __init__(
@@ -155,14 +153,11 @@ def restored(*restores: Callable[[], object]) -> Iterator[None]:
 
 
 def restore_after(error: BaseException | None, *restores: Callable[[], object]) -> None:
-    """Call ``restores``; with an ``error``, which will be raised, their failures are notes on it.
-
-    After a kernel's assertion nothing on that device can be restored, and the first error says why.
-    """
+    """Call ``restores``; with an ``error``, which is raised later, failures are notes on it."""
     for restore in restores:
         try:
             restore()
-        except Exception as another:
+        except Exception as another:  # as on a device where a kernel's assertion failed
             if error is None:
                 raise
             add_note(error, f"after that, something could not be put back: {another!r}")

@@ -360,11 +360,11 @@ def test_any_tensors_travel_once_in_messages_that_are_not_too_large(sizes, most,
     travelled = {key: [] for key in range(len(sizes))}
     for message in coalescing.messages(tuple(enumerate(sizes)), most, alone):
         assert 0 < sum(message.sizes) <= most
-        assert len(message.pieces) == 1 or all(sizes[p.key] < alone for p in message.pieces)
-        for piece, size in zip(message.pieces, message.sizes, strict=True):
-            assert piece.stop - piece.start == size
-            assert piece.is_whole == (size == sizes[piece.key])
-            travelled[piece.key].append((piece.start, piece.stop))
+        assert len(message.keys) == 1 or all(sizes[key] < alone for key in message.keys)
+        for key, cut, size in zip(message.keys, message.cuts, message.sizes, strict=True):
+            start, stop, _ = (cut or slice(None)).indices(sizes[key])
+            assert stop - start == size
+            travelled[key].append((start, stop))
     for key, size in enumerate(sizes):
         cuts = [(start, min(start + most, size)) for start in range(0, size, most)]
         assert travelled[key] == cuts

@@ -27,6 +27,9 @@ TRAIN, TEST = "train", "test"
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 _MEAN = (123.675, 116.28, 103.53)  # ImageNet's, for pixels from 0 to 255
 _STD = (58.395, 57.12, 57.375)
+_HAS_TESTS = "it has images to test on; leave out --val"
+_NO_SPLIT = "class folders, no split: --val 0.1 tests on a tenth of each class; or make train/ and "
+_NO_SPLIT += "test/ (or val/) with the classes in each"
 _SMALL = 128  # pixels; smaller images usually have no edges that can be cut off
 _INSTALL, _WHEELS = "pip install -c constraints.txt", "https://download.pytorch.org/whl/cpu"
 OTHER_BUILD = (
@@ -50,7 +53,7 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Images in memory, uint8 (rows, channels, height, width), and labels, int64 (rows,)."""
+    """Images and labels in memory, of the dtypes and shapes of `Images`."""
 
     images: Tensor
     labels: Tensor
@@ -97,19 +100,17 @@ class Source:
         """Whether images are tensors, which need neither workers nor transforms."""
         return isinstance(self.train, Split)
 
-    def standardise(self, images: Tensor) -> Tensor:
-        """Compute `(images - mean) / std`: uint8 to float32, (rows, channels, height, width)."""
-        return (images - self.mean[:, None, None]) / self.std[:, None, None]
-
-    def read(self, part: str, rows: Tensor, epoch: int) -> Images:
-        """Return rows of a part, `TRAIN` or `TEST`, varied as in that epoch."""
+    def __getitem__(self, piece: tuple[str, Sequence[int], int]) -> Images:
+        """Return rows of a part, `TRAIN` or `TEST`, varied as in an epoch."""
+        part, rows, epoch = piece
         pairs = self.train if part == TRAIN else self.test
         if self.in_memory:
-            return Images(pairs.images[rows], pairs.labels[rows], rows)
+            numbers = torch.tensor(rows)
+            return Images(pairs.images[numbers], pairs.labels[numbers], numbers)
         seed, size, classes = self.options.seed, self.image_shape[1], len(self.class_names)
         transform, mix = _transforms(size, self.options, classes)[part]
         found, broken = list[tuple[Tensor, int, int]](), list[tuple[str, str]]()
-        for row in rows.tolist():
+        for row in rows:
             try:
                 picture, label = _opened(pairs, row)
             except MemoryError:
@@ -121,19 +122,14 @@ class Source:
             else:
                 seed_host("image", seed, epoch, row)
                 found.append((transform(picture), label, row))
-        if not found:
-            nothing = torch.empty(0)
-            return Images(nothing, nothing, nothing, broken)
-        images, labels, numbers = zip(*found, strict=True)
-        stacked, targets = torch.stack(images), torch.tensor(labels)
-        if mix is not None:
-            seed_host("piece", seed, epoch, int(rows[0]))
-            mixed, targets = mix(stacked.float(), targets)
-            stacked = mixed.round_().to(torch.uint8)
-        return Images(stacked, targets, torch.tensor(numbers), broken)
-
-    def __getitem__(self, piece: tuple[str, list[int], int]) -> Images:
-        return self.read(piece[0], torch.tensor(piece[1]), piece[2])
+        labels, numbers = (torch.tensor([x[i] for x in found], dtype=torch.int64) for i in (1, 2))
+        images = torch.empty(0, *self.image_shape, dtype=torch.uint8)
+        images = torch.stack([x[0] for x in found]) if found else images
+        if mix is not None and found:
+            seed_host("piece", seed, epoch, rows[0])
+            mixed, labels = mix(images.float(), labels)
+            images = mixed.round_().to(torch.uint8)
+        return Images(images, labels, numbers, broken)
 
     def __str__(self) -> str:
         shape = " x ".join(map(str, self.image_shape))
@@ -196,8 +192,8 @@ def read_split(folder: Path, part: str) -> Split:
 def library(module: str) -> Any:
     """Import a module of torchvision or timm, even if torchvision was built for another torch.
 
-    Then its compiled operators, for object detection, cannot be loaded. The tool does not need
-    them, and the import succeeds if the names that it registers are defined.
+    Then its operators for object detection cannot be loaded. The tool does not need them, and the
+    import succeeds if their names are defined.
     """
     try:
         importlib.import_module("torchvision.ops")
@@ -218,10 +214,9 @@ def library(module: str) -> Any:
 
 @functools.cache
 def _transforms(size: int, options: Options, classes: int) -> dict[str, tuple[Any, Any]]:
-    """For each part, the transforms of a picture and of a piece; made once per process.
+    """Return the transforms of a picture and of a piece by part. Pictures become uint8.
 
     Of test pictures, scaled to 8/7 of the size (below 128 to the size itself), the middle is used.
-    Pictures become uint8 (3, size, size).
     """
     create, v2 = library("timm.data").create_transform, library("torchvision.transforms.v2")
     make = functools.partial(create, size, interpolation="bilinear", normalize=False)
@@ -253,7 +248,7 @@ def open_data(options: Options) -> Source:
         if options.data != EMBEDDED and folder.is_dir():
             return make_pictures(options, *_of_folder(folder, options.val))
         if options.val is not None and options.data.startswith((EMBEDDED, "torch/", "hfds/")):
-            raise UsageError("it has images to test on; leave out --val")
+            raise UsageError(_HAS_TESTS)
         if options.data != EMBEDDED:
             return make_pictures(options, *_of_library(options))
         varied = options.augment not in (None, "none")
@@ -290,20 +285,18 @@ def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:
         [e.name for e in sorted(part.iterdir()) if e.is_dir() and not e.name.startswith(".")]
         for part in (train, *tests[:1])
     )
-    if val is not None and tests:
-        raise UsageError("it has images to test on; leave out --val")
-    if not names:
-        raise UsageError(f"{train} has no folders in it: it needs one for each class")
-    if not tests and val is None:
-        raise UsageError(
-            "class folders, no split: --val 0.1 tests on a tenth of each class; or make train/ and "
-            "test/ (or val/) with the classes in each"
-        )
-    if tests and (odd := sorted({*names}.symmetric_difference(*of_tests))):
-        raise UsageError(f"train and {tests[0].name} have different classes ({', '.join(odd)})")
+    odd = sorted({*names}.symmetric_difference(*of_tests)) if tests else []
+    for is_wrong, words in (
+        (val is not None and tests, _HAS_TESTS),
+        (not names, f"{train} has no folders in it: it needs one for each class"),
+        (val is None and not tests, _NO_SPLIT),
+        (odd, f"train/ and its test folder have different classes: {', '.join(odd)}"),
+    ):
+        if is_wrong:
+            raise UsageError(words)
     files = find_files(train, names)
-    if not tests:
-        return *_split(files, val or 0.0), names
+    if val is not None:
+        return *_split(files, val), names
     return files, find_files(tests[0], names, allow_empty=True), names
 
 
@@ -317,8 +310,11 @@ def _split(files: Files, part: float) -> tuple[Files, Files]:
             name = Path(files[int(rows[0])][0]).parent
             raise UsageError(f"{name} has too few pictures ({len(rows)}) for --val {part}")
         is_test[rows[torch.randperm(len(rows), generator=generator)[:number]]] = 1
-    training, testing = ((is_test == part).nonzero().flatten().tolist() for part in (0, 1))
-    return Files([files[row] for row in training]), Files([files[row] for row in testing])
+    training, testing = (
+        Files([files[row] for row in (is_test == part).nonzero().flatten().tolist()])
+        for part in (0, 1)
+    )
+    return training, testing
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Files:

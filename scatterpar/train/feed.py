@@ -41,6 +41,11 @@ class Request(NamedTuple):
     rows: Tensor
     epoch: int = 0
 
+    def pieces(self) -> Iterator[tuple[str, list[int], int]]:
+        """Yield the part, row numbers and epoch of each piece."""
+        for rows in self.rows.split(PIECE) if len(self.rows) else ():
+            yield self.part, rows.tolist(), self.epoch
+
 
 class Feed(AbstractContextManager["Feed"]):
     """Reads the requested batches, in order, with worker processes unless there are 0 `workers`.
@@ -58,11 +63,11 @@ class Feed(AbstractContextManager["Feed"]):
         warn: Callable[[str], object] = print,
     ) -> None:
         self.source, self.waited, self.broken = source, 0.0, Counter[str]()
-        self._skip_broken, self._warn, self._workers = skip_broken, warn, 0
-        if not source.in_memory:
-            affinity = getattr(os, "sched_getaffinity", None)
-            cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-            self._workers = min(_MOST_WORKERS, cores) if workers is None else workers
+        self._skip_broken, self._warn = skip_broken, warn
+        if workers is None:
+            affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+            workers = min(_MOST_WORKERS, len(affinity(0)))
+        self._workers = 0 if source.in_memory else workers
         self._thread: ThreadPoolExecutor | None = None
         self._batches = self._read(iter(()))
         self.request(requests)
@@ -115,11 +120,11 @@ class Feed(AbstractContextManager["Feed"]):
         if self._workers:
             options |= {"multiprocessing_context": _context(), "prefetch_factor": _PIECES_AHEAD}
             options["worker_init_fn"] = _end_with_main_process
-        sampler: Any = (piece for request in to_cut for piece in _pieces(request))
+        sampler: Any = (piece for request in to_cut for piece in request.pieces())
         source: Any = self.source
         pieces = iter(DataLoader(source, batch_size=None, sampler=sampler, **options))
         for request in requests:
-            of_batch = (self._piece(pieces) for _ in _pieces(request))
+            of_batch = (self._piece(pieces) for _ in request.pieces())
             yield request, _joined(of_batch, len(request.rows), self.source.image_shape)
 
     def _piece(self, pieces: Iterator[Images]) -> Images:
@@ -140,30 +145,23 @@ class Feed(AbstractContextManager["Feed"]):
             ) from error
 
 
-def _pieces(request: Request) -> Iterator[tuple[str, list[int], int]]:
-    """Yield the part, row numbers and epoch of each piece of a request."""
-    for rows in request.rows.split(PIECE) if len(request.rows) else ():
-        yield request.part, rows.tolist(), request.epoch
-
-
 def _joined(pieces: Iterable[Images], rows: int, shape: tuple[int, int, int]) -> Images:
-    """Copy pieces into one batch of at most ``rows`` rows, each as soon as it arrives."""
+    """Copy pieces out of shared memory, each as it arrives, into a batch of at most ``rows``."""
     pin = torch.accelerator.is_available()
     images = torch.empty(rows, *shape, dtype=torch.uint8, pin_memory=pin)
-    labels, numbers, broken, filled = list[Tensor](), list[Tensor](), list[tuple[str, str]](), 0
+    nothing, broken, filled = torch.empty(0, dtype=torch.int64), list[tuple[str, str]](), 0
+    labels, numbers = [nothing], [nothing]
     for piece in pieces:
+        images[filled : filled + len(piece.rows)] = piece.images
+        filled += len(piece.rows)
+        labels.append(piece.labels.clone())
+        numbers.append(piece.rows.clone())
         broken += piece.broken
-        if len(piece.labels):
-            images[filled : filled + len(piece.labels)] = piece.images
-            filled += len(piece.labels)
-            labels.append(piece.labels.clone())  # not in shared memory
-            numbers.append(piece.rows.clone())
-    rest, row_numbers = (torch.cat(parts or [torch.empty(0)]) for parts in (labels, numbers))
-    return Images(images[:filled], rest, row_numbers, broken)
+    return Images(images[:filled], torch.cat(labels), torch.cat(numbers), broken)
 
 
 def _context() -> Any:
-    """How workers start: forked from a server without threads if possible, otherwise spawned."""
+    """Start workers by a fork of a server without threads if possible, otherwise spawn them."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -174,8 +172,7 @@ def _context() -> Any:
 def _end_with_main_process(_: int) -> None:
     """Make a worker end with the main process, and not before, by a signal to all processes.
 
-    Torch's workers watch the process that forked them, but that is the fork server, which waits for
-    them.
+    Torch's workers watch their parent, but that is the fork server, which waits for them.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

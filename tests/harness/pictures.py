@@ -6,7 +6,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from scatterpar.train.data import load
+from scatterpar.train.data import Source, load, open_data
+from scatterpar.train.options import Options
 
 CLASSES = ("Trouser", "Bag", "Sandal")
 
@@ -37,3 +38,10 @@ def truncate(file: Path) -> None:
     """Leave two thirds of a file, as a copy that was broken off does."""
     content = file.read_bytes()
     file.write_bytes(content[: 2 * len(content) // 3])
+
+
+def broken_folder(folder: Path) -> tuple[Source, str]:
+    """A data set of JPEG files, the second of which is truncated, and that file's name."""
+    data = open_data(Options(data=str(write_folder(folder, ending="jpg", size=(60, 60)))))
+    truncate(Path(data.train[1][0]))
+    return data, data.train[1][0]

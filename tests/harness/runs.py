@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from faults.processes import SILENCE
 from torch import Tensor, nn
 
-from harness import forks
+from scatterpar.train.records import Metrics
 
 
 class Small(nn.Module):
@@ -29,8 +31,23 @@ class Small(nn.Module):
         return self.head(self.body(images))
 
 
-def environment() -> dict[str, str]:
-    return forks.environment() | {"OMP_NUM_THREADS": "1"}
+class Stop(Exception):
+    """Ends a run as any error does."""
+
+
+@contextlib.contextmanager
+def stop_after(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
+    """A run in the body ends once so many steps are recorded, before the next one is."""
+    write = Metrics.write
+
+    def stopping(self: Metrics, kind: str, **fields: Any) -> None:
+        if kind == "step" and fields["step"] > number:
+            raise Stop
+        write(self, kind, **fields)
+
+    with monkeypatch.context() as patch, contextlib.suppress(Stop):
+        patch.setattr(Metrics, "write", stopping)
+        yield
 
 
 def wait_until(reached: Callable[[], bool], folder: Path) -> None:

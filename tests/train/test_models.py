@@ -1,63 +1,24 @@
-"""What a run starts from: the included images, built-in networks, names of models and devices."""
+"""Built-in networks, names of models, optimizers and devices."""
 
-import hashlib
-import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import scatterpar.train
-from scatterpar.train.data import Split, library, load, make_dataset
+from scatterpar.train.data import library
 from scatterpar.train.models import SmallCNN, build_model
 from scatterpar.train.options import UsageError, parse
 from scatterpar.train.training import choose_devices, make_optimizer
 
 pytestmark = pytest.mark.draws
 GREY = (1, 28, 28)
-EMBEDDED = Path(scatterpar.train.__file__).parent / "embedded"
-without_accelerator = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="this machine has an accelerator"
-)
 
 
-def test_the_embedded_files_are_the_published_bytes():
-    source = (EMBEDDED / "SOURCE.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"`(t10k-\S+\.gz)` \| \d+ \| `([0-9a-f]{64})`", source))
-    found = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in EMBEDDED.glob("*.gz")}
-    assert found == listed
-    assert len(found) == 2
-    assert "MIT License" in source
-    assert "https://github.com/zalandoresearch/fashion-mnist" in source
-
-
-def test_the_embedded_data_are_split_and_standardised():
-    data = load()
-    assert (len(data.train), len(data.test), len(data.class_names)) == (8192, 1808, 10)
-    images = data.standardise(data.train.images)
-    assert images.shape == (8192, 1, 28, 28)
-    assert images.dtype == torch.float32
-    assert images.double().mean().item() == pytest.approx(0, abs=1e-5)
-    assert images.double().std().item() == pytest.approx(1, abs=1e-5)
-
-
-def test_statistics_are_those_of_each_channel():
-    images = (torch.arange(7 * 3 * 5 * 4) ** 2 % 251).to(torch.uint8).view(7, 3, 5, 4)
-    split = Split(images, torch.arange(7))
-    data = make_dataset("colours", split, split, ())
-    torch.testing.assert_close(data.mean, images.float().mean((0, 2, 3)))
-    torch.testing.assert_close(data.std, images.float().std((0, 2, 3), correction=0))
-
-
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 33, 40), (3, 8, 8)])
-def test_the_built_in_model_takes_any_size_from_8(shape):
-    assert SmallCNN(shape, 7)(torch.zeros(2, *shape)).shape == (2, 7)
-
-
-def test_smaller_images_are_refused():
+def test_the_built_in_model_takes_any_size_from_8():
+    for shape in (GREY, (3, 33, 40), (3, 8, 8)):
+        assert SmallCNN(shape, 7)(torch.zeros(2, *shape)).shape == (2, 7)
     with pytest.raises(UsageError, match=r"--model cnn and an image \(1, 7, 28\): RuntimeError"):
         build_model("cnn", (1, 7, 28), 10)
 
@@ -156,42 +117,37 @@ def test_a_name_that_leads_to_no_model_is_one_line(zoo, name):
     assert "\n" not in str(caught.value)
 
 
-@without_accelerator
-def test_without_accelerator_replicas_are_virtual_devices():
-    assert [str(d) for d in choose_devices(None)] == ["cpu:0", "cpu:1"]
-
-
 @pytest.fixture
-def two_gpus(monkeypatch):
-    """A machine with two GPUs, as far as choosing goes."""
+def gpus(request, monkeypatch):
+    """A machine with so many GPUs, as far as choosing goes."""
     gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: request.param > 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: request.param)
 
 
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("given", "chosen"), [(None, ["cuda:0", "cuda:1"]), ("cuda:1, cpu", ["cuda:1", "cpu"])]
+    ("gpus", "given", "chosen"),
+    [
+        (0, None, ["cpu:0", "cpu:1"]),
+        (2, None, ["cuda:0", "cuda:1"]),
+        (2, "cuda:1, cpu", ["cuda:1", "cpu"]),
+    ],
+    indirect=["gpus"],
 )
-def test_with_accelerators_each_has_a_replica(given, chosen):
+def test_each_device_has_a_replica(gpus, given, chosen):
     assert [str(d) for d in choose_devices(given)] == chosen
 
 
 @pytest.mark.parametrize(
-    ("machine", "given", "words"),
+    ("gpus", "given", "words"),
     [
-        ("two_gpus", "cuda:2", r"^--devices: cuda:2 is not here \(2 cuda devices are"),
-        ("two_gpus", "meta", "meta is not here"),
-        (None, "cpu:0,gpu7", r"'gpu7' is not a device: .*; name them like cuda:0,cuda:1"),
-        pytest.param(
-            *(None, "cuda:0", r"cuda:0 is not here \(visible accelerators: none\)"),
-            marks=without_accelerator,
-        ),
+        (2, "cuda:2", r"^--devices: cuda:2 is not here \(2 cuda devices are"),
+        (2, "meta", "meta is not here"),
+        (0, "cpu:0,gpu7", r"'gpu7' is not a device: .*; name them like cuda:0,cuda:1"),
     ],
+    indirect=["gpus"],
 )
-def test_names_that_are_no_devices_here_are_refused(request, machine, given, words):
-    if machine:
-        request.getfixturevalue(machine)
+def test_names_that_are_no_devices_here_are_refused(gpus, given, words):
     with pytest.raises(UsageError, match=words):
         choose_devices(given)

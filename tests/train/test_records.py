@@ -1,23 +1,19 @@
-"""Checkpoints: whole or the one before, and runs that go on from them bit for bit."""
+"""Checkpoints are whole or the one before; records are lines of JSON; curves are drawn."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import signal
+import sys
+import types
 
 import pytest
 import torch
 from faults.forked import run_forked
-from harness.runs import Small, assert_same_run, records, steps
 
 from scatterpar.train.options import UsageError
-from scatterpar.train.records import FILE, load, save
-from scatterpar.train.run import main
-
-pytestmark = pytest.mark.draws
+from scatterpar.train.records import FILE, Metrics, draw_curves, load, save
 
 KILLED = {
     "while writing": "os.fsync = die",
@@ -58,9 +54,7 @@ class Evil:
         ({"format": 3}, "a checkpoint of scatterpar 0.2, which scatterpar 0.3 cannot read: use"),
     ],
 )
-def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_executed(
-    tmp_path, capsys, content, words
-):
+def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(tmp_path, capsys, content, words):
     path = tmp_path / FILE
     torch.save(content, path) if content else path.write_bytes(b"torn")
     with pytest.raises(UsageError, match=f"checkpoint.pt is {words}"):
@@ -68,81 +62,40 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_executed(
     assert "executed" not in capsys.readouterr().out
 
 
-class Fragile(Small):
-    """Fails in one of its steps, as often as it gets there."""
-
-    fails_at = None
-
-    def forward(self, images):
-        if self.training and int(self.body[3].num_batches_tracked) == Fragile.fails_at:
-            raise RuntimeError("the power is gone")
-        return super().forward(images)
-
-
-ARGUMENTS = [
-    *("--model", f"{__name__}:Fragile", "--batch", "1024", "--epochs", "2"),
-    *("--devices", "cpu", "--micro-batch-size", "1024", "--checkpoint-every", "3"),
-]
+def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
+    with Metrics(tmp_path / "new" / "metrics.jsonl") as metrics:
+        draw_curves(metrics, tmp_path / "nothing.png")
+        metrics.write("step", step=1, loss=float("nan"), seconds={"scatter": float("inf")})
+        metrics.write("epoch", step=1, epoch=1, test_loss=0.5, test_accuracy=0.25)
+    lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == metrics.records
+    assert metrics.records[0]["loss"] is None
+    assert metrics.records[0]["seconds"] == {"scatter": None}
+    draw_curves(metrics, tmp_path / "curves.png")
+    for file in tmp_path.glob("*.png"):
+        assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_failed_is_resumed_bit_for_bit(tmp_path, capsys, monkeypatch):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main([*ARGUMENTS, "--out", str(whole)]) == 0
-    for fails_at in (4, 11):
-        monkeypatch.setattr(Fragile, "fails_at", fails_at)
-        resume = ["--resume"] if fails_at == 11 else []
-        with pytest.raises(RuntimeError, match="the power is gone"):
-            main([*ARGUMENTS, "--out", str(parts), *resume])
-    with (parts / "metrics.jsonl").open("a") as file:
+def test_a_session_keeps_the_steps_before_it_and_no_torn_line(tmp_path, monkeypatch):
+    """TensorBoard drops steps from `purge_step` on: a resumed run once lost its last step."""
+    purged, scalars = [], []
+
+    def writer(folder, purge_step):
+        purged.append(purge_step)
+        add = lambda name, value, step: scalars.append((name, value, step))  # noqa: E731
+        return types.SimpleNamespace(add_scalar=add, close=lambda: None)
+
+    board = types.SimpleNamespace(SummaryWriter=writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.write("step", step=step, loss=0.5)
+        metrics.write("summary", loss=0.0)
+    with path.open("a") as file:
         file.write('{"kind": "step", "st')  # cut off as by a kill
-    monkeypatch.setattr(Fragile, "fails_at", None)
-    capsys.readouterr()
-    assert main([*ARGUMENTS, "--out", str(parts), "--resume"]) == 0
-    printed = capsys.readouterr().out
-    assert "resumed after 9 steps, 9,216 images" in printed
-    assert "finished after 2 of 2 epochs, 16 steps" in printed
-    assert_same_run(whole, parts, 16)
-    kinds = [json.loads(s)["kind"] for s in (parts / "metrics.jsonl").read_text().splitlines()]
-    made = ["step"] * 3
-    first, second = ["run", *made, "run", *made, *made[:2], "epoch"], ["step", "run", *made[:1]]
-    assert kinds == [*first, *second, *["step"] * 6, "epoch", "summary"]
-    epochs = [[r["train_loss"] for r in records(out, "epoch")] for out in (whole, parts)]
-    assert epochs[0] == epochs[1]
-    words = r"there is a .*checkpoint.pt: --resume goes on from it, another --out starts anew"
-    assert main([*ARGUMENTS, "--out", str(parts)]) == 2
-    assert re.search(words, capsys.readouterr().err)
-    assert main([*ARGUMENTS, "--out", str(parts), "--resume", "--seed", "1"]) == 2
-    assert "is of a run with --seed 0, not 1" in capsys.readouterr().err
-    before = {file: file.read_bytes() for file in parts.iterdir()}
-    assert main([*ARGUMENTS, "--out", str(parts), "--resume"]) == 0
-    assert "finished before, after 2 epochs and 16 steps; --out starts" in capsys.readouterr().out
-    assert {file: file.read_bytes() for file in parts.iterdir()} == before
-    assert_same_run(whole, parts, 16)
-
-
-def test_a_run_goes_on_with_the_optimizers_state_shared_out_or_not(tmp_path, monkeypatch):
-    """Bit for bit, with four replicas in four memories, in one, and in two."""
-    options = [
-        *ARGUMENTS[:4],
-        "--epochs",
-        "1",
-        "--micro-batch-size",
-        "256",
-        "--checkpoint-every",
-        "3",
-    ]
-    options += ["--optimizer", "adamw", "--base-lr", "0.003", "--clip", "1"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main([*options, "--devices", "cpu,cpu,cpu,cpu", "--out", str(whole)]) == 0
-    for fails_at, devices, more in (
-        (4, "cpu:0,cpu:1,cpu:2,cpu:3", ["--shard-optimizer"]),
-        (7, "cpu,cpu,cpu,cpu", ["--resume"]),
-        (None, "cpu:0,cpu:1,cpu:0,cpu:1", ["--resume", "--shard-optimizer"]),
-    ):
-        monkeypatch.setattr(Fragile, "fails_at", fails_at)
-        ends = pytest.raises(RuntimeError) if fails_at else contextlib.nullcontext()
-        with ends:
-            assert main([*options, "--devices", devices, "--out", str(parts), *more]) == 0
-    assert_same_run(whole, parts, 8)
-    sent = [record["bytes"]["replicate"] for record in steps(parts)]
-    assert sent[-1] == 0 < sent[0]  # the new values were there already
+    with Metrics(path, 2) as metrics:
+        metrics.write("step", step=3, loss=0.25)
+    assert purged == [1, 3]
+    assert scalars[-2:] == [("step/loss", 0.5, 3), ("step/loss", 0.25, 3)]
+    assert [json.loads(s)["loss"] for s in path.read_text().splitlines()] == [0.5, 0.5, 0.25]

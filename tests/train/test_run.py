@@ -1,43 +1,93 @@
-"""Whole runs on folders of pictures: resumed, broken, killed, on a full disk, and used."""
+"""Whole runs: what they report, and how they are stopped, break, and go on bit for bit."""
 
 from __future__ import annotations
 
-import csv
 import errno
+import json
 import os
 import re
+import shlex
+import signal
 import sys
 import time
+from importlib.util import find_spec
 
+import psutil
 import pytest
 import torch
-from faults.processes import run
+from faults.forked import start_forked
+from faults.processes import finish, run
 from harness.pictures import truncate, write_folder
-from harness.runs import assert_same_run, records, steps
+from harness.runs import Small, assert_same_run, records, steps, stop_after, wait_until
 from torch import nn
 
 from scatterpar.__main__ import main as command
 from scatterpar.train import feed, training
 from scatterpar.train import records as record_module
 from scatterpar.train import run as tool
-from scatterpar.train.records import Metrics
 from scatterpar.train.run import main
 
-pytestmark = [pytest.mark.pictures, pytest.mark.draws]
-
+pytestmark = pytest.mark.draws
+HAS_PICTURES = find_spec("torchvision") is not None  # else the included images, without workers
+OPTIONS = ["--batch", "24" if HAS_PICTURES else "1639", "--epochs", "4", "--devices", "cpu:0,cpu:1"]
+OPTIONS += ["--micro-batch-size", "6" if HAS_PICTURES else "410", "--ema", "0.9", "--clip", "1"]
+OPTIONS += ["--label-smoothing", "0.1", "--model", f"{__name__}:Slow"]
+STEPS = 4 * 5
 QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--micro-batch-size", "12"]
-QUICK += ["--model", f"{__name__}:Dropping"]  # a third of the default network's time
+QUICK += ["--model", f"{__name__}:Grey"]
 PLAIN = ["--workers", "0", "--augment", "none"]
+EMBEDDED = ["--model", "harness.runs:Small", "--epochs", "1", "--micro-batch-size", "128"]
 
 
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch):
-    """Only the run whose page is looked at draws its curves, which takes longer than to train."""
-    monkeypatch.setattr(tool, "draw_curves", lambda metrics, path: path.touch())
+class Grey(Small):
+    """Of coloured images it sees one channel."""
+
+    def forward(self, images):
+        return super().forward(images[:, :1])
+
+
+class Slow(Grey):
+    """Takes its time, so that a test can interrupt it where it likes."""
+
+    def forward(self, images):
+        time.sleep(0.01 * self.training)
+        return super().forward(images)
+
+
+class Stuck(Small):
+    """Its third step takes longer than anyone waits."""
+
+    def forward(self, images):
+        if self.training and int(self.body[3].num_batches_tracked) == 2:
+            print("stuck", flush=True)
+            time.sleep(3600)
+        return super().forward(images)
+
+
+class Diverging(Small):
+    """Its scores are no numbers from the second step on."""
+
+    def forward(self, images):
+        later = self.training and int(self.body[3].num_batches_tracked) > 0
+        return super().forward(images) * (torch.nan if later else 1.0)
+
+
+class Convolving(Grey):
+    """With a layer that takes images in the layout that is asked for."""
+
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.first = nn.Conv2d(3, 3, 1)
+
+    def forward(self, images):
+        assert images.dtype == torch.float32
+        return super().forward(self.first(images))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    if not HAS_PICTURES:
+        return "embedded"
     return write_folder(tmp_path_factory.mktemp("pictures"), train=40, test=8)
 
 
@@ -45,64 +95,126 @@ def train(folder, out, *options):
     return main(["--data", str(folder), *QUICK, "--out", str(out), *options])
 
 
-class Stop(Exception):
-    pass
+# --- stopped, and resumed ---
 
 
-def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
-    folder, tmp_path, monkeypatch, capsys
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """The folder of a run that nobody stopped."""
+    out = tmp_path_factory.mktemp("whole")
+    with torch.random.fork_rng():
+        assert main(["--data", str(folder), *OPTIONS, "--workers", "0", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+)
+def test_a_stopped_run_leaves_no_process_and_goes_on_bit_for_bit(
+    folder, whole, tmp_path, capsys, number
 ):
-    """Augmented, averaged, with dropout; with other numbers of workers before and after."""
-    options = ["--ema", "0.9", "--clip", "1", "--label-smoothing", "0.1", "--checkpoint-every", "1"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train(folder, whole, *options, "--workers", "0") == 0
-    for last in (2, 4):
-        stop_after(monkeypatch, last)
-        resume = ["--resume"] if last == 4 else []
-        with pytest.raises(Stop):
-            train(folder, parts, *options, "--workers", str(last // 2), *resume)
-    monkeypatch.undo()
-    assert train(folder, parts, *options, "--workers", "2", "--resume") == 0
-    assert_same_run(whole, parts, 9)
-    results = [[r["test_accuracy"] for r in records(out, "epoch")] for out in (whole, parts)]
-    assert results[0] == results[1]
-    starts = records(parts, "run")
-    assert [start["options"]["resume"] for start in starts] == [False, True, True]
-    assert starts[0]["versions"]["torch"] == torch.__version__
-    assert starts[0].keys() >= {"command", "devices", "system", "commit"}
-    assert_all_sessions_count(parts, capsys.readouterr().out)
-
-
-def assert_all_sessions_count(out, printed):
-    (said,) = re.findall(r"finished after .* steps, (\d+\.\d) s in 3 sessions", printed)
+    """By the line that it prints: what was typed, and a word more. Other workers may read."""
+    out = tmp_path / "out"
+    words = ["train", "--data", str(folder), *OPTIONS, "--checkpoint-every", "2", "--out", str(out)]
+    process = start_forked("-m", "scatterpar", *words, "--workers", "2")
+    wait_until(lambda: len(steps(out)) >= 6, tmp_path)
+    others = psutil.Process(process.pid).children(recursive=True)
+    assert len(others) >= 2 * HAS_PICTURES
+    process.send_signal(number)
+    ended = finish(process)
+    wait_until(lambda: not any(map(is_running, others)), tmp_path)
+    assert ended.code == (-number if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in ended.err
+    if number != signal.SIGKILL:
+        made, name = len(steps(out)), signal.Signals(number).name
+        assert f"{name}: saving at the end of this step; again: ending now" in ended.err
+        said = "interrupted" if number == signal.SIGINT else f"ended by {name}"
+        assert re.search(rf"{said} after [12] of 4 epochs, {made} steps", ended.out)
+        assert re.search(r"test accuracy: \d", ended.out)
+        assert (out / "curves.png").exists()
+        assert records(out, "summary")[0]["ending"] == said
+        found = re.search(r"saved after step (\d+); this goes on from there:\n  (.*)\n", ended.out)
+        assert int(found[1]) == made < STEPS
+        assert shlex.split(found[2])[-1] == "--resume"
+    assert command([*words, "--workers", "0", "--resume"]) == 0
+    assert_same_run(whole, out, STEPS)
+    (said,) = re.findall(r"finished after .* (\d+\.\d) s in 2 sessions", capsys.readouterr().out)
     assert float(said) >= sum(r["seconds_whole"] for r in steps(out)) - 0.1
-    epochs = records(out, "epoch")
-    counted = sum(r["seconds"] * r["images_per_second"] for r in epochs)
-    assert counted == pytest.approx(3 * 120)
+    assert [start["options"]["resume"] for start in records(out, "run")] == [False, True]
 
 
-class Dropping(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, 16), nn.BatchNorm1d(16))
-        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(16, num_classes))
-
-    def forward(self, images):
-        return self.head(self.body(images))
+def is_running(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False  # it ended in between
 
 
-def stop_after(monkeypatch, number):
-    """Let the run end once so many steps are recorded and saved."""
-    write = Metrics.write
-
-    def stopping(self, kind, **fields):
-        if kind == "step" and fields["step"] > number:
-            raise Stop
-        write(self, kind, **fields)
-
-    monkeypatch.setattr(Metrics, "write", stopping)
+def test_the_printed_line_is_what_was_typed_and_resume(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", typed := ["python", "-m", "x y", "--out", str(tmp_path)])
+    monkeypatch.setattr(tool.Stopping, "signal", signal.SIGTERM)
+    assert main([*EMBEDDED, "--devices", "cpu", "--out", str(tmp_path)]) == 143
+    found = re.search(r"goes on from there:\n  (.*)\n", capsys.readouterr().out)
+    assert shlex.split(found[1]) == [*typed, "--resume"]
 
 
+def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
+    before = {file: file.read_bytes() for file in whole.iterdir()}
+    words = ["--data", str(folder), *OPTIONS, "--out", str(whole)]
+    for more, code, said in (
+        (["--resume"], 0, "finished before, after 4 epochs and 20 steps; --out starts a new run"),
+        ([], 2, "checkpoint.pt: --resume goes on from it, another --out starts anew"),
+        (["--resume", "--seed", "1"], 2, "is of a run with --seed 0, not 1"),
+    ):
+        capsys.readouterr()
+        assert main([*words, *more]) == code
+        assert said in "".join(capsys.readouterr())
+    assert {file: file.read_bytes() for file in whole.iterdir()} == before
+    start, *_ = records(whole, "run")
+    assert start["versions"]["torch"] == torch.__version__
+    assert start.keys() >= {"command", "devices", "system", "commit"}
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
+    options = ["--model", f"{__name__}:Stuck", "--batch", "1024", "--devices", "cpu"]
+    options += ["--micro-batch-size", "1024", "--checkpoint-every", "1", "--out", str(tmp_path)]
+    process = start_forked("-m", "scatterpar", "train", *options)
+    while process.stdout.readline() != "stuck\n":
+        pass
+    process.send_signal(number)
+    while "again: ending now" not in process.stderr.readline():  # else two might be seen as one
+        pass
+    process.send_signal(number)
+    assert finish(process).code == 128 + number
+    assert torch.load(tmp_path / "checkpoint.pt")["position"]["step"] == 2
+
+
+def test_the_optimizers_state_may_be_shared_out_or_not_when_a_run_goes_on(tmp_path, monkeypatch):
+    """Bit for bit, with four replicas in four memories, in one, and in two."""
+    options = [*EMBEDDED[:4], "--batch", "1024", "--micro-batch-size", "256"]
+    options += ["--optimizer", "adamw", "--base-lr", "0.003", "--checkpoint-every", "1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*options, "--devices", "cpu,cpu,cpu,cpu", "--out", str(whole)]) == 0
+    for last, devices, more in (
+        (3, "cpu:0,cpu:1,cpu:2,cpu:3", ["--shard-optimizer"]),
+        (6, "cpu,cpu,cpu,cpu", ["--resume"]),
+        (8, "cpu:0,cpu:1,cpu:0,cpu:1", ["--resume", "--shard-optimizer"]),
+    ):
+        with stop_after(monkeypatch, last):
+            main([*options, "--devices", devices, "--out", str(parts), *more])
+    assert_same_run(whole, parts, 8)
+    sent = [record["bytes"]["replicate"] for record in steps(parts)]
+    assert sent[-1] == 0 < sent[0]  # the new values were there already
+
+
+# --- broken ---
+
+
+@pytest.mark.pictures
 def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
     folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
     file, out = min((folder / "train" / "Sandal").iterdir()), tmp_path / "out"
@@ -114,39 +226,26 @@ def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
     reached = re.search(r"; the checkpoint after step (\d+) is kept: --resume goes on", printed)
     number = int(reached[1]) if reached else 0
     assert number or "no checkpoint was written yet" in printed
+    assert (out / "checkpoint.pt").exists() == bool(number)
     assert len(steps(out)) == number
     file.write_bytes(content)
     assert train(folder, out, *(["--resume"] if number else [])) == 0
     assert len(steps(out)) == 9
 
 
-def test_a_run_whose_first_picture_is_broken_leaves_nothing_to_resume(tmp_path, capsys):
-    folder = write_folder(tmp_path / "data", train=16, test=2, ending="jpg")
-    for file in (folder / "train").rglob("*.jpg"):
-        truncate(file)
-    options = ["--image-size", "28", "--workers", "0"]
-    assert train(folder, tmp_path / "out", *options) == 2
-    assert "; no checkpoint was written yet" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "checkpoint.pt").exists()
-
-
+@pytest.mark.pictures
 def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
-    folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
+    folder, out = write_folder(tmp_path / "data", train=40, test=8, ending="jpg"), tmp_path / "out"
     for part in ("train", "test"):
         truncate(min((folder / part / "Sandal").iterdir()))
-    out = tmp_path / "out"
-    for skipped in ("1", "2"):
-        options = ["--skip-broken", skipped, "--workers", "0"]
-        assert train(folder, out if skipped == "2" else tmp_path / "first", *options) == (
-            2 if skipped == "1" else 0
-        )
-        printed = capsys.readouterr()
-        assert ("(--skip-broken 2 or more leaves it out)" in printed.err) == (skipped == "1")
+    assert train(folder, tmp_path / "first", "--skip-broken", "1", "--workers", "0") == 2
+    assert "(--skip-broken 2 or more leaves it out)" in capsys.readouterr().err
+    assert train(folder, out, "--skip-broken", "2", "--workers", "0") == 0
+    printed = capsys.readouterr()
     assert (printed.out + printed.err).count("left out: ") == 2
     assert "2 broken files left out" in printed.out
     assert [r["left_out"] for r in records(out, "epoch")] == [2, 4, 6]
-    (summary,) = records(out, "summary")
-    assert sorted(summary["left_out"].values()) == [3, 3]
+    assert sorted(records(out, "summary")[0]["left_out"].values()) == [3, 3]
 
 
 def full(*_):
@@ -154,30 +253,28 @@ def full(*_):
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "metrics"])
-def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path, capsys, monkeypatch, where):
-    out = tmp_path / "out"
-    stop_after(monkeypatch, 4)
-    with pytest.raises(Stop):
-        train(folder, out, "--checkpoint-every", "4", "--workers", "0")
-    monkeypatch.undo()
-    kept = (out / "checkpoint.pt").read_bytes()
-    if where == "checkpoint":
-        monkeypatch.setattr(record_module.torch, "save", full)
-    else:
-        late = lambda line, **to: full() if '"step": 5' in line else print(line, **to)  # noqa: E731
-        monkeypatch.setattr(record_module, "print", late, raising=False)
-    options = ["--checkpoint-every", "2", "--workers", "0", "--resume"]
-    capsys.readouterr()
-    assert train(folder, out, *options) == 2
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, capsys, monkeypatch, where):
+    options = [*EMBEDDED, "--devices", "cpu", "--batch", "1024", "--out", str(tmp_path)]
+    with stop_after(monkeypatch, 4):
+        main([*options, "--checkpoint-every", "4"])
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    options += ["--checkpoint-every", "2", "--resume"]
+    with monkeypatch.context() as patch:
+        if where == "checkpoint":
+            patch.setattr(record_module.torch, "save", full)
+        else:
+            late = lambda line, **to: full() if '"step": 5' in line else print(line, **to)  # noqa: E731
+            patch.setattr(record_module, "print", late, raising=False)
+        capsys.readouterr()
+        assert main(options) == 2
     printed = capsys.readouterr().err
-    name = "(best|checkpoint).pt" if where == "checkpoint" else "metrics.jsonl"
+    name = "checkpoint.pt" if where == "checkpoint" else "metrics.jsonl"
     assert re.search(rf"error: --out: .*{name} cannot be written: No space left on dev", printed)
     assert "the checkpoint after step 4 is kept: --resume goes on from it" in printed
-    assert (out / "checkpoint.pt").read_bytes() == kept
-    assert not list(out.glob("*.part"))
-    monkeypatch.undo()
-    assert train(folder, out, *options) == 0
-    assert [r["step"] for r in steps(out)] == [*range(1, 10)]
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not list(tmp_path.glob("*.part"))
+    assert main(options) == 0
+    assert [r["step"] for r in steps(tmp_path)] == [*range(1, 9)]
 
 
 @pytest.mark.slow
@@ -195,47 +292,103 @@ def test_a_disk_that_is_really_full(tmp_path):
     assert not (tmp_path / "best.pt").exists()
 
 
-class Convolving(Dropping):
-    """With a layer that takes images in the layout that is asked for."""
-
-    def __init__(self, num_classes):
-        super().__init__(num_classes)
-        self.first = nn.Conv2d(3, 3, 1)
-
-    def forward(self, images):
-        assert images.dtype == torch.float32
-        return super().forward(self.first(images))
+def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
+    options = ["--model", f"{__name__}:Diverging", "--epochs", "2", "--devices", "cpu:0"]
+    options += ["--batch", "4096", "--micro-batch-size", "4096", "--out", str(tmp_path)]
+    assert main(options) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"training diverged \(.*\); a lower --base-lr may help; stopped", printed)
+    assert "stopped after 0 of 2 epochs, 1 steps" in printed
+    assert "test accuracy: not measured, no epoch was finished" in printed
 
 
+def test_an_interrupt_before_training_is_one_line(monkeypatch, capsys, tmp_path):
+    def interrupted(self, epoch):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Training, "order", interrupted)
+    assert main([*EMBEDDED, "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "scatterpar train: interrupted\n"
+
+
+def test_torchrun_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
+    assert main([]) == 2
+    assert "start it without torchrun (on several machines use" in capsys.readouterr().err
+
+
+# --- what a run does and says ---
+
+
+def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypatch):
+    def opened(self, address):
+        raise AssertionError(f"a port was opened: {address}")
+
+    monkeypatch.setattr("socket.socket.bind", opened)
+    monkeypatch.setattr(tool, "_LINE_SECONDS", 0.0)
+    devices = ["--devices", "cpu:0,cpu:1", "--batch", "1024"]
+    assert main([*EMBEDDED, *devices, "--out", str(tmp_path)]) == 0
+    printed, accuracy = capsys.readouterr(), torch.load(tmp_path / "best.pt")["accuracy"]
+    for words in (
+        f"writing to {tmp_path}\n",
+        "8,192 images to train on, 1,808 to test",
+        "cpu:1   512:1024  4 x 128",
+        "batches of 1,024, for 8 steps an epoch of 8,192; --batch sets it",
+        "epoch 1/1: loss",
+        "finished after 1 of 1 epochs, 8 steps",
+        "crossed between devices in a step, in MB: scatter 0.811, replicate 0.",
+        f"best epoch: 1, test accuracy {accuracy:.2%}, in {tmp_path / 'best.pt'}",
+        f"\ntest accuracy: {accuracy:.2%}",
+    ):
+        assert words in printed.out
+    line = r"^epoch 1/1, 25%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d:\d\d left$"
+    assert re.search(line, printed.out, re.MULTILINE)
+    assert printed.err == ""  # a bar is for terminals
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run", *["step"] * 8, "epoch", "summary"]
+    assert lines[1]["images"] == 1024
+    assert lines[1]["bytes"]["scatter"] == 1024 * (28 * 28 + 8)
+    assert lines[-1]["test_accuracy"] == lines[-2]["test_accuracy"] == accuracy
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path, capsys):
+    losses = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        options = ["--devices", "cpu,cpu", "--batch", "4096", "--seed", seed]
+        assert main([*EMBEDDED, *options, "--out", str(tmp_path / name)]) == 0
+        losses.append([r["loss"] for r in steps(tmp_path / name)])
+    assert losses[0] == losses[1] != losses[2]
+    assert capsys.readouterr().out.count("\nnothing had to cross between devices\n") == 3
+
+
+@pytest.mark.pictures
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
-    out = tmp_path / "out"
     options = ["--optimizer", "adamw", "--autocast", "float16", "--channels-last"]
     options += ["--model", f"{__name__}:Convolving", "--measure-noise"]
     options += ["--base-lr", "0.003", "--drop-at", "1", "2", "--warmup-epochs", "0", *PLAIN]
-    assert train(folder, out, *options) == 0
+    assert train(folder, tmp_path, *options) == 0
     printed = capsys.readouterr().out
-    rates = [r["learning_rate"] for r in steps(out)]
+    rates = [r["learning_rate"] for r in steps(tmp_path)]
     peak = 0.003 * 40 / 256  # 120 images in three steps
     assert rates == pytest.approx([peak] * 3 + [peak / 10] * 3 + [peak / 100] * 3)
-    state = torch.load(out / "checkpoint.pt")
+    state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
     assert state["scaler"]["scale"] > 0
     assert state["noise"]["noise"] > 0
     assert "noise scale" in printed
     assert "cpu:0   0:20" in printed
-    best = torch.load(out / "best.pt")
-    assert best["accuracy"] == max(r["test_accuracy"] for r in records(out, "epoch"))
+    assert best["accuracy"] == max(r["test_accuracy"] for r in records(tmp_path, "epoch"))
     assert best["model"].keys() == Convolving(3).state_dict().keys()
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("batch", ["4096", "auto"])
 def test_the_rate_is_that_of_the_images_that_a_step_has(folder, tmp_path, capsys, batch):
     """120 images were once trained on with the rate of 4096, or with that of 256 that grow."""
-    options = [*QUICK[-2:], "--micro-batch-size", "24", "--devices", "cpu:0,cpu:1", *PLAIN]
-    options += ["--epochs", "2", "--base-lr", "0.003", "--warmup-epochs", "0", "--batch", batch]
-    assert main(["--data", str(folder), "--out", str(tmp_path), *options]) == 0
-    rates = [r["learning_rate"] for r in steps(tmp_path)]
+    options = ["--epochs", "2", "--base-lr", "0.003", "--warmup-epochs", "0", "--batch", batch]
+    assert train(folder, tmp_path, *options, *PLAIN) == 0
     peak = 0.003 * 120 / 256
-    assert rates == pytest.approx([peak, peak / 2])
+    assert [r["learning_rate"] for r in steps(tmp_path)] == pytest.approx([peak, peak / 2])
     assert [r["images"] for r in steps(tmp_path)] == [120, 120]
     assert [r["batch"] for r in records(tmp_path, "epoch")] == [120, 120]
     printed = capsys.readouterr().out
@@ -244,43 +397,36 @@ def test_the_rate_is_that_of_the_images_that_a_step_has(folder, tmp_path, capsys
     assert ("the gradient's noise scale doubles it" in printed) == (batch == "auto")
 
 
-def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--compile", "'buffers': 'batch', 'measure_noise': False, 'compile': True"),
+        ("--measure-noise", "'measure_noise': True, 'compile': None"),
+    ],
+)
+def test_how_the_engine_works_is_said_to_it(tmp_path, monkeypatch, capsys, option, words):
     def refusing(*_, **keywords):
         raise ValueError(f"{keywords}")
 
     monkeypatch.setattr(training, "ScatterOnceParallel", refusing)
-    for option, words in [
-        (["--compile"], "'buffers': 'batch', 'measure_noise': False, 'compile': True"),
-        (["--measure-noise"], "'measure_noise': True, 'compile': None"),
-    ]:
-        assert train(folder, tmp_path, *option) == 2
-        assert words in capsys.readouterr().err
-    monkeypatch.undo()
-    assert main(["--devices", "cpu", "--measure-noise", "--out", str(tmp_path)]) == 2
-    words = "--measure-noise compare the gradients of replicas, and there is one"
+    assert main([*EMBEDDED, "--devices", "cpu,cpu", option, "--out", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_the_average_is_what_is_tested_and_kept(folder, tmp_path):
-    assert train(folder, tmp_path, "--ema", "0.5", "--epochs", "1", *PLAIN) == 0
+def test_the_average_is_what_is_tested_and_kept(tmp_path):
+    options = ["--devices", "cpu", "--batch", "4096", "--ema", "0.5", "--out", str(tmp_path)]
+    assert main([*EMBEDDED, *options]) == 0
     state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
-    average = {name: value for name, value in state["average"].items() if name != "n_averaged"}
-    assert int(state["average"]["n_averaged"]) == 3
+    assert int(state["average"]["n_averaged"]) == 2
     for name, value in best["model"].items():
-        assert torch.equal(value, average[f"module.network.{name}"]), name
-    assert any(
-        not torch.equal(best["model"][name], value) for name, value in state["model"].items()
-    )
+        assert torch.equal(value, state["average"][f"module.network.{name}"]), name
+    assert not torch.equal(best["model"]["head.weight"], state["model"]["head.weight"])
 
 
+@pytest.mark.pictures
 def test_waiting_is_shown(folder, tmp_path, capsys, monkeypatch):
     joined = feed._joined
-
-    def slowly(*pieces):
-        time.sleep(0.05)
-        return joined(*pieces)
-
-    monkeypatch.setattr(feed, "_joined", slowly)
+    monkeypatch.setattr(feed, "_joined", lambda *pieces: time.sleep(0.05) or joined(*pieces))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
     printed = capsys.readouterr()
@@ -290,96 +436,4 @@ def test_waiting_is_shown(folder, tmp_path, capsys, monkeypatch):
     assert epoch["seconds_waited"] >= 10 * 0.05  # in each of ten steps
 
 
-def test_a_whole_step_says_what_crossed(folder, tmp_path, capsys):
-    """A test sends the parameters, and then the next step has none to send."""
-    assert train(folder, tmp_path, *PLAIN) == 0
-    sent = [r["bytes"]["replicate"] for r in steps(tmp_path)]
-    assert sent[3] == sent[6] < min(sent[:3])
-    (summary,) = records(tmp_path, "summary")
-    assert summary["bytes"]["replicate"] == sent[0]
-    assert "crossed between devices in a step, in MB: scatter 0.09" in capsys.readouterr().out
-    options = ["--devices", "cpu,cpu", "--epochs", "1", *PLAIN]
-    assert train(folder, tmp_path / "shared", *options) == 0
-    assert "\nnothing had to cross between devices\n" in capsys.readouterr().out
-
-
-def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tool, "_LINE_SECONDS", 0.0)
-    assert train(folder, tmp_path, "--epochs", "1", *PLAIN) == 0
-    line = r"^epoch 1/1, 67%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d:\d\d left$"
-    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory):
-    """A run that has learned its three classes."""
-    out = tmp_path_factory.mktemp("out") / "run"
-    options = ["--epochs", "6", "--base-lr", "0.1", "--model", "cnn", *PLAIN]
-    with torch.random.fork_rng():
-        assert train(folder, out, *options) == 0
-    return out
-
-
-def predicted(capsys, *arguments):
-    assert command(["predict", *map(str, arguments)]) == 0
-    return list(csv.DictReader(capsys.readouterr().out.splitlines()))
-
-
-def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
-    found = predicted(capsys, finished / "best.pt", folder / "test", "--top", "2", "--workers", "0")
-    assert [row["file"] for row in found] == sorted(row["file"] for row in found)
-    assert len(found) == 24
-    right = sum(row["file"].split("/")[0] == row["class"] for row in found)
-    assert right / 24 == torch.load(finished / "best.pt")["accuracy"] > 0.8
-    for row in found:
-        assert 1 >= float(row["score"]) >= float(row["score_2"]) >= 0
-        assert row["class"] != row["class_2"]
-    out = tmp_path / "found.csv"
-    options = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "2", "--workers", "1", "--out"]
-    assert predicted(capsys, finished / "best.pt", folder / "test", *options, out) == []
-    rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert [(r["file"], r["class"]) for r in rows] == [(r["file"], r["class"]) for r in found]
-    one = folder / "test" / found[5]["file"]
-    (alone,) = predicted(capsys, finished / "best.pt", one, "--top", "2", "--workers", "0")
-    assert alone == found[5] | {"file": one.name}
-    last = predicted(capsys, finished / "checkpoint.pt", folder / "test", "--workers", "0")
-    assert len(last) == 24
-
-
-@pytest.mark.slow
-def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, capsys):
-    """The default run's model, of MNIST-family data, takes one channel."""
-    options = ["--epochs", "1", "--devices", "cpu", "--base-lr", "0.05"]
-    assert main([*options, "--batch", "512", "--out", str(tmp_path)]) == 0
-    capsys.readouterr()
-    found = predicted(capsys, tmp_path / "best.pt", folder / "train", "--workers", "0")
-    assert sum(row["file"].split("/")[0] == row["class"] for row in found) > 80
-
-
-class Elsewhere(Dropping):
-    pass
-
-
-def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
-    def refused(words, *arguments):
-        assert command(["predict", *map(str, arguments)]) == 2
-        printed = capsys.readouterr().err
-        assert re.search(words, printed)
-        assert re.fullmatch("scatterpar predict: error: .*\n", printed)
-
-    (tmp_path / "empty").mkdir()
-    refused("empty contains no pictures", finished / "best.pt", tmp_path / "empty")
-    refused("nowhere contains no pictures", finished / "best.pt", tmp_path / "nowhere")
-    refused("is not a checkpoint that can be read", folder / "absent.pt", folder)
-    state = torch.load(finished / "best.pt")
-    state["about"]["model"] = f"{__name__}:Elsewhere"
-    torch.save(state, tmp_path / "other.pt")
-    words = f"code from elsewhere: give --model {__name__}:Elsewhere if it may be called"
-    refused(words, tmp_path / "other.pt", folder / "test")
-    allowed = ["--model", f"{__name__}:Elsewhere"]
-    refused("does not fit --model train.test", tmp_path / "other.pt", folder / "test", *allowed)
-    truncate_one = write_folder(tmp_path / "data", train=1, test=3, ending="jpg") / "test"
-    truncate(min((truncate_one / "Bag").iterdir()))
-    arguments = [finished / "best.pt", truncate_one, "--workers", "0"]
-    refused("cannot be read as an image: .*truncated", *arguments)
-    assert len(predicted(capsys, *arguments, "--skip-broken", "1")) == 8
+# --- where POSIX's own calls are missing ---

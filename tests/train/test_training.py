@@ -1,8 +1,9 @@
-"""`--batch auto`: the batch follows the gradient's noise scale, and a run goes on where it was."""
+"""The state of training: order, rate, a step, the test, and the batch that grows."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import math
@@ -11,19 +12,17 @@ import types
 
 import pytest
 import torch
-from harness.pictures import write_folder
-from harness.runs import assert_same_run, records, steps
+from harness.runs import assert_same_run, records, steps, stop_after
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
-from scatterpar.train import run
-from scatterpar.train.data import TRAIN, Split, load, make_dataset, open_data
-from scatterpar.train.feed import Feed, Request
-from scatterpar.train.options import Options, parse
+from scatterpar.train.data import TEST, TRAIN, Split, load, make_dataset
+from scatterpar.train.feed import Feed
+from scatterpar.train.options import parse
 from scatterpar.train.run import main
-from scatterpar.train.training import Training
-from train.test_run import Stop, stop_after
+from scatterpar.train.training import Training, default_batch
 
 pytestmark = pytest.mark.draws
 
@@ -32,70 +31,102 @@ GROWING = ["--batch", "auto", "--model", "harness.runs:Small", "--epochs", str(E
 GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05", "--micro-batch-size", "256"]
 
 
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch):
-    monkeypatch.setattr(run, "draw_curves", lambda metrics, path: path.touch())
+class Toy(nn.Sequential):
+    def __init__(self, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, num_classes))
+
+
+def toy_data(rows=10):
+    images = (torch.arange(rows * 4) % 251).to(torch.uint8).view(rows, 1, 2, 2)
+    split = Split(images, torch.arange(rows) % 2)
+    return make_dataset("toy", split, split, ("even", "odd"))
 
 
 @pytest.fixture
-def made():
-    """Make a training of so many images of one pixel, with the growing batch by default."""
-    engines = []
+def toy():
+    """Make a training of so many rows, by default ten in batches of at most four."""
+    with contextlib.ExitStack() as engines:
 
-    def training(images, *options):
-        split = Split(torch.arange(images).view(-1, 1, 1, 1).to(torch.uint8), torch.zeros(images))
-        data = make_dataset("pixels", split, split, ("a", "b"))
-        options = [*(options or ["--batch", "auto"]), "--model", f"{__name__}:Pixel"]
-        found = Training(parse(options), data, [torch.device("cpu")] * 2)
-        engines.append(found.engine)
-        return found
+        def toy_training(*more, rows=10):
+            options = ["--model", f"{__name__}:Toy", "--batch", "4", "--micro-batch-size", "1"]
+            options += ["--momentum", "0", "--weight-decay", "0", "--base-lr", "30"]
+            devices = [torch.device("cpu", i) for i in range(2)]
+            made = Training(parse([*options, "--epochs", "2", *more]), toy_data(rows), devices)
+            engines.enter_context(made.engine)
+            return made
 
-    yield training
-    for engine in engines:
-        engine.close()
+        yield toy_training
 
 
-class Pixel(torch.nn.Linear):
-    def __init__(self, num_classes):
-        super().__init__(1, num_classes)
-
-    def forward(self, images):
-        return super().forward(images.flatten(1))
-
-
-def test_sizes_end_where_an_epoch_would_run_out_of_updates(made):
-    for images, largest in ((8192, 1024), (8191, 512), (100, 100)):
-        training = made(images)
-        training.noise = types.SimpleNamespace(scale=1e9)
-        while training.grow():
-            pass
-        assert training.position.batch == largest
+def test_an_epoch_uses_every_row_once_in_even_batches_and_epochs_differ(toy):
+    training = toy()
+    first, second = training.order(0), training.order(1)
+    assert [len(rows) for rows in first] == [4, 3, 3]
+    order = torch.cat(first).tolist()
+    assert sorted(order) == sorted(torch.cat(second).tolist()) == list(range(10))
+    assert order != torch.cat(second).tolist()
+    assert order == torch.cat(toy().order(0)).tolist()
+    assert order != torch.cat(toy("--seed", "4").order(0)).tolist()
 
 
-@pytest.mark.parametrize(
-    ("batch", "scale", "after"),
-    [
-        *[(256, 511.9, 256), (256, 512.0, 512), (256, 1e9, 512), (512, 1e9, 1024)],
-        *[(512, 100.0, 512), (4096, 1e9, 4096)],  # never smaller, and never beyond
-        *[(256, float("nan"), 256), (256, float("inf"), 256)],  # nothing is known
-    ],
-)
-def test_the_batch_takes_the_next_size_that_the_noise_scale_reaches(made, batch, scale, after):
-    training = made(60_000)
-    training.position.batch = batch
-    training.noise = types.SimpleNamespace(scale=scale)
-    assert training.grow() == (after > batch)
-    assert training.position.batch == after
+def test_a_run_wants_the_rest_of_its_epochs_and_their_tests(toy):
+    training = toy()
+    training.position.consumed = 4
+    found = list(training.requests())
+    assert [(r.part, len(r.rows), r.epoch) for r in found] == [
+        *[(TRAIN, 3, 0), (TRAIN, 3, 0), (TEST, 10, 0)],
+        *[(TRAIN, 4, 1), (TRAIN, 3, 1), (TRAIN, 3, 1), (TEST, 10, 0)],
+    ]
+    assert training.position.consumed == 4
+    training.position.consumed = 20  # stopped between the last step of an epoch and its test
+    training.position.tested = 1
+    assert [(r.part, len(r.rows)) for r in training.requests()] == [(TEST, 10)]
+
+
+def test_training_is_that_of_a_plain_loop(toy):
+    training, data, criterion = toy(), toy_data(), nn.CrossEntropyLoss()
+    plain = copy.deepcopy(training.model)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.0)
+    losses, reports, rates = [], [], []
+    feed = Feed(data, training.requests())
+    for rows in training.order(0):
+        loss = criterion(plain(data.train.images[rows]), data.train.labels[rows])
+        reference.zero_grad()
+        loss.backward()
+        rates.append(training.rate())
+        reference.param_groups[0]["lr"] = rates[-1]
+        reference.step()
+        losses.append(loss.item())
+        request, batch = feed.take()
+        assert torch.equal(request.rows, rows)
+        reports.append(training.step(len(rows), batch))
+    assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-5)
+    assert rates[0] == pytest.approx(30 * 10 / 3 / 256)
+    assert (training.position.consumed, training.epoch, training.position.step) == (10, 1, 3)
+    for ours, theirs in zip(training.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_evaluation_counts_every_row_the_same_in_uneven_batches(toy):
+    training, data = toy(), toy_data(300)
+    training.tests, training.position.consumed, training.epochs = 300, 10, 1
+    found = training.test(Feed(data, training.requests()))
+    scores = training.model(data.test.images)
+    expected = nn.CrossEntropyLoss()(scores, data.test.labels).item()
+    assert found["test_loss"] == pytest.approx(expected, rel=1e-6)
+    right = (scores.argmax(1) == data.test.labels).sum().item()
+    assert found["test_accuracy"] == pytest.approx(right / 300)
+    assert found["test_accuracy_top5"] == 1.0
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("drops", [(), (3, 4)])
-def test_the_rate_is_that_of_torchs_schedulers(made, warmup, drops):
+def test_the_rate_is_that_of_torchs_schedulers(toy, warmup, drops):
     """They count steps; the tool counts images."""
     epochs, a_step = 6, 4  # updates of an epoch
     options = ["--batch", "256", "--epochs", str(epochs), "--warmup-epochs", str(warmup)]
     options += ["--base-lr", "0.1", *(["--drop-at", *map(str, drops)] if drops else [])]
-    training = made(1024, *options)
+    training = toy(*options, rows=1024)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = CosineAnnealingLR(optimizer, (epochs - warmup) * a_step)
     if drops:
@@ -110,42 +141,68 @@ def test_the_rate_is_that_of_torchs_schedulers(made, warmup, drops):
         training.position.consumed += 256
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _noisy_data():
-    """Half of the images that are included, with seven of eight labels wrong: a noisy gradient."""
+def test_the_default_batch_leaves_an_epoch_enough_steps():
+    """A folder of 480 pictures was one batch of 4096, and one of 379 had batches of 4."""
+    sizes = [default_batch(images) for images in (30, 379, 480, 8192, 204_799, 10**7)]
+    assert sizes == [32, 32, 32, 128, 2048, 4096]
+
+
+# --- the batch that grows ---
+
+
+@pytest.mark.parametrize(("images", "largest"), [(8192, 1024), (8191, 512), (100, 100)])
+def test_sizes_end_where_an_epoch_would_run_out_of_updates(toy, images, largest):
+    training = toy("--batch", "auto", rows=images)
+    training.noise = types.SimpleNamespace(scale=1e9)
+    while training.grow():
+        pass
+    assert training.position.batch == largest
+
+
+def test_the_batch_takes_the_next_size_that_the_noise_scale_reaches(toy):
+    training = toy("--batch", "auto", rows=60_000)
+    for batch, scale, after in (
+        *[(256, 511.9, 256), (256, 512.0, 512), (256, 1e9, 512), (512, 1e9, 1024)],
+        *[(512, 100.0, 512), (4096, 1e9, 4096)],  # never smaller, and never beyond
+        *[(256, math.nan, 256), (256, math.inf, 256)],  # nothing is known
+    ):
+        training.position.batch = batch
+        training.noise = types.SimpleNamespace(scale=scale)
+        assert training.grow() == (after > batch)
+        assert training.position.batch == after
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """An uninterrupted run on noisy data, and what it printed.
+
+    The data are half of the images that are included, with seven of eight labels wrong.
+    """
     data, splits = load(), []
     for split, rows in ((data.train, ROWS), (data.test, 100)):
         numbers, labels = torch.arange(rows), split.labels[:rows]
         labels = torch.where(numbers % 8 == 0, labels, numbers // 8 % 10)
         splits.append(Split(split.images[:rows], labels))
+    out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         noisy = make_dataset("noisy", *splits, data.class_names)
         patch.setattr(data_module, "load", lambda: noisy)
-        yield
-
-
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory):
-    """An uninterrupted run and what it printed."""
-    out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
-    with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
-        assert main([*GROWING, "--out", str(out)]) == 0
-    return out, printed.getvalue()
+        with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
+            assert main([*GROWING, "--out", str(out)]) == 0
+        yield out, printed.getvalue()
 
 
 def test_a_run_follows_the_noise_scale_that_it_measures(grown):
     out, printed = grown
     epochs, made = records(out, "epoch"), steps(out)
     batches = [record["batch"] for record in epochs]
-    assert batches[0] == 256
-    assert batches[-1] > 256
+    assert batches[0] == 256 < batches[-1]
     for number, (batch, following) in enumerate(itertools.pairwise(batches), 1):
         scale = [r["noise_scale"] for r in made if r["epoch"] == number][-1]
         assert following == (2 * batch if scale >= 2 * batch and 16 * batch <= ROWS else batch)
     for number, batch in enumerate(batches, 1):
         sizes = [r["images"] for r in made if r["epoch"] == number]
         assert sizes == [batch] * (ROWS // batch)
-        assert f"epoch {number}/{EPOCHS}: loss " in printed
         rate = next(r["learning_rate"] for r in made if r["epoch"] == number)
         cosine = 0.5 * (1 + math.cos(math.pi * (number - 1) / EPOCHS))
         assert rate == pytest.approx(0.05 * cosine * batch / 256)
@@ -156,40 +213,13 @@ def test_a_run_follows_the_noise_scale_that_it_measures(grown):
 
 
 def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, monkeypatch):
-    whole, parts = grown[0], tmp_path / "parts"
+    whole = grown[0]
     small = sum(record["images"] == 256 for record in steps(whole))
-    for last in (small, small + 3):  # before the growth, and in the middle of the epoch after it
-        stop_after(monkeypatch, last)
-        resume = [] if last == small else ["--resume"]
-        with pytest.raises(Stop):
-            main([*GROWING, "--out", str(parts), "--checkpoint-every", "1", *resume])
-    monkeypatch.undo()
-    assert main([*GROWING, "--out", str(parts), "--resume"]) == 0
-    assert_same_run(whole, parts, len(steps(whole)))
-
-
-def test_what_it_needs_is_said(tmp_path, capsys):
-    assert main(["--batch", "auto", "--devices", "cpu", "--out", str(tmp_path)]) == 2
-    words = "compare the gradients of replicas, and there is one: name its device twice"
-    printed = capsys.readouterr().err
-    assert words in printed
-    assert "--devices cpu,cpu" in printed
-    given = parse(["--batch", "auto", "--epochs", "10"])
-    assert (given.micro_batch_size, given.warmup_epochs) == (64, 0)
-    assert given.measure_noise
-    assert parse(["--batch", "auto", "--micro-batch-size", "32"]).micro_batch_size == 32
-
-
-@pytest.mark.pictures
-@pytest.mark.parametrize("workers", [0, 2])
-def test_other_requests_may_come_than_the_first_ones(tmp_path, workers):
-    data = open_data(Options(data=str(write_folder(tmp_path, train=40, test=1))))
-    rows = torch.arange(120)
-    first, second = ([Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30))
-    with Feed(data, iter(first), workers) as feed:
-        assert feed.take()[1].rows.tolist() == rows[:50].tolist()
-        feed.request(second)
-        for request in second:
-            _, found = feed.take()
-            assert found.rows.tolist() == request.rows.tolist()
-            assert torch.equal(found.images, data.read(TRAIN, request.rows, 0).images)
+    for last, more in (  # before the growth, in the middle of the epoch after it, and to the end
+        (small, ["--checkpoint-every", "1"]),
+        (small + 3, ["--checkpoint-every", "1", "--resume"]),
+        (ROWS, ["--resume"]),
+    ):
+        with stop_after(monkeypatch, last):
+            main([*GROWING, "--out", str(tmp_path), *more])
+    assert_same_run(whole, tmp_path, len(steps(whole)))

@@ -1,0 +1,96 @@
+"""`predict` writes the classes of pictures, with what a run has learned."""
+
+import csv
+import re
+
+import pytest
+import torch
+from harness.pictures import truncate, write_folder
+from harness.runs import Small
+
+from scatterpar.__main__ import main as command
+
+pytestmark = [pytest.mark.pictures, pytest.mark.draws]
+
+
+class Elsewhere(Small):
+    """Of coloured images it sees one channel."""
+
+    def forward(self, images):
+        return super().forward(images[:, :1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("pictures"), train=40, test=8)
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """A run that has learned its three classes."""
+    out = tmp_path_factory.mktemp("out") / "run"
+    options = ["--data", str(folder), "--batch", "48", "--epochs", "6", "--base-lr", "0.1"]
+    options += ["--devices", "cpu:0,cpu:1", "--workers", "0", "--augment", "none"]
+    with torch.random.fork_rng():
+        assert command(["train", *options, "--out", str(out)]) == 0
+    return out
+
+
+def predicted(capsys, *arguments):
+    capsys.readouterr()
+    assert command(["predict", *map(str, arguments)]) == 0
+    return list(csv.DictReader(capsys.readouterr().out.splitlines()))
+
+
+def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
+    found = predicted(capsys, finished / "best.pt", folder / "test", "--top", "2", "--workers", "0")
+    assert [row["file"] for row in found] == sorted(row["file"] for row in found)
+    assert len(found) == 24
+    right = sum(row["file"].split("/")[0] == row["class"] for row in found)
+    assert right / 24 == torch.load(finished / "best.pt")["accuracy"] > 0.8
+    for row in found:
+        assert 1 >= float(row["score"]) >= float(row["score_2"]) >= 0
+        assert row["class"] != row["class_2"]
+    out = tmp_path / "found.csv"
+    options = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "2", "--workers", "1", "--out"]
+    assert predicted(capsys, finished / "best.pt", folder / "test", *options, out) == []
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [(r["file"], r["class"]) for r in rows] == [(r["file"], r["class"]) for r in found]
+    one = folder / "test" / found[5]["file"]
+    (alone,) = predicted(capsys, finished / "best.pt", one, "--top", "2", "--workers", "0")
+    assert alone == found[5] | {"file": one.name}
+    last = predicted(capsys, finished / "checkpoint.pt", folder / "test", "--workers", "0")
+    assert len(last) == 24
+
+
+@pytest.mark.slow
+def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, capsys):
+    """The default run's model, of MNIST-family data, takes one channel."""
+    options = ["--epochs", "1", "--devices", "cpu", "--base-lr", "0.05", "--batch", "512"]
+    assert command(["train", *options, "--out", str(tmp_path)]) == 0
+    found = predicted(capsys, tmp_path / "best.pt", folder / "train", "--workers", "0")
+    assert sum(row["file"].split("/")[0] == row["class"] for row in found) > 80
+
+
+def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
+    best, other, name = finished / "best.pt", tmp_path / "other.pt", f"{__name__}:Elsewhere"
+    state = torch.load(best)
+    state["about"]["model"] = name
+    torch.save(state, other)
+    (tmp_path / "empty").mkdir()
+    broken = write_folder(tmp_path / "data", train=1, test=3, ending="jpg") / "test"
+    truncate(min((broken / "Bag").iterdir()))
+    for words, *arguments in (
+        ("empty contains no pictures", best, tmp_path / "empty"),
+        ("nowhere contains no pictures", best, tmp_path / "nowhere"),
+        ("is not a checkpoint that can be read", folder / "absent.pt", folder),
+        (f"code from elsewhere: give --model {name} if it may be called", other, folder),
+        (f"does not fit --model {name}", other, folder / "test", "--model", name),
+        ("cannot be read as an image: .*truncated", best, broken, "--workers", "0"),
+    ):
+        assert command(["predict", *map(str, arguments)]) == 2
+        printed = capsys.readouterr().err
+        assert re.search(words, printed)
+        assert re.fullmatch("scatterpar predict: error: .*\n", printed)
+    skipping = ["--workers", "0", "--skip-broken", "1"]
+    assert len(predicted(capsys, best, broken, *skipping)) == 8

@@ -133,20 +133,17 @@ class Rows(Marker):
         self, entries: Sequence[Any], collate: Callable[[list[Any]], Any] | None = None
     ) -> None:
         if isinstance(entries, (str, bytes, Mapping, Rows)) or not hasattr(entries, "__len__"):
-            raise TypeError(
-                f"Rows takes a sequence with one entry per row, such as a list, got "
-                f"{type(entries).__name__}"
-            )
+            kind = type(entries).__name__
+            raise TypeError(f"Rows takes a sequence with one entry per row, got {kind}")
         if collate is not None and not callable(collate):
             raise TypeError(f"collate must be callable, got {collate!r}")
-        self.contents = list(entries)
+        self.contents: list[Any] = list(entries)
         self.collate = collate
 
     @property
     def entries(self) -> list[Any]:
         """The entries: one per row."""
-        entries: list[Any] = self.contents
-        return entries
+        return self.contents
 
     @property
     def num_rows(self) -> int:

@@ -179,11 +179,11 @@ def join_rows(
     if len(pieces) == 1:
         return pieces[0]
 
-    if lists != "never" and rows and _are_entries(pieces, rows):
-        return _entries(pieces, order)
-
     def are_entries(values: Sequence[Any]) -> bool:
-        return rows is not None and _are_joined_as_entries(values, rows, dim, lists)
+        return rows is not None and lists != "never" and _are_entries(values, rows, dim, lists)
+
+    if rows is not None and lists != "never" and _are_entries(pieces, rows, dim, "always"):
+        return _entries(pieces, order)
 
     def join_leaves(leaves: list[Any]) -> Any:
         if isinstance(leaves[0], PackedSequence):
@@ -240,21 +240,13 @@ def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
     return to_device(places.flatten(), joined.device)
 
 
-def _are_joined_as_entries(
-    values: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
-) -> bool:
+def _are_entries(values: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists) -> bool:
     """Whether values are lists with one entry per row, and not lists of tensors with rows."""
-    if lists == "never" or not _are_entries(values, rows):
+    pairs = list(zip(values, rows, strict=True))
+    if not all(isinstance(value, list) and len(value) == n for value, n in pairs):
         return False
-    if lists == "always":
-        return True
-    pairs = [(t, n) for value, n in zip(values, rows, strict=True) for t in tensors(value)]
-    sizes = [(t.shape[dim:][:1], (n,)) for t, n in pairs]
-    return not pairs or any(size != expected for size, expected in sizes)
-
-
-def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
-    return all(isinstance(v, list) and len(v) == n for v, n in zip(values, rows, strict=True))
+    inside = [(tensor, n) for value, n in pairs for tensor in tensors(value)]
+    return lists == "always" or not inside or any(t.shape[dim:][:1] != (n,) for t, n in inside)
 
 
 def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:

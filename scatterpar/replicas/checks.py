@@ -80,10 +80,8 @@ def new_like(module: nn.Module) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):
         raise _no_script("the module holds, in something that is no module,")
     if any(vars(base).get("__slots__") for base in kind.__mro__):
-        raise TypeError(
-            f"the class {kind.__name__} of a module has __slots__, whose values replicas do not "
-            f"copy; remove __slots__, so that they are plain attributes"
-        )
+        problem = f"the class {kind.__name__} of a module has __slots__"
+        raise TypeError(f"{problem}, whose values replicas do not copy; remove __slots__")
     if isinstance(module, GraphModule):
         replica: nn.Module = object.__new__(kind)
         vars(replica).update(vars(module))
@@ -96,11 +94,8 @@ def new_like(module: nn.Module) -> nn.Module:
 
 def _zero_grad(set_to_none: bool = True) -> None:
     """``self.zero_grad()`` inside a forward pass, as in ``nn.DataParallel``: warns."""
-    warnings.warn(
-        "zero_grad() inside forward has no effect: a replica's gradients are those of earlier "
-        "sub-steps of the same step; call zero_grad() before forward_backward",
-        stacklevel=2,
-    )
+    text = "zero_grad() inside forward has no effect; call it before forward_backward"
+    warnings.warn(text, stacklevel=2)
 
 
 def refuse_sparse(what: str, tensor: Tensor) -> None:
@@ -131,10 +126,8 @@ def check_placement(root: Any, device_ids: Sequence[torch.device], *, lazy: bool
         if isinstance(part, torch.jit.ScriptModule):
             which = f"its child {name!r} is" if name else "it is"
             raise _no_script(f"{kind} cannot be replicated, since {which}")
-    tensors: list[tuple[str, str, Tensor]]
-    tensors = [("parameter", *one) for one in root.named_parameters()]
-    tensors += [("buffer", *one) for one in root.named_buffers()]
-    for what, name, tensor in tensors:
+    parameters = [("parameter", *one) for one in root.named_parameters()]
+    for what, name, tensor in parameters + [("buffer", *one) for one in root.named_buffers()]:
         if is_lazy(tensor):
             if lazy:
                 continue

@@ -351,9 +351,7 @@ class ModuleCopy:
         copied.__defaults__ = self.copy_of(function.__defaults__)
         keywords = function.__kwdefaults__ or {}
         copied.__kwdefaults__ = {name: self.copy_of(value) for name, value in keywords.items()}
-        for name in functools.WRAPPER_ASSIGNMENTS:
-            setattr(copied, name, getattr(function, name))
-        vars(copied).update(vars(function))
+        functools.update_wrapper(copied, function)
         for cell, new_cell in zip(cells, new, strict=True):
             if new_cell is not cell:
                 new_cell.cell_contents = self.copy_of(cell.cell_contents)

@@ -21,6 +21,10 @@ from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
 from scatterpar.threads.workers import add_note, restore_after
 
+_Places = set[tuple[int, torch.device | None]]  # position and device of written parameters
+# What was there before a pass: the versions, and in the first pass of a mode the fingerprints.
+_Before = tuple[list[list[int]], dict[torch.device, Fingerprints]]
+
 
 class ParameterGuard:
     """Detects and refuses writes to the parameters that replicas share.
@@ -65,20 +69,20 @@ class ParameterGuard:
             RuntimeError: a parameter was written. The error says whether its values are lost.
         """
         is_first = mode not in self.checked_modes
-        before = [versions(tensors) for _, tensors in self._watched]
-        fingerprints = self._fingerprints() if is_first else {}
+        values = self._fingerprints() if is_first else {}
+        before = [versions(tensors) for _, tensors in self._watched], values
         refusals: list[RuntimeError | None] = []
         try:
             yield
         except BaseException as error:
-            restore_after(error, lambda: refusals.append(self._refusal(before, fingerprints)))
+            restore_after(error, lambda: refusals.append(self._refusal(before)))
             refusal = refusals[0] if refusals else None
             if refusal is not None:
                 if type(error) is RuntimeError:  # torch raises it because of the write
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
             raise
-        refusal = self._refusal(before, fingerprints)
+        refusal = self._refusal(before)
         if refusal is not None:
             raise refusal
         if is_first:
@@ -95,11 +99,9 @@ class ParameterGuard:
                     (found[device].values,) = to_host([found[device].values])
         return found
 
-    def _refusal(
-        self, before: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
-    ) -> RuntimeError | None:
+    def _refusal(self, before: _Before) -> RuntimeError | None:
         """The error for written parameters, or ``None``."""
-        places = self._written(before, fingerprints)
+        places = self._written(*before)
         if not places:
             return None
         self.invalidate()
@@ -121,16 +123,16 @@ class ParameterGuard:
 
     def _written(
         self, before: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
-    ) -> set[tuple[int, torch.device | None]]:
+    ) -> _Places:
         """The position and device of each written parameter.
 
         The device is ``None`` if a storage was exchanged for another with other values. One with
         the same values is allowed, as by ``flatten_parameters``, also if the version changes. So is
         one with the values in another dtype, for a parameter that is not trained.
         """
-        version_changed: set[tuple[int, torch.device | None]] = set()
-        exchanged: set[tuple[int, torch.device | None]] = set()
-        written: set[tuple[int, torch.device | None]] = set()
+        version_changed: _Places = set()
+        exchanged: _Places = set()
+        written: _Places = set()
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             now, canonical = versions(tensors), self._memories[device]
             if now == earlier and (
@@ -146,10 +148,11 @@ class ParameterGuard:
                         written.add((i, None))
                 elif now[i] != earlier[i]:
                     version_changed.add((i, device))
-        now_of = self._fingerprints() if fingerprints else {}
-        for device, old in fingerprints.items():
-            both = old.values, now_of[device].values
-            if not torch.equal(*both):
-                one, other = map(Fingerprints.read, (old, now_of[device]), to_host(both))
+        after = self._fingerprints() if fingerprints else {}
+        for device, new in after.items():
+            old = fingerprints[device]
+            if not torch.equal(old.values, new.values):
+                both = to_host([old.values, new.values])
+                one, other = map(Fingerprints.read, (old, new), both)
                 written |= {(i, device) for i, value in one.items() if other[i] != value}
         return written | (version_changed - exchanged)

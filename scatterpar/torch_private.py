@@ -145,19 +145,23 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
-def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
-    """The leaves that a backward pass from ``loss`` reaches without passing one of ``nodes``."""
-    leaves: list[Tensor] = []
-    seen = {None, *nodes}
+def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
+    """The nodes, leaves too, that a backward pass from ``loss`` reaches, but not ``without``."""
+    seen, reached = {None, *without}, []
     pending: list[Any] = [get_gradient_edge(loss).node] if loss.requires_grad else []
     while pending:
         node = pending.pop()
         if node not in seen:
             seen.add(node)
+            reached.append(node)
             pending += [following for following, _ in node.next_functions]
-            if type(node).__name__ == "AccumulateGrad":
-                leaves.append(node.variable)
-    return leaves
+    return reached
+
+
+def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
+    """The leaves that a backward pass from ``loss`` reaches without passing one of ``nodes``."""
+    reached = nodes_reached(loss, nodes)
+    return [node.variable for node in reached if type(node).__name__ == "AccumulateGrad"]
 
 
 _GRAPH: Any = torch.autograd.graph

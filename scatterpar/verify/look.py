@@ -36,7 +36,7 @@ from scatterpar.step.loss_weights import term_counts
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import ReplicaTask, loss_of, note_replica
 from scatterpar.threads.workers import restored
-from scatterpar.torch_private import OperatorMode, uncompiled
+from scatterpar.torch_private import OperatorMode, nodes_reached, uncompiled
 from scatterpar.verify.gradient_check import (
     moved_to,
     relative_difference,
@@ -396,8 +396,7 @@ class Look:
         dim, sizes = self._request.dim, [*map(len, parts)]
         if len(outputs) == 1:
             return outputs[0]
-        has_lists = has_markers_with_rows(self._request.batch)
-        lists: nested.Lists = "if clear" if has_lists else "never"
+        lists: Any = "if clear" if has_markers_with_rows(self._request.batch) else "never"
 
         def join(leaves: list[Any]) -> Any:
             tensors = [t for t in leaves if isinstance(t, Tensor) and -t.ndim <= dim < t.ndim]
@@ -502,13 +501,8 @@ def _note_dtypes(loss: Tensor, dtypes: set[torch.dtype]) -> None:
     def note(gradients: Sequence[Tensor | None]) -> None:
         dtypes.update(each.dtype for each in gradients if each is not None)
 
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            node.register_prehook(note)
-            nodes += [following for following, _ in node.next_functions]
+    for node in nodes_reached(loss):
+        node.register_prehook(note)
 
 
 def _broadcast_shapes(output: Any, targets: Any) -> list[tuple[int, ...]]:

@@ -108,17 +108,16 @@ def choose_rows(
     for position, n in enumerate(numbers[:8]):
         score += n / 10**position
     order = to_numbers(score.argsort())
-    sorted_rows = [to_numbers((n + score * 1e-6).argsort()) for n in numbers]
-    ends = chain(*((by_this[-1], by_this[0]) for by_this in sorted_rows))
-    taken = list(dict.fromkeys(ends))[: max(2, wanted - 1)]
+    orders = [to_numbers((n + score * 1e-6).argsort()) for n in numbers]
+    ends = dict.fromkeys(chain(*((each[-1], each[0]) for each in orders)))
     spread = [order[round(k * (num_rows - 1) / (wanted - 1))] for k in range(wanted)]
-    taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
+    first_ones = [*ends][: max(2, wanted - 1)]
+    taken = [*dict.fromkeys([*first_ones, order[-1], order[0], *spread, *order])][:wanted]
     taken.sort(key=to_numbers(score).__getitem__, reverse=bool(variant % 2))
     more = len(taken) - 2 * (wanted > 5)
     some = (more * 4 + 3) // 7
-    return [
-        part for part in (taken[:some], taken[some:more], *([row] for row in taken[more:])) if part
-    ]
+    parts = taken[:some], taken[some:more], *([row] for row in taken[more:])
+    return [part for part in parts if part]
 
 
 def halves(parts: Parts) -> Parts:
@@ -130,20 +129,12 @@ def halves(parts: Parts) -> Parts:
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
     """Numbers that distinguish rows, one tensor per feature, the most informative first."""
-    own = tensor.reshape(len(tensor), -1)
-
-    def share(mask: Tensor) -> Tensor:
-        return to_device(mask, HOST).double().mean(1)
-
-    if may_be_labels(tensor):
-        yield share((own < 0) | (own == 255))
-        yield from (share(own == value) for value in ignored)
+    own, more = tensor.reshape(len(tensor), -1), list[Tensor]()
+    masks: Iterable[Tensor] = ()
+    if may_be_labels(tensor):  # what is ignored, and padding on the right and on the left
+        masks = chain([(own < 0) | (own == 255)], (own == value for value in ignored))
+        more = [own == own[:, -1:], own == own[:, :1]]
     elif tensor.is_floating_point():
-        yield share(own.isnan())
-    yield to_device(own, HOST).double().nan_to_num().mean(1)
-    if may_be_labels(tensor):  # the share of padding on the right, and on the left
-        yield share(own == own[:, -1:])
-        yield share(own == own[:, :1])
-    elif tensor.is_floating_point():
-        yield share(own < 0)
-    yield share(own == 0)
+        masks, more = [own.isnan()], [own < 0]
+    for numbers in (*masks, own, *more, own == 0):
+        yield to_device(numbers, HOST).double().nan_to_num().mean(1)

@@ -18,27 +18,22 @@ _USAGE = (
 
 def main(arguments: list[str]) -> int:
     """Run the command named by the first argument and return the process's exit code."""
-    match arguments:
-        case ["train", *options]:
-            return _tool("run", options)
-        case ["predict", *options]:
-            return _tool("predict", options)
-        case ["doctor", *options]:
-            from scatterpar.checkup.doctor import main as doctor
+    command, *options = arguments or [""]
+    if command in ("train", "predict"):
+        return _tool(command, options)
+    if command == "doctor":
+        from scatterpar.checkup.doctor import main as doctor
 
-            return doctor(options)
-        case ["--version", *_]:
-            print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
-            return 0
-        case ["-h" | "--help", *_]:
-            print(_USAGE)
-            return 0
-        case [unknown, *_]:
-            print(f"scatterpar: error: there is no command {unknown!r}; {_USAGE}", file=sys.stderr)
-            return 2
-        case _:
-            print(f"scatterpar: error: a command is missing; {_USAGE}", file=sys.stderr)
-            return 2
+        return doctor(options)
+    if command == "--version":
+        print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
+        return 0
+    if command in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    problem = f"there is no command {command!r}" if command else "a command is missing"
+    print(f"scatterpar: error: {problem}; {_USAGE}", file=sys.stderr)
+    return 2
 
 
 def _tool(command: str, options: list[str]) -> int:
@@ -55,7 +50,8 @@ def _tool(command: str, options: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    code: int = importlib.import_module(f"scatterpar.train.{command}").main(options)
+    module = "run" if command == "train" else command
+    code: int = importlib.import_module(f"scatterpar.train.{module}").main(options)
     return code
 
 

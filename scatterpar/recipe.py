@@ -85,8 +85,18 @@ def gradual_warmup(
     _require_positive("warmup_steps", warmup_steps)
     _require_positive("start_lr", start_lr)
     _require_positive("the first group's learning rate", float(optimizer.param_groups[0]["lr"]))
-    if after is not None:
-        _require_fresh(after, optimizer)
+    if isinstance(after, ReduceLROnPlateau):
+        raise TypeError(
+            "`after` is a ReduceLROnPlateau, which needs a metric at every step: "
+            "warm up without `after`, then step the ReduceLROnPlateau yourself"
+        )
+    if after is not None and after.optimizer is not optimizer:
+        raise ValueError("`after` belongs to another optimizer: build it on the one given here")
+    if after is not None and after.last_epoch != 0:
+        raise ValueError(
+            f"`after` must be at its step 0, but is at step {after.last_epoch}: "
+            "build it right before the warm-up and do not step it"
+        )
     return _GradualWarmup(optimizer, warmup_steps, start_lr, after)
 
 
@@ -137,10 +147,10 @@ class _GradualWarmup(LRScheduler):
         state = dict(state_dict)
         after_state = state.pop("after")
         if (after_state is None) != (self.after is None):
-            saved, here = ("without", "with") if after_state is None else ("with", "without")
+            saved = "without" if after_state is None else "with"
             raise ValueError(
-                f"the state is of a warm-up {saved} an `after` scheduler, but this one was built "
-                f"{here}: build it as the saved one was"
+                f"the state is of a warm-up {saved} an `after` scheduler, and this one is not: "
+                f"build it as the saved one was"
             )
         super().load_state_dict(state)
         if self.after is not None:
@@ -171,15 +181,15 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay must be zero or above, but is {weight_decay}")
     exempt = {
-        id(parameter)
+        parameter
         for layer in module.modules()
         for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
         if "bias" in name or _NORMALISATION.search(type(layer).__name__)
     }
     parameters = list(module.parameters())
     return [
-        {"params": [p for p in parameters if id(p) not in exempt], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if id(p) in exempt], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p not in exempt], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p in exempt], "weight_decay": 0.0},
     ]
 
 
@@ -212,22 +222,6 @@ def zero_init_residual(module: nn.Module) -> int:
 def _require_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be above zero and finite, but is {value}")
-
-
-def _require_fresh(after: LRScheduler, optimizer: Optimizer) -> None:
-    if isinstance(after, ReduceLROnPlateau):
-        raise TypeError(
-            "`after` is a ReduceLROnPlateau, which needs a metric at every step: "
-            "warm up without `after`, then step the ReduceLROnPlateau yourself"
-        )
-    if after.optimizer is not optimizer:
-        raise ValueError("`after` belongs to another optimizer: build it on the one given here")
-    steps = getattr(after, "last_epoch", 0)
-    if steps != 0:
-        raise ValueError(
-            f"`after` must be at its step 0, but is at step {steps}: "
-            "build it right before the warm-up and do not step it"
-        )
 
 
 class NoiseScale:

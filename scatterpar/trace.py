@@ -13,7 +13,9 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,7 +29,6 @@ _ORDER = (
     *("arrival", "forward", "recompute", "backward", "capture", "replay"),
 )
 _PHASES = "scatter", "replicate", "reduce", "commit"  # what a step does once, beside computing
-_CHECKS = ("verify",)  # what first steps do beside computing, inside of its phase
 
 Zero = tuple[torch.Event, float]  # a mark on a stream, and its time by the host's clock
 
@@ -45,10 +46,16 @@ class Event:
 
     start = end = 0.0
 
-    def __init__(self, step: TracedStep, name: str, share: Share | None, number: int | None):
-        self.name, self.share, self.sub_step, self._step = name, share, number, step
+    def __init__(
+        self,
+        step: TracedStep,
+        name: str,
+        share: Share | None = None,
+        sub_step: int | None = None,
+    ) -> None:
+        self.name, self.share, self.sub_step, self._step = name, share, sub_step, step
         # A profiler may run beside the trace.
-        self._block = profiler_block(name, share, number)
+        self._block = profiler_block(name, share, sub_step)
         self._zero = step.zeros.get(share.device) if share and name in _LAUNCHES else None
         self._marks: list[torch.Event] = []
 
@@ -86,35 +93,25 @@ class Event:
         return None
 
 
+@dataclass
 class TracedStep:
-    """One step of a trace, and the ``Clock`` of its attempts.
+    """One step of a trace.
 
     Attributes:
         number: the number of the step in the trace, from 0.
+        zeros: for each accelerator with streams, a mark and its time by the host's clock.
+        events: its parts, in order of their ends.
         start: when it began, in seconds of ``time.perf_counter()``.
         end: when it was committed, or failed.
         error: the exception as text; ``None`` for a step that was committed.
-        events: its parts, in order of their ends.
-        zeros: for each accelerator with streams, a mark and its time by the host's clock.
     """
 
+    number: int
+    zeros: Mapping[torch.device, Zero]
+    events: list[Event] = field(default_factory=list)
+    start: float = field(default_factory=time.perf_counter)
+    end: float = 0.0
     error: str | None = None
-
-    def __init__(self, number: int, zeros: Mapping[torch.device, Zero]) -> None:
-        self.number, self.zeros = number, zeros
-        self.events: list[Event] = []
-        self.start = self.end = time.perf_counter()
-
-    def span(self, name: str, share: Share | None = None, sub_step: int | None = None) -> Event:
-        """An event of this step, whose ``with`` block is the work."""
-        return Event(self, name, share, sub_step)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        self.end = time.perf_counter()
-        self.error = f"{kind.__name__}: {error}" if kind else None
 
 
 class Trace:
@@ -139,12 +136,14 @@ class Trace:
         """The body is a step."""
         step = TracedStep(len(self.steps), self._zeros)
         self.steps.append(step)
-        self.clock = step.span
+        self.clock = partial(Event, step)
         try:
-            with step:
-                yield
+            yield
+        except BaseException as error:
+            step.error = f"{type(error).__name__}: {error}"
+            raise
         finally:
-            self.clock = None
+            step.end, self.clock = time.perf_counter(), None
 
     def __str__(self) -> str:
         """A table with one line per replica, and the phases, in milliseconds per step."""
@@ -154,22 +153,25 @@ class Trace:
         seconds: defaultdict[tuple[int | None, str], float] = defaultdict(float)
         for event in self._events():
             seconds[event.replica, event.name] += event.end - event.start
-        in_steps, between = sum(step.end - step.start for step in self.steps), self._between()
-        once = [(name, seconds[None, name] * per_step) for name in _ORDER if name != "compute"]
+        in_steps = sum(step.end - step.start for step in self.steps)
+        ends = [self._start, *(step.end for step in self.steps)]
+        between = sum(s.start - end for s, end in zip(self.steps, ends, strict=False))
+        computing = seconds[None, "compute"] - seconds[None, "verify"]
         parts = {
-            "computing": seconds[None, "compute"] - sum(seconds[None, n] for n in _CHECKS),
-            "checks and compiling": sum(seconds[None, name] for name in _CHECKS),
+            "computing": computing,
+            "checks and compiling": seconds[None, "verify"],
             "scatter, replicate, reduce and commit": sum(seconds[None, n] for n in _PHASES),
             "the caller, between steps": between,
         }
         total = max(in_steps + between, 1e-9)
         largest = sorted(((s / total, name) for name, s in parts.items()), reverse=True)
+        once = [(name, seconds[None, name] * per_step) for name in _ORDER if name != "compute"]
+        steps = "step" if len(self.steps) == 1 else "steps"
         return "\n".join(
             [
-                f"{len(self.steps)} {'step' if len(self.steps) == 1 else 'steps'} of "
-                f"{in_steps * per_step:,.1f} ms, {between * per_step:,.1f} ms between steps; "
-                f"in ms per step:",
-                as_text(self._table(seconds, parts["computing"], per_step)),
+                f"{len(self.steps)} {steps} of {in_steps * per_step:,.1f} ms, "
+                f"{between * per_step:,.1f} ms between steps; in ms per step:",
+                as_text(self._table(seconds, computing, per_step)),
                 "for all: " + ", ".join(f"{name} {ms:,.1f}" for name, ms in once if ms >= 0.05),
                 "Of the time: " + ", ".join(f"{part:.0%} {name}" for part, name in largest) + ".",
                 *(f"step {s.number} failed: {s.error}" for s in self.steps if s.error),
@@ -180,11 +182,11 @@ class Trace:
         self, seconds: Mapping[tuple[int | None, str], float], computing: float, per_step: float
     ) -> list[list[str]]:
         """One line per replica: the times of its parts, and how long its thread waited."""
-        events = [event for event in self._events() if event.share is not None]
+        events = [event for event in self._events() if event.share]
+        devices = {event.share.replica: event.share.device for event in events if event.share}
         names = [name for name in _ORDER if any(event.name == name for event in events)]
         has_device = any(event.on_device for event in events)
         table = [["replica", "device", *names, "waited", *(["on device"] * has_device)]]
-        devices = {e.share.replica: e.share.device for e in events if e.share is not None}
         for replica, device in sorted(devices.items()):
             times = [seconds[replica, name] for name in names]
             # Its thread waited for a lock, for its device, or for slower replicas.
@@ -234,11 +236,6 @@ class Trace:
 
     def _events(self) -> list[Event]:
         return [event for step in self.steps for event in list(step.events)]
-
-    def _between(self) -> float:
-        """The seconds from the trace's beginning, and from each step, to the next step."""
-        ends = [self._start, *(step.end for step in self.steps)]
-        return sum(step.start - end for step, end in zip(self.steps, ends, strict=False))
 
 
 def _timed_mark(device: torch.device) -> torch.Event:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import copy_coalesced
 from scatterpar.devices.transfers import Transfers, to_numbers
-from scatterpar.replicas.buffers import RUNNING, Buffers, BufferValue
+from scatterpar.replicas.buffers import RUNNING, BufferValue
 from scatterpar.replicas.replicas import Records, Replica, ReplicaSet
 from scatterpar.torch_private import current_graph_task
 
@@ -32,36 +32,28 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-class BatchNormUpdate(NamedTuple):
-    """A batch normalisation of the user's module, and its statistics of a step, if called."""
-
-    buffers: Buffers
-    momentum: float | None
-    moments: Moments | None
-
-
 class StepStatistics:
-    """The statistics of a step, of each layer that is updated once per step."""
+    """The statistics of a step: of each layer that is updated once per step, if it was called."""
 
-    def __init__(self, layers: Sequence[BatchNormUpdate]) -> None:
+    def __init__(self, layers: Sequence[tuple[Any, Moments | None]]) -> None:
         self._layers = layers
 
     def values(self) -> list[BufferValue]:
         """The running statistics that torch would compute in one call with all rows."""
-        return [value for layer in self._layers for value in _running_stats_after(layer)]
+        called = [(module, moments) for module, moments in self._layers if moments is not None]
+        return [value for layer in called for value in _running_stats_after(*layer)]
 
     def to_pool(self) -> list[Tensor]:
         """One tensor of counts, then each layer's mean and variance; empty without layers."""
-        moments = []
-        for layer in self._layers:
-            like = layer.buffers["running_mean"]
-            assert like is not None
-            nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-            moments.append(layer.moments or Moments(0, nothing, nothing))
-        both = [tensor for layer_moments in moments for tensor in layer_moments[1:]]
-        if not both:
+        if not self._layers:
             return []
-        counts = [layer_moments.values for layer_moments in moments]
+        counts, both = [], []
+        for module, moments in self._layers:
+            like = module.running_mean
+            nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+            values, *tensors = moments or Moments(0, nothing, nothing)
+            counts.append(values)
+            both += tensors
         return [torch.tensor(counts, device=both[0].device), *both]
 
     def pooled(self, rows: Sequence[Sequence[Tensor]]) -> StepStatistics:
@@ -72,7 +64,7 @@ class StepStatistics:
                 if count:
                     by_layer[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
         pairs = zip(self._layers, by_layer, strict=True)
-        return StepStatistics([layer._replace(moments=_pooled(each)) for layer, each in pairs])
+        return StepStatistics([(module, _pooled(each)) for (module, _), each in pairs])
 
 
 class BatchStatistics:
@@ -103,8 +95,7 @@ class BatchStatistics:
                 module: Any = each.modules[m]
                 moments = _pooled([of_replica[m] for of_replica in recorded if m in of_replica])
                 if module.running_mean is not None:
-                    buffers = module._buffers
-                    layers.append(BatchNormUpdate(buffers, module.momentum, moments))
+                    layers.append((module, moments))
         return StepStatistics(layers)
 
 
@@ -179,19 +170,15 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _running_stats_after(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
+def _running_stats_after(module: Any, moments: Moments) -> list[BufferValue]:
     """The running statistics that torch would compute in one call: container, name and value."""
-    if layer.moments is None:
-        return []
-    values = {}
-    factor: Any = layer.momentum
-    tracked = layer.buffers.get("num_batches_tracked")
+    values, factor = {}, module.momentum
+    tracked = module.num_batches_tracked
     if tracked is not None:
         values["num_batches_tracked"] = tracked + 1
     if factor is None:  # the mean of all batches; without a count torch uses 0
         factor = 0.0 if tracked is None else 1.0 / (to_numbers(tracked) + 1)
-    for name, new in zip(RUNNING, layer.moments[1:], strict=False):
-        old = layer.buffers[name]
-        assert old is not None
+    for name, new in zip(RUNNING, moments[1:], strict=False):
+        old = getattr(module, name)
         values[name] = (old.to(new.dtype) * (1 - factor) + new * factor).to(old.dtype)
-    return [(layer.buffers, name, value) for name, value in values.items()]
+    return [(module._buffers, name, value) for name, value in values.items()]

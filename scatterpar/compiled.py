@@ -53,11 +53,10 @@ class Compiler:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Part of a larger graph, or a check that runs nothing compiled.
-            if torch.compiler.is_dynamo_compiling() or torch_private.is_uncompiled():
-                return compiled(*args, **kwargs)
-            key = id(replica), _kind_of((args, kwargs))
-            if key not in self._known:
-                return self._first_call(key, partial(compiled, *args, **kwargs))
+            if not (torch.compiler.is_dynamo_compiling() or torch_private.is_uncompiled()):
+                key = id(replica), _kind_of((args, kwargs))
+                if key not in self._known:
+                    return self._first_call(key, partial(compiled, *args, **kwargs))
             return compiled(*args, **kwargs)
 
         return call

@@ -95,23 +95,22 @@ def plan_by_cost(
     used = min(len(devices), number)
     pieces = _cut(numbers, budget, used)
     padded = [len(piece) * numbers[piece[0]] for piece in pieces]
-    order = sorted(range(len(pieces)), key=lambda i: -padded[i])
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(used)]
     loads = [0.0] * used
-    for left, i in zip(range(len(order), 0, -1), order, strict=True):
+    for dealt_out, i in enumerate(sorted(range(len(pieces)), key=lambda i: -padded[i])):
         # The replica that would finish first (longest processing time first, Graham 1969). At the
         # end, replicas without a micro-batch come first: each gets at least one.
         idle = [replica for replica in range(used) if not dealt[replica]]
-        among = idle if left <= len(idle) else range(used)
+        among = idle if len(pieces) - dealt_out <= len(idle) else range(used)
         best = min(among, key=lambda r: ((loads[r] + padded[i]) / shares[r], len(dealt[r]), r))
         dealt[best].append(tuple(sorted(pieces[i])))
         loads[best] += padded[i]
     planned, start = [], 0
     for replica, row_numbers in enumerate(dealt):
-        ends = [*accumulate(map(len, row_numbers), initial=start)]
-        cuts = tuple(pairwise(ends))
-        planned.append(Share(replica, devices[replica], start, ends[-1], cuts, tuple(row_numbers)))
-        start = ends[-1]
+        cuts = tuple(pairwise(accumulate(map(len, row_numbers), initial=start)))
+        stop = cuts[-1][1]
+        planned.append(Share(replica, devices[replica], start, stop, cuts, tuple(row_numbers)))
+        start = stop
     return CostPlan(number, tuple(planned), numbers)
 
 

@@ -219,8 +219,9 @@ def _add_received(
         del flat
         torch._foreach_add_(message.of(sums), arrived.split(message.sizes))
         del arrived
-    others = {i: tensor for i, tensor in gradients.items() if i not in alike}
-    _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
+    if len(alike) < len(gradients):
+        others = {i: tensor for i, tensor in gradients.items() if i not in alike}
+        _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -65,9 +65,8 @@ class _WholeBatch(ScatterOnceMixin):
         """Whether a loss, a batch sampler or a choice of data sets depends on the whole batch."""
         args: Any = self.args
         is_plain = args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-        return isinstance(self.train_dataset, dict) or not (
-            is_plain and all(map(_is_mean_over_rows, self._losses()))
-        )
+        is_plain &= not isinstance(self.train_dataset, dict)
+        return not (is_plain and all(map(_is_mean_over_rows, self._losses())))
 
     # One batch with all rows of a step, if the loss sees all of them.
 
@@ -87,10 +86,8 @@ class _WholeBatch(ScatterOnceMixin):
         on_master = self._prepare_input(dict(step))
         columns, state = self._columns(step, on_master, recorded)
         recorded.sizes = [num_rows(column) for column in columns]
-        inputs: Any = {"work": self._outputs_of, "columns": columns}
-        if len(set(recorded.sizes)) > 1:
-            each = [{"work": self._outputs_of, "columns": [column]} for column in columns]
-            inputs = Rows.from_batches(each)
+        groups = [[column] for column in columns] if len({*recorded.sizes}) > 1 else [columns]
+        inputs = Rows.from_batches({"work": self._outputs_of, "columns": g} for g in groups)
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
             recorded.outputs = torch.cat(outputs)
@@ -106,9 +103,7 @@ class _WholeBatch(ScatterOnceMixin):
             raise ValueError(_NOT_CALLED.format(type(self).__name__))
         return loss
 
-    def _columns(
-        self, batch: Any, on_master: Any, recorded: _RecordedModel
-    ) -> tuple[list[Any], Any]:
+    def _columns(self, batch: Any, on_master: Any, recorded: Any) -> tuple[list[Any], Any]:
         """The inputs for the model, and the random state that the loss needs, or ``None``."""
         features, _ = self.collect_features(dict(batch))
         return [_divisible(column) for column in features], None
@@ -173,9 +168,7 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
 
     _output = "scores"
 
-    def _columns(
-        self, batch: Any, on_master: Any, recorded: _RecordedModel
-    ) -> tuple[list[Any], Any]:
+    def _columns(self, batch: Any, on_master: Any, recorded: Any) -> tuple[list[Any], Any]:
         """The pairs that the loss passes to the model, and the random state before that."""
         components = copy.deepcopy(self.accum_loss_components)
         state = torch.get_rng_state(), random.getstate()

@@ -248,9 +248,7 @@ class ScatterOnceMixin(_Base):
         engine.accum = accum
         return engine.loss(inputs, *args, scaler=self.accelerator.scaler, **options)
 
-    def _loss_of(
-        self, work: Modules, batch: Any, items: Any = None, row: Tensor | None = None
-    ) -> dict[str, Any]:
+    def _loss_of(self, work: Modules, batch: Any, items: Any = None, row: Any = None) -> Any:
         """The loss of a batch by ``compute_loss``, and what the call added to the Trainer.
 
         ``items`` is by default the batch's number, and doubled for one ``row`` instead of two.
@@ -298,10 +296,9 @@ class ScatterOnceMixin(_Base):
         """
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
+            pairs = zip(_towers(self.model), zip(*pooled, strict=True), strict=True)
             with contextlib.ExitStack() as stack:
-                for tower, parts in zip(
-                    _towers(self.model), zip(*pooled, strict=True), strict=True
-                ):
+                for tower, parts in pairs:
                     output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
                     forward = lambda *_, output=output, **__: output  # noqa: E731
                     stack.enter_context(loop.replaced(tower, forward=forward))
@@ -343,16 +340,12 @@ class ScatterOnceMixin(_Base):
         if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them
             inputs |= {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
             asked = [SUM]
+        # Without items a sum is not asked: a row whose own loss is NaN looks like one.
+        asked = [one for one in asked if one != SUM or items is not None]
+        each = {one: inputs | {"items": items if one == SUM else None} for one in asked}
         self.model.eval()
         try:
-            answers = {
-                one: fits(
-                    engine, inputs | {"items": items if one == SUM else None}, **_options(one)
-                )
-                for one in asked
-                # Without items a sum is not asked: a row whose own loss is NaN looks like one.
-                if one != SUM or items is not None
-            }
+            answers = {one: fits(engine, each[one], **_options(one)) for one in asked}
         finally:
             self.model.train(training)
         if answers.get(SUM):  # a loss that divides by the items of all batches is exactly this sum
@@ -453,9 +446,9 @@ def _terms(how: str, batch: Mapping[str, Any]) -> Tensor:
     labels, skip, rows = batch.get("labels"), int(how == SHIFTED), num_rows(batch)
     if isinstance(batch.get("shift_labels"), Tensor):
         labels, skip = batch["shift_labels"], 0
-    if not isinstance(labels, Tensor) or not labels.ndim:
-        return torch.ones(rows)
     terms = torch.ones(rows)
+    if not isinstance(labels, Tensor) or not labels.ndim:
+        return terms
     if how in (LABELS, SHIFTED):
         labels = labels[..., skip:] if labels.ndim > 1 else labels
         terms = labels.ne(-100).reshape(len(labels), -1).sum(1)

@@ -285,18 +285,17 @@ def test_a_fit_that_is_cancelled(tmp_path):
     assert "_do_one_batch" not in vars(learn)
 
 
-def test_callbacks_that_do_it_themselves_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="RNNCallback"):
-        fitted(learner(tmp_path, NEW(), RNNCallback()))
+class Doubles(Callback):
+    def after_pred(self):
+        self.learn.pred = 2 * self.learn.pred
 
 
-def test_a_callback_that_replaces_the_prediction_is_refused(tmp_path):
-    class Doubles(Callback):
-        def after_pred(self):
-            self.learn.pred = 2 * self.learn.pred
-
-    with pytest.raises(ValueError, match=r"replaced learn\.pred"):
-        fitted(learner(tmp_path, NEW(), Doubles()))
+@pytest.mark.parametrize(
+    ("callback", "words"), [(RNNCallback, "RNNCallback"), (Doubles, r"replaced learn\.pred")]
+)
+def test_callbacks_that_replicate_or_replace_the_prediction_are_refused(tmp_path, callback, words):
+    with pytest.raises(ValueError, match=words):
+        fitted(learner(tmp_path, NEW(), callback()))
 
 
 def test_the_page(tmp_path):

@@ -133,9 +133,10 @@ def trainer(strategy=None, **options):
     return pl.Trainer(**plain | own | options)
 
 
-def fitted(strategy=None, module=None, **options):
-    """The trained module, and its Trainer."""
+def fitted(strategy=None, module=None, callback=None, **options):
+    """The trained module, and its Trainer; ``callback`` makes one for four epochs."""
     module = made() if module is None else module
+    options |= {"callbacks": [callback()], "max_epochs": 4} if callback else {}
     own = trainer(strategy, **options)
     with seeded(5):
         own.fit(module, loader(), loader(9))
@@ -165,6 +166,9 @@ def assert_logged(ours, stock, tolerance=1e-6):
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         {"accumulate_grad_batches": 3},
         {"limit_train_batches": 2, "limit_val_batches": 1, "overfit_batches": 2},
+        {"callback": partial(EMAWeightAveraging, decay=0.5)},
+        {"callback": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)},
+        {"callback": partial(EarlyStopping, "val_loss", mode="max", patience=1)},
     ],
     ids=str,
 )
@@ -172,6 +176,7 @@ def test_a_run_is_that_of_one_device(options, devices):
     ours, own = fitted(ScatterOnceStrategy(devices(2), accum=2), **options)
     stock, one = fitted(**options)
     assert own.world_size == 1
+    assert own.current_epoch == one.current_epoch
     assert_same(ours, stock)
     assert_logged(own, one)
     assert (ours.rows_seen, ours.first) == (stock.rows_seen, stock.first)
@@ -249,25 +254,6 @@ def test_mixed_precision(precision, devices):
     ours, stock = run(ScatterOnceStrategy(devices(2), 2)), run(None)
     assert_same(ours, stock, 3e-2)
     assert scales[0] == scales[1]  # the first steps overflow in float16, in both
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        lambda: EMAWeightAveraging(decay=0.5),
-        lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1),
-        lambda: EarlyStopping("val_loss", mode="max", patience=1),
-    ],
-    ids=["ema", "swa", "early-stopping"],
-)
-def test_callbacks(callback):
-    (ours, own), (stock, one) = (
-        fitted(strategy, max_epochs=4, callbacks=[callback()])
-        for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), None)
-    )
-    assert own.current_epoch == one.current_epoch
-    assert_same(ours, stock)
-    assert_logged(own, one)
 
 
 def test_the_learning_rate_finder():

@@ -60,20 +60,15 @@ CASES = {
 
 
 class Heard(transformers.TrainerCallback):
+    """Records the events of a run, with steps and epochs."""
+
     def __init__(self):
         self.events = []
+        for name in ("on_step_begin", "on_substep_end", "on_step_end", "on_epoch_end"):
+            setattr(self, name, partial(self.hear, name))
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.events.append(("begin", state.global_step))
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.events.append(("substep", state.global_step))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.events.append(("end", state.global_step, state.epoch))
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.events.append(("epoch", state.epoch))
+    def hear(self, name, args, state, control, **kwargs):
+        self.events.append((name, state.global_step, state.epoch))
 
 
 def accuracy(prediction):
@@ -220,9 +215,9 @@ def test_epochs_callbacks_and_metrics(tmp_path):
     how |= {"each": ({"per_device_eval_batch_size": 4}, {}), "prepare": prepare}
     trainers = beside(tmp_path, case, extra={"compute_metrics": accuracy}, **how)
     assert_same(*trainers)
-    steps = [[event for event in one.events if event[0] != "substep"] for one in heard]
-    assert steps[0] == steps[1]
-    assert not heard[0].events.count(("substep", 0)), "a step is one call of training_step"
+    steps = [[event for event in one.events if event[0] != "on_substep_end"] for one in heard]
+    assert [event[:2] for event in steps[0]] == [event[:2] for event in steps[1]]
+    assert steps[0] == heard[0].events, "a step is one call of training_step"
     assert any("eval_accuracy" in log for log in trainers[0].state.log_history)
     predictions = [quietly(trainer.predict, sentences(7)) for trainer in trainers]
     assert torch.equal(*(torch.tensor(p.label_ids) for p in predictions))
@@ -279,20 +274,24 @@ def test_a_loader_of_one_s_own_may_follow_the_arguments(tmp_path):
         assert_same_evaluation(*trainers)
 
 
+class Looks(ScatterOnceTrainer):
+    """Records the reports of its steps."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.reports = []
+
+    def training_step(self, *args):
+        loss = super().training_step(*args)
+        self.reports.append(self._engine.last_step)
+        return loss
+
+
 def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
     """Windows of padded batches: every byte once, parameters and gradients once."""
-    seen = []
-
-    class Looks(ScatterOnceTrainer):
-        def training_step(self, *args):
-            loss = super().training_step(*args)
-            if self._engine is not None and self._engine.last_step is not None:
-                seen.append(self._engine.last_step)
-            return loss
-
     trainer = ours(tmp_path, LANGUAGE, cls=Looks, max_steps=1, **sizes(3, 2))
     quietly(trainer.train)
-    (report,) = seen
+    (report,) = trainer.reports
     assert report.plan.rows == 4, "batches, dealt out whole"
     assert [len(share.micro_batches) for share in report.plan.shares] == [2, 2]
     weights = sum(p.numel() for p in trainer.model.parameters()) * 8
@@ -300,21 +299,70 @@ def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
     assert report.bytes["reduce"] == weights
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"label_smoothing_factor": 0.1},
-        {"max_grad_norm": 0.1},
-        {"max_grad_norm": 0.0, "average_tokens_across_devices": False},
-        {"activation_checkpointing": True},
-        {"neftune_noise_alpha": None, "dataloader_drop_last": True},
-        {"optim": "sgd", "lr_scheduler_type": "cosine"},
-        {"torch_empty_cache_steps": 1},  # it ended the first step on the CPU
-    ],
-    ids=str,
-)
-def test_options(tmp_path, options):
-    assert_same(*beside(tmp_path, LANGUAGE, **options))
+class Weighted:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
+        return (loss, outputs) if return_outputs else loss
+
+
+class Prepares:
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "labels": (inputs["labels"] + 1) % 3}
+
+
+class Streams(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(sentences(ROWS))
+
+
+def with_and_without(own):
+    """A Trainer with its own methods, below the mixin and alone."""
+    return (
+        type("Ours", (ScatterOnceMixin, own, transformers.Trainer), {}),
+        type("Stock", (own, transformers.Trainer), {}),
+    )
+
+
+def total(outputs, labels, num_items_in_batch=None):
+    """A ``compute_loss_func`` may ignore the number of items, and sum."""
+    logits = outputs["logits"].movedim(-1, 1)
+    return nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def search(trainer):
+    """A trial of a hyperparameter search, in which the Trainer sets the size of a batch again."""
+    trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
+    trainer.hp_space = lambda trial: trial.params
+    trainer.model_init = lambda trial: language_model()
+    size = 3 if isinstance(trainer, ScatterOnceTrainer) else 6
+    trainer.train(trial=SimpleNamespace(number=0, params=sizes(size)))
+
+
+RUNS = {
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "clipping": {"max_grad_norm": 0.1},
+    "no clipping": {"max_grad_norm": 0.0, "average_tokens_across_devices": False},
+    "checkpointing": {"activation_checkpointing": True},
+    "drop last": {"neftune_noise_alpha": None, "dataloader_drop_last": True},
+    "sgd": {"optim": "sgd", "lr_scheduler_type": "cosine"},
+    "empty cache": {"torch_empty_cache_steps": 1},  # it ended the first step on the CPU
+    "workers": {"dataloader_num_workers": 1, "devices": LAYOUTS["shared"]},
+    "iterable": {"prepare": lambda trainer: setattr(trainer, "train_dataset", Streams())},
+    "compute_loss_func": {"extra": {"compute_loss_func": total}},
+    "compute_loss": {"case": CLASSIFIER, "classes": with_and_without(Weighted)},
+    "_prepare_inputs": {"case": CLASSIFIER, "classes": with_and_without(Prepares)},
+    "a trial of a search": {"own": (1,), "whole": (1,), "train": search},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_device(tmp_path, monkeypatch, name):
+    # A search begins a trial so, but here without its library.
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+    assert_same(*beside(tmp_path, **{"case": LANGUAGE, **RUNS[name]}))
 
 
 def test_bf16_autocast(tmp_path):
@@ -328,8 +376,8 @@ def test_bf16_autocast(tmp_path):
 
 
 def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
-    """With the arguments' backend; it was refused when replicas could not run compiled."""
-    asked, calls, compile_ = [], Counter(), torch.compile
+    """With the arguments' backend, in each replica's thread, for each micro-batch."""
+    calls, compile_ = Counter(), torch.compile
 
     def counts(graph, inputs):
         def run(*args):
@@ -338,28 +386,19 @@ def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
 
         return run
 
-    def seen(*args, **kwargs):
-        asked.append(kwargs["backend"])
-        return compile_(*args, **{**kwargs, "backend": counts})
+    def seen(*args, backend, **kwargs):
+        assert backend == "eager"
+        return compile_(*args, **kwargs, backend=counts)
 
     monkeypatch.setattr(torch, "compile", seen)
+    torch.compiler.reset()
     model = IgnoresItems(LOSSES["divides"]).double()
     model.loss_type = "ForCausalLM"
-    steps, found = 3, []
-
-    def train(trainer):
-        torch.compiler.reset()
-        calls.clear()
-        trainer.train()
-        found.append(dict(calls))
-
-    how = {"model": model, "whole": (6, 2), "max_steps": steps, "train": train}
+    how = {"model": model, "whole": (6, 2), "max_steps": 3}
     trainers = beside(tmp_path, LANGUAGE, each=({"torch_compile_backend": "eager"}, {}), **how)
-    assert len(found[0]) == 2, "the threads of the replicas"
-    assert all(number >= 2 * steps for number in found[0].values()), "each micro-batch"
-    assert not found[1]
+    assert len(calls) == 2, "the threads of the replicas"
+    assert all(number >= 2 * 3 for number in calls.values()), "each micro-batch"
     assert_same(*trainers, 1e-7)
-    assert set(asked) == {"eager"}
     assert type(trainers[0].model) is IgnoresItems
     assert_same_evaluation(*trainers)
 
@@ -521,36 +560,6 @@ def test_a_loss_that_compares_rows_is_refused(tmp_path):
     assert_same_bits(trainer.model, before)
 
 
-def test_a_loss_function_that_adds_up(tmp_path):
-    """``compute_loss_func`` may ignore the number of items, and sum."""
-
-    def total(outputs, labels, num_items_in_batch=None):
-        logits = outputs["logits"].movedim(-1, 1)
-        return nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-    extra = {"compute_loss_func": total}
-    assert_same(*beside(tmp_path, LANGUAGE, extra=extra))
-
-
-def test_a_subclass_s_compute_loss_is_called_with_replicas(tmp_path):
-    class Weighted:
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
-            return (loss, outputs) if return_outputs else loss
-
-    assert_same(*beside(tmp_path, CLASSIFIER, classes=with_and_without(Weighted)))
-
-
-def with_and_without(own):
-    """A Trainer with its own methods, below the mixin and alone."""
-    return (
-        type("Ours", (ScatterOnceMixin, own, transformers.Trainer), {}),
-        type("Stock", (own, transformers.Trainer), {}),
-    )
-
-
 class Distills:
     """Reaches its modules by attributes, counts on itself, and stores what it measures."""
 
@@ -618,12 +627,8 @@ class Packed(nn.Embedding):
 
 def test_packed_batches_are_dealt_out_whole(tmp_path):
     """They have one row each: all of them ran on the first replica, or "disagreed in rows"."""
-    model, plans = oracle.build(lambda: Packed(VOCABULARY, VOCABULARY)), []
+    model = oracle.build(lambda: Packed(VOCABULARY, VOCABULARY))
     model.loss_type = "ForCausalLM"
-
-    class Looks(ScatterOnceTrainer):
-        def _collect(self, *args):
-            plans.append([len(s.micro_batches) for s in self._engine.last_step.plan.shares])
 
     def prepare(trainer):
         if isinstance(trainer, ScatterOnceTrainer):
@@ -634,7 +639,8 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
     with pytest.warns(UserWarning, match="do not show how the losses"):
         trainers = beside(tmp_path, case, model=model, **how)
     assert_same(*trainers)
-    assert plans == [[2, 2], [2, 2]]
+    plans = [report.plan.shares for report in trainers[0].reports]
+    assert [[len(share.micro_batches) for share in plan] for plan in plans] == [[2, 2], [2, 2]]
 
 
 def padded_without_first(rows):
@@ -657,32 +663,6 @@ def test_an_overridden_training_step_is_called_once_a_step(tmp_path):
     assert batches == [4, 2, 4]
 
 
-def test_overridden_inputs_are_prepared_batch_by_batch(tmp_path):
-    class Prepares:
-        def _prepare_inputs(self, inputs):
-            inputs = super()._prepare_inputs(inputs)
-            return {**inputs, "labels": (inputs["labels"] + 1) % 3}
-
-    assert_same(*beside(tmp_path, CLASSIFIER, classes=with_and_without(Prepares)))
-
-
-class Streams(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(sentences(ROWS))
-
-
-@pytest.mark.parametrize("source", ["iterable", "workers"])
-def test_iterable_datasets_and_workers(tmp_path, source):
-
-    def prepare(trainer):
-        if source == "iterable":
-            trainer.train_dataset = Streams()
-
-    how = {"devices": LAYOUTS["shared"], "prepare": prepare}
-    workers = int(source == "workers")
-    assert_same(*beside(tmp_path, LANGUAGE, dataloader_num_workers=workers, **how))
-
-
 def test_model_init(tmp_path):
     args = arguments(tmp_path, remove_unused_columns=False, **sizes(6))
     given = {"args": args, "data_collator": padded, "train_dataset": sentences(ROWS)}
@@ -692,21 +672,6 @@ def test_model_init(tmp_path):
     plain = stock(tmp_path, LANGUAGE, **sizes(12))
     quietly(plain.train)
     assert_same_parameters(parameters(trainer), parameters(plain), SAME)
-
-
-def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, monkeypatch):
-    """In each trial the stock Trainer sets the size of a batch anew, as for one device."""
-    # A search begins a trial so, but here without its library.
-    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
-
-    def search(trainer):
-        trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
-        trainer.hp_space = lambda trial: trial.params
-        trainer.model_init = lambda trial: language_model()
-        size = 3 if isinstance(trainer, ScatterOnceTrainer) else 6
-        trainer.train(trial=SimpleNamespace(number=0, params=sizes(size)))
-
-    assert_same(*beside(tmp_path, LANGUAGE, own=(1,), whole=(1,), train=search))
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -104,10 +104,9 @@ class Broadcast:
         self._sent = {}
 
     def compare(self) -> list[Fingerprints]:
-        """Compute the fingerprints of tensors that may have changed.
+        """Returns fingerprints of tensors that may have changed.
 
-        Returns those whose ``values`` ``update`` needs on the host. So the host waits once for all
-        objects of this class.
+        ``update`` needs their ``values`` on the host, which waits once for all objects like this.
         """
         self._compared: list[Fingerprints] = []
         if not self._copies:

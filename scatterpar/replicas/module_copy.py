@@ -75,7 +75,7 @@ class ModuleContents:
         self.states: dict[int, Any] = {}  # objects with tensors of frozen parameters
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # and wrappers of these
         self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
-        # The cells of copied functions. Copies have these contents; other contents need new copies.
+        # The cells of copied functions, and their contents, so that no id is reused.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self._seen: set[int] = set()
         self._device = device
@@ -139,10 +139,7 @@ class ModuleContents:
                 self._visit_held(held_by(value))
 
     def facts(self) -> list[Any]:
-        """State that replicas depend on and that no container shows.
-
-        ``cells`` keeps the contents of the cells alive, so that no id is reused.
-        """
+        """State that replicas depend on and that no container shows."""
         tensors = self.tensors.values()
         try:
             gradient_dtypes = list(map(_GRAD_DTYPE, self._leaves))
@@ -437,9 +434,9 @@ def module_of(function: Any) -> nn.Module | None:
 
 
 def root_to_replicate(function: Any) -> Any:
-    """What to replicate: ``module_of(function)``, or a partial that binds modules or tensors.
+    """``module_of(function)``, or a partial that binds modules or tensors; else ``None``.
 
-    ``None`` if replicas can share ``function``, because it is none of these, or has no state.
+    ``None`` also for a loss of torch without state, which replicas share.
     """
     if type(function) is not functools.partial:
         module = module_of(function)
@@ -449,11 +446,7 @@ def root_to_replicate(function: Any) -> Any:
 
 
 def _is_stateless(module: nn.Module) -> bool:
-    """Whether ``module`` is a loss of torch that holds switches and numbers only.
-
-    Calls of such a module change nothing, so replicas may call the user's own. Other classes may
-    store what they compute.
-    """
+    """Whether ``module`` is a loss of torch, whose calls change nothing, with plain values only."""
     if type(module).__module__ != "torch.nn.modules.loss":
         return False
     others = [value for value in vars(module).values() if type(value) not in _PLAIN]

@@ -61,14 +61,9 @@ class StatisticsPolicy(Protocol):
 
 
 class Replicas:
-    """The replicas of a module on some devices, and of the criterion that it is trained with.
+    """The replicas of a module, one per entry of ``device_ids``, and of its criterion.
 
-    Args:
-        device_ids: one entry per replica; the module lives on the first, the master.
-        accumulate_dtype: gradients are added in this dtype if their own is narrower.
-        statistics_policy: which running statistics are updated once per step; ``None``: none.
-        compile_fn: the function that compiles the whole module.
-        make_compiler: called if a module is compiled.
+    ``compile_fn`` compiles the whole module. ``make_compiler`` is called if a module is compiled.
     """
 
     def __init__(
@@ -336,12 +331,10 @@ class Replica(ModuleCopy):
         self._trained: Mapping[int, torch.dtype] = {}
 
     def refresh(self) -> None:
-        """Undo what a forward pass rebound, and copy the sources' buffers.
+        """Undo what a forward pass rebound, and copy the sources' buffers, under ``no_grad``.
 
-        Call it under ``torch.no_grad()``. A forward pass or the user may exchange the storage of a
-        tensor (``p.data =``, ``p.set_``, ``flatten_parameters``). Each tensor gets its canonical
-        storage back. Afterwards a leaf requires grad as the master's tensor does, whatever a
-        forward pass has set.
+        A forward pass or the user may exchange the storage of a tensor (``p.data =``, ``p.set_``,
+        ``flatten_parameters``), or set ``requires_grad``.
         """
         if not self.is_as_refreshed():
             for tensor, storage in self._places:

@@ -16,13 +16,8 @@ pytest.importorskip("pytest_timeout")
 
 from benchmarks.card import BUDGETS, main, plugin  # noqa: E402
 
-RUN = """
-import sys, pathlib
-sys.path.append(sys.argv[1])
-from benchmarks import card
-card.HERE = pathlib.Path(sys.argv[2])
-sys.exit(card.main(sys.argv[3:]))
-"""
+RUN = "import sys, pathlib; sys.path.append(sys.argv[1]); from benchmarks import card; "
+RUN += "card.HERE = pathlib.Path(sys.argv[2]); sys.exit(card.main(sys.argv[3:]))"
 
 
 def written(tmp_path, *options, **rows):
@@ -31,9 +26,8 @@ def written(tmp_path, *options, **rows):
         (tmp_path / f"{group}.py").write_text(f"import os, time, pytest\n{code}")
     page = tmp_path / "card.md"
     options = ("--devices", "cpu:0,cpu:1", "--page", str(page), *options)
-    outcome = run(
-        "-c", RUN, str(ROOT), str(tmp_path if rows else ROOT / "benchmarks" / "card"), *options
-    )
+    folder = tmp_path if rows else ROOT / "benchmarks" / "card"
+    outcome = run("-c", RUN, str(ROOT), str(folder), *options)
     return outcome.code, page.read_text(encoding="utf-8").split("\n\n")
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from itertools import tee
+from itertools import chain, tee
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,10 @@ class Feed(AbstractContextManager["Feed"]):
             options["worker_init_fn"] = _end_with_main_process
         sampler: Any = (piece for request in to_cut for piece in request.pieces())
         source: Any = self.source
-        pieces = iter(DataLoader(source, batch_size=None, sampler=sampler, **options))
+        # `chain` starts the workers with the first piece: a signal may end their server then.
+        pieces = chain.from_iterable(
+            [DataLoader(source, batch_size=None, sampler=sampler, **options)]
+        )
         for request in requests:
             of_batch = (self._piece(pieces) for _ in request.pieces())
             yield request, _joined(of_batch, len(request.rows), self.source.image_shape)

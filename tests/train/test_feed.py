@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.pictures import broken_folder, write_folder
+from torch.utils.data import DataLoader
 
 from scatterpar.train.data import TEST, TRAIN, open_data
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
@@ -114,6 +115,21 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
     feed._closed = False
     with pytest.raises(seen, match=words):
         feed._piece(broken_off())
+
+
+def test_a_server_of_workers_that_ends_while_they_start_is_said_in_words(folder, monkeypatch):
+    """A signal to all processes at the start ended a run with a traceback."""
+
+    def ended(self):
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(DataLoader, "__iter__", ended)
+    data = open_data(Options(data=str(folder)))
+    with (
+        Feed(data, requests(), workers=1) as feed,
+        pytest.raises(FeedError, match="unexpected EOF"),
+    ):
+        feed.take()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class _Search:
 
     def ran_out(self, error: Exception) -> None:
         """Note that ``number`` does not fit. Raises ``error`` if more sub-steps cannot help."""
+        self.retries += 1
         number = self.number
         if hasattr(error, "more_substeps_cannot_help"):
             raise error
@@ -85,16 +86,15 @@ class AutoAccum:
                 compute(trial, cut, max_substeps=2, retain_rows=False).attempt.undo()
                 search.fits = number
             except Exception as error:
-                if is_out_of_memory(error):
+                if not is_out_of_memory(error):
+                    if is_whole:
+                        raise
+                    search.fits = number  # the whole step will raise it, as for one row in a norm
+                elif retain_rows and not hasattr(error, "more_substeps_cannot_help"):
                     search.retries += 1
-                    if retain_rows and not hasattr(error, "more_substeps_cannot_help"):
-                        self._retain_rows = False
-                    else:
-                        search.ran_out(error)
-                elif is_whole:
-                    raise
-                else:  # the whole step will raise it: one row in batch normalisation, for example
-                    search.fits = number
+                    self._retain_rows = False
+                else:
+                    search.ran_out(error)
                 clear_frames(error)
             release()
         start, self.accum = self.accum, number

@@ -6,10 +6,10 @@
     gradients                               added to static tensors; copied out after the last
 
 Python runs only while a sub-step is captured, so a launch costs the same for any size of the model.
-A graph belongs to one replica and one shape of micro-batch. It is valid as long as module,
-criterion and autocast do not change and parameters keep their memory. If a sub-step cannot be
-captured, its replica runs without graphs from then on, and one warning says so. On the CPU nothing
-is captured: the same code is called again, on the same tensors.
+A graph is of one replica and one shape of micro-batch, and valid until module, criterion, autocast
+or the memory of parameters changes. If a sub-step cannot be captured, its replica runs without
+graphs from then on, and one warning says so. On the CPU the same code is called again, on the same
+tensors.
 """
 
 from __future__ import annotations

@@ -41,9 +41,8 @@ _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or tar
 class Ranks:
     """The processes that train one module together.
 
-    At construction all ranks check that they have the same module, and copy rank 0's parameters and
-    buffers. Differences, and tensors that cannot be added, raise the same ``ValueError`` on every
-    rank. Gradients are added in the dtype ``accumulate_dtype`` if their own dtype is narrower.
+    At construction all ranks check that they have the same module and options, which else raise the
+    same ``ValueError`` on every rank, and copy rank 0's parameters and buffers.
     """
 
     def __init__(

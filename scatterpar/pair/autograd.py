@@ -69,13 +69,10 @@ def replicate(
 ) -> tuple[list[PassingReplica], contextlib.AbstractContextManager[None]]:
     """Copies of ``module`` whose parameters are differentiable copies of the module's parameters.
 
-    Like ``torch.nn.parallel.replicate``, but on any device. Parameters are copied to each other
-    device once, in few messages, and shared by the replicas there. Each replica has private
-    buffers. A backward pass through the copies adds their gradients in the order of
-    ``sum_in_order``. The result is on the master.
-
-    Returns the replicas and a context manager for the forward passes, which refuses writes to
-    parameters. In ``checked_modes`` it compares versions and storages only.
+    Like ``torch.nn.parallel.replicate``, but on any device, with the parameters of a device shared
+    by its replicas and buffers of their own. A backward pass through the copies adds gradients on
+    the master. Returns the replicas, and a context manager that refuses writes to parameters in
+    forward passes; in ``checked_modes`` it compares versions and storages only.
     """
     check_placement(module, device_ids)
     module_contents = ModuleContents((module,), physical(device_ids[0]))
@@ -128,9 +125,8 @@ def require_eager(module: Any) -> None:
         if is_compiled_module(child) or child._compiled_call_impl is not None:
             which = f"the child {name!r}" if name else "the module"
             raise TypeError(
-                f"{which} was compiled, and the pair runs its copies as they are written; pass "
-                f"the original (._orig_mod), or train with ScatterOnceParallel, which compiles its "
-                f"replicas"
+                f"{which} was compiled, and the pair runs its copies as they are written; pass the "
+                f"original (._orig_mod), or train with ScatterOnceParallel, which compiles replicas"
             )
 
 

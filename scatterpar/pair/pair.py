@@ -245,8 +245,7 @@ class DataParallelCriterion(_OfPair):
             if sizes and share.rows not in sizes:
                 raise ValueError(
                     f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, but its "
-                    f"share of the targets has {share.rows}: outputs and targets are not of one "
-                    f"batch"
+                    f"share of the targets has {share.rows}; pass outputs and targets of one batch"
                 )
         return plan
 

@@ -89,7 +89,7 @@ def compare(
     owner = module_of(request.criterion)
     roots = {"": module} if owner is None else {"": module, "criterion.": owner}
     names = {id(p): at + name for at, root in roots.items() for name, p in root.named_parameters()}
-    state = UserState([*roots.values(), request.criterion], [device], parameters=True)
+    state = UserState([*roots.values(), request.criterion], [device], weights=True)
     plain = partial(_plain, module, request, device, tensors)
     with restored(state.restore), uncompiled(), hooks_taken_off(tensors):
         ((dtype, expected),) = workers.parallel_apply([plain], [()], devices=[device])

@@ -120,17 +120,16 @@ class Look:
     def isolated(self) -> Iterator[None]:
         """In the body user code may run; afterwards all that it changed is restored."""
         self._require_time()
-        request, task = self._request, self._task
+        request, task, criterion = self._request, self._task, self._request.criterion
         of_replicas = (replica.root for replica in task.replicas)
-        owner, others = module_of(request.criterion), closure_contents(request.criterion)
-        roots = self._model, owner, *others, *of_replicas
+        roots = self._model, module_of(criterion), *closure_contents(criterion), *of_replicas
         layers = chain(*(root.modules() for root in roots if isinstance(root, nn.Module)))
         self._fixed = [n for n in layers if uses_batch_statistics(n) and n.running_mean is not None]
         self._undo.callback(self._set_training, True)
         self._set_training(False)  # before state is saved: it is no change of the user's
         markers = [leaf for leaf in nested.leaves(request.batches) if isinstance(leaf, Marker)]
         self._state = UserState([self._model, *(marker.collate for marker in markers)])
-        of_criterion = [task.criterion, request.criterion, request.count]
+        of_criterion = task.criterion, criterion, request.count
         self._criterion_state = UserState(of_criterion, [task.share.device])
         self._undo.callback(self._restore)
         mode = torch.inference_mode(False), torch.enable_grad()
@@ -166,10 +165,7 @@ class Look:
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 
     def outputs(
-        self,
-        choices: Parts,
-        compute: Compute,
-        isolation: contextlib.AbstractContextManager[None],
+        self, choices: Parts, compute: Compute, isolation: contextlib.AbstractContextManager[None]
     ) -> Iterator[Any]:
         """The replica's output for each choice of rows, from the same state and random numbers."""
         with isolation, self.isolated(), torch.no_grad():

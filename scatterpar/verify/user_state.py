@@ -55,7 +55,7 @@ class UserState:
     Roots lead to modules and functions, what these close over, globals that they name, objects,
     their classes' attributes, containers, arrays. Left alone: containers of more than 1000 entries,
     objects that hold a lock, data sets, loaders, trainers, files, objects of libraries. Values of
-    parameters are saved only with ``parameters``, of tensors above 64 MiB never.
+    parameters are saved only with ``weights``, of tensors above 64 MiB never.
 
     ``drawn`` says whether a generator had moved at a ``restore``.
     """
@@ -86,7 +86,7 @@ class UserState:
                 if tensor.is_meta:
                     continue
                 self._tensors += _memory_of(tensor)
-                if parameters if is_weight else is_buffer or few >= 0:
+                if weights if is_weight else is_buffer or few >= 0:
                     put = partial(_write, tensor)
                     self._tensors.append((tensor.detach, put, tensor.detach().clone(), same_bits))
                 elif not is_weight:

@@ -40,7 +40,7 @@ from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.look import Inconclusive, Look, Verdict, compare_outputs
+from scatterpar.verify.look import Compute, Inconclusive, Look, Verdict, compare_outputs
 from scatterpar.verify.rows import (
     Parts,
     choose_rows,
@@ -145,11 +145,7 @@ class Verifier:
         kind.agree(read_ranges(question.ranges))
 
     def check_join(
-        self,
-        attempt: Attempt,
-        task: ReplicaTask,
-        compute_rows: Callable[[ReplicaTask, Any], Any],
-        piece: Any,
+        self, attempt: Attempt, task: ReplicaTask, compute_rows: Compute, piece: Any
     ) -> None:
         """Check on a few rows how outputs like ``piece`` are joined, until values show the order.
 
@@ -278,14 +274,13 @@ class _Question:
             finally:
                 ended.set()
 
-        devices, seconds = [task.share.device for task in tasks], 2.2 * _PATIENCE_SECONDS
+        calls = [run] * len(each), [(look,) for look in each], [task.share.device for task in tasks]
+        apply, seconds = self._attempt.workers.parallel_apply, 2.2 * _PATIENCE_SECONDS
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the user's code; the step itself warns
-                calls = [run] * len(each), [(look,) for look in each]
-                found = self._attempt.workers.parallel_apply(*calls, devices, seconds=seconds)
-                verdict: Verdict = found[0]
-                return verdict
+                found: list[Verdict] = apply(*calls, seconds=seconds)
+                return found[0]
         except Overdue:  # inside a call
             for look in each:
                 look.end()
@@ -322,8 +317,7 @@ class _Question:
                 return text + _TEXTS["else"]
         broadcast = _TEXTS["broadcast"].format(*verdict.shapes) if verdict.shapes else ""
         penalty = "" if self.request.is_mean else _TEXTS["penalty"]
-        instead = _TEXTS["in_module" if self.request.criterion is None else "whole"]
-        return broadcast + penalty + instead + _TEXTS["other"]
+        return broadcast + penalty + _TEXTS["other"]
 
     def _candidates(self, parts: Parts) -> Iterator[tuple[str, Sequence[float]]]:
         """What could be passed, and the factors of the losses of ``parts`` if it were."""
@@ -407,10 +401,8 @@ _TEXTS = {
     "pairs of rows: pass targets of the output's shape. ",
     "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
     "on weights: multiply that by len(output) / the number of all rows. ",
-    "whole": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True.",
-    "in_module": "If it compares rows with each other, or is a ratio of sums, return the outputs "
-    "of the rows from forward, and pass the loss as criterion= with whole_batch=True.",
-    "other": " If it is a mean over something else than was counted, pass count=, a function of "
+    "other": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True and "
+    "criterion=. If it is a mean over something else than was counted, pass count=, a function of "
     "(inputs, targets) that gives its number of terms, such as scatterpar.count_labels(); for a "
     'sum, reduction="sum". Or make it a mean of one loss per row.',
     "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "

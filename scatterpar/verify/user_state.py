@@ -61,11 +61,7 @@ class UserState:
     """
 
     def __init__(
-        self,
-        roots: Iterable[Any],
-        devices: Sequence[torch.device] = (),
-        *,
-        parameters: bool = False,
+        self, roots: Iterable[Any], devices: Sequence[torch.device] = (), *, weights: bool = False
     ) -> None:
         self.drawn = False
         reach = _Reach(roots)

@@ -235,3 +235,8 @@ def test_the_module_alone_can_be_copied_after_steps(devices):
         averaged.update_parameters(model)
         pickle.dumps(model)
     assert same(twin.state_dict(), model.state_dict())
+
+
+def test_what_is_no_state_dict_is_told_as_by_torch():
+    with pytest.raises(TypeError, match="Expected state_dict to be dict-like, got <class 'list'>"):
+        ScatterOnceParallel(nn.Identity(), device_ids=["cpu"]).load_state_dict([])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Classifier, Returns
-from harness.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from harness.models import CLASSES, FEATURES, Classifier, Of, Returns
+from harness.oracle import assert_close, assert_step, build, randint, randn, seeded, whole_batch
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
@@ -89,3 +89,41 @@ def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
         with torch.random.fork_rng(devices=[]):
             module(BATCH[0][:2])
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def makes_its_head(model, inputs):
+    """Its head comes with the first batch, as wide as that."""
+    if model.head is None:
+        model.head = nn.Linear(6, 2).double()
+    return model.head(model.enter(inputs))
+
+
+def exchanges_its_weight(model, inputs):
+    if model.exchanges:
+        model.head.weight = nn.Parameter(model.head.weight * 0.5)
+    return model.head(inputs)
+
+
+MAKERS = {
+    "a head": lambda: Of(makes_its_head, enter=nn.Linear(4, 6), head=None),
+    "a weight": lambda: Of(exchanges_its_weight, head=nn.Linear(4, 2), exchanges=True),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_parameters_that_a_forward_pass_makes_are_refused_by_name(devices, kind, whole_batch):
+    model = build(MAKERS[kind])
+    inputs, targets, criterion = randn(9, 4), randn(9, 2), nn.MSELoss()
+    engine = ScatterOnceParallel(model, 2, devices(3))
+    for _ in range(2):
+        words = r"creates the parameter 'head\.weight'"
+        with pytest.raises(ValueError, match=f"{words}.*before the first"):
+            engine.forward_backward(inputs, targets, criterion, whole_batch=whole_batch)
+        with pytest.raises(ValueError, match=words), torch.no_grad():
+            engine(inputs)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    model.exchanges = False
+    with seeded():
+        model(inputs)
+    assert_step(engine, inputs, targets, criterion)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
+
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Classifier, Of, mlp
@@ -232,3 +236,68 @@ def test_what_is_kept_and_not_used_changes_nothing(devices, kind):
             with torch.no_grad():
                 for parameter in (*model.parameters(), *plain.parameters()):
                     parameter -= 0.1
+
+
+@pytest.mark.draws
+def test_hooks_that_draw_draw_as_under_a_plain_backward(devices):
+    """Noise on gradients is another one in every step; a step that fails leaves the generator."""
+    batch, criterion = (randn(9, 4), randn(9, 3)), nn.MSELoss()
+    model = build(lambda: nn.Linear(4, 3, bias=False))
+    plain = copy.deepcopy(model)
+
+    def add_noise(parameter):
+        parameter.grad += torch.randn_like(parameter.grad)
+        drawn.append(parameter.grad.clone())
+        if len(drawn) == 4:
+            raise KeyError
+
+    for module in (model, plain):
+        module.weight.register_post_accumulate_grad_hook(add_noise)
+    drawn = []
+    torch.manual_seed(0)
+    for _ in range(3):
+        criterion(plain(batch[0]), batch[1]).backward()
+    expected, state = drawn, torch.get_rng_state()
+    drawn = []
+    torch.manual_seed(0)
+    engine = ScatterOnceParallel(model, 2, devices(3))
+    for _ in range(3):
+        engine.forward_backward(*batch, criterion)
+    for one, other in zip(drawn, expected, strict=True):
+        assert_close(one, other, "noise")
+    with pytest.raises(KeyError):
+        engine.forward_backward(*batch, criterion)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such timers here")
+def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
+    """As those of time limits do; in the commit, above all."""
+
+    class TimeIsOver(Exception):
+        pass
+
+    def end(number, frame):
+        raise TimeIsOver
+
+    model = build(lambda: nn.Linear(4, 3))
+    engine = ScatterOnceParallel(model, 2, ["cpu"] * 2)
+
+    def ring(gradient):
+        os.kill(os.getpid(), signal.SIGALRM)
+        for _ in range(1000):  # the interpreter comes to handlers between its instructions
+            pass
+        rung.append(gradient)
+
+    rung = []
+    model.weight.register_hook(ring)
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        with pytest.raises(TimeIsOver):
+            engine.forward_backward(randn(9, 4), randn(9, 3), nn.MSELoss())
+        assert signal.getsignal(signal.SIGALRM) is end
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung
+    assert model.weight.grad is not None
+    assert model.bias.grad is not None

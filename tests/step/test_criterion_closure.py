@@ -20,6 +20,7 @@ from harness.oracle import (
     build,
     gradients,
     randn,
+    seeded,
     whole_batch,
 )
 from harness.rank_processes import run_on_ranks
@@ -577,3 +578,21 @@ def test_a_step_of_another_engine_inside_a_criterion_is_refused(devices, of, wor
         with pytest.raises((RuntimeError, ValueError), match=words):
             engine.forward_backward(INPUTS, TARGETS, loss)
         assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
+
+
+def test_a_criterion_may_ask_a_teacher_in_an_engine_of_its_own(recwarn):
+    """The check's own mode was taken for the caller's, and warned of, where the teacher draws."""
+    inputs = randn(12, 4)
+    teacher = build(lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)))
+    model = build(lambda: nn.Linear(4, 2))
+    its, engine = (ScatterOnceParallel(one, 2, ["cpu"] * 2) for one in (teacher, model))
+    with its, engine:
+
+        def criterion(outputs, rows):
+            with torch.no_grad():
+                wanted = its(rows)
+            return nn.functional.mse_loss(outputs, wanted)
+
+        with seeded(0):
+            engine.forward_backward(inputs, inputs, criterion)
+    assert not [str(warning.message) for warning in recwarn]

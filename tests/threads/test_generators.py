@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
 from harness.models import CLASSES, Returns, mlp
 from harness.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal
-from harness.oracle import assert_close, assert_gradients, build, gradients
+from harness.oracle import assert_close, assert_gradients, build, gradients, randn
 from pair.common import Pair
 from torch import nn
 
@@ -241,3 +242,30 @@ def test_a_criterion_that_draws(devices, runner):
     with training(runner, mlp(), devices(3), criterion=criterion) as step:
         found = [step(seed=seed)[0] for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.draws
+def test_what_another_thread_draws_meanwhile_it_does_not_draw_again():
+    """Such as one that prepares the next batch."""
+    drawn, step, stepped = [], threading.Barrier(2), threading.Barrier(2)
+
+    class Meets(nn.Linear):
+        def forward(self, inputs):
+            if inputs.shape[0] == 5:
+                step.wait(60)
+                stepped.wait(60)
+            return super().forward(inputs)
+
+    def draw():
+        for _ in range(3):
+            step.wait(60)
+            drawn.append(torch.rand(()).item())
+            stepped.wait(60)
+
+    engine = ScatterOnceParallel(build(lambda: Meets(4, 3)), 1, ["cpu"] * 2, verify=False)
+    other = threading.Thread(target=draw)
+    other.start()
+    for _ in range(3):
+        engine.forward_backward(randn(9, 4), randn(9, 3), nn.MSELoss())
+    other.join()
+    assert len(set(drawn)) == 3

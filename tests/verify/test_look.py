@@ -6,6 +6,7 @@ Each of ``RIGHT`` is trained exactly, without a word.
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from typing import ClassVar
@@ -561,3 +562,24 @@ def test_count_labels_counts_what_the_loss_averages_over():
     assert count_labels()({"labels": labels}, None) == 5
     assert count_labels(key="y")({"labels": labels}, {"y": labels[:1]}) == 3
     assert pickle.loads(pickle.dumps(count_labels(shifted=True)))(None, labels) == 3
+
+
+def test_a_student_that_begins_as_its_teacher_is_no_false_alarm(devices):
+    """The loss is zero; a wrong one is refused nevertheless."""
+    student, inputs = build(lambda: nn.Linear(4, 3)), randn(33, 4)
+    teacher = copy.deepcopy(student).requires_grad_(False)
+
+    def distance(output, inputs):
+        return nn.functional.mse_loss(output, teacher(inputs))
+
+    def divergence(output, inputs):
+        both = output.log_softmax(1), teacher(inputs).log_softmax(1)
+        return nn.functional.kl_div(*both, reduction="batchmean", log_target=True)
+
+    engine = ScatterOnceParallel(student, 2, devices(3))
+    for criterion in (distance, divergence):
+        assert engine.forward_backward(inputs, inputs, criterion).item() < 1e-20
+    with pytest.raises(ValueError, match="whole_batch=True"):
+        engine.forward_backward(
+            inputs, inputs, lambda *args: 33 * (distance(*args) + args[0].std())
+        )

@@ -169,6 +169,20 @@ def test_threads_that_share_an_engine_are_exact_or_refused(devices, steps):
     assert_gradients(model, {name: done * gradient for name, gradient in expected.items()})
 
 
+def test_pairs_on_one_module_lose_no_gradient(devices, steps):
+    model = build(lambda: Block(0.0)).eval()
+    _, expected = plain_step(model, *batch(0))
+    model.zero_grad()
+
+    def work(_):
+        pair, criterion = DataParallelModel(model, devices(2)), DataParallelCriterion(LOSS)
+        for _ in range(steps):
+            criterion(pair(batch(0)[0]), batch(0)[1]).backward()
+
+    in_threads(work)
+    assert_gradients(model, {name: CALLERS * steps * g for name, g in expected.items()})
+
+
 def plain_step(model, inputs, targets):
     model.zero_grad()
     loss = LOSS(model(inputs), targets)

@@ -178,8 +178,7 @@ def apart(by: Any, case: Case, module: Any, criterion: Any, devices: Any) -> Ite
 
     The loss and the gradients are in the master's memory.
     """
-    head = getattr(criterion, "__self__", criterion)
-    modules = [module, *([head] if isinstance(head, nn.Module) else [])]
+    modules = [module, *_heads(criterion)]
     master = torch.device(devices[0])
 
     def step() -> Tensor:
@@ -196,6 +195,13 @@ def apart(by: Any, case: Case, module: Any, criterion: Any, devices: Any) -> Ite
 
     with by(case, module, criterion, devices) as (_, plan):
         yield step, plan
+
+
+def _heads(criterion: Any) -> list[nn.Module]:
+    """The modules that a criterion is, is a method of, or has bound."""
+    bound = getattr(criterion, "keywords", {}).values()
+    found = (criterion, getattr(criterion, "__self__", None), *bound)
+    return [one for one in found if isinstance(one, nn.Module)]
 
 
 def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -290,9 +296,8 @@ def agree(case: Case, runner: str, devices: Any, group: Any = None) -> list[Tens
             assert not loss.requires_grad
             assert list(module.modules()) == children, "the user's module has other children"
             _assert_same(case, module, twin, first)
-            heads = [getattr(one, "__self__", one) for one in (criterion, plain_criterion)]
-            if isinstance(heads[0], nn.Module):
-                _assert_gradients(case, *heads)
+            for ours, theirs in zip(*map(_heads, (criterion, plain_criterion)), strict=True):
+                _assert_gradients(case, ours, theirs)
             if number % 2:  # gradients of two steps add up
                 for one in (module, twin):
                     _update(one)

@@ -604,6 +604,29 @@ def penalised(model):
     return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
 
 
+def with_another_network(model):
+    """A criterion to which the model, and a network beside it, are bound."""
+
+    def loss(output, targets, net, model):
+        return F.cross_entropy(net(output), targets) + model[0].weight.square().sum()
+
+    net = build(lambda: nn.Linear(CLASSES, CLASSES), seed=4)
+    return functools.partial(loss, net=net, model=model)
+
+
+def slope_penalty(_):
+    """A criterion that makes leaves: its graph reaches the point at which the slope is taken."""
+    critic = build(lambda: nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.Tanh()), seed=4)
+    critic.requires_grad_(False)
+
+    def loss(output, targets):
+        point = (output.detach() + F.one_hot(targets, CLASSES)).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(point).sum(), point, create_graph=True)
+        return (slope - output).square().mean()
+
+    return loss
+
+
 def decayed(model):
     """A criterion to which a parameter of the model is bound."""
 
@@ -759,6 +782,8 @@ CASES = {
     ),
     "a penalty on the model": Case(linear, criterion=penalised, unless=REFUSED),
     "a parameter that is bound": Case(linear, criterion=decayed, unless=("pair",)),
+    "a network that is bound": Case(mlp, criterion=with_another_network, unless=("pair",)),
+    "a criterion that makes leaves": Case(mlp, criterion=slope_penalty),
     "a penalty on a sparse table": Case(
         lambda: nn.Sequential(nn.Embedding(11, 6, sparse=True), nn.Linear(6, CLASSES)),
         batch=(randint(11, 9), BATCH[1]),

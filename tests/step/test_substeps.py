@@ -1,14 +1,17 @@
-"""The note on an error names the replica, its device, the sub-step and the rows."""
+"""What a sub-step runs beside the model, and the note on an error in it."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+from collections import Counter
 
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES
 from harness.notes import note_of
-from harness.oracle import build, randint, randn
+from harness.oracle import assert_gradients, build, randint, randn, whole_batch
 from torch import nn
 
 from scatterpar import Rows, ScatterOnceParallel
@@ -119,3 +122,79 @@ def test_the_loss_that_is_not_finite_has_the_rows(devices):
     with engine, pytest.raises(FloatingPointError) as caught:
         engine.forward_backward(inputs, LABELS, LOSS)
     assert ", sub-step 0 of 2, rows 7 to 9, counted from 0" in caught.value.__notes__[0]
+
+
+# --- what a sub-step runs besides the model, with the GIL, times all replicas: once 56 calls ---
+
+SUBSTEPS = 16
+
+
+def calls(work):
+    """How many functions ``work()`` calls in this thread, those written in C among them."""
+    found = Counter()
+
+    def note(frame, event, argument):
+        found[event] += 1
+
+    before = sys.getprofile()
+    gc.disable()  # finalizers of others are no calls of this
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return found["call"] + found["c_call"]
+
+
+def per_substep(work):
+    """What one sub-step more adds to ``work(substeps)``, whose first call may prepare things."""
+    work(SUBSTEPS), work(2 * SUBSTEPS)
+    return (calls(lambda: work(2 * SUBSTEPS)) - calls(lambda: work(SUBSTEPS))) / SUBSTEPS
+
+
+def test_a_substep_calls_few_functions_besides_the_model_and_its_backward_pass():
+    model = build(lambda: nn.Linear(4, 2))
+    inputs, targets = randn(2 * SUBSTEPS, 4), randint(2, 2 * SUBSTEPS)
+    engines = {n: ScatterOnceParallel(model, n, ["cpu"]) for n in (SUBSTEPS, 2 * SUBSTEPS)}
+
+    def plain(substeps):
+        for row in range(substeps):
+            LOSS(model(inputs[row : row + 1]), targets[row : row + 1]).backward()
+
+    def ours(substeps):
+        engines[substeps].forward_backward(inputs[:substeps], targets[:substeps], LOSS)
+
+    more = per_substep(ours) - per_substep(plain)
+    assert more < 56 / 2, f"{more} calls more than a plain loop"
+
+
+class Seen(torch.Tensor):
+    """A tensor that is asked before torch does anything with it."""
+
+    asked: list = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.asked.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_a_loss_of_the_users_own_class_is_asked_at_its_backward_pass(devices, accum):
+    """The short way into the backward pass is for plain tensors alone."""
+    model = build(lambda: nn.Linear(4, 2))
+    inputs, targets = randn(7, 4), randint(2, 7)
+
+    def criterion(output, targets):
+        return LOSS(output, targets).as_subclass(Seen)
+
+    Seen.asked = []
+    torch.autograd.backward([criterion(model(inputs), targets)])
+    in_torch = Seen.asked.count(torch.autograd.backward)  # not in all its versions
+    model.zero_grad()
+    Seen.asked = []
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        engine.forward_backward(inputs, targets, criterion)
+    assert_gradients(model, whole_batch(model, inputs, targets, LOSS)[1])
+    assert Seen.asked.count(torch.autograd.backward) == 2 * accum * in_torch

@@ -1,11 +1,6 @@
-"""Random programs: those that are wrong are told, and none of the right ones is.
-
-``harness/programs.py`` has them.
-"""
+"""Random programs of ``harness/programs.py``: wrong ones are told, and none of the right ones."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 from harness.programs import judged
@@ -13,9 +8,8 @@ from harness.programs import judged
 
 @pytest.mark.draws
 @pytest.mark.parametrize("seeds", [12, pytest.param(240, marks=pytest.mark.slow)])
-def test_wrong_programs_are_told_and_right_ones_are_not(seeds, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
-    found = [each for each in judged(range(seeds)) if "said" in each]
+def test_wrong_programs_are_told_and_right_ones_are_not(seeds):
+    found = [*judged(range(seeds))]
     assert len(found) > seeds // 2
     assert not [each for each in found if each["right"] and each["said"] in ("refused", "warned")]
     wrong = [each for each in found if not each["right"]]

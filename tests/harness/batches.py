@@ -124,8 +124,16 @@ def by_table(model: Any, rows: Tensor, table: Tensor, options: Any) -> Tensor:
     return model.linear((rows + options["shift"]) @ table)
 
 
-def made_of_losses(wrap: Any) -> Any:
-    return lambda: Returns(lambda logits, _: wrap(logits))
+def two_heads() -> Returns:
+    return Returns(lambda logits, _: {"main": logits, "side": [logits * 2]})
+
+
+NESTED = {
+    "classes": SEVEN,
+    "soft": (randn(7, CLASSES).softmax(1),),
+    "factor": torch.tensor(0.5).double(),
+    "names": "not a tensor",
+}
 
 
 def window(sizes: Any = (4, 3, 1), lengths: Any = (5, 2, 3)) -> tuple[Any, Any, tuple[Any, Any]]:
@@ -153,6 +161,27 @@ def concatenated(ignored: bool) -> tuple[Any, Any]:
     if ignored:
         labels[1][2:] = -100
     return (Rows(words, torch.cat), Rows(labels, torch.cat)), (torch.cat(words), torch.cat(labels))
+
+
+class Lossy(Masked):
+    """Its own loss in a dict, which the criterion takes out."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(Reader.forward(self, ids), labels)}
+
+
+def nested_targets(output: Tensor, targets: dict[str, Any]) -> Tensor:
+    classes, (soft,) = targets["classes"], targets["soft"]
+    return F.cross_entropy(output, classes) + targets["factor"] * F.cross_entropy(output, soft)
+
+
+def without_rows(output: Tensor, target: Any) -> Tensor:
+    return (output - (1.0 if target is None else target)).square().mean()
+
+
+def of_two_heads(outputs: dict[str, Any], targets: Tensor) -> Tensor:
+    side = F.cross_entropy(outputs["side"][0], targets)
+    return F.cross_entropy(outputs["main"], targets) + 0.4 * side
 
 
 WINDOW = window()
@@ -184,6 +213,18 @@ def texts(criterion: Any = None, tagged: bool = False, **more: Any) -> Case:
 
 
 CASES = {
+    "nested targets": Case(mlp, (ROWS, NESTED), lambda _: nested_targets),
+    # One label for all, as a discriminator gets: the rows are those of the outputs.
+    "a number for all": Case(mlp, (ROWS, 1.0), lambda _: without_rows),
+    "a 0-dim tensor for all": Case(mlp, (ROWS, torch.tensor(1.0).double()), lambda _: without_rows),
+    "no targets": Case(mlp, (ROWS, None), lambda _: without_rows),
+    "several outputs": Case(two_heads, (ROWS, SEVEN), lambda _: of_two_heads),
+    "the module's own losses": Case(
+        Lossy,
+        ((PADDED, LABELS), LABELS),
+        lambda _: lambda output, _: output["loss"],
+        unless=("whole batch", "by cost", "inference"),
+    ),
     "texts": texts(),
     "texts, targets in a list": Case(
         Reader,

@@ -32,6 +32,13 @@ def padded(rows: int) -> Tensor:
     return targets
 
 
+def half_padded(rows: int) -> Tensor:
+    """The first half is ignored: the mean of a share in it is 0 / 0, and its weight zero."""
+    targets = classes(rows)
+    targets[: (rows + 1) // 2] = -100
+    return targets
+
+
 def probabilities(rows: int) -> Tensor:
     return randn(rows, CLASSES, seed=rows).softmax(1)
 
@@ -84,6 +91,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], Callable[[int], Tensor]]] = {
     ),
     "probabilities": (_ce(), probabilities),
     "probabilities, class weights": (_ce(weight=CLASS_WEIGHTS), probabilities),
+    "a share without labels": (_ce(), half_padded),
     "nll, padded": (LogSoftmaxNLL, padded),
     "nll, class weights": (lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS), classes),
     "mse": (nn.MSELoss, values),
@@ -151,5 +159,11 @@ CASES = {
         (randint(11, 13, 6), {"ids": randint(CLASSES, 13, 6, seed=3), "mask": MASK}),
         lambda _: masked_mean,
         options={"count": lambda given, targets: targets["mask"].sum() + 0 * given.sum()},
+    ),
+    "a share without labels, count=": Case(
+        mlp,
+        (randn(37, FEATURES), half_padded(37)),
+        lambda _: F.cross_entropy,
+        options={"count": lambda _, targets: int((targets != -100).sum())},
     ),
 }

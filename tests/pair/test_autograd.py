@@ -1,7 +1,6 @@
 """The pair is a part of autograd's graph: backward is the user's, and does what it always does.
 
-Each ``program`` runs twice, with the pair and in plain torch; every kind of loss is in
-test_weighted_losses.py.
+Each ``program`` runs twice; every kind of loss is in ``exact/test_cases.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import copy
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Classifier, mlp
-from harness.oracle import assert_gradients, gradients, randint, randn
+from harness.oracle import gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -48,6 +47,35 @@ class TwoHeads(nn.Module):
         return self.first(hidden), self.second(hidden)
 
 
+class Hypernetwork(nn.Module):
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
+def normalised():
+    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    model[1].eval()
+    return model
+
+
+def first_head():
+    return lambda outputs, targets: cross_entropy(outputs[0], targets)
+
+
+PROGRAMS = {}  # by name: the program, the model, and what makes the criterion
+
+
+def program(model, criterion=None):
+    """Each program runs with the pair, and in plain torch."""
+
+    def register(function):
+        PROGRAMS[function.__name__] = function, model, criterion
+        return function
+
+    return register
+
+
+@program(mlp)
 def retain_graph(of):
     loss = of.loss(*BATCH)
     loss.backward(retain_graph=True)
@@ -58,15 +86,18 @@ def retain_graph(of):
     return once.values()
 
 
+@program(mlp)
 def autograd_grad_leaves_the_parameters_alone(of):
     return torch.autograd.grad(of.loss(*BATCH), list(of.module.parameters()))
 
 
+@program(deep)
 def some_leaves_alone(of):
     """``backward(inputs=…)``: the others keep what they had."""
     of.loss(*BATCH).backward(inputs=[of.module[0][0].weight, of.module[5].bias])
 
 
+@program(deep)
 def a_hook_on_the_node_of_a_parameter_sees_its_gradient(of):
     """Other libraries put them there; nothing tells but that the node is kept."""
     weight, seen = of.module[0][0].weight, []
@@ -76,16 +107,19 @@ def a_hook_on_the_node_of_a_parameter_sees_its_gradient(of):
     return seen
 
 
+@program(mlp)
 def a_hook_may_change_the_gradient(of):
     of.module[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     of.loss(*BATCH).backward()
 
 
+@program(deep)
 def a_penalty_on_the_parameters_beside_the_loss(of):
     penalty = sum((p**2).sum() for p in of.module.parameters())
     (of.loss(*BATCH) + penalty).backward()
 
 
+@program(mlp)
 def gradient_penalty(of):
     """``create_graph``: the gradient of a gradient, with respect to the parameters."""
     loss = of.loss(*BATCH)
@@ -95,6 +129,7 @@ def gradient_penalty(of):
     return [total]
 
 
+@program(mlp)
 def penalty_on_the_gradient_of_the_inputs(of):
     inputs = BATCH[0].clone().requires_grad_()
     (slope,) = torch.autograd.grad(of.outputs(inputs).sum(), inputs, create_graph=True)
@@ -102,12 +137,14 @@ def penalty_on_the_gradient_of_the_inputs(of):
     return [inputs.grad]
 
 
+@program(mlp)
 def inputs_get_their_gradient(of):
     leaf, base = (BATCH[0].clone().requires_grad_() for _ in range(2))
     (of.loss(leaf, BATCH[1]) + of.loss(base.exp(), BATCH[1])).backward()
     return [leaf.grad, base.grad]
 
 
+@program(mlp)
 def a_tensor_left_over_from_a_finished_graph(of):
     of.module.last = of.module[0].weight.exp()
     of.module.last.sum().backward()
@@ -115,6 +152,7 @@ def a_tensor_left_over_from_a_finished_graph(of):
     of.loss(*BATCH).backward()
 
 
+@program(mlp)
 def an_in_place_change_before_backward_is_an_error_as_always(of):
     loss = of.loss(*BATCH)
     with torch.no_grad():
@@ -124,17 +162,20 @@ def an_in_place_change_before_backward_is_an_error_as_always(of):
     of.module.zero_grad()
 
 
+@program(Frozen)
 def a_part_is_copied_in_the_forward_pass(of):
     """``copy.deepcopy`` failed: "Only Tensors created explicitly by the user"."""
     of.loss(*BATCH).backward()
 
 
+@program(deep)
 def a_checkpoint_around_all_of_it(of):
     """It tells what it computes again by the order in which tensors were saved."""
     for _ in range(8):
         checkpoint(of.loss, *BATCH, use_reentrant=False).backward()
 
 
+@program(TwoHeads, first_head)
 def hooks_run_once_with_the_whole_gradient(of):
     """Those of parameters that the loss does not reach do not run, as in plain torch."""
     hooked, accumulated = {}, []
@@ -147,18 +188,14 @@ def hooks_run_once_with_the_whole_gradient(of):
     return [gradient for name in sorted(hooked) for gradient in hooked[name]]
 
 
+@program(mlp, nn.MSELoss)
 def targets_are_another_network_s_output(of):
     teacher = mlp(seed=1)
     of.loss(BATCH[0], teacher(BATCH[0])).backward()
     return gradients(teacher).values()
 
 
-def normalised():
-    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-    model[1].eval()
-    return model
-
-
+@program(normalised)
 def two_forwards_before_one_backward(of, evaluate=lambda of: None):
     """Siamese networks."""
     left, right = BATCH[0], randn(11, FEATURES, seed=9)
@@ -169,6 +206,7 @@ def two_forwards_before_one_backward(of, evaluate=lambda of: None):
     return [loss]
 
 
+@program(normalised)
 def an_evaluation_between_two_forwards(of):
     """It must not spoil the graphs."""
 
@@ -182,11 +220,7 @@ def an_evaluation_between_two_forwards(of):
     return two_forwards_before_one_backward(of, evaluate)
 
 
-class Hypernetwork(nn.Module):
-    def forward(self, inputs):
-        return inputs @ self.weight
-
-
+@program(Hypernetwork)
 def weights_that_another_network_computes(of):
     """A tensor in the place of a parameter passes its gradient on to what it was made of."""
     made_of = randn(FEATURES, CLASSES, seed=4).requires_grad_()
@@ -195,6 +229,7 @@ def weights_that_another_network_computes(of):
     return [made_of.grad]
 
 
+@program(deep)
 def a_backward_that_fails_leaves_gradients_alone(of):
     fails = [True]
 
@@ -212,53 +247,10 @@ def a_backward_that_fails_leaves_gradients_alone(of):
     of.loss(*BATCH).backward()
 
 
-def first_head():
-    return lambda outputs, targets: cross_entropy(outputs[0], targets)
-
-
-PROGRAMS = {  # the model, and what makes the criterion
-    a_part_is_copied_in_the_forward_pass: (Frozen, None),
-    retain_graph: (mlp, None),
-    autograd_grad_leaves_the_parameters_alone: (mlp, None),
-    some_leaves_alone: (deep, None),
-    a_hook_on_the_node_of_a_parameter_sees_its_gradient: (deep, None),
-    a_hook_may_change_the_gradient: (mlp, None),
-    a_penalty_on_the_parameters_beside_the_loss: (deep, None),
-    gradient_penalty: (mlp, None),
-    penalty_on_the_gradient_of_the_inputs: (mlp, None),
-    inputs_get_their_gradient: (mlp, None),
-    a_tensor_left_over_from_a_finished_graph: (mlp, None),
-    an_in_place_change_before_backward_is_an_error_as_always: (mlp, None),
-    a_checkpoint_around_all_of_it: (deep, None),
-    hooks_run_once_with_the_whole_gradient: (TwoHeads, first_head),
-    targets_are_another_network_s_output: (mlp, nn.MSELoss),
-    two_forwards_before_one_backward: (normalised, None),
-    an_evaluation_between_two_forwards: (normalised, None),
-    weights_that_another_network_computes: (Hypernetwork, None),
-    a_backward_that_fails_leaves_gradients_alone: (deep, None),
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_gives_what_it_gives_in_plain_torch(devices, program):
-    make, criterion = PROGRAMS[program]
-    assert_alike(make, program, devices(4), criterion)
-
-
-def test_a_weight_tied_between_model_and_criterion(devices):
-    class Tied(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, output, targets):
-            return cross_entropy(output @ self.weight, targets)
-
-    inputs, targets = randn(7, FEATURES), randint(7, 7)
-    model, twin = mlp(), mlp()
-    Plain(twin, Tied(twin[2].weight)).loss(inputs, targets).backward()
-    Pair(model, Tied(model[2].weight), devices(3)).loss(inputs, targets).backward()
-    assert_gradients(model, gradients(twin))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_gives_what_it_gives_in_plain_torch(devices, name):
+    run, make, criterion = PROGRAMS[name]
+    assert_alike(make, run, devices(4), criterion)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -276,23 +268,6 @@ def test_sixteen_calls_before_a_step_are_the_whole_batch(devices, reduction):
         return [total]
 
     assert_alike(mlp, program, devices(3), lambda: nn.CrossEntropyLoss(reduction=reduction))
-
-
-@pytest.mark.parametrize("answer", [int, torch.as_tensor])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_count_gets_each_output_with_its_targets(devices, replicas, answer):
-    """Of a mean over what is not ignored, in shares of which some have more of that."""
-    seen, targets = [], BATCH[1].clone()
-    targets[1::2] = targets[:3] = -100
-
-    def count(output, targets):
-        seen.append((len(output), len(targets)))
-        return answer((targets != -100).sum())
-
-    Pair(mlp(), cross_entropy, devices(replicas)).check(BATCH[0], targets, count=count)
-    assert [a for a, _ in seen] == [b for _, b in seen]
-    assert sum(a for a, _ in seen) == 11
-    assert len(seen) == replicas
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

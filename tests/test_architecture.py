@@ -137,3 +137,42 @@ def test_every_operator_on_lists_is_asked_for_at_import():
     asked = set(re.findall(r"\b_foreach_\w+", found.pop("scatterpar.torch_private")))
     used = [re.findall(r"torch\.(_foreach_\w+)", text) for text in found.values()]
     assert set(chain(*used)) == asked
+
+
+# --- tests lie beside what they test ---
+
+TESTS = Path(__file__).parent
+TOGETHER = (
+    "harness",
+    "exact",
+    "faults",
+    "guide",
+    "devices/cards",
+    "nullcuda",
+    "vulkan",
+    "simulated",
+)
+EXCEPTIONS = {
+    "test_addons.py": "each add-on is deleted in turn",
+    "test_architecture.py": "the order of imports, and this rule",
+    "test_card.py": "`python -m benchmarks card` is no part of the package",
+    "test_sabotage.py": "each promise is broken in turn",
+    "integrations/test_trl.py": "TRL's trainers are subclasses of those of transformers",
+    "threads/test_lifetime.py": "ends of engines, of workers and of the interpreter",
+    "train/test_loop.py": "the loop of training.py, without pictures",
+    "train/test_other_systems.py": "Windows and macOS, imitated",
+    "train/test_stopping.py": "signals end a run of training.py, which goes on",
+    "verify/test_outcomes.py": "what becomes of a step that verifier.py refused",
+}
+
+
+def test_each_file_of_tests_has_the_source_that_it_tests():
+    files = {path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    beside = {path for path in files if not path.as_posix().startswith(TOGETHER)}
+    alone = {
+        path.as_posix()
+        for path in beside
+        if not (PACKAGE / path.with_name(path.name.removeprefix("test_"))).exists()
+    }
+    assert alone <= EXCEPTIONS.keys(), "scatterpar/X/y.py is tested by tests/X/test_y.py"
+    assert len(EXCEPTIONS) <= 10

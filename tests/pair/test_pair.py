@@ -1,0 +1,450 @@
+"""The pair: outputs, losses, buffers, context and errors; its backward pass is in test_autograd."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from harness.freed import in_time
+from harness.models import CLASSES, FEATURES, Classifier, Columns, Returns, mlp
+from harness.notes import beginning_of_note
+from harness.oracle import assert_close, build, randint, randn
+from torch import Tensor, nn
+
+from pair.common import Pair, Shared, assert_alike
+from scatterpar import DataParallelCriterion, DataParallelModel, Rows, gather
+
+pytestmark = pytest.mark.core
+
+INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+# --- outputs: one entry per replica used, of whatever types the module returns ---
+
+
+def run(pack: Any, device_ids: list[str], rows: int = 9):
+    """The outputs of a model that packs its logits in some way, by the pair and as they are."""
+    model = build(lambda: Returns(lambda logits, _: pack(logits)))
+    return DataParallelModel(model, device_ids)(INPUTS[:rows]), model(INPUTS[:rows])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "rows", "sizes"),
+    [(1, 9, [9]), (4, 9, [3, 2, 2, 2]), (4, 3, [1, 1, 1]), (4, 1, [1])],
+)
+def test_one_entry_per_replica_used(devices, replicas, rows, sizes):
+    outputs, expected = run(lambda logits: logits, devices(replicas), rows)
+    assert type(outputs) is tuple
+    assert [len(output) for output in outputs] == sizes
+    assert_close(torch.cat(outputs), expected, "outputs")
+
+
+def test_without_device_ids_there_is_a_tuple_too():
+    outputs = DataParallelModel(mlp())(INPUTS)
+    assert type(outputs) is tuple
+    assert len(outputs) >= 1
+
+
+def test_model_outputs_of_transformers(devices):
+    modeling_outputs = pytest.importorskip("transformers.modeling_outputs")
+    pack = modeling_outputs.SequenceClassifierOutput
+    outputs, expected = run(lambda y: pack(loss=y.mean(), logits=y), devices(4))
+    gathered = gather(outputs, "cpu")
+    assert type(gathered) is pack
+    assert list(gathered.keys()) == ["loss", "logits"]
+    assert_close(gathered.logits, expected.logits, "logits")
+    assert_close(gathered.loss, expected.loss, "a 0-dim entry: the mean, weighted by rows")
+
+
+def test_keyword_inputs_and_parts_without_rows(devices):
+    class Call(Classifier):
+        def forward(self, inputs, *, scale, extra, options):
+            assert scale.ndim == 0
+            output = self.linear(inputs) * scale + extra["deep"][0] * options["factor"]
+            return output, len(inputs)
+
+    model = build(Call)
+    extra = {"deep": [randn(9, CLASSES)]}
+    call = {"scale": torch.tensor(2.0).double(), "extra": extra, "options": {"factor": 3}}
+    outputs = DataParallelModel(model, devices(4))(INPUTS, **call)
+    expected, _ = model(INPUTS, **call)
+    output, rows = gather(outputs, "cpu")
+    assert_close(output, expected, "outputs")
+    assert rows == [3, 2, 2, 2]
+
+
+def test_an_entry_of_rows_may_be_written(devices):
+    """Entries that travel together were views of one memory, and so of one version."""
+
+    class Writes(nn.Linear):
+        def forward(self, entries):
+            first = super().forward(entries[0]).tanh().sum()
+            return torch.stack([first, *(entry.relu_().sum() for entry in entries[1:])])
+
+    model, leaf = build(lambda: Writes(FEATURES, CLASSES)), INPUTS.clone().requires_grad_()
+    for entries in (INPUTS, leaf * 1):
+        outputs = DataParallelModel(model, devices(2))(Rows([*(entries * 1).unbind()]))
+        gather(outputs, "cpu").sum().backward()
+    assert_close(leaf.grad[1], (leaf[1] > 0).double(), "an entry's gradient")
+
+
+def test_what_has_no_rows_crosses_once_to_each_memory(monkeypatch):
+    """Each share's own copy of it was what crossed, and was told from others by its address."""
+    crossed = []
+    to = Tensor.to
+
+    def noting(tensor, *args, **kwargs):
+        crossed.extend([] if tensor.ndim else [tensor])
+        return to(tensor, *args, **kwargs)
+
+    class Scaled(nn.Module):
+        def forward(self, inputs, factor):
+            return inputs * factor.mul_(2)  # which is this replica's alone
+
+    model = DataParallelModel(Scaled(), ["cpu:1", "cpu:2", "cpu:1", "cpu:2"])
+    monkeypatch.setattr(Tensor, "to", noting)
+    outputs = model(torch.ones(8, 3), torch.tensor(1.5))
+    monkeypatch.undo()
+    assert [output.unique().tolist() for output in outputs] == [[3.0]] * 4
+    assert len(crossed) == 2
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_rows_along_another_dimension(devices, dim):
+    model = build(Columns)
+    inputs, targets = INPUTS.T.contiguous(), randn(CLASSES, 9, seed=4)
+    expected = model(inputs)
+    outputs = DataParallelModel(model, devices(4), dim)(inputs)
+    assert [output.size(dim) for output in outputs] == [3, 2, 2, 2]
+    assert_close(gather(outputs, "cpu", dim), expected, "outputs")
+    criterion = DataParallelCriterion(nn.MSELoss(), devices(4), dim)
+    assert_close(criterion(outputs, targets), nn.MSELoss()(expected, targets), "loss")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:1", torch.device("cpu")])
+def test_gather_to_a_device_and_back_to_the_parameters(devices, device):
+    def program(of):
+        outputs = of.model(INPUTS)
+        gathered = gather(outputs, device) if isinstance(of, Pair) else outputs
+        nn.CrossEntropyLoss()(gathered, randint(CLASSES, 9)).backward()
+        return [gathered]
+
+    assert_alike(mlp, program, devices(4))
+
+
+def test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows():
+    mixed = tuple({"y": torch.ones(n, 2), "loss": torch.tensor(float(n))} for n in (3, 1))
+    assert gather(mixed, "cpu")["loss"] == 2.5
+    numbers = tuple(torch.tensor(float(n), requires_grad=True) for n in (3, 1))
+    mean = gather(numbers, "cpu")
+    mean.backward()
+    assert mean == 2.0
+    assert [number.grad for number in numbers] == [0.5, 0.5]
+    columns = gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1)
+    assert columns.tolist() == [[1, 1, 1, 0]] * 2
+    deep = tuple({"row": torch.ones(4), "y": torch.ones(2, n)} for n in (3, 1))
+    assert gather([entry["y"] for entry in deep], "cpu", dim=-1).shape == (2, 4)
+    assert gather([torch.zeros(2), torch.ones(1)], "cpu").tolist() == [0, 0, 1]
+
+
+def test_gather_to_an_ordinal():
+    if torch.accelerator.is_available():
+        assert gather((torch.zeros(2), torch.ones(1)), 0).device.index == 0
+        return
+    with pytest.raises(ValueError, match="is not a device"):
+        gather((torch.zeros(2),), "nowhere")
+    with pytest.raises(ValueError, match="0 is the ordinal of an accelerator, and none is"):
+        gather((torch.zeros(2),), 0)
+
+
+# --- how losses of replicas become that of the batch ---
+
+
+def test_a_batch_that_is_all_ignored_is_no_nan(devices):
+    model = mlp()
+    pair = Pair(model, nn.CrossEntropyLoss(), devices(4))
+    inputs = randn(9, FEATURES)
+    loss = pair.loss(inputs, torch.full((9,), -100))
+    assert loss.item() == 0
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        assert not pair.loss(inputs, torch.full((9,), -100)).requires_grad
+
+
+def test_the_loss_has_the_criterion_s_dtype(devices):
+    outputs = (torch.ones(3, 2).half(), torch.zeros(2, 2).half())
+    loss = DataParallelCriterion(nn.MSELoss(), devices(2))(outputs, torch.zeros(5, 2).half())
+    assert loss.dtype == torch.half
+    assert loss.item() == pytest.approx(0.6, abs=1e-3)
+
+
+# --- buffers: replica 0's, in the module after the forward, and only where they changed ---
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_running_statistics_without_grad(devices, mode):
+    model, twin = build(normalised), build(normalised)
+    with mode():
+        DataParallelModel(model, devices(4))(INPUTS)
+        twin(INPUTS[:3])
+    assert_close(model[1].running_mean, twin[1].running_mean, "mean")
+
+
+def test_no_change_in_eval(devices):
+    """Nor are they written with what they had: a graph of the user's own may need them."""
+    model = build(normalised).eval()
+    before = copy.deepcopy(model.state_dict())
+    loss = model(INPUTS).square().sum()
+    DataParallelModel(model, devices(4))(INPUTS)
+    loss.backward()
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+
+
+def test_two_forwards_in_training_before_one_backward(devices):
+    def program(of):
+        pieces = [INPUTS] if isinstance(of, Pair) else INPUTS.split(3)
+        outputs = [of.outputs(piece) for _ in range(2) for piece in pieces]
+        sum(output.square().sum() for output in outputs).backward()
+
+    pair = assert_alike(normalised, program, devices(3))
+    assert pair.module[1].num_batches_tracked == 2
+
+
+def test_buffers_of_the_criterion(devices):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+
+        def forward(self, output, targets):
+            self.rows += len(targets)
+            return (output - targets).square().mean()
+
+    pair = Pair(nn.Identity(), Counts(), devices(4))
+    for _ in range(2):
+        pair.loss(INPUTS, INPUTS)
+    assert pair.plain_criterion.rows == 6
+
+
+def test_a_failed_forward_leaves_them_as_they_were(devices):
+    class Fails(nn.BatchNorm1d):
+        def forward(self, inputs):
+            output = super().forward(inputs)
+            if inputs[0, 0] == INPUTS[-2, 0]:
+                raise ArithmeticError("no")
+            return output
+
+    model = build(lambda: Fails(FEATURES))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ArithmeticError):
+        DataParallelModel(model, devices(4))(INPUTS)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+
+
+# --- replicas run side by side, each in the context of the caller ---
+
+EIGHT = randn(8, FEATURES), randint(CLASSES, 8)
+
+
+@pytest.mark.parametrize("part", ["model", "criterion"])
+def test_replicas_run_at_the_same_time(devices, part):
+    """Each waits for all the others: one after the other, they would never come to an end."""
+    barrier = threading.Barrier(4, timeout=120)
+
+    class Meets(nn.Module):
+        def forward(self, output, targets=None):
+            barrier.wait()
+            return output if targets is None else output.mean()
+
+    model = DataParallelModel(Meets() if part == "model" else nn.Identity(), devices(4))
+    outputs = model(EIGHT[0])
+    if part == "criterion":
+        loss = DataParallelCriterion(Meets(), devices(4))(outputs, EIGHT[1])
+        assert_close(loss, EIGHT[0].mean(), "loss")
+    assert len(outputs) == 4
+
+
+class Asks(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.question, self.answers = question, Shared()
+
+    def forward(self, output, targets=None):
+        self.answers.found.append(self.question())
+        return output if targets is None else output.mean()
+
+
+def ask(question, device_ids):
+    model, criterion = Asks(question), Asks(question)
+    outputs = DataParallelModel(model, device_ids)(EIGHT[0])
+    DataParallelCriterion(criterion, device_ids)(outputs, EIGHT[1])
+    assert len(model.answers.found) == len(criterion.answers.found) == 3
+    return [*model.answers.found, *criterion.answers.found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
+def test_autocast_and_its_dtype(devices, dtype):
+    """A thread starts without autocast, and with its default dtype."""
+
+    def question():
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    with torch.autocast("cpu", dtype=dtype):
+        assert ask(question, devices(3)) == [(True, dtype)] * 6
+    assert ask(question, devices(3)) == [(False, torch.bfloat16)] * 6
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_there_is_no_graph(devices, mode):
+    pair, inferring = Pair(mlp(), nn.CrossEntropyLoss(), devices(3)), mode is torch.inference_mode
+    expected = nn.CrossEntropyLoss()(pair.module(EIGHT[0]), EIGHT[1]).detach()
+    with mode():
+        outputs = pair.model(EIGHT[0])
+        loss = pair.criterion(outputs, EIGHT[1])
+        assert ask(torch.is_inference_mode_enabled, devices(3)) == [inferring] * 6
+    assert all(output.is_inference() == inferring for output in outputs)
+    assert not any(tensor.requires_grad for tensor in (*outputs, loss))
+    assert_close(loss, expected, "loss")
+    assert ask(torch.is_grad_enabled, devices(3)) == [True] * 6
+    pair.check(*EIGHT)
+
+
+def test_eval_and_train_reach_the_replicas(devices):
+    model = nn.Sequential(mlp(), nn.Dropout(1.0))
+    pair = DataParallelModel(model, devices(3))
+    for mode, p in ((model.eval, 1.0), (model.train, 0.0), (model[1].eval, 1.0)):
+        mode()
+        model[1].p = p
+        assert_close(torch.cat(pair(EIGHT[0])), model[0](EIGHT[0]), "outputs")
+
+
+def test_nothing_of_a_forward_survives_its_outputs(devices):
+    """Replicas are not kept, and go with the graph, without waiting for the collector."""
+    alive = []
+
+    class Remembers(nn.Linear):
+        def forward(self, inputs):
+            output = super().forward(inputs)
+            alive.extend(map(weakref.ref, (self, output)))
+            return output
+
+    pair = Pair(build(lambda: Remembers(FEATURES, CLASSES)), nn.CrossEntropyLoss(), devices(3))
+    gc.collect()
+    gc.disable()
+    try:
+        loss = pair.loss(*EIGHT)
+        assert len(alive) == 6
+        loss.backward()
+        del loss
+        assert in_time(lambda: [reference() for reference in alive] == [None] * 6)
+    finally:
+        gc.enable()
+
+
+# --- the user's errors, noted where they happened, and calls inside of calls ---
+
+
+class Unusual(Exception):
+    """Cannot be made from a message alone, as torch's own ``parallel_apply`` would."""
+
+    def __init__(self, code, reason):
+        super().__init__(code, reason)
+
+
+class FailsAt(nn.Module):
+    """FailsAt for the shares that start with some rows."""
+
+    def __init__(self, *rows):
+        super().__init__()
+        self.rows, self.raised = {float(INPUTS[row, 0]) for row in rows}, Shared()
+
+    def forward(self, output, targets=None):
+        if float(output.flatten()[0]) in self.rows:
+            self.fail()
+        return output if targets is None else output.mean()
+
+    def fail(self):
+        error = Unusual(42, "a reason")
+        self.raised.found.append(error)
+        raise error
+
+
+def run_part(part, module, device_ids):
+    if part == "model":
+        return DataParallelModel(module, device_ids)(INPUTS)
+    outputs = DataParallelModel(nn.Identity(), device_ids)(INPUTS)
+    return DataParallelCriterion(module, device_ids)(outputs, TARGETS)
+
+
+@pytest.mark.parametrize("part", ["model", "criterion"])
+@pytest.mark.parametrize(("replicas", "row", "replica"), [(4, 5, 2), (4, 0, 0), (1, 0, 0)])
+def test_the_user_s_exception_object_traceback_and_a_note(devices, part, replicas, row, replica):
+    module = FailsAt(row)
+    devices = devices(replicas)
+    with pytest.raises(Unusual) as caught:
+        run_part(part, module, devices)
+    assert caught.value is module.raised.found[0]
+    assert caught.value.args == (42, "a reason")
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-2:] == ["forward", "fail"]
+    assert caught.value.__notes__[0].startswith(beginning_of_note(replica, devices[replica]))
+
+
+def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works(devices):
+    module = FailsAt(3, 7)
+    model = DataParallelModel(module, devices(4))
+    with pytest.raises(Unusual) as caught:
+        model(INPUTS)
+    assert caught.value.__notes__[0].startswith(beginning_of_note(1, devices(4)[1]))
+    assert len(caught.value.__notes__) == 1 or "replica 3 failed too" in caught.value.__notes__[1]
+    module.rows.clear()
+    assert len(model(INPUTS)) == 4
+
+
+@pytest.mark.parametrize("part", ["model", "criterion"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_call_from_inside_a_call_is_an_error_and_no_hang(devices, part, replicas):
+    class Again(nn.Module):
+        def forward(self, *_):
+            return wrapper[0](*given)
+
+    kind = DataParallelModel if part == "model" else DataParallelCriterion
+    wrapper = [kind(Again(), devices(replicas))]
+    outputs = DataParallelModel(nn.Identity(), devices(replicas))(INPUTS)
+    given = (INPUTS,) if part == "model" else (outputs, TARGETS)
+    words = rf"this {kind.__name__} is in the middle of a step: another cannot start from inside"
+    with pytest.raises(RuntimeError, match=words):
+        wrapper[0](*given)
+    wrapper.clear()
+
+
+def test_a_call_from_another_thread_meanwhile(devices):
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    class Waits(nn.Module):
+        def forward(self, inputs):
+            inside.set()
+            assert done.wait(120)
+            return inputs
+
+    pair = DataParallelModel(Waits(), devices(2))
+
+    thread = threading.Thread(target=lambda: found.append(pair(INPUTS)))
+    thread.start()
+    assert inside.wait(120)
+    with pytest.raises(RuntimeError, match="nor from a second thread"):
+        pair(INPUTS)
+    done.set()
+    thread.join()
+    assert len(found[0]) == 2

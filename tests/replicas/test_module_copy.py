@@ -209,12 +209,10 @@ def test_what_a_closure_brings_along_is_named(devices):
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             engine.forward_backward(*LABELLED, criterion)
         (said,) = [note for note in caught.value.__notes__ if "criterion uses" in note]
-        assert said == (
-            "the criterion uses 'weight' on meta, but this replica computes on "
-            "cpu, and what a function closes over cannot be moved; bind it with "
-            "functools.partial(criterion, weight=weight), or make the criterion an nn.Module that "
-            "has it as a buffer"
+        assert said.startswith(
+            "the criterion uses 'weight' on meta, but this replica computes on cpu"
         )
+        assert "bind it with functools.partial(criterion, weight=weight)" in said
         assert all(parameter.grad is None for parameter in engine.parameters())
 
 

@@ -100,10 +100,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         predicted = [*nested.tensors(learn.pred)]
         learn("after_pred")
         if trains and not _are_same(predicted, [*nested.tensors(learn.pred)]):
-            raise ValueError(
-                "a callback replaced learn.pred in after_pred, when ScatterOnce had computed the "
-                "loss; change the prediction in the model or in the loss function"
-            )
+            why = "a callback replaced learn.pred in after_pred, when the loss had been computed"
+            raise ValueError(f"{why}; change the prediction in the model or in the loss function")
         if len(learn.yb):
             learn.loss_grad = loss if trains else learn.loss_func(learn.pred, *learn.yb)
             learn.loss = learn.loss_grad.clone()

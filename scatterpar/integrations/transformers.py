@@ -458,9 +458,9 @@ def _terms(how: str, batch: Mapping[str, Any]) -> Tensor:
 def _weights(how: str, step: Any) -> list[float]:
     """The weights of the losses of a ``Step``'s batches, or of any other batch's rows."""
     each = [_terms(how, b).sum() for b in step] if isinstance(step, Step) else _terms(how, step)
-    counts = [1.0 if how == SUM else float(n) for n in each]
-    total = 1.0 if how == SUM else sum(counts) or 1.0
-    return [count / total for count in counts]
+    counts = [*map(float, each)]
+    total = sum(counts) or 1.0
+    return [1.0 if how == SUM else count / total for count in counts]
 
 
 def _differ(candidates: Sequence[str], step: Any) -> bool:
@@ -472,9 +472,6 @@ def _options(how: str) -> dict[str, Any]:
     """The engine's options for losses that combine like this."""
     count = lambda inputs, _: _terms(how, inputs["batch"]).sum()  # noqa: E731
     return {"reduction": "sum"} if how == SUM else {"count": count}
-
-
-# Models with two encoders.
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
@@ -508,9 +505,6 @@ class _Placed:
         return getattr(self._accelerator, name)
 
 
-# The batches of a step.
-
-
 def _batches_of(step: Any) -> Sequence[Any]:
     return step if isinstance(step, Step) else [step]
 
@@ -527,16 +521,11 @@ def _by_cost(
         costs = [len(row[name]) for row in rows]
     except (KeyError, TypeError):
         kind = f"dict of {[*rows[0]]}" if isinstance(rows[0], Mapping) else type(rows[0]).__name__
-        raise ValueError(
-            f"micro_batch_cost needs the length of each row's {name!r}, the model's main input, "
-            f"and a row is a {kind}; leave micro_batch_cost out"
-        ) from None
+        needed = f"micro_batch_cost needs the length of each row's {name!r}, the model's main input"
+        raise ValueError(f"{needed}, and a row is a {kind}; leave micro_batch_cost out") from None
     plan = plan_by_cost(len(rows), costs, devices, budget, [1.0] * len(devices))
     numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
     return Step(collate([rows[row] for row in part]) for part in numbers)
-
-
-# Refusals.
 
 
 def _copied(value: Any) -> Any:
@@ -595,7 +584,7 @@ _INCONCLUSIVE = (
     "they are averaged, weighted by the number of labels, or of rows if there are no labels"
 )
 _ONE_DEVICE = (
-    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}, and its loss "
-    "and metrics depend on that; to compare with batches of all replicas, pass "
+    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: its eval_loss "
+    "and metrics are means over batches; to compare with batches of all replicas, pass "
     "per_device_eval_batch_size={}"
 )

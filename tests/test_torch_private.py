@@ -95,6 +95,7 @@ def test_graphs():
     (found,) = private.leaves_reached(loss, [])
     assert found is leaf
     assert private.leaves_reached(loss, [middle.grad_fn]) == []
+    assert private.nodes_reached(loss)[0] is loss.grad_fn
     private.backward([loss], [torch.ones(())])
     assert leaf.grad.tolist() == [2.0, 2.0]
     assert tasks[0] >= 0

@@ -288,16 +288,6 @@ def test_a_compiled_criterion(graphs):
     assert graphs.count >= 1
 
 
-def test_a_whole_batch_loss(graphs):
-    def spread(outputs, _):
-        return (outputs @ outputs.T).logsumexp(1).mean()
-
-    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
-    with engine:
-        assert_step(engine, batch()[0], None, spread, whole_batch=True)
-        assert 1 <= graphs.count <= 2
-
-
 def test_autocast(graphs):
     model, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3).float())
     model.float()

@@ -6,56 +6,34 @@ import copy
 import gc
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from faults.state import capture, differences
+from harness import contrastive, module_cases, weighted
+from harness.agree import LAYOUTS, Case
 from harness.freed import in_time
-from harness.models import CLASSES, FEATURES, mlp, token_classifier
-from harness.module_cases import (
-    Branches,
-    Complex,
-    InOneMemory,
-    Shares,
-    Tied,
-    sparse_tokens,
-    trained_buffer,
-)
+from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import (
     assert_close,
     assert_gradients,
     build,
+    call,
     gradients,
     randint,
     randn,
-    seeded,
     whole_batch,
 )
 from harness.rank_processes import run_on_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from scatterpar import ScatterOnceParallel, count_labels
+from scatterpar import ScatterOnceParallel
 
 CE = nn.CrossEntropyLoss()
 FIRST = randn(9, FEATURES), randint(CLASSES, 9)
 SECOND = randn(7, FEATURES, seed=3), randint(CLASSES, 7, seed=4)
-MIXED = ["cpu:0", "cpu:1", "cpu:0"]  # one replica shares the master's memory, one has its own
-
-
-def tokens(rows, seed):
-    """Token ids, and labels of which every fourth one is ignored: one of a row or two."""
-    labels = randint(CLASSES, rows, 6, seed=seed)
-    labels.view(-1)[::4] = -100
-    return randint(11, rows, 6, seed=seed), labels
-
-
-def of_labels(outputs, labels):
-    return cross_entropy(outputs, labels)
-
-
-def of_pairs(outputs, _):
-    return (outputs @ outputs.T).sigmoid().mean()
 
 
 class Head(nn.Module):
@@ -108,41 +86,37 @@ LOOPS = {
     "by grad": by_grad,
 }
 
-# A model, two batches, the criterion, and options of the step.
 KINDS = {
-    "mlp": (mlp, FIRST, SECOND, CE, {}),
-    "sum": (mlp, FIRST, SECOND, nn.CrossEntropyLoss(reduction="sum"), {}),
-    "unused": (lambda: build(Branches), FIRST, SECOND, CE, {}),
-    "tied": (lambda: build(Tied), FIRST, SECOND, CE, {}),
-    "ignored": (token_classifier, tokens(9, 2), tokens(5, 4), CE, {}),
-    "counted": (token_classifier, tokens(9, 2), tokens(5, 4), of_labels, {"count": count_labels()}),
-    "sparse": (lambda: build(sparse_tokens), tokens(9, 2), tokens(5, 4), CE, {}),
-    "complex": (lambda: build(Complex), FIRST, SECOND, CE, {}),
-    "one memory": (lambda: build(InOneMemory), FIRST, SECOND, CE, {}),
-    "one gradient": (Shares, FIRST, SECOND, CE, {}),
-    "trained buffer": (trained_buffer, FIRST, SECOND, CE, {}),
-    "pairs": (mlp, FIRST, SECOND, of_pairs, {"whole_batch": True}),
+    "mlp": Case(mlp),
+    "sum": weighted.CASES["sum"],
+    "ignored": weighted.CASES["padded, many terms"],
+    "counted": weighted.CASES["count="],
+    "compared": contrastive.CASES["clip"],
+    **{
+        name: module_cases.CASES[name]
+        for name in (
+            *("unused by some", "tied", "sparse gradients", "complex", "a trained buffer"),
+            *("gradients in one memory", "one gradient for two"),
+        )
+    },
 }
-CASES = [("mlp", loop) for loop in LOOPS]
-CASES += [(k, loop) for k in KINDS for loop in ("scaled", "two in one sum") if k != "mlp"]
-CASES += [(k, loop) for k in ("unused", "sparse", "tied") for loop in ("accumulated", "by grad")]
+RUNS = [("mlp", loop) for loop in LOOPS]
+RUNS += [(kind, loop) for kind in KINDS for loop in ("scaled", "two in one sum") if kind != "mlp"]
+RUNS += [(k, "accumulated") for k in ("unused by some", "sparse gradients", "tied")]
+RUNS += [(k, "by grad") for k in ("unused by some", "sparse gradients", "tied")]
 
 
-CONTRACT = [(kind, "scaled") for kind in ("mlp", "counted", "one memory", "one gradient", "unused")]
-
-
-@pytest.mark.parametrize(
-    ("kind", "loop"),
-    [pytest.param(*c, marks=[pytest.mark.contract] * (c in CONTRACT)) for c in CASES],
-)
+@pytest.mark.contract
+@pytest.mark.parametrize(("kind", "loop"), RUNS)
 def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
-    make, *batches, criterion, options = KINDS[kind]
-    with seeded():
-        model = make()
-    twin = copy.deepcopy(model)
-    with ScatterOnceParallel(model, 2, MIXED, verify=False) as engine:
-        LOOPS[loop](*(lambda b=b: engine.loss(*b, criterion, **options) for b in batches), model)
-    LOOPS[loop](*(lambda b=b: criterion(twin(b[0]), b[1]) for b in batches), twin)
+    case = KINDS[kind]
+    model, twin = case.build(), case.build()
+    batches = case.all(), case.rows(range(2, case.count))
+    criterion, plain = case.criterion(model), case.criterion(twin)
+    with ScatterOnceParallel(model, 2, LAYOUTS["mixed"], verify=False) as engine:
+        steps = (partial(engine.loss, *batch, criterion, **case.options) for batch in batches)
+        LOOPS[loop](*steps, model)
+    LOOPS[loop](*(lambda b=b: plain(call(twin, b[0]), b[1]) for b in batches), twin)
     assert_gradients(model, gradients(twin))
     for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
         if theirs.requires_grad:

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread_an_operation"),
     pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"),
 ]
-TABLES = [module_cases, weighted, contrastive, whole_batches, batches]
+TABLES = [weighted, module_cases, contrastive, whole_batches, batches]
 ALL = {name: case for table in TABLES for name, case in table.CASES.items()}
 FEW = [
     *("tied", "sparse gradients", "batch norm", "a trained criterion", "class weights, padded"),

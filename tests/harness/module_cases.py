@@ -643,6 +643,13 @@ def hooked():
     return model
 
 
+def hooked_in_the_middle():
+    """A module's hook changes the gradients that pass."""
+    model = mlp()
+    model[1].register_full_backward_hook(lambda _, before, after: (before[0] * 3,))
+    return model
+
+
 def trained_in_backward():
     """An optimizer in the backward pass once stepped in the middle, or was refused as a write."""
     model = linear().double()
@@ -710,6 +717,8 @@ REFUSED = ("pair", "engine", "compiled")
 CASES = {
     **{name: Case(make) for name, make in MODELS.items()},
     "double backward": Case(ComputesItsOwnGradient, unless=("inference",)),
+    "a hook that changes gradients": Case(hooked_in_the_middle),
+    "float64 that adds up in float32": Case(mlp, engine={"accumulate_dtype": torch.float32}),
     "a number, and no tensors": Case(
         TakesMore,
         batch=((BATCH[0], torch.tensor(1.5).double(), "n", [True, None, [], {}, ()]), BATCH[1]),

@@ -137,13 +137,6 @@ def test_module_hooks_run_in_every_sub_step(devices):
         assert set(calls["forward"][1:]) == {replica[0] for replica in engine.replicas}
 
 
-def test_hooks_that_change_gradients_in_the_backward_pass(devices):
-    model = mlp()
-    model[1].register_full_backward_hook(lambda m, grad_in, grad_out: (grad_in[0] * 3,))
-    with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-
-
 def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices):
     class Lazy(Classifier):
         def forward(self, inputs):

@@ -33,12 +33,6 @@ def test_positional_and_keyword_inputs(devices):
     assert_close(output, INPUTS + 2 * second["x"], "output")
 
 
-def test_rows_along_another_dimension(devices):
-    doubles = Of(lambda _, columns: columns * 2).eval()
-    with ScatterOnceParallel(doubles, 2, devices(3), dim=1) as engine:
-        assert_close(engine(INPUTS.T), INPUTS.T * 2, "output")
-
-
 @pytest.mark.contract
 def test_numbers_without_rows_are_averaged_over_the_rows(devices):
     """Micro-batches have two rows, and one has one."""

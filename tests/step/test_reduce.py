@@ -12,7 +12,6 @@ from harness.models import CLASSES, FEATURES, Classifier, Of, Returns, mlp
 from harness.oracle import (
     assert_close,
     assert_gradients,
-    assert_step,
     build,
     randint,
     randn,
@@ -76,14 +75,6 @@ def test_the_sum_is_rounded_once(device_ids, dtype):
     with ScatterOnceParallel(model, accum, device_ids, **wide) as engine:
         engine.forward_backward(inputs, targets, nn.MSELoss(reduction="sum"))
     assert torch.equal(model.weight.grad, exact.to(dtype))
-
-
-@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
-def test_what_is_wider_already_keeps_its_dtype(device_ids):
-    model = build(lambda: nn.Linear(6, 3))
-    with ScatterOnceParallel(model, 2, device_ids, accumulate_dtype=torch.float32) as engine:
-        assert_step(engine, randn(7, 6), randint(3, 7), nn.CrossEntropyLoss())
-    assert model.weight.grad.dtype == torch.float64
 
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)

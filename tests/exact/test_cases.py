@@ -20,7 +20,9 @@ FEW = [
     *("count=", "clip", "texts"),
 ]
 QUICK = {
-    **dict.fromkeys(["engine", "pair", "whole batch", "inference"], ()),
+    **dict.fromkeys(["engine", "pair"], ()),
+    "whole batch": [name for name in ALL if not name.endswith("two rows")],
+    "inference": [*module_cases.CASES, *batches.CASES],  # others have one model
     **dict.fromkeys(["loss", "check", "by cost", "guarded", "guarded pair"], FEW),
     "graphs": ["tied", "class weights, padded"],
     "compiled": ["tied"],  # others take seconds
@@ -39,6 +41,7 @@ def test_a_step_is_that_of_plain_torch(case, runner, layout):
 
 
 ON_RANKS = {
+    weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     module_cases: [
         *("tied", "spectral norm", "own parameters", "frozen and thawed", "several dtypes"),
         *("complex", "conjugates", "negatives", "changes between steps", "half beside double"),
@@ -46,16 +49,15 @@ ON_RANKS = {
         *("a trained criterion", "a trained buffer", "constant buffers", "bfloat16 beside double"),
         "overlapping buffer, row",
     ],
-    weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     contrastive: ["clip", "barlow_twins", "ranking"],
     batches: ["a codebook of 64 and 32 rows"],
 }
 RUNS_OF_RANKS = [
+    *((2, table, name, "engine") for table, names in ON_RANKS.items() for name in names),
     *((size, module_cases, "tied", "engine") for size in (1, 3)),
     *((3, contrastive, "clip", runner) for runner in ("engine", "by cost")),
     (2, module_cases, "tied", "graphs"),
     *((2, weighted, name, "by cost") for name in ("padded", "mean")),
-    *((2, table, name, "engine") for table, names in ON_RANKS.items() for name in names),
 ]
 
 

@@ -78,10 +78,7 @@ def test_a_plan_prints_as_a_table():
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
-@pytest.mark.parametrize(
-    ("shares", "substeps"),
-    [(None, (6, 5, 5, 15)), ([3, 1], (6, 6, 6, 5, 8))],
-)
+@pytest.mark.parametrize(("shares", "substeps"), [(None, (6, 5, 5, 15)), ([3, 1], (6, 6, 6, 5, 8))])
 def test_each_replica_may_have_a_micro_batch_size_of_its_own(
     devices, shares, substeps, whole_batch
 ):

@@ -8,13 +8,7 @@ import pytest
 import torch
 from harness.batches import LABELS, TEXTS, WINDOW, Reader, pad
 from harness.models import CLASSES, FEATURES
-from harness.oracle import (
-    assert_gradients,
-    assert_step,
-    build,
-    randn,
-    whole_batch,
-)
+from harness.oracle import assert_gradients, assert_step, build, randn, whole_batch
 from pair.common import Pair
 from torch import nn
 

@@ -15,12 +15,7 @@ import torch
 from harness.isolation import MixedMemories, guarded
 from harness.models import CLASSES, FEATURES, Returns, mlp
 from harness.notes import beginning_of_note
-from harness.oracle import (
-    assert_close,
-    build,
-    randint,
-    randn,
-)
+from harness.oracle import assert_close, build, randint, randn
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
@@ -46,10 +41,7 @@ def test_batch_statistics(monkeypatch):
 def test_inference_and_outputs(monkeypatch):
     model = mlp()
     expected = model(BATCH[0]).detach()
-    with (
-        ScatterOnceParallel(model, 2, VIRTUAL) as engine,
-        guarded(monkeypatch, model) as memories,
-    ):
+    with ScatterOnceParallel(model, 2, VIRTUAL) as engine, guarded(monkeypatch, model) as memories:
         _, outputs = engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), return_outputs=True)
         assert [memories.owner(output) for output in outputs] == list(map(torch.device, VIRTUAL))
         engine.eval()

@@ -9,14 +9,7 @@ import pytest
 import torch
 from harness.batches import LABELS, Quantizer
 from harness.models import CLASSES, FEATURES, Classifier, Of, Returns, mlp
-from harness.oracle import (
-    assert_close,
-    assert_gradients,
-    build,
-    randint,
-    randn,
-    whole_batch,
-)
+from harness.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
 from harness.rank_processes import Counted, failure, run_on_ranks
 from hypothesis import given
 from hypothesis import strategies as st

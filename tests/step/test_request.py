@@ -13,15 +13,7 @@ from faults.bad_inputs import attempt, bad_inputs
 from faults.forked import run_forked
 from faults.state import capture, differences
 from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp
-from harness.oracle import (
-    assert_gradients,
-    assert_step,
-    build,
-    gradients,
-    randint,
-    randn,
-    seeded,
-)
+from harness.oracle import assert_gradients, assert_step, build, gradients, randint, randn, seeded
 from harness.stop_iteration import RaisesStopIteration, assert_arrives_from_everywhere
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -322,10 +314,7 @@ def integers(model):
     ("change", "words"),
     [
         (integers, r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr"),
-        (
-            packed,
-            r"the parameter '0.weight', a TwoTensor, .* made of other tensors, as torchao's",
-        ),
+        (packed, r"the parameter '0.weight', a TwoTensor, .* made of other tensors, as torchao's"),
         (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
         (
             scripted,

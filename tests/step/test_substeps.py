@@ -94,9 +94,7 @@ def test_rows_of_several_batches_count_through_all_of_them(devices):
     second[0] = BAD
     with failing_engine(devices(2), accum=1) as engine, pytest.raises(ArithmeticError) as caught:
         engine.forward_backward(
-            Rows.from_batches([first, second]),
-            Rows.from_batches([LABELS[:5], LABELS[5:]]),
-            LOSS,
+            Rows.from_batches([first, second]), Rows.from_batches([LABELS[:5], LABELS[5:]]), LOSS
         )
     (note,) = caught.value.__notes__
     assert "sub-step 1 of 2, rows 5 to 8, counted from 0" in note

@@ -159,6 +159,7 @@ class DataParallelCriterion(_OfPair):
         ValueError: a device that is not here.
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> criterion = DataParallelCriterion(nn.MSELoss())
         >>> criterion((torch.zeros(2, 1), torch.zeros(1, 1)), torch.tensor([[1.0], [1.0], [4.0]]))

@@ -193,7 +193,7 @@ PADDED, PADDED_TAGS = pad(TEXTS), pad_tags(TAGS)
 OF_ROWS = ("engine", "loss", "check", "whole batch", "by cost", "guarded", "inference")
 BY_ROW = ("engine", "loss", "check", "by cost", "guarded")  # outputs of other lengths
 OF_PAIRS = (*OF_ROWS, "pair", "guarded pair")
-WINDOWS = ("engine", "loss", "check", "whole batch")
+WINDOWS = ("engine", "loss", "whole batch")  # a check takes one batch
 BY_LENGTH = {
     "engine": {"micro_batch_cost": 10},
     "options": {"costs": LENGTHS},
@@ -230,7 +230,7 @@ CASES = {
         Reader,
         (Rows(TEXTS, pad), Rows(list(LABELS), torch.stack)),
         plain=(PADDED, LABELS),
-        only=OF_PAIRS,
+        only=(*OF_ROWS, "pair"),
     ),
     "texts by length": texts(**BY_LENGTH | {"only": (*BY_LENGTH["only"], "inference")}),
     "tags": texts(tagged=True, only=BY_ROW),
@@ -287,7 +287,7 @@ CASES = {
         mappings(*WINDOW[:2])[0],
         lambda _: None,
         plain=mappings(*WINDOW[:2])[1],
-        only=("engine", "loss", "check"),
+        only=("engine", "loss"),
     ),
     **{
         f"a window, {what}{how}": Case(
@@ -308,7 +308,7 @@ CASES = {
             lambda: nn.Sequential(nn.Embedding(CLASSES, FEATURES), mlp()),
             concatenated(ignored)[0],
             plain=concatenated(ignored)[1],
-            only=WINDOWS[:3],
+            only=("engine", "loss", "check"),
         )
         for how, ignored in (("", False), (", ignored", True))
     },

@@ -25,7 +25,7 @@ from scatterpar.torch_private import hooks_taken_off, uncompiled
 from scatterpar.verify.user_state import UserState
 
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_SMALLEST_SCALE = 1e-6  # gradients smaller than this part of the largest are only rounding
+_SMALLEST_SCALE = 1e-2  # a gradient below this part of the largest may be rounding alone
 
 Gradients = Sequence[Tensor | None]
 
@@ -37,8 +37,9 @@ class GradientCheck:
     Attributes:
         rows: the size of the batch.
         worst: the largest relative difference of a parameter: the largest difference of an entry
-            over the largest entry. Infinite for NaN, or if only one of the two has a gradient and
-            it is not zero.
+            over the largest entry, or over a hundredth of the largest of all parameters, if that is
+            more: a gradient that is zero is computed as rounding. Infinite for NaN, or if only one
+            of the two has a gradient and it is not zero.
         parameter: the name of this parameter.
         limit: the largest difference that rounding explains, given the coarsest dtype in the step.
         meaning: possible reasons of a difference.

@@ -90,7 +90,7 @@ def case(name: str, rows: int, accum: int = 3) -> Case:
         lambda _: LOSSES[name],
         accum=accum,
         options={"whole_batch": True},
-        only=("engine", "loss", "by cost", "compiled", "guarded"),
+        only=("engine", "loss", "check", "by cost", "compiled", "guarded"),
     )
 
 

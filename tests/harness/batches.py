@@ -230,7 +230,7 @@ CASES = {
         Reader,
         (Rows(TEXTS, pad), Rows(list(LABELS), torch.stack)),
         plain=(PADDED, LABELS),
-        only=(*OF_ROWS, "pair"),
+        only=(*OF_ROWS, "pair"),  # its collate makes tensors in the caller's thread: no guard
     ),
     "texts by length": texts(**BY_LENGTH | {"only": (*BY_LENGTH["only"], "inference")}),
     "tags": texts(tagged=True, only=BY_ROW),

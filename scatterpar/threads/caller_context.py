@@ -115,9 +115,13 @@ class Interrupts:
             handlers = [(number, _signal.getsignal(number)) for number in _INTERRUPTS]
             self._handlers = {number: handler for number, handler in handlers if callable(handler)}
             self._allowed = True  # an interrupt may come between these lines
-            for number in self._handlers:
-                _signal.signal(number, self._receive)
-            self._allowed = False
+            try:
+                for number in self._handlers:
+                    _signal.signal(number, self._receive)
+                self._allowed = False
+            except BaseException:  # no ``__exit__`` follows
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

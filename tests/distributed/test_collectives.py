@@ -291,12 +291,13 @@ def die(rank, store):
 
 @pytest.mark.slow
 def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path):
-    code = "import sys, test_collectives as t; t.die(int(sys.argv[1]), *sys.argv[2:])"
+    code = "import sys; from distributed import test_collectives as t; "
+    code += "t.die(int(sys.argv[1]), *sys.argv[2:])"
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
-            cwd=os.path.dirname(__file__),
+            cwd=os.path.dirname(os.path.dirname(__file__)),
             **options,
         )
         for rank in (0, 1)

@@ -172,7 +172,7 @@ def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
         assert said in "".join(capsys.readouterr())
     assert {file: file.read_bytes() for file in whole.iterdir()} == before
     start, *_ = records(whole, "run")
-    assert start["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(start["versions"]["torch"])  # its package has no "+cu130"
     assert start.keys() >= {"command", "devices", "system", "commit"}
 
 

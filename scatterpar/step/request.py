@@ -163,6 +163,11 @@ def check_options(
         raise ValueError(
             f"accumulate_dtype must be floating-point, as torch.float32 is, got {accumulate_dtype}"
         )
+    _check_buffers(buffers)
+    _check_synchronised(module)
+
+
+def _check_buffers(buffers: Any) -> None:
     if buffers == "mean":
         raise ValueError(
             'buffers="mean" was removed in 0.3.0; pass "batch", which updates running statistics '
@@ -170,7 +175,6 @@ def check_options(
         )
     if buffers not in ("master", "batch"):
         raise ValueError(f'buffers must be "master" or "batch", got {buffers!r}')
-    _check_synchronised(module)
 
 
 def check_module(module: Any) -> None:

@@ -28,7 +28,7 @@ def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
         )
 
 
-def observe(attempt: Attempt, gradients: list[dict[int, Tensor]]) -> None:
+def observe(attempt: Attempt) -> None:
     """Record the number of replicas that had terms, and their ``sum of c_i |g_i|^2``."""
     request, weights = attempt.request, attempt.weights
     counts = [float(share.rows) for share in attempt.plan.shares]
@@ -37,11 +37,25 @@ def observe(attempt: Attempt, gradients: list[dict[int, Tensor]]) -> None:
     # Gradients of a mean were divided by the number of all terms, those of a sum by nothing.
     scale = request.scale / weights.terms if request.is_mean and weights.terms else request.scale
     squares = [
-        count * _squared_norm(of_replica.values()) / (scale * count) ** 2
-        for count, of_replica in zip(counts, gradients, strict=True)
+        count * _squared_norm(_gradients_of(attempt, replica).values()) / (scale * count) ** 2
+        for replica, count in enumerate(counts)
         if count
     ]
     attempt.observed = sum(squares), len(squares)
+
+
+def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:
+    """The gradients of one replica, by ``id`` of the user's leaf.
+
+    A leaf that model and criterion share is one parameter: the norm is that of the sum.
+    """
+    gradients: dict[int, Tensor] = {}
+    for each in attempt.replicas.replica_sets:
+        for i in each.trained_indices:
+            leaf, gradient = id(each.tensors[i]), each.replicas[replica].tensors[i].grad
+            if gradient is not None:
+                gradients[leaf] = gradients[leaf] + gradient if leaf in gradients else gradient
+    return gradients
 
 
 def noise_of(outcome: Outcome) -> GradientNoise:

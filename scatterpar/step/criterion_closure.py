@@ -6,7 +6,7 @@ import contextlib
 import dis
 import functools
 import types
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,10 +17,9 @@ from scatterpar.devices.coalescing import flat_view
 from scatterpar.replicas.module_copy import contents, module_of
 from scatterpar.threads.workers import add_note
 
-_DEPTH = 4  # a function, another one in its file, an object there, a list in the object
+DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 _MAX_ENTRIES = 1000  # of a container; longer ones are data
-_PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
-_MAX_LABELS = 8  # integers that are taken for ignored labels
+PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 
 
 def closure_and_globals(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -51,30 +50,8 @@ Held = Tensor | nn.Module | torch.Generator
 
 def closure_contents(function: Any) -> list[Held]:
     """The tensors, modules and generators that a criterion refers to, except its own module."""
-    values = _reachable(function, _DEPTH, {id(module_of(function))})
+    values = reachable(function, DEPTH, {id(module_of(function))})
     return [value for value in values if isinstance(value, Held)]
-
-
-def describe(*functions: Any) -> tuple[Hashable, Hashable]:
-    """Two keys for functions, without addresses: of their code and switches; of their numbers."""
-    values = _reachable(functions, _DEPTH + 1, set())
-    for value in [value for value in values if isinstance(value, nn.Module)]:
-        if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
-            for part in value.modules():
-                values += [type(part).__qualname__, *part._buffers.values()]
-                values += [v for v in vars(part).values() if isinstance(v, _PLAIN)]
-    parts: set[Hashable] = set()
-    numbers: list[float] = []
-    for value in values:
-        if type(value) in (int, float):
-            numbers.append(value)
-        elif value is None or isinstance(value, (bool, str)):
-            parts.add(value)
-        elif isinstance(value, Tensor):
-            parts.add((value.dtype, value.ndim))
-        else:  # of a function its code
-            parts.add(getattr(value, "__code__", type(value).__qualname__))
-    return hash(frozenset(parts)), str(numbers)
 
 
 def trained_leaves(held: Sequence[Held]) -> list[Tensor]:
@@ -92,13 +69,13 @@ def training_buffers(held: Sequence[Held]) -> list[Tensor]:
     return list({id(buffer): buffer for buffer in writable}.values())
 
 
-def _reachable(root: Any, depth: int, seen: set[int]) -> list[Any]:
+def reachable(root: Any, depth: int, seen: set[int]) -> list[Any]:
     """``root`` and what it leads to, each before its children, as far as user objects allow it."""
     found, rest = [], [(root, depth)]
     with contextlib.suppress(Exception):  # raised by a user's object
         while rest:
             value, left = rest.pop()
-            if isinstance(value, _PLAIN):
+            if isinstance(value, PLAIN):
                 found.append(value)
             elif id(value) not in seen:
                 found.append(value)
@@ -115,15 +92,16 @@ def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return value.__self__, value.__func__
     of_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
-    return () if of_torch else _named_values(value).values()
+    return () if of_torch else named_values(value).values()
 
 
-def _named_values(function: Any) -> dict[str, Any]:
+def named_values(function: Any) -> dict[str, Any]:
+    """The objects that a function refers to, by name: bound, closed over, global, attributes."""
     if isinstance(function, functools.partial):
         bound = {f"argument {k}": value for k, value in enumerate(function.args)}
-        return {**_named_values(function.func), **bound, **function.keywords}
+        return {**named_values(function.func), **bound, **function.keywords}
     if isinstance(function, types.MethodType):
-        return {**_named_values(function.__func__), **_named_values(function.__self__)}
+        return {**named_values(function.__func__), **named_values(function.__self__)}
     if isinstance(function, types.FunctionType):
         closure, file_globals = closure_and_globals(function)
         return {**file_globals, **closure}
@@ -133,7 +111,7 @@ def _named_values(function: Any) -> dict[str, Any]:
 
 def note_wrong_devices(error: BaseException, function: Any, device: torch.device) -> None:
     """Add a note to ``error`` per tensor of ``function``'s closure that is not on ``device``."""
-    for name, value in _named_values(function).items():
+    for name, value in named_values(function).items():
         tensor = next(value.parameters(), None) if isinstance(value, nn.Module) else value
         if isinstance(tensor, Tensor) and tensor.device != device:
             add_note(
@@ -156,22 +134,9 @@ def not_replicated(leaf: Tensor, criterion: Any) -> ValueError:
 
 def _name_in(function: Any, leaf: Tensor) -> str:
     """The name by which ``function`` refers to ``leaf``; otherwise its shape."""
-    for name, value in _named_values(function).items():
+    for name, value in named_values(function).items():
         named = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
         for inner, tensor in named:
             if tensor is leaf:
                 return f"{name}.{inner}" if inner else name
     return f"a parameter of shape {tuple(leaf.shape)}"
-
-
-def ignored_values(function: Any) -> list[int]:
-    """Labels that ``function`` may ignore: -100, and the first integers that it refers to."""
-    values: list[Any] = [-100]
-    for value in (function, *_named_values(function).values()):
-        modules = value.modules() if isinstance(value, nn.Module) else [value]
-        values += [getattr(each, "ignore_index", None) for each in modules]
-        values += [value, *_named_values(value).values()]
-    while isinstance(function, functools.partial):
-        function = function.func
-    values += getattr(getattr(function, "__code__", None), "co_consts", ())
-    return list(dict.fromkeys(v for v in values if type(v) is int))[:_MAX_LABELS]

@@ -34,7 +34,7 @@ from scatterpar.devices.coalescing import (
 from scatterpar.devices.runtime import no_kernel_search, physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.buffers import BufferValue
-from scatterpar.replicas.replicas import ReplicaSet, Statistics
+from scatterpar.replicas.replicas import Statistics
 from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import has_known_term_count
@@ -96,15 +96,14 @@ class Outcome:
 
 # Around all of the step up to the commit: ranks exchange sums, and what one raises all raise.
 Combine = Callable[[Callable[[], Outcome]], Outcome]
-# Called before the commit with the gradients of each replica, by ``id`` of the user's leaf.
-Observer = Callable[[Attempt, list[dict[int, Tensor]]], None]
+# Called while each replica has its own gradients, before they are added.
+Observer = Callable[[Attempt], None]
 
 
 def reduce(attempt: Attempt, computed: Computed, observers: Sequence[Observer]) -> Outcome:
     """Combine what the replicas have; the results of the step are in the master's memory."""
-    sets, active = attempt.replicas.replica_sets, len(attempt.plan.shares)
     for observe in observers:
-        observe(attempt, [_gradients_of(sets, replica) for replica in range(active)])
+        observe(attempt)
     written = attempt.written()  # buffers that the criterion has written keep its values
     buffers = [one for one in reduce_buffers(attempt) if id(one[0].get(one[1])) not in written]
     return Outcome(
@@ -117,17 +116,6 @@ def reduce(attempt: Attempt, computed: Computed, observers: Sequence[Observer]) 
         buffers=buffers,
         statistics=reduce_statistics(attempt),
     )
-
-
-def _gradients_of(replica_sets: Sequence[ReplicaSet], replica: int) -> dict[int, Tensor]:
-    """The gradients of one replica; a tensor that model and criterion share counts once."""
-    gradients: dict[int, Tensor] = {}
-    for each in replica_sets:
-        for i in each.trained_indices:
-            leaf, gradient = id(each.tensors[i]), each.replicas[replica].tensors[i].grad
-            if gradient is not None:
-                gradients[leaf] = gradients[leaf] + gradient if leaf in gradients else gradient
-    return gradients
 
 
 def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gradient]:

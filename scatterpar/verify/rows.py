@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, all_tensors
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import to_device, to_host, to_numbers
+from scatterpar.step.criterion_closure import named_values
 from scatterpar.step.request import Request
 
 _LARGEST = 2**22  # tensors of more elements are not searched
+_MAX_LABELS = 8  # integers that are taken for ignored labels
 _WORDS = 1000  # labels above this are token ids, of which only the power of two counts
 
 Parts = Sequence[Sequence[int]]
@@ -118,6 +121,19 @@ def choose_rows(
     some = (more * 4 + 3) // 7
     parts = taken[:some], taken[some:more], *([row] for row in taken[more:])
     return [part for part in parts if part]
+
+
+def ignored_values(function: Any) -> list[int]:
+    """Labels that ``function`` may ignore: -100, and the first integers that it refers to."""
+    values: list[Any] = [-100]
+    for value in (function, *named_values(function).values()):
+        modules = value.modules() if isinstance(value, nn.Module) else [value]
+        values += [getattr(each, "ignore_index", None) for each in modules]
+        values += [value, *named_values(value).values()]
+    while isinstance(function, functools.partial):
+        function = function.func
+    values += getattr(getattr(function, "__code__", None), "co_consts", ())
+    return list(dict.fromkeys(v for v in values if type(v) is int))[:_MAX_LABELS]
 
 
 def halves(parts: Parts) -> Parts:

@@ -23,7 +23,7 @@ from itertools import chain, islice, product
 from threading import Event
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import all_tensors
@@ -34,7 +34,7 @@ from scatterpar.plan import shown
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.criterion_closure import describe, ignored_values
+from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
 from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
@@ -45,6 +45,7 @@ from scatterpar.verify.rows import (
     Parts,
     choose_rows,
     halves,
+    ignored_values,
     informative_tensors,
     may_be_labels,
     ranges_of,
@@ -187,6 +188,28 @@ class Verifier:
         words = [t for t in leaves if isinstance(t, (bool, str))]
         key = made_of, splits, request.whole_batch, hash(tuple(batch))
         return self._kinds[key], hash((flags, numbers, *words))
+
+
+def describe(*functions: Any) -> tuple[Hashable, Hashable]:
+    """Two keys for functions, without addresses: of their code and switches; of their numbers."""
+    values = reachable(functions, DEPTH + 1, set())
+    for value in [value for value in values if isinstance(value, nn.Module)]:
+        if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
+            for part in value.modules():
+                values += [type(part).__qualname__, *part._buffers.values()]
+                values += [v for v in vars(part).values() if isinstance(v, PLAIN)]
+    parts: set[Hashable] = set()
+    numbers: list[float] = []
+    for value in values:
+        if type(value) in (int, float):
+            numbers.append(value)
+        elif value is None or isinstance(value, (bool, str)):
+            parts.add(value)
+        elif isinstance(value, Tensor):
+            parts.add((value.dtype, value.ndim))
+        else:  # of a function its code
+            parts.add(getattr(value, "__code__", type(value).__qualname__))
+    return hash(frozenset(parts)), str(numbers)
 
 
 def fits(

@@ -42,8 +42,8 @@ from scatterpar.step.commit import commit
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
-from scatterpar.step.request import Count, Request, check_options
-from scatterpar.step.scatter import micro_batches, scatter
+from scatterpar.step.request import Call, Count, Request, check_options, checked
+from scatterpar.step.scatter import in_order, micro_batches, scatter
 from scatterpar.step.schedule import Schedule, compute
 from scatterpar.step.substeps import call_inputs
 from scatterpar.threads.workers import Workers
@@ -298,8 +298,8 @@ class ScatterOnceParallel(Wrapper):
             Exceptions of the module or the criterion are raised unchanged, with a note that names
             the replica and sub-step. After any exception, nothing has changed.
         """
-        args = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        return self._step(self._request(*args, costs=costs), deferred=False)
+        options = reduction, count, scaler, return_outputs, whole_batch, costs
+        return self._step(Call(inputs, targets, criterion, *options), deferred=False)
 
     def loss(
         self,
@@ -341,50 +341,55 @@ class ScatterOnceParallel(Wrapper):
             >>> model.weight.grad.shape
             torch.Size([2, 4])
         """
-        args = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        request = self._request(*args, costs=costs, backward=torch.is_grad_enabled())
-        return self._step(request, deferred=True)
+        options = reduction, count, scaler, return_outputs, whole_batch, costs
+        return self._step(Call(inputs, targets, criterion, *options), deferred=True)
 
-    def _step(self, request: Request, *, deferred: bool) -> Any:
+    def _step(self, call: Call, *, deferred: bool) -> Any:
         """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""
         with self._workers.exclusive(self.module), self._timed() as waited:
-            compute = partial(self._fit, request)
+            compute = partial(self._fit, call, not deferred or torch.is_grad_enabled())
             outcome = self._combine(compute) if self._combine else compute()
             attempt = outcome.attempt
             with attempt, attempt.span("commit"):
                 noise = self._noise_of(outcome) if self._noise_of else None
                 loss = commit(outcome, deferred=deferred)  # 6
             self.last_step = outcome.report(noise, waited)
-        return (loss, outcome.outputs) if request.return_outputs else loss
+        return (loss, outcome.outputs) if call.return_outputs else loss
 
-    def _fit(self, request: Request) -> Outcome:
+    def _fit(self, call: Call, backward: bool) -> Outcome:
         """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
-        checked, schedule = request.checked(self.device_ids[0]), self._schedule(request)
+        schedule = self._schedule(call)
+        request = checked(call, self.dim, self.device_ids[0], self.check_finite, backward)
         if self._auto_accum:
+            plan_with = partial(self._plan, request.sizes)  # 1
             compute = partial(self._compute, schedule)
-            args = partial(self._plan, checked.sizes), compute, self._workers.release  # 1
-            outcome = self._auto_accum.fit(checked, len(self.device_ids), *args)
+            replicas, release = len(self.device_ids), self._workers.release
+            outcome = self._auto_accum.fit(request, replicas, plan_with, compute, release)
         else:
-            plan = self.plan(checked.sizes, checked.costs)  # 1
-            outcome = self._compute(schedule, checked.in_order(plan.order), plan)
+            plan = self.plan(request.sizes, call.costs)  # 1
+            outcome = self._compute(schedule, request, plan)
         with outcome.attempt:
             self._workers.interrupts.deliver()  # later ones wait until every rank has committed
         return outcome
 
-    def _schedule(self, request: Request) -> Schedule:
-        """How the shares of a request become gradients."""
-        if not request.whole_batch:
+    def _schedule(self, call: Call) -> Schedule:
+        """How the shares of a call become gradients."""
+        if not call.whole_batch:
             return self._one_pass
         from scatterpar.two_passes import TwoPasses
 
-        return TwoPasses(request, self._ranks, self.graphs)
+        return TwoPasses(call, self._ranks, self.graphs)
 
     def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
-        data, have_losses = schedule.data(request), schedule.weights_apply()
         with self._attempt(request, plan, **trial) as attempt:
-            phase, transfers = attempt.phase, attempt.transfers
+            phase, transfers, have_losses = (
+                attempt.phase,
+                attempt.transfers,
+                schedule.weights_apply(),
+            )
             with phase("scatter"):  # 2
+                data = in_order(schedule.data(request), plan, self.dim)
                 pieces = micro_batches(data, plan, self.dim) if have_losses else None
                 attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
@@ -428,11 +433,6 @@ class ScatterOnceParallel(Wrapper):
 
     def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
         return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
-
-    def _request(self, *args: Any, **options: Any) -> Request:
-        """The arguments of one call, with the engine's options."""
-        options |= {"dim": self.dim, "check_finite": self.check_finite}
-        return Request(*args, **options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.
@@ -517,7 +517,8 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
-            request = self._request(call_inputs(inputs, kwargs)).in_order(plan.order)
+            batch = call_inputs(inputs, kwargs), None
+            request = Request([(0, batch)], self.dim, [rows])
             with self._attempt(request, plan) as attempt:
                 return map_rows(attempt, self.module, function, pad)
 
@@ -555,14 +556,13 @@ class ScatterOnceParallel(Wrapper):
         """
         from scatterpar.verify.gradient_check import compare
 
-        args = inputs, targets, criterion, reduction, count
-        request = self._request(*args, whole_batch=whole_batch, costs=costs)
+        call = Call(inputs, targets, criterion, reduction, count, whole_batch=whole_batch)
         with self._workers.exclusive(self.module):
-            master = self.device_ids[0]
-            schedule, request = self._schedule(request), request.checked(master)
-            plan = self.plan(request.sizes, request.costs)
-            planned = schedule, request.in_order(plan.order), plan
-            trial = partial(self._compute, *planned, max_substeps=request.rows)  # of this rank only
+            schedule, master = self._schedule(call), self.device_ids[0]
+            request = checked(call, self.dim, master, self.check_finite)
+            plan = self.plan(request.sizes, costs)
+            # A limit on sub-steps makes it a trial, of this rank only.
+            trial = partial(self._compute, schedule, request, plan, max_substeps=request.rows)
             return compare(self.module, request, master, self._workers, trial)
 
     @contextlib.contextmanager

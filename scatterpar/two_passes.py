@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker, has_markers_with_rows, unwrap_markers
+from scatterpar.batch.markers import BatchList, Marker, has_markers_with_rows, unwrap_markers
 from scatterpar.batch.nested import Lists, join_rows
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory, synchronize
@@ -37,8 +37,8 @@ from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Computed, Gradient, check_entries, returned_outputs
-from scatterpar.step.request import Request
-from scatterpar.step.scatter import BatchList, LeafMover
+from scatterpar.step.request import Call, Request
+from scatterpar.step.scatter import LeafMover
 from scatterpar.step.schedule import Schedule, set_aside
 from scatterpar.step.substeps import (
     ReplicaTask,
@@ -61,24 +61,24 @@ if TYPE_CHECKING:
 class TwoPasses(Schedule):
     """The schedule of ``whole_batch=True``; ``ranks`` are the other processes that have rows.
 
-    Raises ``ValueError`` for a request without a criterion, or with ``reduction`` or ``count``.
+    Raises ``ValueError`` for a call without a criterion, or with ``reduction`` or ``count``.
     """
 
     replicas_of_criterion = 1  # the master's
 
-    def __init__(self, request: Request, ranks: Ranks | None, graphs: bool = False) -> None:
+    def __init__(self, call: Call, ranks: Ranks | None, graphs: bool = False) -> None:
         self._ranks = ranks
         if graphs:
             raise ValueError(
                 "graphs=True captures the loss with its sub-step, and whole_batch=True computes it "
                 "after all forward passes: make another engine, without graphs, for this loss"
             )
-        if request.criterion is None:
+        if call.criterion is None:
             raise ValueError(
                 "whole_batch=True without a criterion: return the outputs of the rows from "
                 "forward, and pass criterion=, which is called once as criterion(outputs, targets)"
             )
-        for name, value in (("reduction", request.reduction), ("count", request.count)):
+        for name, value in (("reduction", call.reduction), ("count", call.count)):
             if value is not None:
                 raise ValueError(
                     f"{name}= says how the losses of micro-batches combine, and with "
@@ -87,7 +87,7 @@ class TwoPasses(Schedule):
 
     def data(self, request: Request) -> BatchList:
         """The inputs only: the master alone needs the targets."""
-        return [(first, (inputs, None)) for first, (inputs, _) in request.batch]
+        return [(first, (inputs, None)) for first, (inputs, _) in request.batches]
 
     def weights_apply(self) -> bool:
         """No: micro-batches have outputs, and the loss is that of all rows."""
@@ -188,9 +188,9 @@ class WholeBatch:
         pieces.sort(key=lambda piece: piece[0])
         self._pieces = [piece for _, piece in pieces]
         self._rows = [stop - start for (start, stop), _ in pieces]
-        self._order = request.order
+        self._order = attempt.plan.order
         self._targets = self._joined_targets()
-        self._lists = any(has_markers_with_rows(inputs) for _, (inputs, _) in request.batch)
+        self._lists = any(has_markers_with_rows(inputs) for _, (inputs, _) in request.batches)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
         """``output`` in the master's memory, as a leaf that accumulates a gradient."""
@@ -202,7 +202,7 @@ class WholeBatch:
 
     def _joined_targets(self) -> Any:
         """The targets of all batches on the master, with their markers."""
-        targets = [of_batch for _, of_batch in self._request.batches]
+        targets = [of_batch for _, (_, of_batch) in self._request.batches]
         on_master = partial(LeafMover(self._attempt.transfers).move, self._master)
         dim, sizes = self._request.dim, self._request.sizes
 

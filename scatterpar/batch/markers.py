@@ -206,29 +206,33 @@ class Batches:
         return f"Rows.from_batches({len(self.entries)} batches)"
 
 
-def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
-    """The (inputs, targets) of each batch, and the number of rows of each batch."""
+BatchList = Sequence[tuple[int, Any]]  # per batch: the number of its first row, (inputs, targets)
+
+
+def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int]]:
+    """The batches, and the number of rows of each."""
     parts = {"inputs": inputs, "targets": targets}
     split = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
     if not split:
-        return [(inputs, targets)], [count_rows(parts, dim)]
+        return [(0, (inputs, targets))], [count_rows(parts, dim)]
     sizes = {
         name: [count_rows({f"{name}, batch {k}": batch}, dim) for k, batch in enumerate(batches)]
         for name, batches in split.items()
     }
     batch_sizes = next(iter(sizes.values()))
-    total = sum(batch_sizes)
+    *firsts, total = accumulate(batch_sizes, initial=0)
     for name in parts.keys() - split.keys():  # one batch: it is sliced like the others
         rows = count_rows({name: parts[name]}, dim, known=total)
         sizes[name] = batch_sizes if rows == total else [rows]
-        ends = pairwise(accumulate(batch_sizes, initial=0))
+        ends = pairwise([*firsts, total])
         split[name] = [
             select_rows(parts[name], range(*span), dim) for span in ends if rows == total
         ]
     if any(each != batch_sizes for each in sizes.values()):
         shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
         raise ValueError(f"the several batches disagree in their rows along dim={dim}: {shown}")
-    return list(zip(split["inputs"], split["targets"], strict=True)), batch_sizes
+    pairs = zip(split["inputs"], split["targets"], strict=True)
+    return list(zip(firsts, pairs, strict=True)), batch_sizes
 
 
 def has_markers(value: Any) -> bool:

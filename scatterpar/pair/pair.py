@@ -142,7 +142,7 @@ class DataParallelModel(_OfPair):
                 nested.refuse_generators(output)
                 return output
 
-            return tuple(self._run(Request((inputs, kwargs), dim=self.dim), plan, output_of))
+            return tuple(self._run(Request([], self.dim), plan, output_of))
 
 
 class DataParallelCriterion(_OfPair):
@@ -209,7 +209,10 @@ class DataParallelCriterion(_OfPair):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         with self._workers.exclusive(), AutogradTransfers() as transfers:
             reduction = resolve_reduction(self.module, reduction)
-            request = Request(outputs, targets, self.module, reduction, count, dim=self.dim)
+            batches = [(0, (outputs, targets))]
+            request = Request(
+                batches, self.dim, criterion=self.module, reduction=reduction, count=count
+            )
             plan = self._plan(outputs, targets)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))

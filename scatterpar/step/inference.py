@@ -26,7 +26,7 @@ from scatterpar.step.reduce import (
     reduce_buffers,
     reduce_statistics,
 )
-from scatterpar.step.scatter import scatter
+from scatterpar.step.scatter import in_order, scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks, note_replica
 
 
@@ -35,13 +35,14 @@ def map_rows(
 ) -> Any:
     """The function's results for the whole batch, on the master: scatter, replicate, call, join.
 
-    The request's ``inputs`` are a pair of positional and keyword arguments. ``function`` is the
+    The request's inputs are a pair of positional and keyword arguments. ``function`` is the
     module, a method of a part of it, or gets a replica as its first argument. ``pad`` is that of
     ``join_rows``. Lists in a module's output may be lists of tensors, and then are not joined.
     """
     plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
     replicas = attempt.replicas
-    loaders = scatter(request.batch, plan, request.dim, transfers)
+    rows = in_order(request.batches, plan, request.dim)
+    loaders = scatter(rows, plan, request.dim, transfers)
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
@@ -51,7 +52,7 @@ def map_rows(
         check_entries(attempt, tasks[0], outputs, work, function is module)
     lists: Lists = "always"
     if function is module:
-        lists = "if clear" if has_markers_with_rows(request.batch) else "never"
+        lists = "if clear" if has_markers_with_rows(request.batches) else "never"
     output = join_on_master(attempt, outputs, lists, pad)
     transfers.synchronize()
     if any(part.training for part in module.modules()):

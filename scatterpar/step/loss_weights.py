@@ -44,7 +44,7 @@ def compute_loss_weights(
     if pieces is None:
         factors = [float(stop - start) for start, stop in spans]
     elif request.is_mean:
-        counts = term_counts(request, spans, pieces)
+        counts = term_counts(request, spans, pieces, plan.order)
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
     remaining = iter(factors)
@@ -54,15 +54,21 @@ def compute_loss_weights(
 
 
 def term_counts(
-    request: Request, spans: Sequence[tuple[int, int]], pieces: Iterable[tuple[Any, Any]]
+    request: Request,
+    spans: Sequence[tuple[int, int]],
+    pieces: Iterable[tuple[Any, Any]],
+    order: Sequence[int] = (),
 ) -> list[float]:
-    """The number of terms that the loss of each micro-batch averages over."""
+    """The number of terms that the loss of each micro-batch averages over.
+
+    ``spans`` are those of ``pieces`` in the rows of the batch, or in this ``order`` of the rows.
+    """
     if request.count is not None:
         return _read([request.count(*piece) for piece in pieces])
     rows_of_each = [float(stop - start) for start, stop in spans]
     if not is_cross_entropy(request.criterion):
         return rows_of_each
-    labels = [targets for _, targets in request.batches] or [request.targets]
+    labels = [targets for _, (_, targets) in request.batches]
     if not all(isinstance(targets, Tensor) for targets in labels):
         # A marker's rows may have any number of labels: count in what the criterion is given.
         terms = [terms_of_rows(request.criterion, t, request.dim) for _, t in pieces]
@@ -71,6 +77,7 @@ def term_counts(
     if all(each.dtype == torch.bool and bool(each.all()) for each in terms):
         return rows_of_each
     rows = torch.cat([each.double() for each in terms])
+    rows = rows[list(order)] if order else rows
     sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")
     sums = to_numbers(torch.segment_reduce(rows, "sum", lengths=sizes))
     sums_by_span = dict(zip(sorted(spans), sums, strict=True))

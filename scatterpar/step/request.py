@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.batch.markers import batches_of, select_rows
+from scatterpar.batch.markers import BatchList, batches_of
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import check_int
@@ -24,11 +23,8 @@ Count = Callable[[Any, Any], "float | Tensor"]
 
 
 @dataclass(frozen=True)
-class Request:
-    """The arguments of one step, and the engine's options that concern it.
-
-    ``checked`` sets ``reduction``, ``batches``, their ``sizes``, and the ``scale`` of the scaler.
-    """
+class Call:
+    """The arguments of ``forward_backward`` or ``loss``, as the user passed them."""
 
     inputs: Any
     targets: Any = None
@@ -39,24 +35,27 @@ class Request:
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
     costs: Any = None
-    dim: int = 0
-    check_finite: bool = False
-    backward: bool = True  # otherwise sub-steps are forward passes only
-    order: Sequence[int] = ()  # by cost: the number of the batch's row at each place of the plan
-    batches: Sequence[tuple[Any, Any]] = ()  # the inputs and targets of each batch
-    sizes: Sequence[int] = ()  # the number of rows of each batch
-    scale: float = 1.0
 
-    @property
-    def batch(self) -> list[tuple[int, Any]]:
-        """For each batch the number of its first row, its inputs and targets."""
-        batches = self.batches or [(self.inputs, self.targets)]
-        firsts = [0, *accumulate(self.sizes[:-1])]
-        return list(zip(firsts, batches, strict=True))
+
+@dataclass(frozen=True)
+class Request:
+    """A checked call: what a step needs of it and of the engine's options. It never changes."""
+
+    batches: BatchList
+    dim: int
+    sizes: Sequence[int] = ()  # the number of rows of each batch
+    criterion: Callable[[Any, Any], Any] | None = None
+    reduction: str = "mean"  # or "sum"
+    count: Count | None = None
+    return_outputs: bool | Callable[[Any], Any] = False
+    whole_batch: bool = False
+    scale: float = 1.0  # of the scaler
+    backward: bool = True  # otherwise sub-steps are forward passes only
+    check_finite: bool = False
 
     @property
     def rows(self) -> int:
-        """The number of rows in the step: the sum of ``sizes``, which inference leaves empty."""
+        """The number of rows in the step."""
         return sum(self.sizes)
 
     @property
@@ -64,60 +63,55 @@ class Request:
         """Whether the loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
 
-    def in_order(self, order: Sequence[int]) -> Self:
-        """The request with rows in the ``order`` of a plan by cost; unchanged if that is empty.
 
-        With ``whole_batch``, targets keep the order of the batch.
-        """
-        if not order:
-            return self
-        ((inputs, targets),) = self.batches or [(self.inputs, self.targets)]
-        inputs = select_rows(inputs, order, self.dim)
-        targets = targets if self.whole_batch else select_rows(targets, order, self.dim)
-        return replace(self, order=order, batches=[(inputs, targets)])
+def checked(
+    call: Call, dim: int, master: torch.device, check_finite: bool = False, backward: bool = True
+) -> Request:
+    """The request of a call, with its rows counted and its reduction resolved.
 
-    def of_largest(self) -> Self:
-        """The request with its largest batch only; unchanged in a plan by cost."""
-        if self.order:
-            return self
-        rows = max(self.sizes)
-        one = self.batches[self.sizes.index(rows)]
-        if one[0] is self.inputs and one[1] is self.targets:
-            return self
-        return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
-
-    def checked(self, device: torch.device) -> Self:
-        """The request with its rows counted and its reduction resolved. Refuses invalid ones."""
-        if callable(self.targets) or isinstance(self.criterion, Tensor):
-            raise TypeError(
-                f"got targets={_shown(self.targets)} and criterion={_shown(self.criterion)}, which "
-                f"look swapped or misplaced; call forward_backward(inputs, targets, criterion), or "
-                f"pass criterion= by name if there are no targets"
-            )
-        if self.criterion is not None:
-            check_function("criterion", self.criterion)
-        if self.count is not None:
-            check_function("count", self.count)
-        if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
-            raise TypeError(f"return_outputs must be bool or callable, got {self.return_outputs!r}")
-        if not isinstance(self.scaler, (torch.amp.GradScaler, type(None))):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {self.scaler!r}")
-        if self.targets is not None and self.criterion is None and self.count is None:
-            raise ValueError("targets were given without a criterion: pass criterion=")
-        batches, sizes = batches_of(self.inputs, self.targets, self.dim)
-        splits = getattr(self.criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
-        if isinstance(splits, int) and splits > 1 and not self.whole_batch:
-            raise ValueError(
-                f"{type(self.criterion).__name__} splits its rows into {splits} versions of the "
-                f"same images, which a micro-batch has not; pass whole_batch=True"
-            )
-        reduction = "sum"  # of whole_batch: each share has a part of one loss
-        if not self.whole_batch:
-            reduction = resolve_reduction(self.criterion, self.reduction)
-        scale = 1.0
-        if self.scaler is not None:
-            scale = to_numbers(self.scaler.scale(torch.ones((), device=physical(device))))
-        return replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
+    Refuses invalid arguments.
+    """
+    criterion = call.criterion
+    if callable(call.targets) or isinstance(criterion, Tensor):
+        raise TypeError(
+            f"got targets={_shown(call.targets)} and criterion={_shown(criterion)}, which look "
+            f"swapped or misplaced; call forward_backward(inputs, targets, criterion), or pass "
+            f"criterion= by name if there are no targets"
+        )
+    for name, function in (("criterion", criterion), ("count", call.count)):
+        if function is not None:
+            check_function(name, function)
+    if not (isinstance(call.return_outputs, bool) or callable(call.return_outputs)):
+        raise TypeError(f"return_outputs must be bool or callable, got {call.return_outputs!r}")
+    if not isinstance(call.scaler, (torch.amp.GradScaler, type(None))):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {call.scaler!r}")
+    if call.targets is not None and criterion is None and call.count is None:
+        raise ValueError("targets were given without a criterion: pass criterion=")
+    batches, sizes = batches_of(call.inputs, call.targets, dim)
+    splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
+    if isinstance(splits, int) and splits > 1 and not call.whole_batch:
+        raise ValueError(
+            f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
+            f"images, which a micro-batch has not; pass whole_batch=True"
+        )
+    scale = 1.0
+    if call.scaler is not None:
+        scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
+    # With whole_batch each share has a part of one loss.
+    reduction = "sum" if call.whole_batch else resolve_reduction(criterion, call.reduction)
+    return Request(
+        batches,
+        dim,
+        sizes,
+        criterion,
+        reduction,
+        count=call.count,
+        return_outputs=call.return_outputs,
+        whole_batch=call.whole_batch,
+        scale=scale,
+        backward=backward,
+        check_finite=check_finite,
+    )
 
 
 def _shown(value: Any) -> str:
@@ -163,25 +157,20 @@ def check_options(
         raise ValueError(
             f"accumulate_dtype must be floating-point, as torch.float32 is, got {accumulate_dtype}"
         )
-    _check_buffers(buffers)
-    _check_synchronised(module)
-
-
-def _check_buffers(buffers: Any) -> None:
-    if buffers == "mean":
-        raise ValueError(
-            'buffers="mean" was removed in 0.3.0; pass "batch", which updates running statistics '
-            'once per step from all rows, or "master"'
-        )
     if buffers not in ("master", "batch"):
-        raise ValueError(f'buffers must be "master" or "batch", got {buffers!r}')
+        raise ValueError(
+            f'buffers must be "master" or "batch" (running statistics once per step, from all '
+            f"rows), got {buffers!r}"
+        )
+    _check_synchronised(module)
 
 
 def check_module(module: Any) -> None:
     """Refuse values that are not modules, and modules that are wrapped to be replicated."""
-    _refuse_class("module", module, "...")
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+        name = getattr(module, "__name__", "")
+        instead = f"the class itself; pass {name}(...)" if isinstance(module, type) else ""
+        raise TypeError(f"module must be an nn.Module, got {instead or type(module).__name__}")
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)):
         raise TypeError(
             f"module is already wrapped in {type(module).__name__}, which does the same work; pass "
@@ -189,26 +178,22 @@ def check_module(module: Any) -> None:
         )
 
 
-def _refuse_class(name: str, value: Any, arguments: str = "") -> None:
-    if isinstance(value, type):
-        kind = value.__name__
-        raise TypeError(f"{name} is the class {kind}; pass an instance, {kind}({arguments})")
-
-
 def _check_synchronised(module: nn.Module) -> None:
     """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it would hang."""
-    children = module.named_modules()
-    sync_norms = [(name, norm) for name, norm in children if isinstance(norm, nn.SyncBatchNorm)]
-    is_distributed = dist.is_available() and dist.is_initialized()
-    for name, norm in sync_norms:
+    first = None
+    for name, norm in module.named_modules():
+        if not isinstance(norm, nn.SyncBatchNorm):
+            continue
+        is_distributed = dist.is_available() and dist.is_initialized()
         if is_distributed and dist.get_world_size(norm.process_group) > 1:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics in every "
                 f"forward pass: replicas would do so in no order, and wait for ever; {_PLAIN}"
             )
-    for name, _ in sync_norms[:1]:
+        first = first or name
+    if first is not None:
         warn(
-            f"{name!r} is an nn.SyncBatchNorm: replicas do not exchange its statistics, and it "
+            f"{first!r} is an nn.SyncBatchNorm: replicas do not exchange its statistics, and it "
             f"normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
         )
 
@@ -221,7 +206,8 @@ _PLAIN = (
 
 def check_function(name: str, value: Any) -> None:
     """Refuse values that are not functions, for ``criterion`` or ``count``."""
-    _refuse_class(name, value)
+    if isinstance(value, type):
+        raise TypeError(f"{name} is the class {value.__name__}; pass {value.__name__}()")
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
 

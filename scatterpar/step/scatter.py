@@ -8,7 +8,7 @@ Every worker copies its own rows. Values without rows are copied once to each me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import (
+    BatchList,
     Marker,
     all_tensors,
     has_markers,
@@ -28,8 +29,6 @@ from scatterpar.devices.coalescing import by_dtype
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 
-BatchList = Sequence[tuple[int, Any]]  # per batch: its first row, and its (inputs, targets)
-
 _COPIED = partial(unwrap_marker, copy=True)
 _SMALL = 2**16  # bytes; for larger tensors a separate copy costs less than packing
 
@@ -40,6 +39,14 @@ def micro_batches(batch: BatchList, plan: Plan, dim: int) -> Iterator[Any]:
         loader = ShareLoader(batch, share, dim)
         for number in range(len(share.micro_batches)):
             yield loader.rows_at_source(number)
+
+
+def in_order(batches: BatchList, plan: Plan, dim: int) -> BatchList:
+    """The batches with rows in the order of a plan by cost; unchanged by another plan."""
+    if not plan.order:
+        return batches
+    ((first, batch),) = batches
+    return [(first, select_rows(batch, plan.order, dim))]
 
 
 def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.batch.markers import BatchList
 from scatterpar.devices.runtime import no_kernel_search
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
@@ -28,7 +29,7 @@ from scatterpar.step.criterion_closure import (
 )
 from scatterpar.step.reduce import Computed, check_entries, returned_outputs
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import BatchList, ShareLoader
+from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.substeps import (
     EagerSubsteps,
     ReplicaTask,
@@ -51,7 +52,7 @@ class Schedule:
 
     def data(self, request: Request) -> BatchList:
         """The rows to scatter: for each batch its first row's number, its inputs and targets."""
-        return request.batch
+        return request.batches
 
     def weights_apply(self) -> bool:
         """Whether each micro-batch has a loss, which has a factor in the loss of the batch."""

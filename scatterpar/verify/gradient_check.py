@@ -169,7 +169,7 @@ def _plain(
 ) -> tuple[torch.dtype, Gradients]:
     """The result of plain user code: the loss's dtype, and each tensor's gradient."""
     with torch.inference_mode(False), torch.enable_grad():
-        inputs, targets = moved_to(device, (request.inputs, request.targets))
+        inputs, targets = moved_to(device, request.batches[0][1])
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         return loss.dtype, torch.autograd.grad(loss, tensors, allow_unused=True)

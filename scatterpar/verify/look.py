@@ -101,6 +101,7 @@ class Look:
     ) -> None:
         self._request, self._task, self._deadline = request, task, deadline
         sets, self._scale = attempt.replicas.replica_sets, request.scale
+        self._inputs, self._targets = request.batches[0][1]
         self._model: Any = task.module if task.share.replica else sets[0].root
         self._step_rows = {*attempt.plan.substep_rows}
         self._numbers, self._draws, self._shares_state = ConstantNumbers(), False, False
@@ -172,7 +173,7 @@ class Look:
             for rows in choices:
                 self._restore()
                 with self._numbers:
-                    output = compute(self._task, (self._move(self._request.inputs, rows), None))
+                    output = compute(self._task, (self._move(self._inputs, rows), None))
                 yield output
 
     def judge(self, parts: Parts) -> Verdict:
@@ -269,7 +270,7 @@ class Look:
             verdict.kind = "order"
         elif error > limit and (whole or combines()):
             verdict.kind, verdict.error = "rows", error
-        verdict.shapes = _broadcast_shapes(outputs[0], self._move(self._request.targets, rows))
+        verdict.shapes = _broadcast_shapes(outputs[0], self._move(self._targets, rows))
         # Other weights, which are not the engine's, may explain it.
         is_split = len([True for _, each in sums if any(g.any() for g in each)]) > 1
         verdict.fits = lambda factors: (
@@ -321,10 +322,10 @@ class Look:
             return parts, [1.0] * len(parts)
 
         def counts(parts: Parts) -> list[float]:
-            batch, spans = (request.inputs, request.targets), accumulate(map(len, parts), initial=0)
+            batch, spans = (self._inputs, self._targets), accumulate(map(len, parts), initial=0)
             each = [unwrap_markers(_select(batch, one, request.dim), copy=True) for one in parts]
-            targets = _select(request.targets, [*chain(*parts)], request.dim)
-            few = replace(request, targets=targets, batches=())
+            targets = _select(self._targets, [*chain(*parts)], request.dim)
+            few = replace(request, batches=[(0, (None, targets))])
             return term_counts(few, [*pairwise(spans)], each)
 
         if request.count is not None and len(parts) > 1:
@@ -370,7 +371,7 @@ class Look:
                 if number and between is not None:
                     between()
                 self._require_time()
-                outputs.append(compute(task, (self._move(request.inputs, rows), None)))
+                outputs.append(compute(task, (self._move(self._inputs, rows), None)))
                 if watch and not number and root_to_replicate(request.criterion) is None:
                     self._shares_state |= self._criterion_state.is_changed()
                 if kept is not None:
@@ -392,7 +393,7 @@ class Look:
         dim, sizes = self._request.dim, [*map(len, parts)]
         if len(outputs) == 1:
             return outputs[0]
-        lists: Any = "if clear" if has_markers_with_rows(self._request.batch) else "never"
+        lists: Any = "if clear" if has_markers_with_rows(self._request.batches) else "never"
 
         def join(leaves: list[Any]) -> Any:
             tensors = [t for t in leaves if isinstance(t, Tensor) and -t.ndim <= dim < t.ndim]
@@ -409,7 +410,7 @@ class Look:
         self._require_time()
         if task.criterion is not None:  # which may write into what it is given
             output = nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, output)
-        loss = loss_of(output, self._move(self._request.targets, rows), task.criterion)
+        loss = loss_of(output, self._move(self._targets, rows), task.criterion)
         del output
         _note_dtypes(loss, self._dtypes)
         leaves = [*chain(*self._leaves)] if weight and loss.requires_grad else []

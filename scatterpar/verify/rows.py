@@ -37,9 +37,10 @@ def informative_tensors(request: Request) -> list[Tensor]:
     Of ``Rows``: the number of elements in each row. Without targets also floating-point inputs of
     at most two dimensions.
     """
-    found = [*_informative(request.targets, request.dim)]
+    inputs, targets = request.batches[0][1]
+    found = [*_informative(targets, request.dim)]
     has_targets = bool(found)
-    for tensor in _informative(request.inputs, request.dim):
+    for tensor in _informative(inputs, request.dim):
         is_label, sizes = may_be_labels(tensor), [n for n in tensor.shape[1:] if n > 1]
         if len(sizes) <= 1 + is_label and not (has_targets and tensor.is_floating_point()):
             found.append(tensor)

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, product
 from threading import Event
@@ -36,7 +36,7 @@ from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
 from scatterpar.step.loss_weights import has_known_term_count
-from scatterpar.step.request import Count, Request
+from scatterpar.step.request import Call, Count, Request, checked
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
@@ -110,7 +110,7 @@ class Verifier:
             ValueError: a replica, in parts, gives another loss or gradient than the user's own
                 module and criterion for the same rows.
         """
-        request = attempt.request.of_largest()
+        request = _of_largest(attempt.request)
         splits = self._is_distributed or len(attempt.plan.substep_rows) > 1
         splits = splits and not (request.whole_batch and request.rows == 1)
         question = _Question(attempt, request, tasks, splits)
@@ -160,8 +160,8 @@ class Verifier:
         key = str((shapes, flags, work, request.whole_batch, request.return_outputs))
         if key in self._joined:
             return
-        few = request.of_largest() if request.sizes else request
-        rows = few.rows or attempt.plan.rows
+        few = _of_largest(request)
+        rows = few.rows
         some = sorted({0, rows // 2, rows - 1}) if rows > 1 else [0, 0]
         choices = [some, some[:-1], some[-1:]]
         outputs = Look(attempt, few, task).outputs(choices, compute_rows, attempt.isolated(task))
@@ -183,7 +183,7 @@ class Verifier:
     def _kind_of(self, request: Request, splits: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
         """The results for the request's kind, and its details, of which each may be new."""
         made_of, numbers = describe(request.criterion, request.count, request.reduction)
-        leaves = list(islice(nested.leaves((request.inputs, request.targets)), 32))
+        leaves = list(islice(nested.leaves(request.batches[0][1]), 32))
         batch = [(t.dtype, t.ndim) if isinstance(t, Tensor) else type(t) for t in leaves]
         words = [t for t in leaves if isinstance(t, (bool, str))]
         key = made_of, splits, request.whole_batch, hash(tuple(batch))
@@ -212,6 +212,15 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
     return hash(frozenset(parts)), str(numbers)
 
 
+def _of_largest(request: Request) -> Request:
+    """The request with its largest batch only."""
+    if len(request.sizes) == 1:
+        return request
+    rows = max(request.sizes)
+    _, batch = request.batches[request.sizes.index(rows)]
+    return replace(request, batches=[(0, batch)], sizes=[rows])
+
+
 def fits(
     engine: Any,
     inputs: Any,
@@ -229,12 +238,12 @@ def fits(
     Raises:
         ValueError: as ``forward_backward``, for arguments that it refuses.
     """
-    request = Request(inputs, targets, criterion, reduction, count, dim=engine.dim)
-    request = request.checked(engine.device_ids[0]).of_largest()
+    call = Call(inputs, targets, criterion, reduction, count)
+    request = _of_largest(checked(call, engine.dim, engine.device_ids[0]))
     plan = engine.plan(request.sizes)
     with engine._workers.exclusive(), engine._attempt(request, plan) as attempt:
         attempt.replicas.refresh(engine.module, request.criterion, Transfers())
-        loaders = scatter(request.batch, plan, request.dim, Transfers())
+        loaders = scatter(request.batches, plan, request.dim, Transfers())
         tasks = make_tasks(attempt, loaders)[:1]
         try:
             with parameter_writes_refused(attempt.replicas.replica_sets):
@@ -272,7 +281,7 @@ class _Question:
         most = max(sizes) // 4 if looks else _MANY * max(sizes)
         if sum(map(Tensor.numel, self._attempt.replicas.of_model.root.parameters())) > _SMALL:
             most = min(most, max(sizes), request.rows // 8)
-        size = sum(t.numel() * t.element_size() for t in all_tensors(request.inputs))
+        size = sum(t.numel() * t.element_size() for t in all_tensors(request.batches[0][1][0]))
         most = min(max(_FEW, most), max(2, _BYTES * request.rows // (size + 1)))
         parts = choose_rows(self._tensors, request.rows, most, self._ignored, looks)
         return parts if self.splits else [[*chain(*parts)]]

@@ -82,7 +82,6 @@ def replicate(
         # detects an optimizer step before the backward pass. The others have their own counters,
         # because one of them may exchange its storage.
         broadcast = Broadcast(originals, device_ids, module_contents.weights)
-        broadcast.compare()
         broadcast.update(Transfers())
         copies: list[list[Tensor]] = []
         for device in device_ids:

@@ -19,7 +19,7 @@ from scatterpar.devices.coalescing import (
     tree_rounds,
 )
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
-from scatterpar.devices.transfers import Transfers, to_device, write
+from scatterpar.devices.transfers import Transfers, to_device, to_host, write
 from scatterpar.replicas.checks import refuse_sparse
 
 _VERSION = attrgetter("_version")
@@ -59,8 +59,10 @@ class Broadcast:
     ) -> None:
         for tensor in tensors:
             refuse_sparse("a module or criterion has", tensor)
-        self._tensors = tensors
-        self._key = self.memories, self.parameters, _ = _key(tensors, device_ids, weights)
+        self._tensors, self._weights = tensors, weights
+        self.memories = list(dict.fromkeys(device_ids))
+        self.parameters = [i for i, tensor in enumerate(tensors) if id(tensor) in weights]
+        self._rows = _rows(tensors, weights)
         self._copies = {
             device: empty_like_on(tensors, device, lambda t: id(t) in weights and _is_dense(t))
             for device in self.memories[1:]
@@ -68,7 +70,6 @@ class Broadcast:
         self._flats = {  # their elements in the order of memory, 1-D
             device: list(map(flat_view, there)) for device, there in self._copies.items()
         }
-        self._kinds = list(map(_kind, tensors))
         self._fingerprints: dict[int, Fingerprint] = {}  # those known of the sent values
         self._sent: dict[int, int] = {}  # the versions of the sent values
         self._find_places()
@@ -80,11 +81,17 @@ class Broadcast:
         weights: Collection[int],
     ) -> bool:
         """Whether these are the same tensors, of the same kinds, on the same devices."""
-        return _key(tensors, device_ids, weights) == self._key and self._find_places()
+        if list(dict.fromkeys(device_ids)) != self.memories:
+            return False
+        if _rows(tensors, weights) != self._rows:
+            return False
+        self._find_places()
+        return True
 
     def fits(self) -> bool:
         """Whether the tensors still have their kinds and shapes. Looks up new storages."""
-        return all(map(Tensor.is_set_to, self._tensors, self._places)) or self._find_places()
+        is_in_place = all(map(Tensor.is_set_to, self._tensors, self._places))
+        return is_in_place or self.is_of(self._tensors, self.memories, self._weights)
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
@@ -92,49 +99,39 @@ class Broadcast:
 
     def storages(self, device: torch.device) -> list[Tensor]:
         """Where a new replica's tensors are stored: ``at(device)``, but new memory for buffers."""
-        storages, weights = list(self.at(device)), set(self.parameters)
-        private = [i for i in range(len(storages)) if i not in weights]
+        private = sorted(set(range(len(self._tensors))).difference(self.parameters))
         new = empty_like_on([self._tensors[i] for i in private], device, _is_plain)
-        for i, storage in zip(private, new, strict=True):
-            storages[i] = storage
-        return storages
+        buffers = dict(zip(private, new, strict=True))
+        return [buffers.get(i, tensor) for i, tensor in enumerate(self.at(device))]
 
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
         self._sent = {}
 
-    def compare(self) -> list[Fingerprints]:
-        """Returns fingerprints of tensors that may have changed.
-
-        ``update`` needs their ``values`` on the host, which waits once for all objects like this.
-        """
-        self._compared: list[Fingerprints] = []
-        if not self._copies:
-            return []
-        now = self._versions = versions(self._tensors)  # read before the values
-        parameters = set(self.parameters)
-        doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
-        if doubtful:  # else an optimizer has updated all, and there are no buffers
-            master, other = self.memories[:2]
-            unknown = [i for i in doubtful if i not in self._fingerprints]
-            here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
-            there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
-            # The fingerprints are combined on the master, so the host waits for one copy.
-            there.values = to_device(there.values, master)
-            self._compared = [here, there]
-        return self._compared
-
     def update(self, transfers: Transfers) -> None:
-        """Send the master's values of changed tensors, after ``compare``."""
+        """Send the master's values of changed tensors. Call it under ``torch.no_grad()``."""
         if not self._copies:
             return
-        here, there = [one.read(one.values) for one in self._compared] or ({}, {})
-        known = self._fingerprints | there
-        unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
+        now = versions(self._tensors)  # read before the values
+        parameters = set(self.parameters)
+        doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
+        here = self._compare(doubtful) if doubtful else {}  # else an optimizer has updated all
+        unchanged = {i for i, fingerprint in here.items() if fingerprint == self._fingerprints[i]}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(dict.fromkeys(changed, self.memories[0]), transfers)
-        self._sent, self._fingerprints = dict(enumerate(self._versions)), here
+        self._sent, self._fingerprints = dict(enumerate(now)), here
+
+    def _compare(self, numbers: Sequence[int]) -> dict[int, Fingerprint]:
+        """The fingerprints on the master. Those of sent values are completed on another device."""
+        master, other = self.memories[:2]
+        unknown = [i for i in numbers if i not in self._fingerprints]
+        here = Fingerprints({i: self._flat(i, master) for i in numbers}, master)
+        there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
+        # Both on the master, so that the host waits for one copy.
+        on_host = to_host([here.values, to_device(there.values, master)])
+        self._fingerprints |= there.read(on_host[1])
+        return here.read(on_host[0])
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.
@@ -159,25 +156,6 @@ class Broadcast:
                 self._spread(message, flat, from_owner, transfers)
                 del flat
 
-    def _find_places(self) -> bool:
-        """Look up where the master's tensors are stored. Returns whether they have their kinds."""
-        self._places = [tensor.detach() for tensor in self._tensors]
-        if self._copies:
-            self._flats[self.memories[0]] = list(map(flat_view, self._places))
-        return list(map(_kind, self._tensors)) == self._kinds
-
-    def _flat(self, i: int, device: torch.device) -> Tensor:
-        """A 1-D view of tensor ``i`` in that memory, in the same order on all devices."""
-        flat = self._flats[device][i]
-        if flat is None:  # the master's tensor has gaps, or is a conjugate
-            tensor = self._tensors[i].detach()
-            there = self._copies[self.memories[1]][i]
-            dense = tensor.new_empty_strided(there.shape, there.stride())
-            write(dense, tensor)
-            flat = flat_view(dense)
-            assert flat is not None
-        return flat
-
     def _spread(
         self,
         message: Message,
@@ -193,25 +171,35 @@ class Broadcast:
                 parts = message.of({i: self._flat(i, target) for i in message.keys})
                 copies[receiver] = deliver(copies[sender], parts, target, transfers, "replicate")
 
+    def _find_places(self) -> None:
+        """Look up where the master's tensors are stored."""
+        self._places = [tensor.detach() for tensor in self._tensors]
+        if self._copies:
+            self._flats[self.memories[0]] = list(map(flat_view, self._places))
+
+    def _flat(self, i: int, device: torch.device) -> Tensor:
+        """A 1-D view of tensor ``i`` in that memory, in the same order on all devices."""
+        flat = self._flats[device][i]
+        if flat is None:  # the master's tensor has gaps, or is a conjugate
+            there = self._copies[self.memories[1]][i]
+            dense = self._places[i].new_empty_strided(there.shape, there.stride())
+            write(dense, self._places[i])
+            flat = dense.as_strided((dense.numel(),), (1,))
+        return flat
+
+
+def _rows(tensors: Sequence[Tensor], weights: Collection[int]) -> list[Any]:
+    """For each tensor what copies in other memories depend on, and whether it is a parameter."""
+    return [
+        (id(t), id(t) in weights, type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors
+    ]
+
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` is of no subclass, dense, not expanded, not empty, not lazily negated."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return is_unexpanded(tensor) and tensor.numel() > 0 and not tensor.is_neg()
-
-
-def _key(
-    tensors: Sequence[Tensor], device_ids: Sequence[torch.device], weights: Collection[int]
-) -> tuple[list[torch.device], list[int], list[int]]:
-    """The memories, the numbers of the parameters, and the ids of the tensors."""
-    parameters = [i for i, tensor in enumerate(tensors) if id(tensor) in weights]
-    return list(dict.fromkeys(device_ids)), parameters, list(map(id, tensors))
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """The properties of ``tensor`` on which copies in other memories depend."""
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:

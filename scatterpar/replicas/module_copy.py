@@ -30,13 +30,9 @@ from scatterpar.report import warn
 from scatterpar.torch_private import CompileFn, compile_fn_of, is_compiled_module, unwrapped
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
-
 _SWITCHES = {bool, str, bytes, type(None)}
-
 _PLAIN = _SWITCHES | {int, float, complex}
-
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
-
 _DTYPE, _GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype")
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
@@ -71,7 +67,6 @@ class ModuleContents:
         # Parameters, and the tensors of frozen quantised ones: replicas in one memory share them.
         self.weights: set[int] = set()
         self.holders: dict[int, tuple[Tensor, list[Any]]] = {}  # parameters with other tensors
-        self.attributed: list[Tensor] = []  # whose Python attributes are containers, too
         self.states: dict[int, Any] = {}  # objects with tensors of frozen parameters
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # and wrappers of these
         self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
@@ -125,7 +120,6 @@ class ModuleContents:
         is_plain = isinstance(tensor, nn.Parameter) or not is_made_of_others
         if is_plain and id(vars(tensor)) not in self._seen:
             self._seen.add(id(vars(tensor)))
-            self.attributed.append(tensor)
             self.containers.append(vars(tensor))
 
     def _visit_held(self, held: Iterable[Any]) -> None:
@@ -233,12 +227,12 @@ class Snapshot:
         for i, now, saved in self._changed():
             if not isinstance(saved, dict) or list(now) != list(saved):
                 return None
-            both = [(key, value, saved[key]) for key, value in now.items()]
-            changes += [(i, key, new, old) for key, new, old in both if new is not old]
-        values = chain.from_iterable((new, old) for _, _, new, old in changes)
-        if self._facts() != self._known or not _PLAIN.issuperset(map(type, values)):
-            return None
-        return [change[:3] for change in changes]
+            for key, value in now.items():
+                if value is not saved[key]:
+                    if not _PLAIN.issuperset((type(value), type(saved[key]))):
+                        return None
+                    changes.append((i, key, value))
+        return changes if self._facts() == self._known else None
 
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
@@ -275,17 +269,17 @@ class ModuleCopy:
         self._replicated = containers.union(
             tensors, found.holders, found.states, found.compiled, found.modules
         )
-        self._keep_alive: list[Any] = []  # keeps functions alive, so that no id is reused
         for original, parts in found.holders.values():  # inner ones come first
             if is_composite(original):
                 copies = [self._copies.get(id(part), part) for part in parts]
                 self._copies[id(original)] = composite_like(original, copies)
         for value in (*found.modules.values(), *found.states.values()):
             self.copy_of(value)
-        for tensor in found.attributed:
-            attributes = vars(tensor)
-            copied = self._copies[id(attributes)] = vars(self._copies[id(tensor)])
-            copied |= {name: self._copies.get(id(one), one) for name, one in attributes.items()}
+        holders = (holder for holder, _ in found.holders.values())
+        for tensor in chain(found.tensors.values(), holders):
+            if id(attributes := vars(tensor)) in containers:
+                copied = self._copies[id(attributes)] = vars(self._copies[id(tensor)])
+                copied |= {name: self._copies.get(id(one), one) for name, one in attributes.items()}
         self.containers = [self.copy_of(container) for container in found.containers]
 
     def copy_of(self, value: Any) -> Any:
@@ -337,10 +331,14 @@ class ModuleCopy:
         of_file = function.__globals__
         for name in function.__code__.co_names:
             if name in of_file and self._refers(of_file[name]):
-                self._warn_of_global(function, name)
+                warn(
+                    f"the function {function.__qualname__}, which the module holds, names "
+                    f"{name!r} of its file: replicas that call it use the user's own module there; "
+                    f"define it inside a function, so that it closes over {name!r}, or bind "
+                    f"{name!r} with functools.partial"
+                )
         if not self._refers(function):
             return function
-        self._keep_alive.append(function)
         cells = function.__closure__ or ()
         new = tuple(types.CellType() if self._refers(contents(cell)) else cell for cell in cells)
         copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
@@ -348,7 +346,7 @@ class ModuleCopy:
         copied.__defaults__ = self.copy_of(function.__defaults__)
         keywords = function.__kwdefaults__ or {}
         copied.__kwdefaults__ = {name: self.copy_of(value) for name, value in keywords.items()}
-        functools.update_wrapper(copied, function)
+        functools.update_wrapper(copied, function)  # keeps it alive: its id is not used again
         for cell, new_cell in zip(cells, new, strict=True):
             if new_cell is not cell:
                 new_cell.cell_contents = self.copy_of(cell.cell_contents)
@@ -364,13 +362,6 @@ class ModuleCopy:
             return False
         seen.add(id(value))
         return any(self._refers(one, seen) for one in _referents(value))
-
-    def _warn_of_global(self, function: types.FunctionType, name: str) -> None:
-        warn(
-            f"the function {function.__qualname__}, which the module holds, names {name!r} of its "
-            f"file: replicas that call it use the user's own module there; define it inside a "
-            f"function, so that it closes over {name!r}, or bind {name!r} with functools.partial"
-        )
 
 
 def _refill(container: Any, items: Any) -> None:

@@ -21,10 +21,6 @@ from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
 from scatterpar.threads.workers import add_note, restore_after
 
-_Places = set[tuple[int, torch.device | None]]  # position and device of written parameters
-# What was there before a pass: the versions, and in the first pass of a mode the fingerprints.
-_Before = tuple[list[list[int]], dict[torch.device, Fingerprints]]
-
 
 class ParameterGuard:
     """Detects and refuses writes to the parameters that replicas share.
@@ -47,8 +43,8 @@ class ParameterGuard:
         }
         self._master = broadcast.memories[0]
         self._originals = self._memories[self._master]
-        self._watched = [(device, [tensors[i] for i in at]) for device, tensors in copies]
-        self._watched.insert(0, (self._master, self._originals))
+        of_replicas = [(device, [tensors[i] for i in at]) for device, tensors in copies]
+        self._watched = [(self._master, self._originals), *of_replicas]
 
     def invalidate(self) -> None:
         """A parameter was written: forget which modes are checked and which values were sent."""
@@ -71,19 +67,17 @@ class ParameterGuard:
         is_first = mode not in self.checked_modes
         values = self._fingerprints() if is_first else {}
         before = [versions(tensors) for _, tensors in self._watched], values
-        refusals: list[RuntimeError | None] = []
         try:
             yield
         except BaseException as error:
-            restore_after(error, lambda: refusals.append(self._refusal(before)))
-            refusal = refusals[0] if refusals else None
-            if refusal is not None:
+            refusals: list[RuntimeError] = []
+            restore_after(error, lambda: refusals.extend(self._refusals(*before)))
+            for refusal in refusals:
                 if type(error) is RuntimeError:  # torch raises it because of the write
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
             raise
-        refusal = self._refusal(before)
-        if refusal is not None:
+        for refusal in self._refusals(*before):
             raise refusal
         if is_first:
             check_once()
@@ -99,11 +93,13 @@ class ParameterGuard:
                     (found[device].values,) = to_host([found[device].values])
         return found
 
-    def _refusal(self, before: _Before) -> RuntimeError | None:
-        """The error for written parameters, or ``None``."""
-        places = self._written(*before)
+    def _refusals(
+        self, earlier: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
+    ) -> Iterator[RuntimeError]:
+        """Yield an error if parameters were written since then."""
+        places = self._written(earlier, fingerprints)
         if not places:
-            return None
+            return
         self.invalidate()
         lost = {i for i, memory in places if memory == self._master}
         first, *others = sorted(lost or {i for i, _ in places})
@@ -115,29 +111,27 @@ class ParameterGuard:
         outcome = "nothing was changed"
         if lost:
             outcome = "no gradient was added, but the parameter's earlier values are lost"
-        return RuntimeError(
+        yield RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: {outcome}; "
             f"write it after the optimizer's step, or keep what forward passes write in a buffer "
             f"(register_buffer)"
         )
 
     def _written(
-        self, before: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
-    ) -> _Places:
+        self, earlier: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
+    ) -> set[tuple[int, torch.device | None]]:
         """The position and device of each written parameter.
 
         The device is ``None`` if a storage was exchanged for another with other values. One with
         the same values is allowed, as by ``flatten_parameters``, also if the version changes. So is
         one with the values in another dtype, for a parameter that is not trained.
         """
-        version_changed: _Places = set()
-        exchanged: _Places = set()
-        written: _Places = set()
-        for (device, tensors), earlier in zip(self._watched, before, strict=True):
+        written: set[tuple[int, torch.device | None]] = set()
+        version_changed, exchanged = set(), set()
+        for (device, tensors), before in zip(self._watched, earlier, strict=True):
             now, canonical = versions(tensors), self._memories[device]
-            if now == earlier and (
-                tensors is canonical or all(map(Tensor.is_set_to, tensors, canonical))
-            ):
+            is_in_place = tensors is canonical or all(map(Tensor.is_set_to, tensors, canonical))
+            if is_in_place and now == before:
                 continue
             for i, (tensor, storage) in enumerate(zip(tensors, canonical, strict=True)):
                 if not tensor.is_set_to(storage):
@@ -146,10 +140,9 @@ class ParameterGuard:
                         storage = storage.to(tensor.dtype)
                     if not same_bits(tensor, storage):
                         written.add((i, None))
-                elif now[i] != earlier[i]:
+                elif now[i] != before[i]:
                     version_changed.add((i, device))
-        after = self._fingerprints() if fingerprints else {}
-        for device, new in after.items():
+        for device, new in self._fingerprints().items() if fingerprints else ():
             old = fingerprints[device]
             if not torch.equal(old.values, new.values):
                 both = to_host([old.values, new.values])

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import copy_lists, grouped
-from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.transfers import Transfers, to_host
+from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
@@ -75,16 +74,16 @@ class Replicas:
         make_compiler: Callable[[], Compiler] | None = None,
     ) -> None:
         self._device_ids = tuple(device_ids)
-        options = accumulate_dtype, statistics_policy, make_compiler
-        self.of_model = ReplicaSet(*options, compile_fn)
-        self._of_criterion = ReplicaSet(*options)
-        self.replica_sets = [self.of_model]  # and that of the criterion, if it needs replicas
-        self.criteria: list[Any] = []  # one per replica
+        self._options = accumulate_dtype, statistics_policy, make_compiler
+        self._compile_fn = compile_fn
+        self.discard()
 
     def discard(self) -> None:
         """Forget the replicas: threads of an interrupted step may still use them."""
-        for each in (self.of_model, self._of_criterion):
-            each.discard()
+        self.of_model = ReplicaSet(*self._options, self._compile_fn)
+        self._of_criterion = ReplicaSet(*self._options)
+        self.replica_sets = [self.of_model]  # and that of the criterion, if it needs replicas
+        self.criteria: list[Any] = []  # one per replica
 
     def refresh(
         self,
@@ -99,20 +98,15 @@ class Replicas:
         ``num_criteria`` times, on the first devices. So are the modules and tensors that a
         ``functools.partial`` binds. Any other callable is called unchanged.
         """
-        root, model = root_to_replicate(criterion), self.of_model
+        root = root_to_replicate(criterion)
+        self.replica_sets = [self.of_model]
         with torch.inference_mode(False), torch.no_grad():
-            compared = [*model.follow(module, self._device_ids)]
-            self.replica_sets = [model]
-            if root is not None and not model.contains_all_of(root):
-                compared += self._of_criterion.follow(root, self._device_ids[:num_criteria])
+            self.of_model.refresh(module, self._device_ids, transfers)
+            if root is not None and not self.of_model.contains_all_of(root):
+                self._of_criterion.refresh(root, self._device_ids[:num_criteria], transfers)
                 self.replica_sets.append(self._of_criterion)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
-            on_host = to_host([fingerprints.values for fingerprints in compared])
-            for fingerprints, values in zip(compared, on_host, strict=True):
-                fingerprints.values = values
-            for each in self.replica_sets:
-                each.send(transfers)
 
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: other replicas may compile."""
@@ -131,8 +125,8 @@ class ReplicaSet:
     """The replicas of one root: a module, or a partial that binds modules or tensors.
 
     On the master's device, parameters share the master's storage. Every other device has one copy
-    of them, which its replicas share. Each replica has private buffers. ``follow`` and ``send``
-    make all replicas match the master, whatever the user has changed in the module.
+    of them, which its replicas share. Each replica has private buffers. ``refresh`` makes all
+    replicas match the master, whatever the user has changed in the module.
     """
 
     def __init__(
@@ -147,17 +141,25 @@ class ReplicaSet:
         self._compile_fn, self._make_compiler = compile_fn, make_compiler
         self.compiler: Compiler | None = None  # if a module is compiled
         self.changes = 0  # how often the modules changed, except in values of tensors
+        self.flags = 0  # a hash of all switches, such as ``training``
         self.root: Any = None
         self.device_ids: tuple[torch.device, ...] = ()
-        self.discard()
-
-    def discard(self) -> None:
-        """Forget the replicas: threads of an interrupted step may still use them."""
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
+        self.broadcast = Broadcast((), ())
         self._state: Snapshot | None = None
-        self.flags = 0  # a hash of all switches, such as ``training``
-        self.broadcast = Broadcast((), self.device_ids)
+
+    def refresh(
+        self, root: Any, device_ids: tuple[torch.device, ...], transfers: Transfers
+    ) -> None:
+        """Update or rebuild the replicas to match ``root``. Call it under ``torch.no_grad()``."""
+        is_other = root is not self.root or device_ids != self.device_ids
+        self.root, self.device_ids = root, device_ids
+        if is_other or not self._update_in_place():
+            self._build()
+        self.broadcast.update(transfers)
+        for replica in self.replicas:
+            replica.refresh()
 
     def contains_all_of(self, root: Any) -> bool:
         """Whether the modules and tensors of ``root`` are all replicated here."""
@@ -167,46 +169,11 @@ class ReplicaSet:
         held = ModuleContents((root,))
         return modules >= held.modules.keys() and set(map(id, self.tensors)) >= held.tensors.keys()
 
-    def _count_change(self) -> None:
-        self.changes += 1
-        if self.compiler is not None:
-            self.compiler.forget()
-
-    def _refuse_created(self) -> None:
-        """Refuse trained parameters that forward passes create: the user's module lacks them."""
-        for replica in self.replicas:
-            known = set(map(id, replica.tensors))
-            named = parameters_of(replica.root)
-            name = next((n for n, p in named if p.requires_grad and id(p) not in known), None)
-            if name is not None:
-                raise ValueError(
-                    f"the forward pass creates the parameter {name!r} on each replica, where no "
-                    f"optimizer finds it; nothing was changed. Create it before the first step: "
-                    f"call the module once on one micro-batch"
-                )
-
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
         for replica in self.replicas:
             for i in self.trained_indices:
                 replica.tensors[i].grad = None
-
-    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> list[Fingerprints]:
-        """Update or rebuild the replicas to match the user's modules, except values of tensors.
-
-        Returns the fingerprints whose ``values`` ``send`` needs on the host.
-        """
-        is_other = root is not self.root or device_ids != self.device_ids
-        self.root, self.device_ids = root, device_ids
-        if is_other or not self._update_in_place():
-            self._build()
-        return self.broadcast.compare()
-
-    def send(self, transfers: Transfers) -> None:
-        """Send the values of tensors to all replicas. Call it under ``torch.no_grad()``."""
-        self.broadcast.update(transfers)
-        for replica in self.replicas:
-            replica.refresh()
 
     def _update_in_place(self) -> bool:
         """Copy changed plain values to the replicas, and set which tensors require grad.
@@ -243,6 +210,11 @@ class ReplicaSet:
         for replica in self.replicas:
             replica.set_requires_grad(trained)
 
+    def _count_change(self) -> None:
+        self.changes += 1
+        if self.compiler is not None:
+            self.compiler.forget()
+
     def _build(self) -> None:
         self._state = None
         check_placement(self.root, self.device_ids)
@@ -264,6 +236,18 @@ class ReplicaSet:
         self._set_requires_grad()
         self._state = Snapshot(found.containers, found.facts)
         self.flags = self._state.flags()
+
+    def _refuse_created(self) -> None:
+        """Refuse trained parameters that forward passes create: the user's module lacks them."""
+        for replica in self.replicas:
+            known = set(map(id, replica.tensors))
+            for name, parameter in parameters_of(replica.root):
+                if parameter.requires_grad and id(parameter) not in known:
+                    raise ValueError(
+                        f"the forward pass creates the parameter {name!r} on each replica, where "
+                        f"no optimizer finds it; nothing was changed. Create it before the first "
+                        f"step: call the module once on one micro-batch"
+                    )
 
     def buffers_after(self) -> list[BufferValue]:
         """Replica 0's buffers, without running statistics that are updated once per step."""
@@ -311,23 +295,23 @@ class Replica(ModuleCopy):
         statistics_policy: StatisticsPolicy | None,
     ) -> None:
         self.device = device
-        originals, storages = module_contents.tensors, broadcast.storages(device)
+        originals, sources = module_contents.tensors, broadcast.at(device)
+        storages = broadcast.storages(device)
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
-        tensors = self.tensors = [
+        self.tensors = [
             parameter_like(original, storage.data)
             if isinstance(original, nn.Parameter)
             else storage.data
             for original, storage in zip(originals.values(), storages, strict=True)
         ]
-        self._places = list(zip(tensors, storages, strict=True))
-        rows = zip(tensors, storages, broadcast.at(device), strict=True)
-        private = [(tensor, source) for tensor, storage, source in rows if storage is not source]
-        self._copied = grouped([tensor for tensor, _ in private], [source for _, source in private])
-        super().__init__(module_contents, dict(zip(originals, tensors, strict=True)), compiler)
+        self._places = list(zip(self.tensors, storages, strict=True))
+        private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
+        self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
+        super().__init__(module_contents, dict(zip(originals, self.tensors, strict=True)), compiler)
         self.root = self.copy_of(*module_contents.roots)
         self.modules = [self.copy_of(one) for one in module_contents.modules.values()]
         self.records = statistics_policy.record(self.modules) if statistics_policy else {}
-        self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, tensors)))
+        self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, self.tensors)))
         self._trained: Mapping[int, torch.dtype] = {}
 
     def refresh(self) -> None:
@@ -343,8 +327,7 @@ class Replica(ModuleCopy):
             self.set_requires_grad(self._trained)
             self.state.restore()
         copy_lists(self._copied)
-        if self.records:
-            self.clear_records()
+        self.clear_records()
 
     def clear_records(self) -> None:
         """Forget what modules have recorded in this step."""

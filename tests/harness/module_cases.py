@@ -14,94 +14,96 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from harness.agree import BATCH, Case
-from harness.models import CLASSES, FEATURES, Classifier, TokenClassifier, mlp
+from harness.models import CLASSES, FEATURES, Classifier, Of, TokenClassifier, mlp
 from harness.oracle import build, randint, randn
 
 
-def linear():
-    return nn.Linear(FEATURES, CLASSES)
+def linear(inputs=FEATURES, outputs=CLASSES):
+    return nn.Linear(inputs, outputs)
 
 
-class ParameterContainers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.ParameterList([nn.Parameter(torch.randn(FEATURES, 3)) for _ in range(2)])
-        self.named = nn.ParameterDict({"head": nn.Parameter(torch.randn(3, CLASSES))})
-        self.branches = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
-
-    def forward(self, inputs):
-        hidden = sum((inputs @ row).tanh() for row in self.rows)
-        return sum(branch(hidden) for branch in self.branches.values()) @ self.named["head"]
+def square():
+    return nn.Linear(FEATURES, FEATURES)
 
 
-class Tied(nn.Module):
+def small():
+    return nn.Sequential(linear(FEATURES, 6), nn.Tanh(), linear(6))
+
+
+def with_buffers(module, **buffers):
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+    return module
+
+
+def autograd_function(forward, backward):
+    """A function of autograd, made of two that need no context."""
+    both = {"forward": lambda _, *args: forward(*args), "backward": lambda _, g: backward(g)}
+    body = {name: staticmethod(function) for name, function in both.items()}
+    return type("Function", (torch.autograd.Function,), body).apply
+
+
+# --- what a module may hold, and how ---
+
+
+def parameter_containers():
+    def forward(m, inputs):
+        hidden = sum((inputs @ row).tanh() for row in m.rows)
+        return sum(branch(hidden) for branch in m.branches.values()) @ m.named["head"]
+
+    return Of(
+        forward,
+        rows=nn.ParameterList([torch.randn(FEATURES, 3) for _ in range(2)]),
+        named=nn.ParameterDict({"head": torch.randn(3, CLASSES)}),
+        branches=nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}),
+    )
+
+
+def tied():
     """A parameter under two names, and a module under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(FEATURES, FEATURES)
-        self.two = nn.Linear(FEATURES, FEATURES)
-        self.two.weight = self.one.weight
-        self.again = self.one
-        self.head = linear()
-
-    def forward(self, inputs):
-        return self.head(self.again(self.two(self.one(inputs).tanh()).tanh()))
+    one, two = square(), square()
+    two.weight = one.weight
+    parts = {"one": one, "two": two, "again": one, "head": linear()}
+    return Of(lambda m, x: m.head(m.again(m.two(m.one(x).tanh()).tanh())), **parts)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(FEATURES, 4, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.lstm(inputs[:, None].repeat(1, 3, 1))[0][:, -1])
+def recurrent():
+    lstm = nn.LSTM(FEATURES, 4, num_layers=2, batch_first=True, bidirectional=True)
+    parts = {"lstm": lstm, "head": linear(8)}
+    return Of(lambda m, x: m.head(m.lstm(x[:, None].repeat(1, 3, 1))[0][:, -1]), **parts)
 
 
-class UnregisteredList(nn.Module):
+def unregistered_list():
     """Submodules in plain lists, tuples and dicts: registered elsewhere, or not at all."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(2)])
-        self.order = [self.layers[1], (self.layers[0],)]
-        self.hidden = {"stranger": [nn.Linear(FEATURES, FEATURES).double()]}
-        self.head = linear()
+    def forward(m, inputs):
+        inputs = m.order[1][0](m.order[0](inputs).tanh())
+        return m.head(m.hidden["stranger"][0](inputs))
 
-    def forward(self, inputs):
-        inputs = self.order[1][0](self.order[0](inputs).tanh())
-        return self.head(self.hidden["stranger"][0](inputs))
+    layers = nn.ModuleList([square(), square()])
+    plain = {"order": [layers[1], (layers[0],)], "hidden": {"stranger": [square().double()]}}
+    return Of(forward, layers=layers, head=linear(), **plain)
 
 
-class KnowsItsParent(nn.Module):
+def knows_its_parent():
     """A child that reaches its parent through a list, as some libraries do."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = linear()
-        self.child.parent = [self]
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, inputs):
-        return self.child(inputs) * self.child.parent[0].scale
+    parts = {"child": linear(), "scale": nn.Parameter(torch.ones(()))}
+    model = Of(lambda m, x: m.child(x) * m.child.parent[0].scale, **parts)
+    model.child.parent = [model]
+    return model
 
 
-def bound_forward():
+def partial_forward():
     model = linear()
     model.forward = functools.partial(type(model).forward, model)
     return nn.Sequential(model, nn.Tanh())
 
 
-class Wrapped(Classifier):
+def bound_forward():
     """Its forward is a bound method of itself, as ``accelerate`` puts it there."""
-
-    def __init__(self):
-        super().__init__()
-        self.forward = self.compute
-
-    def compute(self, inputs):
-        return self.linear(inputs)
+    model = linear()
+    model.forward = model.forward
+    return model
 
 
 OVERLAPPING = {
@@ -114,68 +116,47 @@ OVERLAPPING = {
 }
 
 
-class Overlapping(Classifier):
+def overlapping(view, as_buffer):
     """Writes one tensor in its forward pass, and reads what overlaps it in memory."""
 
-    def __init__(self, other, as_buffer):
-        super().__init__()
-        self.register_buffer("table", torch.rand(4, CLASSES, dtype=torch.float64))
-        self.register_buffer("apart", torch.rand(CLASSES))
-        if as_buffer:
-            self.register_buffer("other", OVERLAPPING[other](self.table))
-        else:
-            self.other = OVERLAPPING[other](self.table)
+    def forward(m, inputs):
+        m.table += torch.arange(1, 1 + CLASSES)
+        other = m.other.view(torch.float64) if m.other.dtype == torch.int8 else m.other
+        return m.linear(inputs) * (1 + other.reshape(-1)[:CLASSES]) + m.apart
 
-    def forward(self, inputs):
-        self.table += torch.arange(1, 1 + CLASSES)
-        other = self.other.view(torch.float64) if self.other.dtype == torch.int8 else self.other
-        return self.linear(inputs) * (1 + other.reshape(-1)[:CLASSES]) + self.apart
-
-
-class Identity(torch.autograd.Function):
-    """Returns the very tensor that it was given: autograd once refused a shared storage."""
-
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
+    table, apart = torch.rand(4, CLASSES, dtype=torch.float64), torch.rand(CLASSES)
+    model = with_buffers(Of(forward, linear=linear()), table=table, apart=apart)
+    other = OVERLAPPING[view](table)
+    if as_buffer:
+        return with_buffers(model, other=other)
+    model.other = other
+    return model
 
 
-class Same(Classifier):
-    """Such a function first, and under checkpointing."""
-
-    def forward(self, inputs):
-        inputs = Identity.apply(inputs)
-        return Identity.apply(checkpoint(Identity.apply, self.linear(inputs), use_reentrant=False))
+# Returns the very tensor that it was given: autograd once refused a shared storage.
+identity = autograd_function(lambda inputs: inputs, lambda gradient: gradient)
 
 
-class TakesMore(Classifier):
+def returns_its_input(m, inputs):
+    return identity(checkpoint(identity, m.linear(identity(inputs)), use_reentrant=False))
+
+
+def takes_more(m, rows, number, name, unused):
     """A 0-dim tensor, which each sub-step gets anew and may write, and what holds no tensor."""
-
-    def forward(self, rows, number, name, unused):
-        assert number.shape == ()
-        assert (name, unused) == ("n", [True, None, [], {}, ()])
-        return self.linear(rows) * number.mul_(2)
+    assert number.shape == ()
+    assert (name, unused) == ("n", [True, None, [], {}, ()])
+    return m.linear(rows) * number.mul_(2)
 
 
-class ComputesItsOwnGradient(nn.Module):
+def computes_its_own_gradient():
     """Forces: the gradient of an energy is part of the output (double backward)."""
 
-    def __init__(self):
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, inputs):
+    def forward(m, inputs):
         inputs = inputs.detach().requires_grad_()
-        (forces,) = torch.autograd.grad(self.energy(inputs).sum(), inputs, create_graph=True)
+        (forces,) = torch.autograd.grad(m.energy(inputs).sum(), inputs, create_graph=True)
         return forces[:, :CLASSES]
 
-
-def small():
-    return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+    return Of(forward, energy=nn.Sequential(linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1)))
 
 
 # --- kinds of modules that torch's protocol for replicas loses or breaks ---
@@ -203,74 +184,51 @@ def exported():
     return torch.export.export(small(), (torch.randn(3, FEATURES),), dynamic_shapes=rows).module()
 
 
-KINDS = {
-    "fx": lambda: torch.fx.symbolic_trace(small()),
-    "fx subclass": traced_subclass,
-    "export": exported,
-}
-
-
 # --- parameters: dtypes, layouts, classes of their own ---
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex128))
-
-    def forward(self, inputs):
-        return (inputs.to(torch.complex128) @ self.weight).abs()
+def as_real(values):
+    return values.real + values.imag if values.is_complex() else values
 
 
-class Factor(Classifier):
+def factor(lazy):
     """Its parameter's memory holds conjugates, or negatives: what forwards write is looked at."""
-
-    def __init__(self, lazy):
-        super().__init__()
-        self.factor = nn.Parameter(lazy(randn(CLASSES, dtype=torch.complex128)))
-
-    def forward(self, inputs):
-        factor = self.factor
-        return self.linear(inputs) * (factor.real + factor.imag if factor.is_complex() else factor)
+    values = nn.Parameter(lazy(randn(CLASSES, dtype=torch.complex128)))
+    return Of(lambda m, x: m.linear(x) * as_real(m.factor), linear=linear(), factor=values)
 
 
-class SeveralDtypes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(FEATURES, 4).double()
-        self.odd = nn.Parameter(torch.randn(3))
-        self.narrow = nn.Linear(4, CLASSES).float()
-
-    def forward(self, inputs):
-        return self.narrow(self.wide(inputs).float()) * self.odd.sum()
+def of_complex():
+    weight = nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex128))
+    return Of(lambda m, inputs: (inputs.to(torch.complex128) @ m.weight).abs(), weight=weight)
 
 
-class Half(nn.Module):
+def several_dtypes():
+    parts = {"wide": linear(FEATURES, 4).double(), "narrow": linear(4).float()}
+    odd = nn.Parameter(torch.randn(3))
+    return Of(lambda m, x: m.narrow(m.wide(x).float()) * m.odd.sum(), odd=odd, **parts)
+
+
+def half(dtype):
     """Half a network in low precision, half of it in double."""
 
-    def __init__(self, dtype):
-        super().__init__()
-        self.first, *rest = mlp()
-        self.first.to(dtype)
-        self.rest = nn.Sequential(*rest)
+    def forward(m, inputs):
+        return m.rest(m.first(inputs.to(m.first.weight.dtype)).double())
 
-    def forward(self, inputs):
-        return self.rest(self.first(inputs.to(self.first.weight.dtype)).double())
+    first, *rest = mlp()
+    return Of(forward, first=first.to(dtype), rest=nn.Sequential(*rest))
 
 
-class Layouts(nn.Module):
+def layouts(last):
     """Convolutions of which some keep another memory format, or another dtype."""
 
-    def __init__(self, last):
-        super().__init__()
-        first = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 3, 2))
-        self.first = first.to(torch.float64, memory_format=torch.channels_last)
-        self.last = nn.Conv2d(3, CLASSES, 2, dtype=last)
-
-    def forward(self, images):
-        for tensor in (images, self.first[0].weight):
+    def forward(m, images):
+        for tensor in (images, m.first[0].weight):
             assert tensor.is_contiguous(memory_format=torch.channels_last)
-        return self.last(self.first(images).to(self.last.weight.dtype)).double().flatten(1)
+        return m.last(m.first(images).to(m.last.weight.dtype)).double().flatten(1)
+
+    first = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 3, 2))
+    first.to(torch.float64, memory_format=torch.channels_last)
+    return Of(forward, first=first, last=nn.Conv2d(3, CLASSES, 2, dtype=last))
 
 
 IMAGES = randn(6, 3, 4, 4).to(memory_format=torch.channels_last)
@@ -327,51 +285,36 @@ class OwnParameters(Classifier):
         return outputs * (5 if isinstance(self.buffer, nn.Buffer) else 1)
 
 
-class Masked(nn.Linear):
+def masked():
     """A weight's attributes lead to a buffer and the module: they once were the user's own."""
 
-    def __init__(self):
-        super().__init__(FEATURES, CLASSES)
-        self.double()
-        self.register_buffer("mask", torch.ones(CLASSES, FEATURES, dtype=torch.float64))
-        self.weight.mask = self.mask
-        self.weight.owner = self
+    def forward(m, inputs):
+        m.mask.mul_(0.5)
+        return m.linear(inputs) @ m.linear.weight.mask + m.linear.weight.owner.mask.sum()
 
-    def forward(self, inputs):
-        self.mask.mul_(0.5)
-        return super().forward(inputs) @ self.weight.mask + self.weight.owner.mask.sum()
+    mask = torch.ones(CLASSES, FEATURES, dtype=torch.float64)
+    model = with_buffers(Of(forward, linear=linear()), mask=mask)
+    model.linear.weight.mask, model.linear.weight.owner = mask, model
+    return model
 
 
-def writes_to_targets(_):
-    return lambda output, targets: ((output - targets.mul_(2)) ** 2).mean()
-
-
-class Looks(Classifier):
+def looks(m, inputs):
     """Asks for its parameters: ``nn.DataParallel``'s replicas say that they have none."""
-
-    def forward(self, inputs):
-        assert [name for name, _ in self.named_parameters()] == ["linear.weight", "linear.bias"]
-        return self.linear(inputs) + sum(p.abs().sum() for p in self.parameters())
+    assert [name for name, _ in m.named_parameters()] == ["linear.weight", "linear.bias"]
+    return m.linear(inputs) + sum(p.abs().sum() for p in m.parameters())
 
 
-class Blocks(nn.Module):
+def blocks(use_reentrant):
     """Activation checkpointing."""
 
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(3)])
-        self.head = linear()
-        self.use_reentrant = use_reentrant
+    def forward(m, inputs):
+        inputs = inputs + m.head.bias.sum() * 0  # the reentrant variant needs a gradient
+        for block in m.blocks:
+            call = nn.Sequential(block, nn.Tanh())
+            inputs = checkpoint(call, inputs, use_reentrant=use_reentrant)
+        return m.head(inputs)
 
-    def forward(self, inputs):
-        inputs = inputs + self.head.bias.sum() * 0  # the reentrant variant needs a gradient
-        for block in self.blocks:
-            inputs = checkpoint(
-                lambda hidden, block=block: block(hidden).tanh(),
-                inputs,
-                use_reentrant=self.use_reentrant,
-            )
-        return self.head(inputs)
+    return Of(forward, blocks=nn.ModuleList([square() for _ in range(3)]), head=linear())
 
 
 # --- gradients that are sparse, not there, in one memory, or of what was made of parameters ---
@@ -383,17 +326,11 @@ def sparse_tokens():
     return model
 
 
-class SharedTable(nn.Module):
+def shared_table():
     """A sparse embedding whose weight is the output layer's too: its gradient is dense."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, 6, sparse=True)
-        self.head = nn.Linear(6, CLASSES, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.embedding(ids))
+    table, head = nn.Embedding(CLASSES, 6, sparse=True), nn.Linear(6, CLASSES, bias=False)
+    head.weight = table.weight
+    return nn.Sequential(table, head)
 
 
 class Branches(nn.Module):
@@ -433,47 +370,20 @@ class InOneMemory(nn.Module):
         return self.linear(inputs) + (self.one.unsqueeze(0) + self.other.unsqueeze(0))
 
 
-class OneGradientForTwo(torch.autograd.Function):
-    """Gives the very same tensor to both of its inputs."""
-
-    @staticmethod
-    def forward(ctx, one, other):
-        return one + other
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, gradient
+# Gives the very same tensor to both of its inputs.
+gives_one_for_two = autograd_function(lambda one, other: one + other, lambda g: (g, g))
+# Gives no gradient to its second input.
+blocks_the_second = autograd_function(lambda one, other: one * other, lambda g: (g, None))
 
 
-class Shares(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Parameter(randn(FEATURES, CLASSES))
-        self.other = nn.Parameter(randn(FEATURES, CLASSES, seed=1))
-
-    def forward(self, inputs):
-        return inputs @ OneGradientForTwo.apply(self.one, self.other)
+def one_gradient_for_two():
+    parts = {name: nn.Parameter(randn(FEATURES, CLASSES, seed=n)) for n, name in enumerate("ab")}
+    return Of(lambda m, inputs: inputs @ gives_one_for_two(m.a, m.b), **parts)
 
 
-class Blocked(torch.autograd.Function):
-    """Gives no gradient to its second input."""
-
-    @staticmethod
-    def forward(ctx, one, other):
-        return one * other
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class Gated(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Parameter(randn(CLASSES))
-
-    def forward(self, inputs):
-        return Blocked.apply(self.linear(inputs), self.gate)
+def no_gradient_for_one():
+    gate = nn.Parameter(randn(CLASSES))
+    return Of(lambda m, x: blocks_the_second(m.linear(x), m.gate), linear=linear(), gate=gate)
 
 
 # --- buffers ---
@@ -484,68 +394,46 @@ class Constants(Classifier):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
-        self.register_buffer("table", torch.rand(7) / 3)
-        self.register_buffer("nothing", torch.tensor(float("nan")))
-        self.register_buffer("index", torch.arange(4))
-        self.register_buffer("flag", torch.tensor(True))
-        self.register_buffer("missing", None)
+        mask, table = torch.full((4, 4), float("-inf")).triu(1), torch.rand(7) / 3
+        with_buffers(self, mask=mask, table=table, nothing=torch.tensor(float("nan")))
+        with_buffers(self, index=torch.arange(4), flag=torch.tensor(True), missing=None)
 
     def forward(self, inputs):
         scores = (self.mask + self.table[:4]).softmax(1)
         return self.linear(inputs)[:, self.index] @ scores
 
 
-class TrainedBuffer(Classifier):
-    """A buffer that requires grad, and attributes."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.full((CLASSES,), 1.5).double().requires_grad_())
-        self.constant = torch.full((CLASSES,), 0.5).double()
-
-    def forward(self, inputs):
-        return self.linear(inputs) * self.scale + self.constant * self.scale.exp()
-
-
 def trained_buffer():
-    """As it is: ``double()`` would make the buffer no leaf."""
-    model = TrainedBuffer()
-    model.linear.double()
-    return model
+    """A buffer that requires grad, as it is: ``double()`` would make it no leaf."""
+    parts = {"linear": linear().double(), "constant": torch.full((CLASSES,), 0.5).double()}
+    model = Of(lambda m, x: m.linear(x) * m.scale + m.constant * m.scale.exp(), **parts)
+    return with_buffers(model, scale=torch.full((CLASSES,), 1.5).double().requires_grad_())
 
 
-class Rebinds(Classifier):
+def rebinds():
     """Running state by assignment rather than in place, of a shape that changes."""
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("last", torch.zeros(0, FEATURES))
-        self.register_buffer("cache", None)
-        self.register_buffer("grown", torch.zeros(1))
+    def forward(m, inputs):
+        m.seen = m.seen + len(inputs)
+        m.last = inputs.detach().clone()
+        m.cache = inputs.detach().sum()
+        m.grown = torch.cat([m.grown, inputs[0, :1]])
+        return m.linear(inputs)
 
-    def forward(self, inputs):
-        self.seen = self.seen + len(inputs)
-        self.last = inputs.detach().clone()
-        self.cache = inputs.detach().sum()
-        self.grown = torch.cat([self.grown, inputs[0, :1]])
-        return self.linear(inputs)
+    buffers = {"seen": torch.zeros(()), "last": torch.zeros(0, FEATURES), "cache": None}
+    return with_buffers(Of(forward, linear=linear()), grown=torch.zeros(1), **buffers)
 
 
-class OfComplex(Classifier):
+def view_of_complex(view):
     """Writes complex numbers, and reads a view: torch refuses to copy into lists of conjugates."""
 
-    def __init__(self, other):
-        super().__init__()
-        values = torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)
-        self.register_buffer("numbers", torch.complex(values, values + 2))
-        self.register_buffer("other", other(self.numbers))
+    def forward(m, inputs):
+        m.numbers *= 2
+        return m.linear(inputs) * as_real(m.other)
 
-    def forward(self, inputs):
-        self.numbers *= 2
-        other = self.other
-        return self.linear(inputs) * (other.real + other.imag if other.is_complex() else other)
+    values = torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)
+    numbers = torch.complex(values, values + 2)
+    return with_buffers(Of(forward, linear=linear()), numbers=numbers, other=view(numbers))
 
 
 OF_COMPLEX = {
@@ -693,14 +581,14 @@ BY_SHARE = {"by_share": True, "accum": 1}
 TOKENS = randint(11, 9, 3), randint(CLASSES, 9, 3)
 
 MODELS = {
-    "parameter containers": ParameterContainers,
-    "tied": Tied,
-    "lstm": Recurrent,
-    "unregistered list": UnregisteredList,
-    "knows its parent": KnowsItsParent,
-    "forward is a partial": bound_forward,
-    "forward is a bound method": Wrapped,
-    "a function that returns its input": Same,
+    "parameter containers": parameter_containers,
+    "tied": tied,
+    "lstm": recurrent,
+    "unregistered list": unregistered_list,
+    "knows its parent": knows_its_parent,
+    "forward is a partial": partial_forward,
+    "forward is a bound method": bound_forward,
+    "a function that returns its input": lambda: Of(returns_its_input, linear=linear()),
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "in-place activation": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True)),
     "shared activation module": lambda: nn.Sequential(*[linear(), act := nn.Tanh(), act]),
@@ -716,24 +604,23 @@ ONCE_CALLED = ("whole batch", "inference")
 
 CASES = {
     **{name: Case(make) for name, make in MODELS.items()},
-    "double backward": Case(ComputesItsOwnGradient, unless=("inference",)),
+    "double backward": Case(computes_its_own_gradient, unless=("inference",)),
     "a hook that changes gradients": Case(hooked_in_the_middle),
     "float64 that adds up in float32": Case(mlp, engine={"accumulate_dtype": torch.float32}),
     "a number, and no tensors": Case(
-        TakesMore,
+        lambda: Of(takes_more, linear=linear()),
         batch=((BATCH[0], torch.tensor(1.5).double(), "n", [True, None, [], {}, ()]), BATCH[1]),
     ),
     "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
     "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
-    "checkpointing": Case(lambda: Blocks(use_reentrant=False)),
-    "checkpointing, reentrant": Case(lambda: Blocks(use_reentrant=True), unless=("check",)),
-    **{
-        name: Case(make, unless=("inference",) if name == "export" else ())
-        for name, make in KINDS.items()
-    },
-    "complex": Case(Complex, keep_dtypes=True),
-    "conjugates": Case(lambda: Factor(torch.conj)),
-    "negatives": Case(lambda: Factor(lambda values: values.conj().imag)),
+    "checkpointing": Case(lambda: blocks(use_reentrant=False)),
+    "checkpointing, reentrant": Case(lambda: blocks(use_reentrant=True), unless=("check",)),
+    "fx": Case(lambda: torch.fx.symbolic_trace(small())),
+    "fx subclass": Case(traced_subclass),
+    "export": Case(exported, unless=("inference",)),
+    "complex": Case(of_complex, keep_dtypes=True),
+    "conjugates": Case(lambda: factor(torch.conj)),
+    "negatives": Case(lambda: factor(lambda values: values.conj().imag)),
     **{
         str(dtype): Case(
             lambda dtype=dtype: linear().to(dtype),
@@ -743,12 +630,12 @@ CASES = {
         )
         for dtype, relative in ((torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.half, 3e-3))
     },
-    "several dtypes": Case(SeveralDtypes, keep_dtypes=True, relative=1e-5),
-    "half beside double": Case(lambda: Half(torch.half), keep_dtypes=True, relative=0.02),
-    "bfloat16 beside double": Case(lambda: Half(torch.bfloat16), keep_dtypes=True, relative=0.02),
+    "several dtypes": Case(several_dtypes, keep_dtypes=True, relative=1e-5),
+    "half beside double": Case(lambda: half(torch.half), keep_dtypes=True, relative=0.02),
+    "bfloat16 beside double": Case(lambda: half(torch.bfloat16), keep_dtypes=True, relative=0.02),
     **{
         f"layouts, {last}": Case(
-            lambda last=last: Layouts(last),
+            lambda last=last: layouts(last),
             batch=(IMAGES, randint(CLASSES, 6)),
             keep_dtypes=True,
             relative=1e-10 if last == torch.float64 else 1e-5,
@@ -761,9 +648,9 @@ CASES = {
         lambda: OwnParameters(lambda values: Doubled(values, 1.0))
     ),
     "attributes of tensors": Case(
-        Masked, batch=(BATCH[0], randint(FEATURES, 9)), unless=("check",), **ONCE
+        masked, batch=(BATCH[0], randint(FEATURES, 9)), unless=("check",), **ONCE
     ),
-    "looks at its parameters": Case(Looks),
+    "looks at its parameters": Case(lambda: Of(looks, linear=linear())),
     "changes between steps": Case(
         mlp,
         changes=[
@@ -773,14 +660,16 @@ CASES = {
         ],
     ),
     "sparse gradients": Case(sparse_tokens, batch=TOKENS),
-    "a sparse table tied to a layer": Case(SharedTable, batch=(randint(CLASSES, 9), BATCH[1])),
+    "a sparse table tied to a layer": Case(shared_table, batch=(randint(CLASSES, 9), BATCH[1])),
     "unused by some": Case(Branches, batch=(positive_first(9, 6), BATCH[1])),
     "unused by later batches": Case(Branches, batch=(positive_first(9, 9), BATCH[1])),
     "gradients in one memory": Case(InOneMemory),
-    "one gradient for two": Case(Shares),
-    "no gradient for one": Case(Gated),
+    "one gradient for two": Case(one_gradient_for_two),
+    "no gradient for one": Case(no_gradient_for_one),
     "a criterion that writes to its targets": Case(
-        mlp, batch=(BATCH[0], randn(9, CLASSES, seed=3)), criterion=writes_to_targets
+        mlp,
+        batch=(BATCH[0], randn(9, CLASSES, seed=3)),
+        criterion=lambda _: lambda output, targets: ((output - targets.mul_(2)) ** 2).mean(),
     ),
     "a trained criterion": Case(mlp, criterion=lambda _: Head()),
     "a method of a trained criterion": Case(mlp, criterion=lambda _: Head().forward),
@@ -812,14 +701,14 @@ CASES = {
     "batch norm with another forward": Case(with_another_forward, **BY_SHARE),
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
-    "rebound buffers": Case(Rebinds),
+    "rebound buffers": Case(rebinds),
     **{
-        f"buffer, {name}": Case(lambda other=other: OfComplex(other), **ONCE)
+        f"buffer, {name}": Case(lambda other=other: view_of_complex(other), **ONCE)
         for name, other in OF_COMPLEX.items()
     },
     **{
         f"overlapping {kind}, {other}": Case(
-            lambda other=other, kind=kind: Overlapping(other, kind == "buffer"), **ONCE
+            lambda other=other, kind=kind: overlapping(other, kind == "buffer"), **ONCE
         )
         for other in OVERLAPPING
         for kind in ("buffer", "attribute")

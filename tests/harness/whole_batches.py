@@ -11,8 +11,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from harness.agree import Case
 from harness.contrastive import FEATURES
-from harness.models import Classifier, Columns, linear
-from harness.module_cases import InOneMemory
+from harness.models import Classifier, Columns, Of, Returns, linear
+from harness.module_cases import InOneMemory, with_buffers
 from harness.oracle import build, randint, randn
 from scatterpar import Replicated, Rows
 
@@ -23,19 +23,16 @@ def pairs(outputs, _):
     return (z @ z.T).exp().mean().log() + outputs.square().mean()
 
 
-class Counted(Classifier):
+def counted():
     """Computes otherwise in every second call: a plain counter, and one in a buffer."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+    def forward(m, inputs):
+        m.calls += 1
+        m.seen = m.seen + len(inputs)  # rebound, not written
+        return m.linear(inputs) * (1 + m.calls % 2) + m.seen
 
-    def forward(self, inputs):
-        self.calls += 1
-        self.seen = self.seen + len(inputs)  # rebound, not written
-        outputs = self.linear(inputs) * (1 + self.calls % 2)
-        return outputs + self.seen
+    model = Of(forward, calls=0, linear=nn.Linear(FEATURES, 4))
+    return with_buffers(model, seen=torch.zeros((), dtype=torch.long))
 
 
 class Queued(Classifier):
@@ -76,25 +73,23 @@ class Tempered(nn.Module):
         return cross_entropy(logits, torch.arange(len(outputs)))
 
 
-class Everything(Classifier):
+def everything():
     """Outputs of all kinds, some of them unused, some in place."""
 
-    def __init__(self):
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(0.2))
-
-    def forward(self, inputs):
-        z = self.linear(inputs).mul_(2).tanh_()
+    def forward(m, inputs):
+        z = m.linear(inputs).mul_(2).tanh_()
         return {
             "z": z,
             "again": z,
             "nested": (z.square(), [z.argmax(1), "text", None]),
-            "scale": self.log_scale.exp(),
-            "itself": self.log_scale,
+            "scale": m.log_scale.exp(),
+            "itself": m.log_scale,
             "unused": z * 3,
             "doubled": torch.stack([z, -z], 1).flatten(0, 1),
             "constant": torch.ones(len(inputs), 2),
         }
+
+    return Of(forward, linear=nn.Linear(FEATURES, 4), log_scale=nn.Parameter(torch.tensor(0.2)))
 
 
 def of_everything(outputs, _):
@@ -108,32 +103,22 @@ def of_everything(outputs, _):
     return total + outputs["constant"].sum()
 
 
-class InPlace(Classifier):
+def in_place_input(_, inputs):
     """Normalises its input where it lies, as models that take raw pixels do."""
-
-    def forward(self, inputs):
-        rows = [row.sub_(0.5).div_(0.25) for row in inputs]
-        return self.linear(torch.stack(rows))
+    return torch.stack([row.sub_(0.5).div_(0.25) for row in inputs])
 
 
-class Masked(Classifier):
+def with_infinities(logits, inputs):
     """Infinities and NaN, which the loss masks: they are no difference between the passes."""
-
-    def forward(self, inputs):
-        special = torch.tensor([[torch.inf, torch.nan]], dtype=torch.float64)
-        return torch.cat([self.linear(inputs), special.expand(len(inputs), 2)], 1)
+    special = torch.tensor([[torch.inf, torch.nan]], dtype=torch.float64)
+    return torch.cat([logits, special.expand(len(inputs), 2)], 1)
 
 
-class Encoder(nn.Module):
+def encoder():
     """Under no_grad it takes another way in eval mode, with other outputs."""
-
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1).eval()
-
-    def forward(self, tokens, padding):
-        return self.encoder(tokens, src_key_padding_mask=padding).sum(1)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    return Of(lambda m, x, padding: m.model(x, src_key_padding_mask=padding).sum(1), model=model)
 
 
 class InItsCriterion(InOneMemory):
@@ -142,14 +127,6 @@ class InItsCriterion(InOneMemory):
     def loss(self, outputs, targets):
         own = self.one.unsqueeze(0) + self.other.unsqueeze(0)
         return cross_entropy(outputs * own, targets)
-
-
-class Scaled(nn.Linear):
-    """The criterion closes over a parameter of it."""
-
-    def __init__(self):
-        super().__init__(FEATURES, 4)
-        self.scale = nn.Parameter(torch.tensor(0.5))
 
 
 class Versions:
@@ -168,8 +145,6 @@ def three_layers():
 
 
 ROWS = randn(19, FEATURES), None
-
-
 PADDING = torch.arange(6) >= randint(5, 10)[:, None] + 1
 
 
@@ -208,13 +183,19 @@ def of_pairs(make, **more):
 
 
 WHOLE = {
-    "outputs of all kinds": Case(Everything, ROWS, lambda _: of_everything),
-    "a module that writes its input": of_pairs(InPlace),
+    "outputs of all kinds": Case(everything, ROWS, lambda _: of_everything),
+    "a module that writes its input": of_pairs(
+        lambda: nn.Sequential(Of(in_place_input), nn.Linear(FEATURES, 4))
+    ),
     "a criterion that writes": Case(linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place),
-    "infinities": Case(Masked, ROWS, lambda _: lambda outputs, _: pairs(outputs[:, :-2], None)),
-    "an encoder in eval mode": Case(Encoder, ((randn(10, 6, 8), PADDING), None), lambda _: pairs),
+    "infinities": Case(
+        lambda: Returns(with_infinities),
+        ROWS,
+        lambda _: lambda outputs, _: pairs(outputs[:, :-2], None),
+    ),
+    "an encoder in eval mode": Case(encoder, ((randn(10, 6, 8), PADDING), None), lambda _: pairs),
     "a closure": Case(
-        Scaled, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.scale, None)
+        linear, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.bias.exp(), None)
     ),
     "a criterion with parameters and a queue": Case(
         three_layers, ROWS, lambda _: build(Tempered), accum=3
@@ -253,7 +234,7 @@ for accum in (1, 3):
             InItsCriterion, (ROWS[0], randint(4, 19)), lambda model: model.loss, accum=accum
         ),
         f"statistics of a whole batch, {accum}": of_pairs(normed, by_share=True, accum=accum),
-        f"counters, {accum}": of_pairs(Counted, by_share=True, accum=accum),
+        f"counters, {accum}": of_pairs(counted, by_share=True, accum=accum),
         f"spectral norm, whole batch, {accum}": of_pairs(
             lambda: nn.Sequential(spectral_norm(nn.Linear(FEATURES, 6)), nn.Tanh()),
             by_share=True,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from harness.oracle import RELATIVE, assert_close, build, call, loss_of, randint
 from harness.rank_processes import run_on_ranks
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.batch import nested
-from scatterpar.plan import Plan, Share, make_plan
+from scatterpar.plan import make_plan
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 LAYOUTS = {
@@ -76,22 +76,22 @@ class Case:
     unless: Sequence[str] = ()
     only: Sequence[str] = ()
 
-    def build(self) -> Any:
+    def build(self):
         if not self.keep_dtypes:
             return build(self.model)
         with seeded():
             return self.model()
 
     @property
-    def count(self) -> int:
+    def count(self):
         """The number of rows: of the targets' first tensor, or of the inputs'."""
         found = nested.tensors(self.plain or self.batch)
         return len(next(tensor for tensor in found if tensor.ndim))
 
-    def rows(self, rows: Sequence[int]) -> Any:
+    def rows(self, rows):
         """Copies of these rows of inputs and targets, as plain torch takes them."""
 
-        def take(leaf: Any) -> Any:
+        def take(leaf):
             if not isinstance(leaf, Tensor):
                 return leaf
             if not leaf.ndim or rows == range(self.count):
@@ -102,57 +102,39 @@ class Case:
 
         return nested.map_leaves(take, self.batch if self.plain is None else self.plain)
 
-    def all(self) -> Any:
+    def all(self):
         return self.rows(range(self.count))
 
 
-Runner = tuple[Callable[[], Tensor], Callable[[int], Plan]]  # one step, and how it cuts rows
+# A runner yields two functions: one takes a step, the other is the plan of so many rows.
 
 
-def make_engine(case: Case, module: Any, devices: Any, **how: Any) -> ScatterOnceParallel:
+def make_engine(case, module, devices, **how):
     cut = {} if "micro_batch_cost" in (case.engine | how) else {"accum": case.accum}
     return ScatterOnceParallel(module, device_ids=devices, **(cut | case.engine | how))
 
 
 @contextlib.contextmanager
-def by_engine(
-    case: Case, module: Any, criterion: Any, devices: Any, *, how: Any = None, **more: Any
-) -> Iterator[Runner]:
-    if "whole_batch" in more:  # the criterion has all terms
-        case = replace(case, options=without(case.options, "count", "reduction"))
+def by_engine(case, module, criterion, devices, *, how=None, by="", **more):
+    """``how``: more options of the engine. A check before each step leaves no trace in it."""
     options = case.options | more
+    if "whole_batch" in more:  # the criterion has all terms
+        options = {k: v for k, v in options.items() if k not in ("count", "reduction")}
     with make_engine(case, module, devices, **(how or {})) as engine:
-        yield (
-            lambda: engine.forward_backward(*case.batch, criterion, **options),
-            lambda rows: engine.plan(rows, costs=options.get("costs")),
-        )
 
-
-@contextlib.contextmanager
-def by_loss(case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
-    with make_engine(case, module, devices) as engine:
-
-        def step() -> Tensor:
-            loss = engine.loss(*case.batch, criterion, **case.options)
+        def step():
+            if by == "check":
+                assert engine.check(*case.batch, criterion, **options).passed
+            if by != "loss":
+                return engine.forward_backward(*case.batch, criterion, **options)
+            loss = engine.loss(*case.batch, criterion, **options)
             loss.backward()
             return loss.detach()
 
-        yield step, lambda rows: engine.plan(rows, costs=case.options.get("costs"))
+        yield step, lambda rows: engine.plan(rows, costs=options.get("costs"))
 
 
-@contextlib.contextmanager
-def by_check(case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
-    """A check before each step agrees, and leaves no trace in it."""
-    with make_engine(case, module, devices) as engine:
-
-        def step() -> Tensor:
-            assert engine.check(*case.batch, criterion, **case.options).passed
-            return engine.forward_backward(*case.batch, criterion, **case.options)
-
-        yield step, lambda rows: engine.plan(rows, costs=case.options.get("costs"))
-
-
-def by_cost(case: Case, *args: Any) -> Any:
+def by_cost(case, *args):
     """Rows of like cost together, which are not consecutive."""
     costs = [1.0 + 3 * row % 4 for row in range(case.count)]
     budget = 8.0 if case.accum > 1 else 1e9
@@ -160,11 +142,11 @@ def by_cost(case: Case, *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def by_pair(case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
+def by_pair(case, module, criterion, devices):
     model, loss_of = DataParallelModel(module, devices), DataParallelCriterion(criterion, devices)
     inputs, targets = case.batch
 
-    def step() -> Tensor:
+    def step():
         loss = loss_of(call(model, inputs), targets, **case.options)
         loss.backward()
         return loss.detach()
@@ -173,7 +155,7 @@ def by_pair(case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[R
 
 
 @contextlib.contextmanager
-def apart(by: Any, case: Case, module: Any, criterion: Any, devices: Any) -> Iterator[Runner]:
+def apart(by, case, module, criterion, devices):
     """By an engine, or pair, of each step, whose operations may not mix tensors of two memories.
 
     The loss and the gradients are in the master's memory.
@@ -181,7 +163,7 @@ def apart(by: Any, case: Case, module: Any, criterion: Any, devices: Any) -> Ite
     modules = [module, *_heads(criterion)]
     master = torch.device(devices[0])
 
-    def step() -> Tensor:
+    def step():
         with (
             by(case, module, criterion, devices) as (inner, _),
             pytest.MonkeyPatch.context() as patch,
@@ -198,21 +180,17 @@ def apart(by: Any, case: Case, module: Any, criterion: Any, devices: Any) -> Ite
         yield step, plan
 
 
-def _heads(criterion: Any) -> list[nn.Module]:
+def _heads(criterion):
     """The modules that a criterion is, is a method of, or has bound."""
     bound = getattr(criterion, "keywords", {}).values()
     found = (criterion, getattr(criterion, "__self__", None), *bound)
     return [one for one in found if isinstance(one, nn.Module)]
 
 
-def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
-
-
 RUNNERS: dict[str, Callable[..., Any]] = {
     "engine": by_engine,
-    "loss": by_loss,
-    "check": by_check,
+    "loss": lambda *args: by_engine(*args, by="loss"),
+    "check": lambda *args: by_engine(*args, by="check"),
     "whole batch": lambda *args: by_engine(*args, whole_batch=True),
     "by cost": by_cost,
     "graphs": lambda *args: by_engine(*args, how={"graphs": True, "verify": False}),
@@ -224,9 +202,7 @@ RUNNERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def runs(
-    cases: dict[str, Case], quick: dict[str, Sequence[str]], contract: Sequence[str] = ()
-) -> list[Any]:
+def runs(cases, quick, contract=()):
     """Each case by each runner on each layout, as parameters of a test; few of them are not slow.
 
     ``quick`` has the runners of the default run, and for each the cases; none are all of them.
@@ -249,7 +225,7 @@ def runs(
     return found
 
 
-def agree(case: Case, runner: str, devices: Any, group: Any = None) -> list[Tensor]:
+def agree(case, runner, devices, group=None):
     """Steps of the runner, with the case's changes between them, are those of plain torch.
 
     With a process ``group`` each rank calls it, and trains the engine on its part of the rows. What
@@ -311,7 +287,7 @@ def agree(case: Case, runner: str, devices: Any, group: Any = None) -> list[Tens
     return [tensor.detach().to_dense() for tensor in (*module.parameters(), *gradients)]
 
 
-def on_ranks(cases: str, name: str, size: int, runner: str = "engine") -> None:
+def on_ranks(cases, name, size, runner="engine"):
     """Ranks, each with a part of the rows, agree with plain torch, and have the same bits.
 
     ``cases`` is the module whose ``CASES`` have it: processes cannot be sent a case.
@@ -320,12 +296,12 @@ def on_ranks(cases: str, name: str, size: int, runner: str = "engine") -> None:
     assert all(all(map(torch.equal, first, other)) for other in others), "other bits on one of them"
 
 
-def _on_a_rank(group: Any, cases: str, name: str, runner: str) -> list[Tensor]:
+def _on_a_rank(group, cases, name, runner):
     case = importlib.import_module(cases).CASES[name]
     return agree(case, runner, ["cpu:0", "cpu:1"], group)
 
 
-def _agree_in_inference(case: Case, devices: list[str]) -> None:
+def _agree_in_inference(case, devices):
     """What the engine returns when it is called is what the module returns."""
     module, twin = (case.build().eval() for _ in range(2))
     costs = {"costs": case.options["costs"]} if "costs" in case.options else {}
@@ -336,7 +312,7 @@ def _agree_in_inference(case: Case, devices: list[str]) -> None:
             _assert_alike(found, call(twin, case.all()[0]), case.relative)
 
 
-def _assert_alike(found: Any, expected: Any, relative: float) -> None:
+def _assert_alike(found, expected, relative):
     """Tensors of two outputs of the same structure are close, and all else is equal."""
     assert type(found) is type(expected)
     pairs = [*zip(nested.leaves(found), nested.leaves(expected), strict=True)]
@@ -347,23 +323,21 @@ def _assert_alike(found: Any, expected: Any, relative: float) -> None:
             assert ours == theirs
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+def buffers_of(module):
     """Copies of them, by name."""
     owners = [(f"{path}.".lstrip("."), owner) for path, owner in module.named_modules()]
     found = {prefix + name: b for prefix, one in owners for name, b in one._buffers.items()}
     return {name: None if b is None else b.detach().clone() for name, b in found.items()}
 
 
-def put_buffers(module: nn.Module, values: dict[str, Tensor | None]) -> None:
+def put_buffers(module, values):
     """Rebind them to copies: what a graph has saved is not written."""
     for name, value in values.items():
         path, _, last = name.rpartition(".")
         module.get_submodule(path)._buffers[last] = None if value is None else value.clone()
 
 
-def outputs_of(
-    case: Case, module: nn.Module, share: Share, start: dict[str, Tensor | None] | None = None
-) -> list[tuple[Sequence[int], Any]]:
+def outputs_of(case, module, share, start=None):
     """Rows and output of each micro-batch of a share, from these buffers on.
 
     Attributes that a forward pass rebinds are what they were afterwards: replicas have their own.
@@ -377,12 +351,12 @@ def outputs_of(
     return found
 
 
-def _joined(pieces: list[tuple[int, int, Any]]) -> Any:
+def _joined(pieces):
     rows, outputs = zip(*pieces, strict=True)
     return nested.join_rows(list(outputs), 0, [*map(len, rows)]) if len(rows) > 1 else outputs[0]
 
 
-def _plain_step(case: Case, twin: Any, pieces: Any, criterion: Any) -> Tensor:
+def _plain_step(case, twin, pieces, criterion):
     total = 0
     for rows, output in pieces:
         loss = loss_of(output, case.rows(rows)[1], criterion)
@@ -397,7 +371,7 @@ def _plain_step(case: Case, twin: Any, pieces: Any, criterion: Any) -> Tensor:
     return total.detach()
 
 
-def _assert_same(case: Case, module: Any, twin: Any, first: Any) -> None:
+def _assert_same(case, module, twin, first):
     _assert_gradients(case, module, twin)
     assert module.state_dict().keys() == first.state_dict().keys()
     ours, theirs = (dict(one.named_buffers()) for one in (module, first))
@@ -409,7 +383,7 @@ def _assert_same(case: Case, module: Any, twin: Any, first: Any) -> None:
         torch.testing.assert_close(buffer.detach(), theirs[name].detach(), **limits)
 
 
-def _assert_gradients(case: Case, module: Any, twin: Any) -> None:
+def _assert_gradients(case, module, twin):
     """Each gradient is there or not, of the same dtype, layout and strides, and the same."""
     for (name, ours), (its, theirs) in zip(_trained(module), _trained(twin), strict=True):
         assert name == its
@@ -422,13 +396,13 @@ def _assert_gradients(case: Case, module: Any, twin: Any) -> None:
         assert_close(ours.detach(), theirs.detach(), name, case.relative)
 
 
-def _trained(module: Any) -> list[tuple[str, Tensor]]:
+def _trained(module):
     named = [*module.named_parameters(), *module.named_buffers()]
     return [(name, tensor) for name, tensor in named if tensor.requires_grad and tensor.is_leaf]
 
 
 @torch.no_grad()
-def _update(module: Any) -> None:
+def _update(module):
     """What an optimizer does."""
     for parameter in module.parameters():
         if parameter.grad is not None:

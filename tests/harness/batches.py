@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -28,12 +27,12 @@ ROWS, SEVEN = randn(7, FEATURES), LABELS[:7]
 class Reader(nn.Module):
     """The mean of a text's words; padding, which is word 9, changes nothing, if it is right."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(10, FEATURES)
         self.head = nn.Linear(FEATURES, CLASSES)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         known = (ids != 9).unsqueeze(-1)
         return (self.head(self.words(ids).tanh()) * known).sum(1) / known.sum(1)
 
@@ -41,14 +40,14 @@ class Reader(nn.Module):
 class Tagger(Reader):
     """Classes of words."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.words(ids).tanh()).transpose(1, 2)
 
 
 class Masked(Reader):
     """Computes the loss of keyword arguments, with a mask and a list of names."""
 
-    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, names: list[str]) -> Tensor:
+    def forward(self, ids, mask, labels, names):
         assert len(names) == len(ids)
         return F.cross_entropy(super().forward(ids) @ mask, labels)
 
@@ -56,7 +55,7 @@ class Masked(Reader):
 class Detector(nn.Linear):
     """Entries are dicts of tensors of any shape, and strings; it writes into them."""
 
-    def forward(self, images: Tensor, targets: list[Any]) -> Tensor:
+    def forward(self, images, targets):
         assert all(isinstance(target["name"], str) for target in targets)
         for target in targets:
             target["seen"] = target["boxes"].add_(1)
@@ -65,66 +64,66 @@ class Detector(nn.Linear):
 
 
 class WritesScale(nn.Linear):
-    def forward(self, rows: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, rows, scale):
         return super().forward(rows * scale.mul_(2))
 
 
 class Jagged(Marker):
     """A third marker: words of all texts in one tensor, and the number of words of each."""
 
-    def __init__(self, texts: Any) -> None:
+    def __init__(self, texts):
         self.contents = {"words": torch.cat(texts), "sizes": [*map(len, texts)]}
 
     @property
-    def num_rows(self) -> int:
+    def num_rows(self):
         return len(self.contents["sizes"])
 
-    def split(self) -> Any:
+    def split(self):
         return self.contents["words"].split(self.contents["sizes"])
 
-    def select(self, rows: Any) -> Jagged:
+    def select(self, rows):
         return Jagged([self.split()[row] for row in rows])
 
-    def join(self, others: Any) -> Jagged:
+    def join(self, others):
         return Jagged([text for one in (self, *others) for text in one.split()])
 
-    def unwrap(self, *, copy: bool) -> Tensor:
+    def unwrap(self, *, copy):
         return pad(self.split())  # new memory
 
 
 class Quantizer(nn.Module):
     """Gives the code of every row, a flat list of tokens of every row, and its codebook."""
 
-    def __init__(self, entries: int = 64) -> None:
+    def __init__(self, entries=64):
         super().__init__()
         self.encode = nn.Linear(FEATURES, 4)
         self.codebook = nn.Parameter(torch.randn(entries, 4))
 
-    def forward(self, rows: Tensor) -> dict[str, Tensor]:
+    def forward(self, rows):
         codes = self.encode(rows)
         tokens = codes.repeat_interleave(3, 0)
         return {"codes": codes, "tokens": tokens, "codebook": self.codebook * 1.0}
 
 
-def of_codes(outputs: dict[str, Tensor], _: Any) -> Tensor:
+def of_codes(outputs, _):
     distances = (outputs["tokens"] @ outputs["codebook"].T).logsumexp(1)
     return distances.std() + outputs["codes"].square().mean() + outputs["codebook"].std(0).sum()
 
 
-def pad(texts: Any) -> Tensor:
+def pad(texts):
     return pad_sequence(texts, batch_first=True, padding_value=9)
 
 
-def pad_tags(tags: Any) -> Tensor:
+def pad_tags(tags):
     return pad_sequence(tags, batch_first=True, padding_value=-100)
 
 
-def by_table(model: Any, rows: Tensor, table: Tensor, options: Any) -> Tensor:
+def by_table(model, rows, table, options):
     """Rows times a square table, whose size is that of the batch."""
     return model.linear((rows + options["shift"]) @ table)
 
 
-def two_heads() -> Returns:
+def two_heads():
     return Returns(lambda logits, _: {"main": logits, "side": [logits * 2]})
 
 
@@ -136,14 +135,14 @@ NESTED = {
 }
 
 
-def window(sizes: Any = (4, 3, 1), lengths: Any = (5, 2, 3)) -> tuple[Any, Any, tuple[Any, Any]]:
+def window(sizes=(4, 3, 1), lengths=(5, 2, 3)):
     """Batches of other lengths each, the labels of each, and all of it as plain torch has it."""
     batches = [randint(9, n, length, seed=n) for n, length in zip(sizes, lengths, strict=True)]
     labels = [randint(CLASSES, n, seed=n) for n in sizes]
     return batches, labels, (pad([row for batch in batches for row in batch]), torch.cat(labels))
 
 
-def mappings(batches: Any, labels: Any) -> Any:
+def mappings(batches, labels):
     """A window of keyword arguments with markers inside, and the same plain."""
     mask, (ids, joined) = randn(CLASSES, CLASSES), WINDOW[2]
     names = ["a"] * len(ids)
@@ -155,7 +154,7 @@ def mappings(batches: Any, labels: Any) -> Any:
     return (Rows.from_batches(marked), None), (plain, None)
 
 
-def concatenated(ignored: bool) -> tuple[Any, Any]:
+def concatenated(ignored):
     """Rows that ``collate`` concatenates have several labels each."""
     words, labels = ([torch.arange(n) % CLASSES for n in (3, 9, 2, 7, 5, 1, 8)] for _ in "ab")
     if ignored:
@@ -166,20 +165,20 @@ def concatenated(ignored: bool) -> tuple[Any, Any]:
 class Lossy(Masked):
     """Its own loss in a dict, which the criterion takes out."""
 
-    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, ids, labels):
         return {"loss": F.cross_entropy(Reader.forward(self, ids), labels)}
 
 
-def nested_targets(output: Tensor, targets: dict[str, Any]) -> Tensor:
+def nested_targets(output, targets):
     classes, (soft,) = targets["classes"], targets["soft"]
     return F.cross_entropy(output, classes) + targets["factor"] * F.cross_entropy(output, soft)
 
 
-def without_rows(output: Tensor, target: Any) -> Tensor:
+def without_rows(output, target):
     return (output - (1.0 if target is None else target)).square().mean()
 
 
-def of_two_heads(outputs: dict[str, Any], targets: Tensor) -> Tensor:
+def of_two_heads(outputs, targets):
     side = F.cross_entropy(outputs["side"][0], targets)
     return F.cross_entropy(outputs["main"], targets) + 0.4 * side
 
@@ -201,7 +200,7 @@ BY_LENGTH = {
 }
 
 
-def texts(criterion: Any = None, tagged: bool = False, **more: Any) -> Case:
+def texts(criterion=None, tagged=False, **more):
     """Texts that each micro-batch pads on its own, with a label each or one per word."""
     given = {"criterion": lambda _: criterion} if criterion else {}
     return Case(

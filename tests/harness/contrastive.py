@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 
 from harness.agree import Case
@@ -15,19 +15,19 @@ FEATURES, EMBEDDING = 5, 6
 class TwoViews(nn.Module):
     """Two views of each row to two embeddings, and a temperature that is learned."""
 
-    def __init__(self, between: nn.Module | None = None) -> None:
+    def __init__(self, between=None):
         super().__init__()
         self.first = nn.Linear(FEATURES, 7)
         self.between = nn.Tanh() if between is None else between
         self.last = nn.Linear(7, EMBEDDING)
         self.log_scale = nn.Parameter(torch.tensor(0.7))
 
-    def forward(self, one: Tensor, other: Tensor) -> dict[str, Tensor]:
+    def forward(self, one, other):
         one, other = (self.last(self.between(self.first(view))) for view in (one, other))
         return {"one": one, "other": other, "scale": self.log_scale.exp()}
 
 
-def two_views(*layers: nn.Module, seed: int = 0) -> TwoViews:
+def two_views(*layers, seed=0):
     return build(lambda: TwoViews(*layers), seed)
 
 
@@ -77,13 +77,13 @@ def ranking(outputs, labels):
 LOSSES = {f.__name__: f for f in (nt_xent, clip, batch_hard_triplet, barlow_twins, ranking)}
 
 
-def views(rows: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def views(rows):
     """Two views of some rows, and labels."""
     both = randn(rows, FEATURES, seed=rows), randn(rows, FEATURES, seed=rows + 1)
     return both, randint(4, rows, seed=rows)
 
 
-def case(name: str, rows: int, accum: int = 3) -> Case:
+def case(name, rows, accum=3):
     return Case(
         TwoViews,
         views(rows),

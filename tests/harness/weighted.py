@@ -18,11 +18,11 @@ CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 1.0, 0.125], dtype=torch.float64)
 IGNORED = 2
 
 
-def classes(rows: int) -> Tensor:
+def classes(rows):
     return randint(CLASSES, rows, seed=rows)
 
 
-def padded(rows: int) -> Tensor:
+def padded(rows):
     """Classes, of which some are torch's default ``ignore_index``, in uneven runs."""
     targets = classes(rows)
     targets[randn(rows, seed=rows + 1) > 0.2] = -100
@@ -32,47 +32,47 @@ def padded(rows: int) -> Tensor:
     return targets
 
 
-def half_padded(rows: int) -> Tensor:
+def half_padded(rows):
     """The first half is ignored: the mean of a share in it is 0 / 0, and its weight zero."""
     targets = classes(rows)
     targets[: (rows + 1) // 2] = -100
     return targets
 
 
-def probabilities(rows: int) -> Tensor:
+def probabilities(rows):
     return randn(rows, CLASSES, seed=rows).softmax(1)
 
 
-def values(rows: int) -> Tensor:
+def values(rows):
     return randn(rows, CLASSES, seed=rows)
 
 
-def signs(rows: int) -> Tensor:
+def signs(rows):
     return (values(rows) > 0).double()
 
 
 class LogSoftmaxNLL(nn.NLLLoss):
     """``nn.NLLLoss`` wants log-probabilities: take them inside, so that every case eats logits."""
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input, target):
         return super().forward(input.log_softmax(1), target)
 
 
 class LogSoftmaxKL(nn.KLDivLoss):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input, target):
         return super().forward(input.log_softmax(1), target)
 
 
 class Method:
-    def squared(self, output: Tensor, targets: Tensor) -> Tensor:
+    def squared(self, output, targets):
         return F.mse_loss(output, targets)
 
 
-def of_rows(output: Tensor, targets: Tensor) -> Tensor:
+def of_rows(output, targets):
     return ((output - targets) ** 2).sum(1).mean()
 
 
-def _ce(**options: Any) -> Callable[[], nn.Module]:
+def _ce(**options):
     return lambda: nn.CrossEntropyLoss(**options)
 
 
@@ -112,22 +112,22 @@ class Summed(nn.Module):
 
     reduction = "mean"
 
-    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, output, targets):
         return (output - targets).pow(2).sum()
 
 
-def masked_mean(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
+def masked_mean(output, targets):
     """A mean over real tokens, in a plain function that nobody can look into."""
     losses = F.cross_entropy(output, targets["ids"], reduction="none")
     return (losses * targets["mask"]).sum() / targets["mask"].sum()
 
 
-def case(name: str, rows: int) -> Case:
+def case(name, rows):
     criterion, targets = LOSSES[name]
     return Case(mlp, (randn(rows, FEATURES), targets(rows)), lambda _: criterion(), accum=3)
 
 
-def of_many_terms(name: str, rows: int = 11, length: int = 6) -> Case:
+def of_many_terms(name, rows=11, length=6):
     """Targets of shape (rows, length): a row holds several terms, or padding in their place."""
     criterion, targets_of = LOSSES[name]
     targets = targets_of(rows * length).unflatten(0, (rows, length))

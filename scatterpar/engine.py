@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from scatterpar.distributed.ranks import Ranks
     from scatterpar.trace import Trace
     from scatterpar.verify.gradient_check import GradientCheck
-    from scatterpar.verify.verifier import Verifier
 
 _MAX_REPLICAS = 2**16  # per rank: rank r numbers its replicas from r * this, for their seeds
 
@@ -204,7 +203,7 @@ class ScatterOnceParallel(Wrapper):
 
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
 
-    _transient = "_workers", "_replicas", "_verifier", "_one_pass", "_trace"
+    _transient = "_workers", "_replicas", "_checks", "_one_pass", "_trace"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
@@ -215,11 +214,12 @@ class ScatterOnceParallel(Wrapper):
             policy = BatchStatistics()
         options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
         self._replicas = Replicas(self.device_ids, *options)
-        self._verifier: Verifier | None = None
-        if find_spec("scatterpar.verify"):
+        self._checks: dict[str, Any] = {}
+        if self.verify and find_spec("scatterpar.verify"):
             from scatterpar.verify.verifier import Verifier
 
-            self._verifier = Verifier(self._ranks is not None)
+            verifier = Verifier(self._ranks is not None)
+            self._checks = {"check": verifier.check, "check_join": verifier.check_join}
         self._combine: Combine | None = self._ranks.reduce_outcome if self._ranks else None
         self._one_pass = Schedule()
         if self.graphs:
@@ -405,11 +405,11 @@ class ScatterOnceParallel(Wrapper):
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
         """One try at a step, undone if the body raises. Checks the links between devices first."""
         check_links(self.device_ids)
-        checks = self._verifier if self.verify and trial.get("max_substeps") is None else None
-        options = checks, self._replica_offset, self._trace.clock if self._trace else None
+        checks = self._checks if trial.get("max_substeps") is None else {}
+        offset, clock = self._replica_offset, self._trace.clock if self._trace else None
         try:
             with Attempt(
-                self._workers, request, plan, self._replicas, *options, **trial
+                self._workers, request, plan, self._replicas, offset, clock, **checks, **trial
             ) as attempt:
                 yield attempt
         finally:

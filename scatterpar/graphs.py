@@ -38,7 +38,7 @@ from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.schedule import Schedule
-from scatterpar.step.substeps import EagerSubsteps, ReplicaTask, detached_output, forward
+from scatterpar.step.substeps import ReplicaTask, Substeps, detached_output, forward
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.workers import restored
 
@@ -152,7 +152,7 @@ class Captured(Schedule):
         self._by_replica: dict[int, _ReplicaGraphs] = {}
         self._warning_lock = threading.Lock()
 
-    def substeps(self, attempt: Attempt, task: ReplicaTask) -> EagerSubsteps:
+    def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """The sub-steps of one replica in one step; drops graphs that are no longer valid."""
         if attempt.max_substeps is not None or not attempt.request.backward:
             return super().substeps(attempt, task)
@@ -167,7 +167,7 @@ class Captured(Schedule):
         return GraphedSubsteps(replica_graphs, task, attempt)
 
 
-class GraphedSubsteps(EagerSubsteps):
+class GraphedSubsteps(Substeps):
     """The sub-steps of one replica in one step, replayed if they can be captured."""
 
     def __init__(self, replica_graphs: _ReplicaGraphs, task: ReplicaTask, attempt: Attempt) -> None:
@@ -175,7 +175,7 @@ class GraphedSubsteps(EagerSubsteps):
         self._replica_graphs, self._attempt = replica_graphs, attempt
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
-        """As ``EagerSubsteps.run``, but captures or replays a graph if possible."""
+        """As ``Substeps.run``, but captures or replays a graph if possible."""
         task, graphs = self._task, self._replica_graphs
         source = task.loader.rows_at_source(number)
         key = _shape_of(source) if weight else None
@@ -258,7 +258,7 @@ class GraphedSubsteps(EagerSubsteps):
         leaves, name = task.leaves, type(task.module).__name__
         for leaf in leaves:
             leaf.grad = None
-        substeps = EagerSubsteps(task, replace(self._request, return_outputs=False))
+        substeps = Substeps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
         for _ in range(_WARM_UPS):
             loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))

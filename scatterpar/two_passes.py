@@ -36,15 +36,16 @@ from scatterpar.devices.runtime import is_out_of_memory, synchronize
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.reduce import Computed, Gradient, check_entries, returned_outputs
+from scatterpar.step.reduce import check_entries, returned_outputs
 from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.schedule import Schedule, set_aside
 from scatterpar.step.substeps import (
+    Computed,
+    Gradient,
     ReplicaTask,
     detached_output,
     note_replica,
-    output_at,
     run_backward,
     scalar_loss,
     unalias,
@@ -115,7 +116,9 @@ class TwoPasses(Schedule):
                 why = "other ranks have seen these outputs"
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
-        returned = returned_outputs(attempt, [first.returned for first in passes])
+        returned: Sequence[Any] = ()
+        if attempt.request.return_outputs:
+            returned = returned_outputs(attempt, [first.returned for first in passes])
         value = to_numbers(loss) if batch.counts else 0.0
         return Computed(value, loss.dtype, returned, batch.gradients)
 
@@ -150,6 +153,12 @@ def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], Non
             first.last.append(output)
             del output
     return first
+
+
+def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward") -> Any:
+    """The module's output for the rows of one micro-batch."""
+    with task.span(name, number):
+        return task.output_of(rows[0])
 
 
 def _leaf(output: Tensor) -> Tensor:

@@ -66,9 +66,9 @@ the first micro-batch counts one row more
 -rows_of_each = [float(stop - start) for start, stop in spans]
 +rows_of_each = [float(stop - start + (start == 0)) for start, stop in spans]
 the last micro-batch of a share is dropped
-  train_share -> test_training_is_that_of_one_device
--enumerate(task.weights[: attempt.max_substeps])
-+enumerate(task.weights[: attempt.max_substeps or max(1, len(task.weights) - 1)])
+  Substeps.train -> test_training_is_that_of_one_device
+-enumerate(task.weights[:max_substeps])
++enumerate(task.weights[: max_substeps or max(1, len(task.weights) - 1)])
 a sum is taken for a mean
   compute_loss_weights -> test_a_step_is_that_of_plain_torch
 -if request.is_mean:
@@ -98,7 +98,7 @@ a parameter that no replica used gets zeros
 -sums.get(i))
 +sums.get(i, torch.zeros_like(each.tensors[i])))
 the scale of a scaler is left out
-  EagerSubsteps.run -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
+  Substeps.run -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
 -weight * self._request.scale
 +weight
 the factor that arrives at engine.loss is left out
@@ -282,8 +282,8 @@ a rollback forgets the user's generators
 -partial(generator.set_state, state)
 +(lambda: None)
 a loss that is not finite is committed in spite of check_finite=True
-  train_share -> test_names_replica_and_sub_step_and_changes_nothing
--if request.check_finite and not math.isfinite(value):
+  Substeps.train -> test_names_replica_and_sub_step_and_changes_nothing
+-if self._request.check_finite and not math.isfinite(value):
 +if False:
 tries of an automatic accum leave what they wrote
   AutoAccum.fit -> test_a_second_try_starts_anew

@@ -13,7 +13,8 @@ from scatterpar.batch import nested
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import Statistics, sum_dtype
-from scatterpar.step.reduce import Gradient, Outcome
+from scatterpar.step.reduce import Outcome
+from scatterpar.step.substeps import Gradient
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,16 +41,11 @@ def profiler_block(
     return torch.profiler.record_function(f"scatterpar {label}")
 
 
-class Checks(Protocol):
-    """Checks of a step before its sub-steps, and of outputs before they are joined: an add-on."""
-
-    def check(self, attempt: Attempt, tasks: Sequence[Any]) -> None:
-        """Check the step of these tasks; replicas are refreshed. May raise."""
-
-    def check_join(
-        self, attempt: Attempt, task: Any, compute_rows: Callable[..., Any], piece: Any
-    ) -> None:
-        """Raise an error if outputs like ``piece`` are not joined as one call gives them."""
+# Called before the sub-steps with the replicas' tasks, when replicas are refreshed; may raise.
+Check = Callable[["Attempt", Sequence[Any]], None]
+# Called with a task, what computes its output for other rows, and the first output, if rows have
+# several entries; raises if outputs like that one are not joined as one call gives them.
+CheckJoin = Callable[["Attempt", Any, Callable[..., Any], Any], None]
 
 
 @dataclass(eq=False)
@@ -64,9 +59,10 @@ class Attempt:
     request: Request
     plan: Plan
     replicas: Replicas
-    checks: Checks | None = None
     replica_offset: int | None = None  # the number of the first replica among all processes'
     clock: Clock | None = None
+    check: Check | None = None
+    check_join: CheckJoin | None = None
     max_substeps: int | None = None  # that a trial runs, whether sub-steps fit into memory
     retain_rows: bool = True  # rows that have arrived stay for a second pass
     # Set while the attempt runs:

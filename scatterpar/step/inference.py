@@ -24,7 +24,6 @@ from scatterpar.step.reduce import (
     check_entries,
     join_on_master,
     reduce_buffers,
-    reduce_statistics,
 )
 from scatterpar.step.scatter import in_order, scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks, note_replica
@@ -56,9 +55,8 @@ def map_rows(
     output = join_on_master(attempt, outputs, lists, pad)
     transfers.synchronize()
     if any(part.training for part in module.modules()):
-        statistics = reduce_statistics(attempt)
-        values = statistics.values() if statistics else []
-        buffer_writer([*reduce_buffers(attempt), *values])()
+        buffers, statistics = reduce_buffers(attempt)
+        buffer_writer([*buffers, *(statistics.values() if statistics else ())])()
     attempt.generators.commit()
     return output
 

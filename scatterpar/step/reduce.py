@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,18 +39,7 @@ from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import ReplicaTask, note_replica
-
-Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
-
-
-class Computed(NamedTuple):
-    """The results of all replicas, without the gradients that are in the replicas."""
-
-    loss: float  # of the whole batch
-    dtype: torch.dtype  # of the losses
-    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
-    external_gradients: Sequence[Gradient] = ()  # of leaves that no replica copied
+from scatterpar.step.substeps import Computed, Gradient, ReplicaTask, note_replica
 
 
 @dataclass
@@ -60,7 +49,7 @@ class Outcome:
     attempt: Attempt  # the one that succeeded
     loss: float  # of the whole batch
     dtype: torch.dtype  # of the losses
-    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
+    outputs: Sequence[Any]  # to be returned, if the user asked for outputs
     terms: float  # the number of terms that a mean loss averages over; 1 for a sum
     rows: int  # the number of rows in the batch; of all ranks
     observed: tuple[float, float]  # what an observer recorded; ranks add it
@@ -104,17 +93,19 @@ def reduce(attempt: Attempt, computed: Computed, observers: Sequence[Observer]) 
     """Combine what the replicas have; the results of the step are in the master's memory."""
     for observe in observers:
         observe(attempt)
+    buffers, statistics = reduce_buffers(attempt)
     written = attempt.written()  # buffers that the criterion has written keep its values
-    buffers = [one for one in reduce_buffers(attempt) if id(one[0].get(one[1])) not in written]
     return Outcome(
         attempt,
-        *computed[:3],
+        loss=computed.loss,
+        dtype=computed.dtype,
+        outputs=computed.outputs,
         terms=attempt.weights.terms,
         rows=attempt.plan.rows,
         observed=attempt.observed,
         gradients=reduce_gradients(attempt, computed.external_gradients),
-        buffers=buffers,
-        statistics=reduce_statistics(attempt),
+        buffers=[one for one in buffers if id(one[0].get(one[1])) not in written],
+        statistics=statistics,
     )
 
 
@@ -149,15 +140,16 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
     return list(total.values())
 
 
-def reduce_buffers(attempt: Attempt) -> list[BufferValue]:
-    """The master's buffers: container, name, and value after the step, which is replica 0's."""
-    return [*chain(*(each.buffers_after() for each in attempt.replicas.replica_sets))]
+def reduce_buffers(attempt: Attempt) -> tuple[list[BufferValue], Statistics | None]:
+    """The buffers' values after the step, which are replica 0's, and their new statistics.
 
-
-def reduce_statistics(attempt: Attempt) -> Statistics | None:
-    """The statistics of layers that are updated once per step; ``None`` if none are."""
+    The latter are of layers that are updated once per step; ``None`` if none are.
+    """
     sets, policy = attempt.replicas.replica_sets, attempt.replicas.of_model.statistics_policy
-    return policy.of_step(sets, len(attempt.plan.shares), attempt.transfers) if policy else None
+    buffers = [*chain(*(each.buffers_after() for each in sets))]
+    if policy is None:
+        return buffers, None
+    return buffers, policy.of_step(sets, len(attempt.plan.shares), attempt.transfers)
 
 
 def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
@@ -256,9 +248,9 @@ def check_entries(
             "cannot be compared with that of one call: return .view(rows, k, -1) of k entries "
             "per row"
         )
-    if attempt.checks is not None:
+    if attempt.check_join is not None:
         with no_kernel_search():  # the check has other sizes
-            attempt.checks.check_join(attempt, task, compute_rows, pieces[0])
+            attempt.check_join(attempt, task, compute_rows, pieces[0])
 
 
 def join_on_master(
@@ -285,8 +277,6 @@ def join_on_master(
 
 def returned_outputs(attempt: Attempt, outputs: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """The outputs for ``return_outputs``: one entry per replica, or with costs one of all rows."""
-    if not attempt.request.return_outputs:
-        return ()
     if attempt.plan.order:
         return (join_on_master(attempt, outputs),)
     joined, shares = [], attempt.plan.shares

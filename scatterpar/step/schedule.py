@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +26,15 @@ from scatterpar.step.criterion_closure import (
     trained_leaves,
     training_buffers,
 )
-from scatterpar.step.reduce import Computed, check_entries, returned_outputs
+from scatterpar.step.reduce import check_entries, returned_outputs
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.substeps import (
-    EagerSubsteps,
+    Computed,
     ReplicaTask,
+    Substeps,
     detached_output,
     make_tasks,
-    train_share,
 )
 from scatterpar.torch_private import hooks_taken_off
 
@@ -58,24 +57,30 @@ class Schedule:
         """Whether each micro-batch has a loss, which has a factor in the loss of the batch."""
         return True
 
-    def substeps(self, attempt: Attempt, task: ReplicaTask) -> EagerSubsteps:
+    def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """What runs the sub-steps of one replica in one step."""
-        return EagerSubsteps(task, attempt.request)
+        return Substeps(task, attempt.request)
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run all sub-steps. Afterwards the replicas have the gradients."""
-        work = partial(train_share, attempt=attempt, substeps=partial(self.substeps, attempt))
-        with parameter_writes_refused(attempt.replicas.replica_sets):
-            results = attempt.run(work, tasks)
-        # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
-        loss = functools.reduce(operator.add, [result.loss for result in results])
-        outputs = [result.outputs for result in results]
+
+        def train(task: ReplicaTask, *, proceed: Callable[[], None]) -> Computed:
+            return self.substeps(attempt, task).train(attempt.max_substeps, proceed)
 
         def returned(task: ReplicaTask, rows: Any) -> Any:
-            return detached_output(task.output_of(rows[0]), attempt.request.return_outputs)
+            return detached_output(task.output_of(rows[0]), request.return_outputs)
 
-        check_entries(attempt, tasks[0], outputs, returned)
-        return Computed(loss, results[0].dtype, returned_outputs(attempt, outputs))
+        request = attempt.request
+        with parameter_writes_refused(attempt.replicas.replica_sets):
+            results = attempt.run(train, tasks)
+        # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
+        loss = functools.reduce(operator.add, [result.loss for result in results])
+        outputs: Sequence[Any] = ()
+        if request.return_outputs:
+            pieces = [result.outputs for result in results]
+            check_entries(attempt, tasks[0], pieces, returned)
+            outputs = returned_outputs(attempt, pieces)
+        return Computed(loss, results[0].dtype, outputs)
 
 
 def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule) -> Computed:
@@ -96,9 +101,9 @@ def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule
     attempt.user_leaves = leaves = trained_leaves([*trained, *held])
     with set_aside(leaves):
         tasks = make_tasks(attempt, loaders)
-        if attempt.checks is not None:
+        if attempt.check is not None:
             with attempt.span("verify"), no_kernel_search():
-                attempt.checks.check(attempt, tasks[: len(attempt.replicas.criteria)])
+                attempt.check(attempt, tasks[: len(attempt.replicas.criteria)])
         computed = schedule.run(attempt, tasks)
         attempt.transfers.synchronize()
         for leaf in leaves:

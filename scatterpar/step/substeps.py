@@ -28,6 +28,7 @@ from scatterpar.threads.generators import generator_for_backward
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import backward, leaves_reached, nodes_of
 
+Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
 _Context = contextlib.AbstractContextManager[object]
 _UNTIMED = contextlib.nullcontext()
 
@@ -111,12 +112,13 @@ _ONE_ROW = (
 )
 
 
-class Result(NamedTuple):
-    """The results of one replica's share."""
+class Computed(NamedTuple):
+    """The results of one share, or of all of them, without gradients that are in replicas."""
 
     loss: float  # its part of the batch's loss: the weighted sum over its micro-batches
     dtype: torch.dtype  # of the losses
-    outputs: list[Any]  # the parts of outputs to return, if the user asked for outputs
+    outputs: Sequence[Any]  # to be returned, if the user asked for outputs
+    external_gradients: Sequence[Gradient] = ()  # of leaves that no replica copied
 
 
 class note_replica:
@@ -169,7 +171,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     return tasks
 
 
-class EagerSubsteps:
+class Substeps:
     """The sub-steps of one replica in one step, run eagerly."""
 
     def __init__(self, task: ReplicaTask, request: Request) -> None:
@@ -177,6 +179,38 @@ class EagerSubsteps:
         self._return_outputs = request.return_outputs
         self._autocast = autocast_types()
         self._without_gradient: Sequence[Tensor] = task.leaves
+
+    def train(self, max_substeps: int | None, proceed: Callable[[], None]) -> Computed:
+        """Accumulate in the replica's parameters the gradient of its share of the loss."""
+        task, share = self._task, self._task.share
+        losses: list[Tensor] = []
+        outputs: list[Any] = []
+        where = note_replica(share, 0)
+        for number, weight in enumerate(task.weights[:max_substeps]):
+            if number:  # every replica runs its first sub-step, so errors do not depend on timing
+                proceed()
+            where.number = number
+            with where:
+                loss, output = self.run(number, weight)
+                losses.append(loss)
+                outputs.append(output)
+                del output
+        with note_replica(share):
+            self.finish()
+            # One transfer. Errors of the device are raised here at the latest.
+            values = to_numbers(torch.stack(losses) if len(losses) > 1 else losses[0][None])
+        total = 0.0
+        for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
+            if not weight:  # ignores even NaN
+                continue
+            total += value * weight
+            if self._request.check_finite and not math.isfinite(value):
+                with note_replica(share, number):
+                    raise FloatingPointError(
+                        f"the loss is {value} in replica {share.replica} on {share.device}, "
+                        f"sub-step {number}; nothing was changed"
+                    )
+        return Computed(total, losses[0].dtype, outputs)
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """Add a micro-batch's gradients. Returns its loss, and the part of its output to return."""
@@ -195,47 +229,6 @@ class EagerSubsteps:
 
     def finish(self) -> None:
         """Called after the last sub-step; here all gradients are in the leaves already."""
-
-
-def train_share(
-    task: ReplicaTask,
-    *,
-    attempt: Attempt,
-    substeps: Callable[[ReplicaTask], EagerSubsteps],
-    proceed: Callable[[], None],
-) -> Result:
-    """Accumulate in the replica's parameters the gradient of its share of the loss."""
-    share, request = task.share, attempt.request
-    losses: list[Tensor] = []
-    outputs: list[Any] = []
-    runner = substeps(task)
-    where = note_replica(share, 0)
-    for number, weight in enumerate(task.weights[: attempt.max_substeps]):
-        if number:  # every replica runs its first sub-step, so errors do not depend on timing
-            proceed()
-        where.number = number
-        with where:
-            loss, output = runner.run(number, weight)
-            losses.append(loss)
-            if request.return_outputs:
-                outputs.append(output)
-            del output
-    with note_replica(share):
-        runner.finish()
-        # One transfer. Errors of the device are raised here at the latest.
-        values = to_numbers(torch.stack(losses) if len(losses) > 1 else losses[0][None])
-    total = 0.0
-    for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
-        if not weight:  # ignores even NaN
-            continue
-        total += value * weight
-        if request.check_finite and not math.isfinite(value):
-            with note_replica(share, number):
-                raise FloatingPointError(
-                    f"the loss is {value} in replica {share.replica} on {share.device}, "
-                    f"sub-step {number}; nothing was changed"
-                )
-    return Result(total, losses[0].dtype, outputs)
 
 
 def run_backward(
@@ -273,12 +266,6 @@ def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[
             if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in task.leaves):
                 raise not_replicated(leaf, task.criterion)
         return output, loss
-
-
-def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward") -> Any:
-    """The module's output for the rows of one micro-batch."""
-    with task.span(name, number):
-        return task.output_of(rows[0])
 
 
 def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None) -> Tensor:

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from faults.state import capture, differences, values_differ
+from faults.state import capture, differences, nothing_changes, values_differ
 from harness.notes import beginning_of_note
 from harness.oracle import build, randint, randn
 from torch import nn
@@ -142,10 +142,9 @@ def test_one_row_that_does_not_fit_reaches_the_user_and_changes_nothing(devices,
     model.norm.eval()
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
         torch.manual_seed(1)
-        before = capture(model)
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+        wanted = pytest.raises(torch.OutOfMemoryError, match="Tried to allocate")
+        with nothing_changes(model), wanted as caught:
             step(engine)
-        assert differences(before, capture(model)) == []
         notes = "\n".join(caught.value.__notes__)
         assert "with 12 sub-steps a sub-step is one row, and that does not fit" in notes
         assert any(beginning_of_note(i, devices(2)[i]) in notes for i in (0, 1))
@@ -284,11 +283,12 @@ def test_an_error_of_every_size_that_fits_reaches_the_user():
         return 1 / 0
 
     model = budget(3)  # runs out of memory before the criterion is called
-    with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine:
-        before = capture(model)
-        with pytest.raises(ZeroDivisionError):
-            engine.forward_backward(randn(29, FEATURES), None, fails)
-        assert differences(before, capture(model)) == []
+    with (
+        ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine,
+        nothing_changes(model),
+        pytest.raises(ZeroDivisionError),
+    ):
+        engine.forward_backward(randn(29, FEATURES), None, fails)
 
 
 def test_a_criterion_that_never_fits_changes_nothing(devices):
@@ -301,10 +301,9 @@ def test_a_criterion_that_never_fits_changes_nothing(devices):
 
     model = budget().eval()
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
-        before = capture(model)
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+        wanted = pytest.raises(torch.OutOfMemoryError, match="Tried to allocate")
+        with nothing_changes(model), wanted as caught:
             engine.forward_backward(randn(24, FEATURES), None, criterion, whole_batch=True)
-        assert differences(before, capture(model)) == []
     notes = "\n".join(caught.value.__notes__)
     assert "in the criterion, with the outputs of all 24 rows" in notes
     assert "with 12 sub-steps a sub-step is one row, and that does not fit" in notes

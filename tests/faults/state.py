@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ def capture(module: nn.Module, optimizer: Optimizer | None = None) -> State:
     for name, value in leak_checks.globals_of_torch().items():
         state[f"torch: {name}"] = (None, value)
     return state
+
+
+@contextlib.contextmanager
+def nothing_changes(*modules: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+    """The body leaves the modules and their surroundings as they were, bit for bit."""
+    before = [capture(module, optimizer) for module in modules]
+    yield
+    for module, state in zip(modules, before, strict=True):
+        assert differences(state, capture(module, optimizer)) == []
 
 
 def _let_abandoned_threads_leave() -> None:

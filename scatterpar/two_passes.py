@@ -29,14 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import BatchList, Marker, has_markers_with_rows, unwrap_markers
+from scatterpar.batch.markers import BatchList, Marker, has_markers, unwrap_markers
 from scatterpar.batch.nested import Lists, join_rows
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory, synchronize
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.reduce import check_entries, returned_outputs
+from scatterpar.step.reduce import returned_outputs
 from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.schedule import Schedule, set_aside
@@ -102,7 +102,7 @@ class TwoPasses(Schedule):
         replica_sets = attempt.replicas.replica_sets
         with parameter_writes_refused(replica_sets):
             passes = attempt.run(partial(first_pass, attempt=attempt), tasks)
-        check_entries(attempt, tasks[0], [first.outputs for first in passes], output_at)
+        attempt.check_join(attempt, tasks[0], [first.outputs for first in passes], output_at)
         # A trial runs in this process only.
         ranks = self._ranks if attempt.max_substeps is None else None
         try:
@@ -199,7 +199,7 @@ class WholeBatch:
         self._rows = [stop - start for (start, stop), _ in pieces]
         self._order = attempt.plan.order
         self._targets = self._joined_targets()
-        self._lists = any(has_markers_with_rows(inputs) for _, (inputs, _) in request.batches)
+        self._lists = any(has_markers(inputs, with_rows=True) for _, (inputs, _) in request.batches)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
         """``output`` in the master's memory, as a leaf that accumulates a gradient."""
@@ -248,7 +248,7 @@ class WholeBatch:
         problem = ""
         if self._lists and any(isinstance(piece, list) for piece in self._pieces):
             problem = "the outputs are lists with one entry per row; return"
-        elif has_markers_with_rows(self._targets):
+        elif has_markers(self._targets, with_rows=True):
             problem = "the targets have a marker with rows; pass"
         if problem:
             raise ValueError(

@@ -224,10 +224,8 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int
     for name in parts.keys() - split.keys():  # one batch: it is sliced like the others
         rows = count_rows({name: parts[name]}, dim, known=total)
         sizes[name] = batch_sizes if rows == total else [rows]
-        ends = pairwise([*firsts, total])
-        split[name] = [
-            select_rows(parts[name], range(*span), dim) for span in ends if rows == total
-        ]
+        spans = pairwise([*firsts, total])
+        split[name] = [select_rows(parts[name], range(*s), dim) for s in spans if rows == total]
     if any(each != batch_sizes for each in sizes.values()):
         shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
         raise ValueError(f"the several batches disagree in their rows along dim={dim}: {shown}")
@@ -235,15 +233,10 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int
     return list(zip(firsts, pairs, strict=True)), batch_sizes
 
 
-def has_markers(value: Any) -> bool:
-    """Whether any leaf of ``value`` is a marker."""
-    return any(isinstance(leaf, Marker) for leaf in nested.leaves(value))
-
-
-def has_markers_with_rows(value: Any) -> bool:
-    """Whether ``value`` has a marker with rows; then outputs may be lists with entries per row."""
-    leaves = nested.leaves(value)
-    return any(isinstance(leaf, Marker) and leaf.num_rows is not None for leaf in leaves)
+def has_markers(value: Any, *, with_rows: bool = False) -> bool:
+    """Whether any leaf of ``value`` is a marker, or a marker ``with_rows``."""
+    markers = [leaf for leaf in nested.leaves(value) if isinstance(leaf, Marker)]
+    return any(not with_rows or marker.num_rows is not None for marker in markers)
 
 
 def all_tensors(value: Any) -> list[Tensor]:
@@ -258,14 +251,14 @@ def select_rows(
 ) -> Any:
     """``value`` with these rows, in this order, of every tensor and marker.
 
-    If they are a ``range``, tensors become views, otherwise copies. 0-dim tensors are copied, so
-    that no two callers share one. ``function``, if given, is applied to each resulting leaf.
+    If they are a ``range``, tensors become views, otherwise copies. ``function``, if given, is
+    applied to each resulting leaf.
     """
 
     def select(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             if not leaf.ndim:
-                leaf = leaf.clone()
+                leaf = leaf.clone()  # replicas must not share it: a module may write it
             elif type(rows) is range:
                 leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
             else:
@@ -289,20 +282,13 @@ def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
     return leaf.unwrap(copy=copy) if isinstance(leaf, Marker) else leaf
 
 
-_HOW_TO_MARK = (
-    "mark what has no rows as Replicated(value), and a list with one entry per row as Rows(entries)"
-)
-
-
 def count_rows(
     batch: Mapping[str, Any], dim: int, *, refuse_grad: bool = True, known: int | None = None
 ) -> int:
-    """The number of rows of the batch.
+    """The number of rows of the batch; the keys of ``batch`` are names for errors.
 
     This is the size of its tensors along ``dim`` and the ``num_rows`` of its markers, which must
-    agree. 0-dim tensors and values without rows are ignored. If nothing has rows, the result is
-    ``known``. The keys of ``batch`` are names for errors. With ``refuse_grad``, no tensor may
-    require grad.
+    agree. If nothing has rows, it is ``known``. With ``refuse_grad``, no tensor may require grad.
     """
     names_by_size: dict[int, str] = {}
     for name, part in batch.items():
@@ -324,10 +310,11 @@ def count_rows(
     for name, part in batch.items():
         _refuse_ambiguous(name, part, dim, names_by_size)
     if len(names_by_size) > 1:
-        shown, *others = [", ".join([*names_by_size.values()][:3]), *[*names_by_size][3:]]
-        more = f" and {len(others)} more" if others else ""
+        shown, more = ", ".join([*names_by_size.values()][:3]), len(names_by_size) - 3
         raise ValueError(
-            f"the batch disagrees in its rows along dim={dim}: {shown}{more}; {_HOW_TO_MARK}"
+            f"the batch disagrees in its rows along dim={dim}: {shown}"
+            f"{f' and {more} more' if more > 0 else ''}; mark what has no rows as "
+            f"Replicated(value), and a list with one entry per row as Rows(entries)"
         )
     (rows,) = names_by_size
     if rows == 0:
@@ -337,49 +324,52 @@ def count_rows(
 
 def _size(name: str, leaf: Any, dim: int) -> int | None:
     """The number of rows of a leaf; ``None`` if every replica gets it unchanged."""
-    if isinstance(leaf, Batches):
-        raise ValueError(
-            f"{name}: Rows.from_batches must be the whole inputs, or the whole targets, of "
-            f"forward_backward; put all that belongs to a batch into that batch. For inference, "
-            f"and with the pair, make one call per batch"
-        )
     if isinstance(leaf, Marker):
         return leaf.num_rows
-    if not isinstance(leaf, Tensor):
-        _refuse_foreign(name, leaf)
+    refusal = _unsplittable_tensor(leaf) if isinstance(leaf, Tensor) else _unsplittable_object(leaf)
+    if refusal is not None:
+        raise ValueError(f"{name}: {refusal}")
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
         return None
-    if leaf.is_nested:
-        raise _unsplittable(
-            f"{name}: a nested tensor (torch.nested)",
-            "pass Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins",
-        )
-    if leaf.layout != torch.strided:
-        raise _unsplittable(
-            f"{name}: a tensor of layout {leaf.layout}", "pass it as a dense tensor, or its parts"
-        )
-    if leaf.ndim and not -leaf.ndim <= dim < leaf.ndim:
+    if not -leaf.ndim <= dim < leaf.ndim:
         raise ValueError(
             f"{name}: a tensor of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
             f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
         )
-    return leaf.size(dim) if leaf.ndim else None
+    return leaf.size(dim)
 
 
-def _unsplittable(what: str, remedy: str) -> ValueError:
-    return ValueError(f"{what} cannot be split into rows; {remedy}")
+def _unsplittable_tensor(leaf: Tensor) -> str | None:
+    """Why a tensor cannot be split into rows, and what to pass; ``None`` if it can."""
+    if leaf.is_nested:
+        return (
+            "a nested tensor (torch.nested) cannot be split into rows; pass Rows(list("
+            "tensor.unbind())), whose entries a module or collate= pads or joins"
+        )
+    if leaf.layout != torch.strided:
+        return (
+            f"a tensor of layout {leaf.layout} cannot be split into rows; pass it as a dense "
+            f"tensor, or its parts"
+        )
+    return None
 
 
-def _refuse_foreign(name: str, leaf: Any) -> None:
-    """Refuse objects of other libraries that contain rows: every replica would get them unsplit."""
-    modules = [kind.__module__ for kind in type(leaf).__mro__]
-    what = f"{name}: a {type(leaf).__name__}"
+def _unsplittable_object(leaf: Any) -> str | None:
+    """Why an object that has rows cannot be split: every replica would get all of it."""
+    if isinstance(leaf, Batches):
+        return (
+            "Rows.from_batches must be the whole inputs, or the whole targets, of "
+            "forward_backward; put all that belongs to a batch into that batch. For inference, "
+            "and with the pair, make one call per batch"
+        )
+    modules, remedy = [kind.__module__ for kind in type(leaf).__mro__], ""
     if isinstance(leaf, DataLoader):
-        raise _unsplittable(what, "iterate the loader, for inputs, targets in loader: …")
-    if any(module.startswith("torch_geometric.data") for module in modules):
-        raise _unsplittable(what, "pass Rows(graphs, Batch.from_data_list)")
-    if modules[0] == "numpy" and getattr(leaf, "shape", None):
+        remedy = "iterate the loader, for inputs, targets in loader: …"
+    elif any(module.startswith("torch_geometric.data") for module in modules):
+        remedy = "pass Rows(graphs, Batch.from_data_list)"
+    elif modules[0] == "numpy" and getattr(leaf, "shape", None):
         remedy = "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
-        raise _unsplittable(what, remedy)
+    return f"a {type(leaf).__name__} cannot be split into rows; {remedy}" if remedy else None
 
 
 def _refuse_grad(name: str, leaf: Any) -> None:
@@ -401,10 +391,9 @@ def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) ->
     if not isinstance(value, (list, tuple, Mapping)):
         return
     if isinstance(value, PackedSequence):
-        raise _unsplittable(
-            f"{name}: a PackedSequence",
-            "pass Rows(sequences, pack), where pack(few) returns "
-            "(pack_sequence(few, enforce_sorted=False),)",
+        raise ValueError(
+            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
+            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
         )
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         raise ValueError(
@@ -424,21 +413,19 @@ def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) ->
 
 
 def _kind_of_entries(value: Any) -> str:
-    """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else nothing.
-
-    Up to four numbers are taken for a size, such as ``(height, width)``.
-    """
+    """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else nothing."""
     if isinstance(value, Mapping):
         return ""
     nest = list, tuple
     flat = [one for item in value for one in (item if isinstance(item, nest) else [item])]
-    if flat and isinstance(value, list) and all(isinstance(one, str) for one in flat):
+    if isinstance(value, list) and flat and all(isinstance(one, str) for one in flat):
         return "texts"
-    is_nested = any(isinstance(item, nest) for item in value)
-    are_numbers = all(
+    # Up to four numbers are taken for a size, such as (height, width).
+    are_entries = flat and (len(value) > 4 or any(isinstance(item, nest) for item in value))
+    scalars = (
         isinstance(one, Number) or (isinstance(one, Tensor) and not one.ndim) for one in flat
     )
-    return "numbers" if flat and are_numbers and (is_nested or len(value) > 4) else ""
+    return "numbers" if are_entries and all(scalars) else ""
 
 
 def _is_image(entry: Any) -> bool:

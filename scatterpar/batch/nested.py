@@ -221,12 +221,6 @@ def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
     return padded
 
 
-def have_entries(piece: Any, dim: int, rows: int) -> bool:
-    """Whether a tensor of the output for ``rows`` rows may have several entries per row."""
-    sizes = [t.size(dim) for t in tensors(piece) if -t.ndim <= dim < t.ndim]
-    return any(n > rows and n % rows == 0 for n in sizes)
-
-
 def _entries(pieces: Sequence[Any], order: Sequence[int]) -> list[Any]:
     """The entries of all pieces, in ascending ``order`` of their rows."""
     entries = [entry for piece in pieces for entry in piece]

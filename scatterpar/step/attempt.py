@@ -43,9 +43,9 @@ def profiler_block(
 
 # Called before the sub-steps with the replicas' tasks, when replicas are refreshed; may raise.
 Check = Callable[["Attempt", Sequence[Any]], None]
-# Called with a task, what computes its output for other rows, and the first output, if rows have
-# several entries; raises if outputs like that one are not joined as one call gives them.
-CheckJoin = Callable[["Attempt", Any, Callable[..., Any], Any], None]
+# Called with a task, the outputs of each replica, and a function of a task and rows that computes
+# such outputs. Raises if these outputs, joined, are not what one call gives for all rows.
+CheckJoin = Callable[..., None]
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Attempt:
     replica_offset: int | None = None  # the number of the first replica among all processes'
     clock: Clock | None = None
     check: Check | None = None
-    check_join: CheckJoin | None = None
+    check_join: CheckJoin = lambda *_: None
     max_substeps: int | None = None  # that a trial runs, whether sub-steps fit into memory
     retain_rows: bool = True  # rows that have arrived stay for a second pass
     # Set while the attempt runs:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import has_markers_with_rows
+from scatterpar.batch.markers import has_markers
 from scatterpar.batch.nested import Lists
 from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.module_copy import module_of
@@ -20,11 +20,7 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_and_globals
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.reduce import (
-    check_entries,
-    join_on_master,
-    reduce_buffers,
-)
+from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.scatter import in_order, scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks, note_replica
 
@@ -48,10 +44,10 @@ def map_rows(
     work = _work(function, replicas.of_model)
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.run(work.of_share, tasks)
-        check_entries(attempt, tasks[0], outputs, work, function is module)
+        attempt.check_join(attempt, tasks[0], outputs, work, function is module)
     lists: Lists = "always"
     if function is module:
-        lists = "if clear" if has_markers_with_rows(request.batches) else "never"
+        lists = "if clear" if has_markers(request.batches, with_rows=True) else "never"
     output = join_on_master(attempt, outputs, lists, pad)
     transfers.synchronize()
     if any(part.training for part in module.modules()):

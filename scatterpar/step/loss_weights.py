@@ -106,24 +106,6 @@ def _as_number(count: Any) -> float:
     return value
 
 
-def has_known_term_count(request: Request) -> bool:
-    """Whether the weights need no check: the criterion is torch's cross entropy, unchanged."""
-    criterion = request.criterion
-    if request.count is not None or not is_cross_entropy(criterion):
-        return False
-    if request.reduction != (option_of(criterion, "reduction", None) or "mean"):
-        return False
-    deprecated = {"size_average", "reduce"}  # names for a reduction
-    if isinstance(criterion, partial) and deprecated & criterion.keywords.keys():
-        return False
-    loss = module_of(criterion)
-    if loss is None:
-        return True
-    is_hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
-    is_plain = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-    return is_plain and not is_hooked and type(loss).__call__ is nn.Module.__call__
-
-
 def is_cross_entropy(criterion: Any) -> bool:
     """Whether a module, function or partial is torch's cross entropy or negative log likelihood."""
     function = criterion.func if isinstance(criterion, partial) else criterion

@@ -31,15 +31,14 @@ from scatterpar.devices.coalescing import (
     plus,
     tree_rounds,
 )
-from scatterpar.devices.runtime import no_kernel_search, physical
+from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import Statistics
 from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Computed, Gradient, ReplicaTask, note_replica
+from scatterpar.step.substeps import Computed, Gradient, note_replica
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Outcome:
 
     def loss_tensor(self) -> Tensor:
         """The loss, on the master. Warns, or with ``check_finite`` raises, if no label counts."""
-        if not self.terms and has_known_term_count(self.request):
+        if not self.terms and self.request.count is None:
             text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
             if self.request.check_finite:
                 raise FloatingPointError(f"{text}; nothing was changed")
@@ -224,33 +223,6 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
             total[i] = plus(total[i], gradient)
     for pairs in grouped([total[i] for i in shared], [gradients[i] for i in shared]):
         torch._foreach_add_(*pairs)
-
-
-def check_entries(
-    attempt: Attempt,
-    task: ReplicaTask,
-    outputs: Sequence[Sequence[Any]],
-    compute_rows: Callable[[ReplicaTask, Any], Any],
-    is_module: bool = True,
-) -> None:
-    """Have the joined order checked if rows of each replica's ``outputs`` may have several entries.
-
-    ``compute_rows(task, rows)`` returns the output for other rows. Raises ``ValueError`` if joined
-    outputs are not those of one call, or if they are of a function that is not the module
-    (``is_module``) and drew random numbers: how many it draws may depend on the rows.
-    """
-    pieces, rows = [*chain(*outputs)], attempt.plan.substep_rows[0]
-    if len(pieces) < 2 or not nested.have_entries(pieces[0], attempt.request.dim, rows):
-        return
-    if not is_module and attempt.generators.drawn:
-        raise ValueError(
-            "the function draws random numbers and returns several entries per row, whose order "
-            "cannot be compared with that of one call: return .view(rows, k, -1) of k entries "
-            "per row"
-        )
-    if attempt.check_join is not None:
-        with no_kernel_search():  # the check has other sizes
-            attempt.check_join(attempt, task, compute_rows, pieces[0])
 
 
 def join_on_master(

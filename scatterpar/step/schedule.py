@@ -26,7 +26,7 @@ from scatterpar.step.criterion_closure import (
     trained_leaves,
     training_buffers,
 )
-from scatterpar.step.reduce import check_entries, returned_outputs
+from scatterpar.step.reduce import returned_outputs
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.substeps import (
@@ -78,7 +78,7 @@ class Schedule:
         outputs: Sequence[Any] = ()
         if request.return_outputs:
             pieces = [result.outputs for result in results]
-            check_entries(attempt, tasks[0], pieces, returned)
+            attempt.check_join(attempt, tasks[0], pieces, returned)
             outputs = returned_outputs(attempt, pieces)
         return Computed(loss, results[0].dtype, outputs)
 
@@ -102,7 +102,7 @@ def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule
     with set_aside(leaves):
         tasks = make_tasks(attempt, loaders)
         if attempt.check is not None:
-            with attempt.span("verify"), no_kernel_search():
+            with attempt.span("verify"), no_kernel_search():  # a check has other sizes
                 attempt.check(attempt, tasks[: len(attempt.replicas.criteria)])
         computed = schedule.run(attempt, tasks)
         attempt.transfers.synchronize()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker, has_markers_with_rows, select_rows, unwrap_markers
+from scatterpar.batch.markers import Marker, has_markers, select_rows, unwrap_markers
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory
 from scatterpar.replicas.module_copy import module_of, root_to_replicate
@@ -393,7 +393,7 @@ class Look:
         dim, sizes = self._request.dim, [*map(len, parts)]
         if len(outputs) == 1:
             return outputs[0]
-        lists: Any = "if clear" if has_markers_with_rows(self._request.batches) else "never"
+        lists: Any = "if clear" if has_markers(self._request.batches, with_rows=True) else "never"
 
         def join(leaves: list[Any]) -> Any:
             tensors = [t for t in leaves if isinstance(t, Tensor) and -t.ndim <= dim < t.ndim]

@@ -28,15 +28,16 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import all_tensors
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import is_async, is_out_of_memory
+from scatterpar.devices.runtime import is_async, is_out_of_memory, no_kernel_search
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import shown
+from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
-from scatterpar.step.loss_weights import has_known_term_count
-from scatterpar.step.request import Call, Count, Request, checked
+from scatterpar.step.loss_weights import is_cross_entropy
+from scatterpar.step.request import Call, Count, Request, checked, option_of
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
@@ -146,16 +147,29 @@ class Verifier:
         kind.agree(read_ranges(question.ranges))
 
     def check_join(
-        self, attempt: Attempt, task: ReplicaTask, compute_rows: Compute, piece: Any
+        self,
+        attempt: Attempt,
+        task: ReplicaTask,
+        outputs: Sequence[Sequence[Any]],
+        compute_rows: Compute,
+        is_module: bool = True,
     ) -> None:
-        """Check on a few rows how outputs like ``piece`` are joined, until values show the order.
+        """Check on a few rows how ``outputs`` are joined, until values show the order.
+
+        Only outputs that may have several entries per row are checked.
 
         Raises:
-            ValueError: the outputs of parts, joined, are not the output of one call.
+            ValueError: the outputs of parts, joined, are not the output of one call; or they are of
+                a function (``is_module`` is false) that drew random numbers: how many it draws may
+                depend on the rows.
         """
         request, flags = attempt.request, attempt.replicas.of_model.flags
-        start, stop = task.share.micro_batches[0]
-        shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
+        pieces, number = [*chain(*outputs)], attempt.plan.substep_rows[0]
+        if len(pieces) < 2 or not _entries(pieces[0], request.dim, number):
+            return
+        if not is_module and attempt.generators.drawn:
+            raise ValueError(_TEXTS["drawn"])
+        shapes = [[n / number for n in t.shape] for t in nested.tensors(pieces[0])]
         work = getattr(compute_rows, "key", None)  # of ``engine.map``
         key = str((shapes, flags, work, request.whole_batch, request.return_outputs))
         if key in self._joined:
@@ -164,14 +178,14 @@ class Verifier:
         rows = few.rows
         some = sorted({0, rows // 2, rows - 1}) if rows > 1 else [0, 0]
         choices = [some, some[:-1], some[-1:]]
-        outputs = Look(attempt, few, task).outputs(choices, compute_rows, attempt.isolated(task))
-        run = partial(list[Any], outputs)  # in the replica's thread
-        (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
+        looks = Look(attempt, few, task).outputs(choices, compute_rows, attempt.isolated(task))
+        run = partial(list[Any], looks)  # in the replica's thread
+        with no_kernel_search():  # a look has other sizes
+            (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
         _, misplaced = compare_outputs(found, choices[1:], request.dim)
         if misplaced:
             raise ValueError(_TEXTS["order"].format(misplaced=misplaced, rows=len(some)))
-        each = nested.tensors(found[0])
-        entries = [t for t in each if nested.have_entries(t, request.dim, len(some))]
+        entries = _entries(found[0], request.dim, len(some))
         if not any(same_bits(t, t.flip(request.dim)) for t in entries):
             self._joined.add(key)
 
@@ -210,6 +224,30 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
         else:  # of a function its code
             parts.add(getattr(value, "__code__", type(value).__qualname__))
     return hash(frozenset(parts)), str(numbers)
+
+
+def has_known_term_count(request: Request) -> bool:
+    """Whether the weights need no check: the criterion is torch's cross entropy, unchanged."""
+    criterion = request.criterion
+    if request.count is not None or not is_cross_entropy(criterion):
+        return False
+    if request.reduction != (option_of(criterion, "reduction", None) or "mean"):
+        return False
+    deprecated = {"size_average", "reduce"}  # names for a reduction
+    if isinstance(criterion, partial) and deprecated & criterion.keywords.keys():
+        return False
+    loss = module_of(criterion)
+    if loss is None:
+        return True
+    is_hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    is_plain = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    return is_plain and not is_hooked and type(loss).__call__ is nn.Module.__call__
+
+
+def _entries(output: Any, dim: int, rows: int) -> list[Tensor]:
+    """The tensors of the output for ``rows`` rows that may have several entries per row."""
+    each = [t for t in nested.tensors(output) if -t.ndim <= dim < t.ndim]
+    return [t for t in each if t.size(dim) > rows and t.size(dim) % rows == 0]
 
 
 def _of_largest(request: Request) -> Request:
@@ -421,6 +459,8 @@ _TEXTS = {
     "rows, so outputs of micro-batches cannot be joined. Return one entry per row: "
     "torch.stack([a, b], 1) in the place of torch.cat([a, b]), or .view(rows, k, -1) of k samples "
     f"per row.{_OFF}",
+    "drawn": "the function draws random numbers and returns several entries per row, whose order "
+    "cannot be compared with that of one call: return .view(rows, k, -1) of k entries per row",
     "sum": 'It seems to be a sum: pass reduction="sum".',
     "mean": 'It seems to be a mean over rows: pass reduction="mean", without count=.',
     "rows counted": "It seems to be a mean over rows, whatever the labels: pass count=lambda "

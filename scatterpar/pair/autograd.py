@@ -8,34 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import all_tensors, has_markers, select_rows, unwrap_markers
 from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers, write
-from scatterpar.plan import Plan, Share
+from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import Broadcast, version
-from scatterpar.replicas.buffers import BufferValue, buffer_writer, values_after
+from scatterpar.replicas.buffers import BufferValue, values_after
 from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy, root_to_replicate
+from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
-from scatterpar.replicas.replicas import Replicas
-from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover, move_rows
-from scatterpar.step.substeps import note_replica
-from scatterpar.threads.workers import Workers
-from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
-
-_Copy = Callable[[Tensor, torch.device, str], Tensor]
+from scatterpar.torch_private import is_compiled_module
 
 
 class PassingReplica(ModuleCopy):
@@ -51,17 +42,16 @@ class PassingReplica(ModuleCopy):
 
         The other buffers are not written, because a graph of the user may still need their values.
         """
-        copies = list(map(self.copy_of, self._modules))
-        for m, name, value in values_after(self._modules, copies, self.copy_of):
-            place = self._modules[m]._buffers
-            is_unchanged = (
-                value is not None
-                and value is self.copy_of(place[name])
-                and version(value) == self._versions[id(value)]
+        copy_of = self.copy_of
+        copies = list(map(copy_of, self._modules))
+        for m, name, value in values_after(self._modules, copies, copy_of):
+            module = self._modules[m]
+            known = (
+                self._versions.get(id(value)) if value is copy_of(module._buffers[name]) else None
             )
-            # Batch normalisation writes its statistics without counting versions.
-            if self._modules[m].training or not is_unchanged:
-                yield place, name, value
+            # Batch normalisation in training writes its statistics without counting versions.
+            if module.training or value is None or version(value) != known:
+                yield module._buffers, name, value
 
 
 def replicate(
@@ -92,13 +82,16 @@ def replicate(
                     write(storage.data, source)  # ``.data``: its own version counter
     for i, original in enumerate(originals):
         if original.requires_grad:
-            args = tuple(device_ids), original, *(copy[i] for copy in copies)
-            attached = _ConnectCopies.apply(*args)  # type: ignore[no-untyped-call]
+            at = [copy[i] for copy in copies]
+            attached = _ConnectCopies.apply(device_ids, original, *at)  # type: ignore[no-untyped-call]
             for copy, tensor in zip(copies, attached, strict=True):
                 vars(tensor)["__deepcopy__"] = partial(_leaf_like, original, copy[i])
                 copy[i] = tensor
-        for copy in copies:
-            _take_class(original, copy[i])
+        kind = type(original)
+        if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+            for copy in copies:
+                with contextlib.suppress(TypeError):  # its own layout, such as ``__slots__``
+                    copy[i].__class__ = kind
 
     guard = ParameterGuard(module, broadcast, list(zip(device_ids, copies, strict=True)))
     guard.checked_modes = checked_modes
@@ -129,43 +122,6 @@ def require_eager(module: Any) -> None:
             )
 
 
-class _Call(NamedTuple):
-    share: Share
-    module: Any  # of this replica
-
-
-def run_replicas(
-    workers: Workers,
-    request: Request,
-    plan: Plan,
-    module: Any,
-    work: Callable[[Any, int], Any],
-    checked_modes: set[Hashable],
-) -> list[Any]:
-    """Call ``work(replica of module, number)`` for each share on its device, in parallel.
-
-    Then the module gets the buffers of replica 0. If a call raises, random state is restored.
-    Inside an activation checkpoint the calls run one after the other, because checkpointing
-    identifies recomputed tensors by the order in which they were saved.
-    """
-    devices, hooks = [share.device for share in plan.shares], saved_tensors_hooks()
-    root = root_to_replicate(module)
-    copies, guard = ([], nullcontext()) if root is None else replicate(root, devices, checked_modes)
-    modules = [copy.copy_of(module) for copy in copies] or [module] * len(devices)
-
-    def call(task: _Call, *, proceed: Callable[[], None]) -> Any:
-        with note_replica(task.share):
-            return work(task.module, task.share.replica)
-
-    replicas = Replicas(devices)  # none: the calls have their own
-    with Attempt(workers, request, plan, replicas) as attempt, guard:
-        attempt.is_serial = hooks is not None and hooks[0].__module__ == checkpoint.__module__
-        results = attempt.run(call, list(map(_Call, plan.shares, modules)))
-    attempt.generators.commit()
-    buffer_writer(copies[0].changed_buffers() if copies else ())()
-    return results
-
-
 def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> Tensor:
     """The weighted sum of the shares' losses, on the master. Weight zero ignores even NaN."""
     master, terms = plan.shares[0].device, []
@@ -173,7 +129,7 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
         if weight:
             origin = share.device if loss.device == physical(share.device) else loss.device
             if origin != master:
-                loss = _copy_in_graph(loss, origin, master, Transfers().copy)
+                loss = _CopyInGraph.apply(loss, origin, master, Transfers().copy)  # type: ignore[no-untyped-call]
             terms.append(weight * loss)
     if not terms:
         zero = torch.zeros_like(losses[0], device=physical(master))
@@ -188,14 +144,8 @@ class AutogradTransfers(Transfers):
         """A copy of ``tensor`` on ``device``, in autograd's graph if ``tensor`` requires grad."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        return _copy_in_graph(tensor, tensor.device, device, super().copy)
-
-
-def _copy_in_graph(
-    tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
-) -> Tensor:
-    copied: Tensor = _CopyInGraph.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
-    return copied
+        copied: Tensor = _CopyInGraph.apply(tensor, tensor.device, device, super().copy)  # type: ignore[no-untyped-call]
+        return copied
 
 
 class _ConnectCopies(torch.autograd.Function):
@@ -207,7 +157,7 @@ class _ConnectCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, device_ids: tuple[torch.device, ...], _: Tensor, *copies: Tensor
+        ctx: Any, device_ids: Sequence[torch.device], _: Tensor, *copies: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.device_ids = device_ids
         ctx.streams = current_streams()
@@ -229,7 +179,11 @@ class _CopyInGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
+        ctx: Any,
+        tensor: Tensor,
+        origin: torch.device,
+        device: torch.device,
+        copy: Callable[..., Tensor],
     ) -> Tensor:
         ctx.route_back = device, origin, Transfers().copy
         ctx.streams = current_streams()
@@ -247,11 +201,3 @@ def _leaf_like(original: Tensor, value: Tensor, _: Any) -> Tensor:
     leaf = value.detach().clone()
     is_parameter = isinstance(original, nn.Parameter)
     return nn.Parameter(leaf) if is_parameter else leaf.requires_grad_()
-
-
-def _take_class(original: Tensor, copy: Tensor) -> None:
-    """Give a copy in the graph the class of the original, if that is a subclass of Parameter."""
-    kind = type(original)
-    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
-        with contextlib.suppress(TypeError):  # the class has its own layout, such as ``__slots__``
-            copy.__class__ = kind

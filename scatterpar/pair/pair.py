@@ -8,27 +8,33 @@ no device has to hold all outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import join_rows
 from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, physical, resolve
+from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, resolve
 from scatterpar.devices.transfers import to_device
 from scatterpar.pair.autograd import (
     AutogradTransfers,
+    PassingReplica,
     combine,
+    replicate,
     require_eager,
-    run_replicas,
     scatter_owned,
 )
-from scatterpar.plan import Plan, check_int, make_plan
+from scatterpar.plan import Plan, Share, check_int, make_plan
+from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.checks import check_placement
+from scatterpar.replicas.module_copy import root_to_replicate
+from scatterpar.replicas.replicas import Replicas
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import (
     Count,
@@ -37,11 +43,17 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
-from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
+from scatterpar.step.substeps import call_inputs, criterion_lock, note_replica, scalar_loss
 from scatterpar.threads.workers import Workers
+from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.wrapper import Wrapper
 
 __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
+
+
+class _Call(NamedTuple):
+    share: Share
+    module: Any  # of this replica
 
 
 class _OfPair(Wrapper):
@@ -63,8 +75,30 @@ class _OfPair(Wrapper):
         self._checked_modes: set[Hashable] = set()  # in which a forward pass wrote no parameter
 
     def _run(self, request: Request, plan: Plan, work: Callable[[Any, int], Any]) -> list[Any]:
-        modes = self._checked_modes
-        return run_replicas(self._workers, request, plan, self.module, work, modes)
+        """Call ``work(replica of module, number)`` for each share on its device, in parallel.
+
+        Then the module gets the buffers of replica 0. If a call raises, random state is restored.
+        """
+        module, devices = self.module, [share.device for share in plan.shares]
+        copies: list[PassingReplica] = []
+        guard: AbstractContextManager[None] = nullcontext()
+        if (root := root_to_replicate(module)) is not None:
+            copies, guard = replicate(root, devices, self._checked_modes)
+        modules = [copy.copy_of(module) for copy in copies] or [module] * len(devices)
+
+        def call(task: _Call, *, proceed: Callable[[], None]) -> Any:
+            with note_replica(task.share):
+                return work(task.module, task.share.replica)
+
+        replicas = Replicas(devices)  # none: the calls have their own
+        with Attempt(self._workers, request, plan, replicas) as attempt, guard:
+            # Checkpointing identifies recomputed tensors by the order in which they were saved.
+            hooks = saved_tensors_hooks()
+            attempt.is_serial = hooks is not None and hooks[0].__module__ == checkpoint.__module__
+            results = attempt.run(call, list(map(_Call, plan.shares, modules)))
+        attempt.generators.commit()
+        buffer_writer(copies[0].changed_buffers() if copies else ())()
+        return results
 
 
 class DataParallelModel(_OfPair):
@@ -228,9 +262,10 @@ class DataParallelCriterion(_OfPair):
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The plan of the targets. Raises ``ValueError`` if the outputs have other shares."""
-        locations = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
         each = [_sizes(output, self.dim) for output in outputs]
-        devices = locations if self.device_ids is None else self.device_ids
+        devices = self.device_ids
+        if devices is None:
+            devices = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
         known = sum(sizes[0] for sizes in each) if all(each) else None  # if no target has rows
         rows = count_rows({"targets": targets}, self.dim, refuse_grad=False, known=known)
         plan = make_plan(rows, devices) if devices else None
@@ -240,12 +275,7 @@ class DataParallelCriterion(_OfPair):
                 f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass the tuple "
                 f"that the model returned for this batch"
             )
-        for share, sizes, device in zip(plan.shares, each, locations, strict=True):
-            if physical(share.device) != device:
-                raise ValueError(
-                    f"output {share.replica} is on {device}, but device_ids[{share.replica}] is "
-                    f"{share.device}; give the criterion the model's device_ids, or none"
-                )
+        for share, sizes in zip(plan.shares, each, strict=True):
             if sizes and share.rows not in sizes:
                 raise ValueError(
                     f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, but its "

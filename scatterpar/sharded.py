@@ -136,7 +136,7 @@ class ShardedOptimizer(Optimizer):
             updated = [p for p in parameters if p.grad is not None]
             stand_ins = self._assign_owners(updated, copies)
             self._send_gradients(stand_ins)
-            with self._undo_on_error(updated, copies), self._plain_optimizer_on(stand_ins) as plain:
+            with self._undo_on_error(updated), self._plain_optimizer_on(stand_ins) as plain:
                 step_without_hooks(plain)
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # frees memory for the new values
@@ -203,7 +203,7 @@ class ShardedOptimizer(Optimizer):
                 stand_ins[owned[i]].grad = gradient
 
     @contextlib.contextmanager
-    def _undo_on_error(self, updated: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:
+    def _undo_on_error(self, updated: Sequence[Tensor]) -> Iterator[None]:
         """If the body fails, restore the optimizer's state and the parameters the master owns.
 
         The other owners write only to their copies, which the next refresh overwrites. Gradients
@@ -213,21 +213,16 @@ class ShardedOptimizer(Optimizer):
         if len(self._memories) == 1:
             yield
             return
-        master, other = self._memories[:2]
-        master_params = [p for p in updated if self._owners[p] == master]
-        values = [copies[p][other] if p in copies else p.detach().clone() for p in master_params]
-        dense = [
-            p.grad for p in master_params if p.grad is not None and p.grad.layout == torch.strided
-        ]
-        saved = [gradient.clone() for gradient in dense]
-        state = nested.map_tensors(lambda tensor: tensor.clone(), dict(self.state))
+        written = [p for p in updated if self._owners[p] == self._memories[0]]
+        gradients = [p.grad for p in written if p.grad is not None]
+        written += [gradient for gradient in gradients if gradient.layout == torch.strided]
+        values = [tensor.clone() for tensor in written]
+        state = nested.map_tensors(Tensor.clone, dict(self.state))
         try:
             yield
         except BaseException as error:
             self.state = defaultdict(dict, state)
-            for p, value in zip(master_params, values, strict=True):
-                self._transfers.copy_into(p, value, "replicate")
-            copy_each(dense, saved)
+            copy_each(written, values)
             add_note(error, "optimizer.step(): parameters and state are as they were before it")
             raise
 

@@ -113,16 +113,16 @@ def unpack(payload: Tensor, like: Any) -> tuple[Any, int, int]:
 
 def kind_of(value: Any, dim: int) -> str:
     """A description of a nested value without the number of rows; must be equal on all ranks."""
-    return ";".join([_kind(leaf, dim) for leaf in nested.leaves(value)])
 
+    def kind(leaf: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
+        others = list(leaf.shape)
+        if -len(others) <= dim < len(others):
+            others[dim] = -1
+        return f"{leaf.dtype}{others}"
 
-def _kind(leaf: Any, dim: int) -> str:
-    if not isinstance(leaf, Tensor):
-        return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
-    others = list(leaf.shape)
-    if -len(others) <= dim < len(others):
-        others[dim] = -1
-    return f"{leaf.dtype}{others}"
+    return ";".join(map(kind, nested.leaves(value)))
 
 
 def _like(total: Tensor, value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 import torch
@@ -19,7 +19,7 @@ from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.replicas.checks import is_quantised
 
 LAYOUT_BITS = 18  # a status is ``number << 18 | layout``; float64 is exact up to 53 bits
-_SUMS = 4  # numbers that are added over all ranks
+_NO_SUMMANDS = (0.0,) * 4  # of a rank that adds nothing
 _FAILED = -1  # the status of a failed rank
 
 
@@ -52,23 +52,7 @@ class Collectives:
                         f"make the same module on every rank"
                     )
         for _, name, tensor in _named_tensors(module):
-            refusal = ""
-            if is_quantised(tensor):
-                refusal = (
-                    f"is quantised, a {type(tensor).__name__}, and rank 0's values cannot be taken "
-                    f"over; train without a process_group, or leave it unquantised"
-                )
-            elif id(tensor) in sparse:
-                refusal = (
-                    "has sparse gradients, which ranks do not add up; make the embedding with "
-                    "sparse=False, or train without a process_group"
-                )
-            elif is_lazy(tensor):
-                refusal = (
-                    "is not initialised yet, and rank 0's values cannot be taken over; call the "
-                    "module once before you pass it with a process_group"
-                )
-            if refusal:
+            if refusal := _refusal(tensor, sparse):
                 raise ValueError(f"{name!r} {refusal}")
 
     def broadcast_from_rank_0(self, module: nn.Module) -> None:
@@ -82,21 +66,19 @@ class Collectives:
                     write(tensor[place], values.view(tensor.dtype).view(tensor.shape)[place])
 
     def exchange_status(
-        self, summands: Sequence[float], layout: int, number: int, disagreement: str
+        self, layout: int, number: int, disagreement: str, summands: Sequence[float] = _NO_SUMMANDS
     ) -> tuple[list[float], list[int]]:
         """Exchange the status of this step.
 
-        Returns the sums of ``summands`` (four numbers) over all ranks, and every rank's
-        non-negative ``number``. Raises the same ``RuntimeError`` on every rank if one failed, or if
-        ``layout``, a number of ``LAYOUT_BITS`` bits, differs between ranks: then the error says
-        that they disagree on ``disagreement``.
+        Returns the sums of ``summands`` over all ranks, and every rank's non-negative ``number``.
+        Raises the same ``RuntimeError`` on every rank if one failed, or if ``layout``, a number of
+        ``LAYOUT_BITS`` bits, differs between ranks: they disagree on ``disagreement``.
         """
         sums, statuses = self._exchange(summands, number << LAYOUT_BITS | layout)
-        if _FAILED in statuses:
-            failed = ", ".join(map(str, _failed(statuses)))
+        if failed := _failed(statuses):
             raise RuntimeError(
-                f"rank {failed} of {self.size} failed in this step, "
-                f"so that nothing was changed on any rank; see what it raised there"
+                f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
+                f"nothing was changed on any rank; see what it raised there"
             )
         if len({status % 2**LAYOUT_BITS for status in statuses}) > 1:
             raise RuntimeError(
@@ -107,7 +89,7 @@ class Collectives:
 
     def report_failure(self) -> list[int]:
         """Exchange this rank's failure as its status. Returns the other ranks that failed."""
-        _, statuses = self._exchange([0.0] * _SUMS, _FAILED)
+        _, statuses = self._exchange(_NO_SUMMANDS, _FAILED)
         return [rank for rank in _failed(statuses) if rank != self.rank]
 
     def all_reduce(
@@ -159,6 +141,18 @@ class Collectives:
 
 def _failed(statuses: Sequence[int]) -> list[int]:
     return [rank for rank, status in enumerate(statuses) if status == _FAILED]
+
+
+def _refusal(tensor: Tensor, sparse: Collection[int]) -> str:
+    """Why ranks cannot train a tensor, and what to do; empty if they can."""
+    if id(tensor) in sparse:
+        return "has sparse gradients, which ranks do not add; make the embedding with sparse=False"
+    if is_lazy(tensor):
+        return "is not initialised yet; call the module once before you pass a process_group"
+    if is_quantised(tensor):
+        kind = type(tensor).__name__
+        return f"is quantised, a {kind}, and ranks cannot copy it; train without a process_group"
+    return ""
 
 
 def _kind_of(tensor: Tensor) -> str:

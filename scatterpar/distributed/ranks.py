@@ -100,10 +100,8 @@ class Ranks:
     def _exchange(self, outcome: Outcome, buckets: Buckets, layout: int) -> Outcome:
         is_mean = outcome.request.is_mean
         loss = outcome.loss * outcome.terms if is_mean and outcome.terms else outcome.loss
-        mine = [outcome.terms, loss, *outcome.observed]
-        numbers, each = self._collectives.exchange_status(
-            mine, layout, outcome.attempt.plan.rows, _OTHER_TENSORS
-        )
+        mine, rows = [outcome.terms, loss, *outcome.observed], outcome.attempt.plan.rows
+        numbers, each = self._collectives.exchange_status(layout, rows, _OTHER_TENSORS, mine)
         terms, loss, *observed = numbers
         rows, factor = sum(each), 1.0
         if is_mean:
@@ -147,12 +145,9 @@ class Ranks:
         payload = pack(nested.tensors(own_data), seed, sum(rows))
         layout = _checksum(f"outputs {kind_of(own_data, dim)}")
         self._error_is_common = True  # what is raised from here on, every rank raises
-        _, sizes = self._collectives.exchange_status(
-            [0.0] * 4, layout, payload.numel(), _OTHER_OUTPUTS
-        )
-        payloads = self._collectives.all_gather(
-            payload, sizes, "the outputs and targets of all ranks"
-        )
+        _, sizes = self._collectives.exchange_status(layout, payload.numel(), _OTHER_OUTPUTS)
+        what = "the outputs and targets of all ranks"
+        payloads = self._collectives.all_gather(payload, sizes, what)
         self._error_is_common = False
         outputs: list[Any] = []
         counts: list[int] = []

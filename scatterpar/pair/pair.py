@@ -263,9 +263,8 @@ class DataParallelCriterion(_OfPair):
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The plan of the targets. Raises ``ValueError`` if the outputs have other shares."""
         each = [_sizes(output, self.dim) for output in outputs]
-        devices = self.device_ids
-        if devices is None:
-            devices = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
+        locations = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
+        devices = locations if self.device_ids is None else self.device_ids
         known = sum(sizes[0] for sizes in each) if all(each) else None  # if no target has rows
         rows = count_rows({"targets": targets}, self.dim, refuse_grad=False, known=known)
         plan = make_plan(rows, devices) if devices else None

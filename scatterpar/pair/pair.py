@@ -19,7 +19,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import join_rows
 from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, resolve
+from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, physical, resolve
 from scatterpar.devices.transfers import to_device
 from scatterpar.pair.autograd import (
     AutogradTransfers,
@@ -274,7 +274,12 @@ class DataParallelCriterion(_OfPair):
                 f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass the tuple "
                 f"that the model returned for this batch"
             )
-        for share, sizes in zip(plan.shares, each, strict=True):
+        for share, sizes, device in zip(plan.shares, each, locations, strict=True):
+            if physical(share.device) != device:
+                raise ValueError(
+                    f"output {share.replica} is on {device}, but device_ids[{share.replica}] is "
+                    f"{share.device}; give the criterion the model's device_ids, or none"
+                )
             if sizes and share.rows not in sizes:
                 raise ValueError(
                     f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, but its "

@@ -42,7 +42,16 @@ from scatterpar.step.commit import commit
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
-from scatterpar.step.request import Call, Count, Request, check_options, checked
+from scatterpar.step.request import (
+    Call,
+    Count,
+    Request,
+    check_cuts,
+    check_module,
+    check_options,
+    check_synchronised,
+    checked,
+)
 from scatterpar.step.scatter import in_order, micro_batches, scatter
 from scatterpar.step.schedule import Schedule, compute
 from scatterpar.step.substeps import call_inputs
@@ -113,6 +122,7 @@ class ScatterOnceParallel(Wrapper):
 
     Attributes:
         module: the user's module.
+        shares: the relative sizes of the replicas' shares, one number per replica.
         last_step: a :class:`StepReport` of the last step; ``None`` before the first step.
 
     Raises:
@@ -163,15 +173,17 @@ class ScatterOnceParallel(Wrapper):
             compile_fn = compile_fn_from(compile) or compile_fn
         self._compile_fn = compile_fn
         self._check_options()
-        self._shares = check_shares(shares, len(self.device_ids))
+        self.shares = check_shares(shares, len(self.device_ids))
         self.last_step: StepReport | None = None
         self._init_add_ons(process_group)
         self._init_transient()
 
     def _check_options(self) -> None:
         """Refuse invalid options, and modules that are not on the master."""
-        cuts = self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids)
-        check_options(self.module, *cuts, self.dim, self.buffer_policy, self.accumulate_dtype)
+        check_module(self.module)
+        check_cuts(self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids))
+        check_options(self.dim, self.buffer_policy, self.accumulate_dtype)
+        check_synchronised(self.module)
         if self.micro_batch_cost is not None:
             from scatterpar.costs import check_budget
 
@@ -179,8 +191,8 @@ class ScatterOnceParallel(Wrapper):
         if self.graphs is not False:
             from scatterpar.graphs import check_graphs
 
-            options = self.buffer_policy, self._compile_fn, self.micro_batch_cost
-            check_graphs(self.graphs, self.device_ids, *options)
+            policy, cost = self.buffer_policy, self.micro_batch_cost
+            check_graphs(self.graphs, self.device_ids, policy, self._compile_fn, cost)
         check_placement(self.module, self.device_ids, lazy=True)
 
     def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:
@@ -195,8 +207,8 @@ class ScatterOnceParallel(Wrapper):
         if process_group is not None:
             from scatterpar.distributed.ranks import Ranks
 
-            options = self.device_ids[0], self.buffer_policy, self.accumulate_dtype
-            self._ranks = Ranks(process_group, self.module, *options)
+            master, dtype = self.device_ids[0], self.accumulate_dtype
+            self._ranks = Ranks(process_group, self.module, master, self.buffer_policy, dtype)
             self._replica_offset = self._ranks.rank * _MAX_REPLICAS
         if self.measure_noise:
             from scatterpar.noise import check_noise
@@ -212,8 +224,9 @@ class ScatterOnceParallel(Wrapper):
             from scatterpar.batch_statistics import BatchStatistics
 
             policy = BatchStatistics()
-        options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
-        self._replicas = Replicas(self.device_ids, *options)
+        self._replicas = Replicas(
+            self.device_ids, self.accumulate_dtype, policy, self._compile_fn, _make_compiler
+        )
         self._checks: dict[str, Any] = {}
         if self.verify and find_spec("scatterpar.verify"):
             from scatterpar.verify.verifier import Verifier
@@ -226,12 +239,12 @@ class ScatterOnceParallel(Wrapper):
             from scatterpar.graphs import Captured
 
             self._one_pass = Captured()
-        self._observers: list[Observer] = []
+        self._observe: Observer | None = None
         self._noise_of: Callable[[Outcome], GradientNoise] | None = None
         if self.measure_noise:
             from scatterpar.noise import noise_of, observe
 
-            self._observers, self._noise_of = [observe], noise_of
+            self._observe, self._noise_of = observe, noise_of
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
 
@@ -383,23 +396,19 @@ class ScatterOnceParallel(Wrapper):
     def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         with self._attempt(request, plan, **trial) as attempt:
-            phase, transfers, have_losses = (
-                attempt.phase,
-                attempt.transfers,
-                schedule.weights_apply(),
-            )
-            with phase("scatter"):  # 2
+            transfers, have_losses = attempt.transfers, schedule.weights_apply()
+            with attempt.phase("scatter"):  # 2
                 data = in_order(schedule.data(request), plan, self.dim)
                 pieces = micro_batches(data, plan, self.dim) if have_losses else None
                 attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
-            with phase("replicate"):  # 3
-                criteria = schedule.replicas_of_criterion
-                self._replicas.refresh(self.module, request.criterion, transfers, criteria)
-            with phase("compute"):  # 4
-                results = compute(attempt, loaders, schedule)
-            with phase("reduce"):  # 5
-                return reduce(attempt, results, self._observers if have_losses else ())
+            with attempt.phase("replicate"):  # 3
+                number = schedule.replicas_of_criterion
+                self._replicas.refresh(self.module, request.criterion, transfers, number)
+            with attempt.phase("compute"):  # 4
+                computed = compute(attempt, loaders, schedule)
+            with attempt.phase("reduce"):  # 5
+                return reduce(attempt, computed, self._observe if have_losses else None)
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
@@ -614,11 +623,6 @@ class ScatterOnceParallel(Wrapper):
             "sub-step; call criterion(module(inputs), targets).backward() for these rows, or step "
             "an engine with one device_ids entry, which runs in the caller's thread"
         )
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The relative sizes of the replicas' shares, one number per replica."""
-        return self._shares
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

@@ -139,10 +139,10 @@ def make_plan(
     sizes = tuple(rows) if isinstance(rows, (tuple, list)) else (rows,)
     for size in sizes:
         check_int("rows", size, least=1)
-    relative = None if shares is None else tuple(shares)
     limits = (micro_batch_size,) * len(devices)
     if isinstance(micro_batch_size, (list, tuple)):
         limits = tuple(micro_batch_size)
+    relative = (1.0,) * len(devices) if shares is None else tuple(shares)
     return _plan(sizes, tuple(devices), accum, limits, relative)
 
 
@@ -152,16 +152,16 @@ def _plan(
     devices: tuple[torch.device, ...],
     accum: int,
     limits: tuple[Any, ...],
-    shares: tuple[float, ...] | None,
+    shares: tuple[float, ...],
 ) -> Plan:
+    exact = list(map(Fraction, shares))  # rounding cannot change a plan
+    parts = [share / sum(exact) for share in exact]
+    # A share that is larger than an equal one has more sub-steps, not larger ones.
+    substeps = [max(1, math.ceil(accum * len(parts) * part - _ROUNDING)) for part in parts]
     cuts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
     first = 0
     for rows in sizes:
-        if shares is None or len(set(shares)) == 1:
-            spans, substeps = _cut(0, rows, len(devices)), [accum] * len(devices)
-        else:
-            spans, substeps = _divide(rows, shares), _in_proportion(accum, shares)
-        for replica, (start, stop) in enumerate(spans):
+        for replica, (start, stop) in enumerate(_divide(rows, parts)):
             pieces = substeps[replica]
             if limits[replica] is not None:
                 pieces = -(-(stop - start) // limits[replica])
@@ -174,36 +174,22 @@ def _plan(
     return Plan(first, tuple(planned))
 
 
-def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Spans in proportion to ``shares``: first whole rows, then the largest remainders.
+def _divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]:
+    """Spans in proportion to ``parts``: first whole rows, then the largest remainders.
 
     Every replica gets at least one row; with fewer rows than replicas, the first get one each.
     """
-    if rows <= len(shares):
-        return tuple((i, i + 1) for i in range(rows))
-    quotas = [rows * part for part in _fractions(shares)]
-    sizes = [max(1, int(quota)) for quota in quotas]
+    sizes = [max(1, int(rows * part)) for part in parts[:rows]]
+    missing = [rows * part - size for part, size in zip(parts, sizes, strict=False)]
     while sum(sizes) < rows:
-        behind = max(range(len(sizes)), key=lambda i: quotas[i] - sizes[i])
+        behind = missing.index(max(missing))
         sizes[behind] += 1
+        missing[behind] -= 1
     while sum(sizes) > rows:
-        ahead = max(range(len(sizes)), key=lambda i: (sizes[i] > 1, sizes[i] - quotas[i]))
+        ahead = min((i for i, size in enumerate(sizes) if size > 1), key=missing.__getitem__)
         sizes[ahead] -= 1
-    ends = [0, *accumulate(sizes)]
-    return tuple(pairwise(ends))
-
-
-def _in_proportion(accum: int, shares: Sequence[float]) -> list[int]:
-    """The number of sub-steps per replica: ``accum`` for an equal share, otherwise rounded up."""
-    exact = [accum * len(shares) * part for part in _fractions(shares)]
-    return [max(1, math.ceil(number - _ROUNDING)) for number in exact]
-
-
-def _fractions(shares: Sequence[float]) -> list[Fraction]:
-    """Each share as an exact fraction of the sum, so that rounding cannot change a plan."""
-    exact = [Fraction(share) for share in shares]
-    total = sum(exact)
-    return [share / total for share in exact]
+        missing[ahead] += 1
+    return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
@@ -229,20 +215,20 @@ def check_shares(shares: Any, count: int) -> tuple[float, ...]:
     if isinstance(shares, str) and shares == "auto":
         raise ValueError(
             'shares="auto" was removed in 0.3.0; pass one number per replica, such as [3, 1], in '
-            "proportion to their rows per second: engine.last_step has .plan and .replica_seconds"
+            "proportion to their rows per second, which engine.last_step tells"
         )
     if isinstance(shares, str) or not isinstance(shares, Sequence):
         raise TypeError(f"shares must be a list with one number per replica, got {shares!r}")
     for share in shares:
         if isinstance(share, bool) or not isinstance(share, (int, float)):
-            raise TypeError(f"shares must be numbers, got {share!r} in {list(shares)!r}")
+            raise TypeError(f"shares must be numbers, got {share!r}")
         if not 0 < share < math.inf:
             raise ValueError(
-                f"shares must be positive and finite, got {share!r} in {list(shares)!r}; leave a "
-                f"device that gets no rows out of device_ids"
+                f"shares must be positive and finite, got {share!r}; leave a device that gets no "
+                f"rows out of device_ids"
             )
     if len(shares) != count:
         raise ValueError(
-            f"shares has {len(shares)} numbers for {count} replicas; pass one number per replica"
+            f"shares has {len(shares)} entries; pass one number for each of the {count} replicas"
         )
     return tuple(shares)

@@ -195,9 +195,9 @@ an owner's new values of a sharded optimizer reach no other device
 -for p in updated if p in copies}
 +for p in updated if p in copies and self._owners[p] == self._memories[0]}
 rounding of shares makes a sub-step more
-  _in_proportion -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
--number - _ROUNDING
-+number
+  _plan -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
+-part - _ROUNDING)
++part)
 costs are dealt without looking at shares
   plan_by_cost -> test_loads_are_in_proportion_to_shares
 -/ shares[r]

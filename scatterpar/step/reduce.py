@@ -88,9 +88,9 @@ Combine = Callable[[Callable[[], Outcome]], Outcome]
 Observer = Callable[[Attempt], None]
 
 
-def reduce(attempt: Attempt, computed: Computed, observers: Sequence[Observer]) -> Outcome:
+def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Outcome:
     """Combine what the replicas have; the results of the step are in the master's memory."""
-    for observe in observers:
+    if observe is not None:
         observe(attempt)
     buffers, statistics = reduce_buffers(attempt)
     written = attempt.written()  # buffers that the criterion has written keep its values

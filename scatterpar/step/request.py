@@ -71,12 +71,35 @@ def checked(
 
     Refuses invalid arguments.
     """
-    criterion = call.criterion
-    if callable(call.targets) or isinstance(criterion, Tensor):
+    _check_types(call)
+    batches, sizes = batches_of(call.inputs, call.targets, dim)
+    # With whole_batch each share has a part of one loss.
+    reduction = "sum" if call.whole_batch else resolve_reduction(call.criterion, call.reduction)
+    scale = 1.0
+    if call.scaler is not None:
+        scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
+    return Request(
+        batches,
+        dim,
+        sizes,
+        call.criterion,
+        reduction,
+        call.count,
+        call.return_outputs,
+        call.whole_batch,
+        scale,
+        backward,
+        check_finite,
+    )
+
+
+def _check_types(call: Call) -> None:
+    criterion, targets = call.criterion, call.targets
+    if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
-            f"got targets={_shown(call.targets)} and criterion={_shown(criterion)}, which look "
-            f"swapped or misplaced; call forward_backward(inputs, targets, criterion), or pass "
-            f"criterion= by name if there are no targets"
+            f"got targets={_shown(targets)} and criterion={_shown(criterion)}, which look swapped "
+            f"or misplaced; call forward_backward(inputs, targets, criterion), or pass criterion= "
+            f"by name if there are no targets"
         )
     for name, function in (("criterion", criterion), ("count", call.count)):
         if function is not None:
@@ -85,33 +108,14 @@ def checked(
         raise TypeError(f"return_outputs must be bool or callable, got {call.return_outputs!r}")
     if not isinstance(call.scaler, (torch.amp.GradScaler, type(None))):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {call.scaler!r}")
-    if call.targets is not None and criterion is None and call.count is None:
+    if targets is not None and criterion is None and call.count is None:
         raise ValueError("targets were given without a criterion: pass criterion=")
-    batches, sizes = batches_of(call.inputs, call.targets, dim)
     splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
     if isinstance(splits, int) and splits > 1 and not call.whole_batch:
         raise ValueError(
             f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
             f"images, which a micro-batch has not; pass whole_batch=True"
         )
-    scale = 1.0
-    if call.scaler is not None:
-        scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
-    # With whole_batch each share has a part of one loss.
-    reduction = "sum" if call.whole_batch else resolve_reduction(criterion, call.reduction)
-    return Request(
-        batches,
-        dim,
-        sizes,
-        criterion,
-        reduction,
-        count=call.count,
-        return_outputs=call.return_outputs,
-        whole_batch=call.whole_batch,
-        scale=scale,
-        backward=backward,
-        check_finite=check_finite,
-    )
 
 
 def _shown(value: Any) -> str:
@@ -121,18 +125,10 @@ def _shown(value: Any) -> str:
     return name if isinstance(name, str) else repr(value)
 
 
-def check_options(
-    module: Any,
-    accum: Any,
-    micro_batch_size: Any,
-    micro_batch_cost: Any,
-    replicas: int,
-    dim: Any,
-    buffers: Any,
-    accumulate_dtype: Any,
+def check_cuts(
+    accum: Any, micro_batch_size: Any, micro_batch_cost: float | None, replicas: int
 ) -> None:
-    """Refuse invalid options of an engine."""
-    check_module(module)
+    """Refuse invalid ``accum`` and ``micro_batch_size``, and two ways to cut a share."""
     if accum != "auto":
         check_int("accum", accum, least=1, also=' or "auto"')
     if isinstance(micro_batch_size, (list, tuple)):
@@ -146,23 +142,26 @@ def check_options(
         also = " or a list with one per replica"
         check_int("micro_batch_size", micro_batch_size, least=1, also=also)
     cuts = {"micro_batch_size": micro_batch_size, "micro_batch_cost": micro_batch_cost}
-    given = [f"accum={accum}"] if accum != 1 else []
-    given += [f"{name}={value}" for name, value in cuts.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say how a share is cut; pass one of them")
+    passed = [f"accum={accum}"] if accum != 1 else []
+    passed += [f"{name}={value}" for name, value in cuts.items() if value is not None]
+    if len(passed) > 1:
+        raise ValueError(f"{' and '.join(passed)} both say how a share is cut; pass one of them")
+
+
+def check_options(dim: Any, buffers: Any, accumulate_dtype: Any) -> None:
+    """Refuse invalid options of an engine."""
     check_int("dim", dim)
+    if buffers not in ("master", "batch"):
+        raise ValueError(
+            f'buffers must be "master" or "batch" (running statistics once per step, from all '
+            f"rows), got {buffers!r}"
+        )
     if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
         raise TypeError(f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}")
     if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
         raise ValueError(
             f"accumulate_dtype must be floating-point, as torch.float32 is, got {accumulate_dtype}"
         )
-    if buffers not in ("master", "batch"):
-        raise ValueError(
-            f'buffers must be "master" or "batch" (running statistics once per step, from all '
-            f"rows), got {buffers!r}"
-        )
-    _check_synchronised(module)
 
 
 def check_module(module: Any) -> None:
@@ -178,7 +177,7 @@ def check_module(module: Any) -> None:
         )
 
 
-def _check_synchronised(module: nn.Module) -> None:
+def check_synchronised(module: nn.Module) -> None:
     """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it would hang."""
     first = None
     for name, norm in module.named_modules():

@@ -83,7 +83,6 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
 
 # --- the caller's context: there is no public way to read it ------------------------------------
 
-
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 # The innermost pair of saved-tensor hooks of this thread, or ``None``.
 saved_tensors_hooks: Callable[[], _Hooks | None]
@@ -91,6 +90,11 @@ saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hook
 
 # The number of the backward pass that this thread runs; -1 outside of a backward pass.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+_PROFILER: Any = torch.autograd.profiler
+PROFILE_ALL_THREADS = (
+    "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
+)
 
 
 def modes() -> list[str]:
@@ -100,9 +104,6 @@ def modes() -> list[str]:
     return [kind.__name__ for kind in map(type, stack) if not kind.__module__.startswith(others)]
 
 
-_PROFILER: Any = torch.autograd.profiler
-
-
 def profiler_is_on() -> bool:
     """Whether a profiler of torch is on in any thread."""
     return bool(_PROFILER._is_profiler_enabled)
@@ -110,17 +111,14 @@ def profiler_is_on() -> bool:
 
 def is_profiled() -> bool:
     """Whether a profiler records the operators of this thread, but not those of all threads."""
-    return _PROFILER._is_profiler_enabled and torch._C._autograd._profiler_enabled()
+    return profiler_is_on() and torch._C._autograd._profiler_enabled()
 
 
-PROFILE_ALL_THREADS = (
-    "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
-)
-
+# --- autograd's graph, and hooks on leaves -------------------------------------------------------
 
 _USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
-_BEFORE = attrgetter("_backward_hooks")
-_AFTER = attrgetter("_post_accumulate_grad_hooks")
+_BEFORE, _AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_GRAPH: Any = torch.autograd.graph
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -133,11 +131,26 @@ def are_observed(leaves: Sequence[Tensor]) -> bool:
 
     The node refers to the leaf, so a node that somebody keeps raises the leaf's use count.
     """
-    return (
-        max(map(_USE_COUNT, leaves), default=0) > 1
-        or any(map(_BEFORE, leaves))
-        or any(map(_AFTER, leaves))
-    )
+    is_held = max(map(_USE_COUNT, leaves), default=0) > 1
+    return is_held or any(map(_BEFORE, leaves)) or any(map(_AFTER, leaves))
+
+
+@contextlib.contextmanager
+def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """In the body, no hook that the user registered on one of these leaves runs."""
+    before = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    after = [(h, dict(h)) for tensor in tensors if (h := tensor._post_accumulate_grad_hooks)]
+    try:
+        for tensor, _ in before:
+            tensor._backward_hooks = None
+        for hooks, _ in after:
+            hooks.clear()  # torch keeps the dictionary even if another one is assigned
+        yield
+    finally:
+        for tensor, earlier in before:
+            tensor._backward_hooks = earlier
+        for hooks, earlier in after:
+            hooks.update(earlier)
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
@@ -164,9 +177,6 @@ def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
     return [node.variable for node in reached if type(node).__name__ == "AccumulateGrad"]
 
 
-_GRAPH: Any = torch.autograd.graph
-
-
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """``torch.autograd.backward`` without its checks of the arguments.
 
@@ -179,6 +189,11 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     options = {"allow_unreachable": True, "accumulate_grad": True}
     # Neither retain_graph nor create_graph; the inputs are all leaves.
     _GRAPH._engine_run_backward(tuple(roots), tuple(gradients), False, False, (), **options)
+
+
+# --- CUDA graphs -----------------------------------------------------------------------------
+
+_LOST: list[Any] = []  # graphs whose capture failed, kept alive
 
 
 @contextlib.contextmanager
@@ -218,13 +233,11 @@ def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
             another.capture_end()
 
 
-_LOST: list[Any] = []  # graphs whose capture failed, kept alive
-
-
 # --- compiled modules: there is no public way to compile another function in the same way --------
 
-
 _DYNAMO = "torch._dynamo.eval_frame"
+_eager: list[Any] = []  # the stance set by ``uncompiled``, one entry per active body
+_eager_lock = threading.Lock()
 CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
 
 
@@ -236,9 +249,7 @@ def is_compiled_module(value: Any) -> bool:
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
     """The original and the compile function of a compiled module; otherwise itself and ``None``."""
-    if is_compiled_module(module):
-        return module._orig_mod, module.dynamo_ctx
-    return module, None
+    return (module._orig_mod, module.dynamo_ctx) if is_compiled_module(module) else (module, None)
 
 
 def compile_fn_of(function: Callable[..., Any]) -> CompileFn:
@@ -273,10 +284,6 @@ def is_compiling() -> bool:
     return not is_free
 
 
-_eager: list[Any] = []  # the stance set by ``uncompiled``, one entry per active body
-_eager_lock = threading.Lock()
-
-
 def is_uncompiled() -> bool:
     """Whether a body of ``uncompiled`` runs, in any thread."""
     return bool(_eager)
@@ -303,24 +310,6 @@ def uncompiled() -> Iterator[None]:
                 stance.__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """In the body, no hook that the user registered on one of these leaves runs."""
-    before = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
-    after = [(h, dict(h)) for tensor in tensors if (h := tensor._post_accumulate_grad_hooks)]
-    try:
-        for tensor, _ in before:
-            tensor._backward_hooks = None
-        for hooks, _ in after:
-            hooks.clear()  # torch keeps the dictionary even if another one is assigned
-        yield
-    finally:
-        for tensor, earlier in before:
-            tensor._backward_hooks = earlier
-        for hooks, earlier in after:
-            hooks.update(earlier)
-
-
 class OperatorMode(TorchDispatchMode):
     """A dispatch mode for code that is not compiled: torch does not import its compiler for it."""
 
@@ -336,7 +325,10 @@ class OperatorMode(TorchDispatchMode):
 # draw no random numbers.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 
-_Route = Callable[[Any, int], Callable[..., Any]]
+# Control flow traces its branches in every call, forward and backward, and torch's tracing is not
+# thread-safe (https://github.com/pytorch/pytorch/issues/118260): two replicas at once break it
+# permanently. So replicas in threads are refused these operators.
+_TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
 
 def random_operators() -> Iterator[tuple[Any, int]]:
@@ -351,7 +343,9 @@ def random_operators() -> Iterator[tuple[Any, int]]:
                 yield operator, names.index("generator")
 
 
-def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
+def register_random_kernels(
+    kernel_of: Callable[[Any, int], Callable[..., Any]],
+) -> tuple[Library, ...]:
     """Send random operators to ``kernel_of(operator, position)`` in threads that have the key on.
 
     All other operators fall through the key. So do higher-order operators such as ``torch.cond`` or
@@ -390,12 +384,6 @@ def _key() -> Any:
         return torch._C._dispatch_key_parse(_KEY_NAME)
     except RuntimeError as error:
         raise Missing(f"dispatch key {_KEY_NAME}") from error
-
-
-# Control flow traces its branches in every call, forward and backward, and torch's tracing is not
-# thread-safe (https://github.com/pytorch/pytorch/issues/118260): two replicas at once break it
-# permanently. So replicas in threads are refused these operators.
-_TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
 
 def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ class PassingReplica(ModuleCopy):
     """A copy of a module for one forward pass, which stays alive in the graph of its outputs."""
 
     def __init__(self, module_contents: ModuleContents, copies: Sequence[Tensor]) -> None:
-        super().__init__(module_contents, dict(zip(module_contents.tensors, copies, strict=True)))
+        super().__init__(module_contents, copies)
         self._modules = list(module_contents.modules.values())
         self._versions = {id(copy): version(copy) for copy in copies}
 
@@ -71,7 +71,7 @@ def replicate(
         # The first replica shares the version counters of the user's parameters, so that torch
         # detects an optimizer step before the backward pass. The others have their own counters,
         # because one of them may exchange its storage.
-        broadcast = Broadcast(originals, device_ids, module_contents.weights)
+        broadcast = Broadcast(module_contents, device_ids)
         broadcast.update(Transfers())
         copies: list[list[Tensor]] = []
         for device in device_ids:
@@ -93,7 +93,7 @@ def replicate(
                 with contextlib.suppress(TypeError):  # its own layout, such as ``__slots__``
                     copy[i].__class__ = kind
 
-    guard = ParameterGuard(module, broadcast, list(zip(device_ids, copies, strict=True)))
+    guard = ParameterGuard(broadcast, zip(device_ids, copies, strict=True))
     guard.checked_modes = checked_modes
     read_only = guard.read_only(tuple(part.training for part in module_contents.modules.values()))
     return [PassingReplica(module_contents, copy) for copy in copies], read_only

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.coalescing import (
-    Message,
     deliver,
     empty_like_on,
     flat_view,
@@ -21,6 +21,7 @@ from scatterpar.devices.coalescing import (
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
 from scatterpar.devices.transfers import Transfers, to_device, to_host, write
 from scatterpar.replicas.checks import refuse_sparse
+from scatterpar.replicas.module_copy import ModuleContents
 
 _VERSION = attrgetter("_version")
 
@@ -39,32 +40,26 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Broadcast:
-    """Copies of dense ``tensors`` on every device of ``device_ids`` except the first.
+    """Copies of the dense tensors in ``contents`` on every device except the first.
 
     A parameter is sent if its version has changed since it was last sent, for example by an
     optimizer step. Writes through ``.data``, a NumPy view or another storage do not change the
     version. So the fingerprints of the other parameters are compared with those of the copies on
     another device. So are the fingerprints of buffers, whose versions every commit changes.
-    ``weights`` has the ids of the tensors that count as parameters.
 
     The owner of a tensor, in ``update`` the master, sends it chunk by chunk. Every device that has
     a chunk sends it on, in the rounds of ``tree_rounds`` from last to first.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        device_ids: Sequence[torch.device],
-        weights: Collection[int] = (),
-    ) -> None:
-        for tensor in tensors:
+    def __init__(self, contents: ModuleContents, device_ids: Sequence[torch.device]) -> None:
+        self.contents, self._tensors = contents, list(contents.tensors.values())
+        for tensor in self._tensors:
             refuse_sparse("a module or criterion has", tensor)
-        self._tensors, self._weights = tensors, weights
         self.memories = list(dict.fromkeys(device_ids))
-        self.parameters = [i for i, tensor in enumerate(tensors) if id(tensor) in weights]
-        self._rows = _rows(tensors, weights)
+        self.parameters = [i for i, key in enumerate(contents.tensors) if key in contents.weights]
+        self._rows = _rows(contents)
         self._copies = {
-            device: empty_like_on(tensors, device, lambda t: id(t) in weights and _is_dense(t))
+            device: empty_like_on(self._tensors, device, self._is_dense_weight)
             for device in self.memories[1:]
         }
         self._flats = {  # their elements in the order of memory, 1-D
@@ -74,16 +69,9 @@ class Broadcast:
         self._sent: dict[int, int] = {}  # the versions of the sent values
         self._find_places()
 
-    def is_of(
-        self,
-        tensors: Sequence[Tensor],
-        device_ids: Sequence[torch.device],
-        weights: Collection[int],
-    ) -> bool:
+    def is_of(self, contents: ModuleContents, device_ids: Sequence[torch.device]) -> bool:
         """Whether these are the same tensors, of the same kinds, on the same devices."""
-        if list(dict.fromkeys(device_ids)) != self.memories:
-            return False
-        if _rows(tensors, weights) != self._rows:
+        if list(dict.fromkeys(device_ids)) != self.memories or _rows(contents) != self._rows:
             return False
         self._find_places()
         return True
@@ -91,7 +79,7 @@ class Broadcast:
     def fits(self) -> bool:
         """Whether the tensors still have their kinds and shapes. Looks up new storages."""
         is_in_place = all(map(Tensor.is_set_to, self._tensors, self._places))
-        return is_in_place or self.is_of(self._tensors, self.memories, self._weights)
+        return is_in_place or self.is_of(self.contents, self.memories)
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
@@ -153,23 +141,18 @@ class Broadcast:
             flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
             from_owner = [*self.memories[number:], *self.memories[:number]]
             for message, flat in iter_messages(flats):
-                self._spread(message, flat, from_owner, transfers)
-                del flat
+                copies = {0: flat}
+                for sender, receiver in chain(*reversed(tree_rounds(len(from_owner)))):
+                    device = from_owner[receiver]
+                    parts = message.of({i: self._flat(i, device) for i in message.keys})
+                    copies[receiver] = deliver(
+                        copies[sender], parts, device, transfers, "replicate"
+                    )
+                del copies, flat
 
-    def _spread(
-        self,
-        message: Message,
-        flat: Tensor,
-        from_owner: Sequence[torch.device],
-        transfers: Transfers,
-    ) -> None:
-        """Copy a message from the first device to the others."""
-        copies = {0: flat}
-        for pairs in reversed(tree_rounds(len(from_owner))):
-            for sender, receiver in pairs:
-                target = from_owner[receiver]
-                parts = message.of({i: self._flat(i, target) for i in message.keys})
-                copies[receiver] = deliver(copies[sender], parts, target, transfers, "replicate")
+    def _is_dense_weight(self, tensor: Tensor) -> bool:
+        is_weight = id(tensor) in self.contents.weights
+        return is_weight and tensor.is_contiguous() and tensor.numel() > 0
 
     def _find_places(self) -> None:
         """Look up where the master's tensors are stored."""
@@ -188,10 +171,11 @@ class Broadcast:
         return flat
 
 
-def _rows(tensors: Sequence[Tensor], weights: Collection[int]) -> list[Any]:
+def _rows(contents: ModuleContents) -> list[Any]:
     """For each tensor what copies in other memories depend on, and whether it is a parameter."""
     return [
-        (id(t), id(t) in weights, type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors
+        (key, key in contents.weights, type(t), t.dtype, t.device, t.shape, t.stride())
+        for key, t in contents.tensors.items()
     ]
 
 
@@ -200,7 +184,3 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return is_unexpanded(tensor) and tensor.numel() > 0 and not tensor.is_neg()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.numel() > 0

@@ -1,8 +1,7 @@
 """Find what a module holds, notice when it is rebound, and copy it for a replica.
 
 A module holds more than parameters: attributes, lists of submodules, hooks, a ``forward`` that is a
-bound method of itself. ``ModuleContents`` finds all of it. ``Snapshot`` detects whether any of it
-was rebound since. ``ModuleCopy`` makes a replica with the protocol of ``torch.nn.parallel``
+bound method of itself. ``ModuleCopy`` copies all of it, with the protocol of ``torch.nn.parallel``
 (``Module._replicate_for_data_parallel``).
 
 A function that closes over the module, such as ``module.forward = lambda x: old(x)``, would run the
@@ -70,7 +69,7 @@ class ModuleContents:
         self.states: dict[int, Any] = {}  # objects with tensors of frozen parameters
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # and wrappers of these
         self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
-        # The cells of copied functions, and their contents, so that no id is reused.
+        # Of copied functions, with their contents, so that no id is reused.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self._seen: set[int] = set()
         self._device = device
@@ -99,7 +98,7 @@ class ModuleContents:
         elif is_state(value):
             self._visit_held([value])
         elif not isinstance(value, (types.FunctionType, weakref.ref)):
-            for one in _referents(value):
+            for one in _parts(value)[0]:
                 self._visit(one)
             if hasattr(value, "__dict__") and not isinstance(value, (type, types.MethodType)):
                 self.objects[id(value)] = value
@@ -253,22 +252,17 @@ class ModuleCopy:
 
     Modules and containers are copied. So are tuples, bound methods, partials, weak references and
     functions that refer to any of these. The copies refer to each other. Everything else is shared
-    with the original. ``tensors`` maps the ``id`` of each original tensor to the copy's tensor.
+    with the original. ``tensors`` are the copy's, in the order of the contents' tensors.
     """
 
     def __init__(
-        self,
-        module_contents: ModuleContents,
-        tensors: dict[int, Tensor],
-        compiler: Compiler | None = None,
+        self, found: ModuleContents, tensors: Sequence[Tensor], compiler: Compiler | None = None
     ) -> None:
-        found = self._module_contents = module_contents
-        self._compiler = compiler
-        self._copies: dict[int, Any] = dict(tensors)
+        self._found, self._compiler = found, compiler
+        self._copies: dict[int, Any] = dict(zip(found.tensors, tensors, strict=True))
         containers = set(map(id, found.containers))
-        self._replicated = containers.union(
-            tensors, found.holders, found.states, found.compiled, found.modules
-        )
+        replicated = found.tensors, found.holders, found.states, found.compiled, found.modules
+        self._replicated = containers.union(*replicated)
         for original, parts in found.holders.values():  # inner ones come first
             if is_composite(original):
                 copies = [self._copies.get(id(part), part) for part in parts]
@@ -291,9 +285,9 @@ class ModuleCopy:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if id(value) not in self._replicated:
-            parts = _referents(value)
+            parts, make = _parts(value)
             copies = [self.copy_of(part) for part in parts]
-            return value if all(map(is_, copies, parts)) else _of_parts(value, copies)
+            return value if all(map(is_, copies, parts)) else make(*copies)
         if is_compiled_module(value):
             return self.copy_of(unwrapped(value)[0])
         if isinstance(value, nn.Module):
@@ -320,8 +314,8 @@ class ModuleCopy:
 
     def _module(self, module: nn.Module) -> nn.Module:
         replica: nn.Module = self._fill(module, new_like(module))
-        if self._compiler is not None and id(module) in self._module_contents.compiled:
-            _, compile_fn = self._module_contents.compiled[id(module)]
+        if self._compiler is not None and id(module) in self._found.compiled:
+            _, compile_fn = self._found.compiled[id(module)]
             call = self._compiler.compiled_call(module, replica, compile_fn)
             vars(replica)["_compiled_call_impl"] = call
         return replica
@@ -350,7 +344,7 @@ class ModuleCopy:
         for cell, new_cell in zip(cells, new, strict=True):
             if new_cell is not cell:
                 new_cell.cell_contents = self.copy_of(cell.cell_contents)
-                self._module_contents.cells[id(cell)] = cell, cell.cell_contents
+                self._found.cells[id(cell)] = cell, cell.cell_contents
         return copied
 
     def _refers(self, value: Any, seen: set[int] | None = None) -> bool:
@@ -361,7 +355,7 @@ class ModuleCopy:
         if id(value) in seen:
             return False
         seen.add(id(value))
-        return any(self._refers(one, seen) for one in _referents(value))
+        return any(self._refers(one, seen) for one in _parts(value)[0])
 
 
 def _refill(container: Any, items: Any) -> None:
@@ -387,35 +381,28 @@ def contents(cell: types.CellType) -> Any:
         return cell
 
 
-def _referents(value: Any) -> Sequence[Any]:
-    """The objects that a function, method, partial, weak reference or tuple refers to."""
+def _parts(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
+    """What a function, method, partial, weak reference or tuple refers to; how to make another."""
     if isinstance(value, types.MethodType):
-        return (value.__self__,)
+        return (value.__self__,), functools.partial(types.MethodType, value.__func__)
     if type(value) is weakref.ref:
-        return (value(),)
+        return (value(),), weakref.ref
     if type(value) is functools.partial:
-        return (value.func, *value.args, *value.keywords.values())
+
+        def bind(function: Any, *parts: Any) -> Any:
+            args, rest = parts[: len(value.args)], parts[len(value.args) :]
+            return functools.partial(
+                function, *args, **dict(zip(value.keywords, rest, strict=True))
+            )
+
+        return (value.func, *value.args, *value.keywords.values()), bind
     if isinstance(value, tuple):
-        return value
-    if isinstance(value, types.FunctionType):
+        kind: Any = type(value)
+        return value, kind if hasattr(value, "_fields") else lambda *parts: kind(parts)
+    if isinstance(value, types.FunctionType):  # copied by ``ModuleCopy``
         cells = map(contents, value.__closure__ or ())
-        return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    return ()
-
-
-def _of_parts(value: Any, parts: Sequence[Any]) -> Any:
-    """A method, partial, weak reference or tuple like ``value`` that refers to other objects."""
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, *parts)
-    if type(value) is weakref.ref:
-        return weakref.ref(*parts)
-    if type(value) is functools.partial:
-        function, *rest = parts
-        count = len(value.args)
-        keywords = dict(zip(value.keywords, rest[count:], strict=True))
-        return functools.partial(function, *rest[:count], **keywords)
-    kind: Any = type(value)
-    return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+        return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()), type
+    return (), type
 
 
 def module_of(function: Any) -> nn.Module | None:

@@ -8,8 +8,7 @@ a copy of all parameters would cost more than forward passes that write them are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,21 +20,18 @@ from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
 from scatterpar.threads.workers import add_note, restore_after
 
+_Copy = tuple[torch.device, Sequence[Tensor]]
+
 
 class ParameterGuard:
     """Detects and refuses writes to the parameters that replicas share.
 
-    ``broadcast`` has the tensors of ``root`` in each memory, ``copies`` each replica's device and
-    tensors. In ``checked_modes`` a forward pass has written no parameter.
+    ``broadcast`` has the parameters in each memory, ``copies`` each replica's device and tensors.
+    In ``checked_modes`` a forward pass has written no parameter.
     """
 
-    def __init__(
-        self,
-        root: Any,
-        broadcast: Broadcast,
-        copies: Sequence[tuple[torch.device, Sequence[Tensor]]],
-    ) -> None:
-        self._root, self._broadcast = root, broadcast
+    def __init__(self, broadcast: Broadcast, copies: Iterable[_Copy]) -> None:
+        self._broadcast = broadcast
         self.checked_modes: set[Hashable] = set()
         at = broadcast.parameters
         self._memories = {  # the master's first
@@ -104,7 +100,8 @@ class ParameterGuard:
         lost = {i for i, memory in places if memory == self._master}
         first, *others = sorted(lost or {i for i, _ in places})
         original = self._originals[first]
-        names = (repr(name) for name, t in parameters_of(self._root) if t is original)
+        named = parameters_of(*self._broadcast.contents.roots)
+        names = (repr(name) for name, tensor in named if tensor is original)
         name = next(names, f"of shape {tuple(original.shape)}")
         if others:
             name += f" (and {len(others)} more)"

@@ -146,7 +146,7 @@ class ReplicaSet:
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
-        self.broadcast = Broadcast((), ())
+        self.broadcast = Broadcast(ModuleContents(()), ())
         self._state: Snapshot | None = None
 
     def refresh(
@@ -222,17 +222,14 @@ class ReplicaSet:
         self.contents = found
         self.modules = list(found.modules.values())
         self.tensors = list(found.tensors.values())
-        tensors = self.tensors, self.device_ids, found.weights
-        if not self.broadcast.is_of(*tensors):
-            self.broadcast = Broadcast(*tensors)
+        if not self.broadcast.is_of(found, self.device_ids):
+            self.broadcast = Broadcast(found, self.device_ids)
         if self._compile_fn is not None:
             found.compiled.setdefault(id(self.root), (self.root, self._compile_fn))
         if found.compiled and self.compiler is None and self._make_compiler is not None:
             self.compiler = self._make_compiler()
-        common = found, self.compiler, self.statistics_policy
-        self.replicas = [Replica(device, self.broadcast, *common) for device in self.device_ids]
-        copies = [(replica.device, replica.tensors) for replica in self.replicas]
-        self.guard = ParameterGuard(self.root, self.broadcast, copies)
+        self.replicas = [Replica(self, device) for device in self.device_ids]
+        self.guard = ParameterGuard(self.broadcast, [(r.device, r.tensors) for r in self.replicas])
         self._set_requires_grad()
         self._state = Snapshot(found.containers, found.facts)
         self.flags = self._state.flags()
@@ -286,31 +283,23 @@ def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dty
 class Replica(ModuleCopy):
     """A working copy of the modules, with its tensors in the order of the master's."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        broadcast: Broadcast,
-        module_contents: ModuleContents,
-        compiler: Compiler | None,
-        statistics_policy: StatisticsPolicy | None,
-    ) -> None:
-        self.device = device
-        originals, sources = module_contents.tensors, broadcast.at(device)
-        storages = broadcast.storages(device)
+    def __init__(self, of: ReplicaSet, device: torch.device) -> None:
+        self.device, contents = device, of.contents
+        storages, sources = of.broadcast.storages(device), of.broadcast.at(device)
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
         self.tensors = [
             parameter_like(original, storage.data)
             if isinstance(original, nn.Parameter)
             else storage.data
-            for original, storage in zip(originals.values(), storages, strict=True)
+            for original, storage in zip(of.tensors, storages, strict=True)
         ]
         self._places = list(zip(self.tensors, storages, strict=True))
         private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
         self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
-        super().__init__(module_contents, dict(zip(originals, self.tensors, strict=True)), compiler)
-        self.root = self.copy_of(*module_contents.roots)
-        self.modules = [self.copy_of(one) for one in module_contents.modules.values()]
-        self.records = statistics_policy.record(self.modules) if statistics_policy else {}
+        super().__init__(contents, self.tensors, of.compiler)
+        self.root = self.copy_of(of.root)
+        self.modules = [self.copy_of(module) for module in of.modules]
+        self.records = of.statistics_policy.record(self.modules) if of.statistics_policy else {}
         self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, self.tensors)))
         self._trained: Mapping[int, torch.dtype] = {}
 

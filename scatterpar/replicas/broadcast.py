@@ -73,6 +73,7 @@ class Broadcast:
         """Whether these are the same tensors, of the same kinds, on the same devices."""
         if list(dict.fromkeys(device_ids)) != self.memories or _rows(contents) != self._rows:
             return False
+        self.contents = contents  # another root may hold the same tensors
         self._find_places()
         return True
 

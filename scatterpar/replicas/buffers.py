@@ -78,9 +78,8 @@ def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
 
 def _can_be_written(tensor: Tensor) -> bool:
     """Whether a tensor is not expanded, and was not made in inference mode."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return False
-    return is_unexpanded(tensor)
+    is_writable = torch.is_inference_mode_enabled() or not tensor.is_inference()
+    return is_writable and is_unexpanded(tensor)
 
 
 def _fits(target: Tensor, value: Tensor) -> bool:

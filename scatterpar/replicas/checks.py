@@ -22,6 +22,11 @@ from scatterpar.devices.transfers import pieces_of
 # The files of the classes ``QuantState`` and ``MatmulLtState``.
 _STATES = {"bitsandbytes.functional", "bitsandbytes.autograd._functions"}
 
+_SCRIPT = (
+    "a TorchScript module, whose tensors live in C++: pass the nn.Module that torch.jit was given; "
+    "a criterion that is a function may call a TorchScript module"
+)
+
 
 def is_composite(tensor: Any) -> bool:
     """Whether ``tensor`` is of a subclass whose tensors consist of others."""
@@ -70,19 +75,15 @@ def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
 def new_like(module: nn.Module) -> nn.Module:
     """A shallow copy of a module, whose contents ``ModuleCopy`` replaces.
 
-    fx gives every GraphModule a separate class, and copies only what its graph mentions. This copy
-    has the same class, with its code, and all attributes.
-
-    Raises:
-        TypeError: the module is TorchScript, or its class has ``__slots__``.
+    Raises ``TypeError`` if the module is TorchScript, or its class has ``__slots__``.
     """
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
-        raise _no_script("the module holds, in something that is no module,")
+        raise TypeError(f"the module holds, in something that is no module, {_SCRIPT}")
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         problem = f"the class {kind.__name__} of a module has __slots__"
         raise TypeError(f"{problem}, whose values replicas do not copy; remove __slots__")
-    if isinstance(module, GraphModule):
+    if isinstance(module, GraphModule):  # fx makes another class, with what the graph mentions
         replica: nn.Module = object.__new__(kind)
         vars(replica).update(vars(module))
         vars(replica)["_is_replica"] = True
@@ -125,7 +126,7 @@ def check_placement(root: Any, device_ids: Sequence[torch.device], *, lazy: bool
     for name, part in root.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             which = f"its child {name!r} is" if name else "it is"
-            raise _no_script(f"{kind} cannot be replicated, since {which}")
+            raise TypeError(f"{kind} cannot be replicated, since {which} {_SCRIPT}")
     parameters = [("parameter", *one) for one in root.named_parameters()]
     for what, name, tensor in parameters + [("buffer", *one) for one in root.named_buffers()]:
         if is_lazy(tensor):
@@ -144,13 +145,6 @@ def check_placement(root: Any, device_ids: Sequence[torch.device], *, lazy: bool
         _refuse_packed(f"{kind} has the {what} {name!r}", tensor, len(set(device_ids)))
 
 
-def _no_script(where: str) -> TypeError:
-    return TypeError(
-        f"{where} a TorchScript module, whose tensors live in C++: pass the nn.Module that "
-        f"torch.jit was given; a criterion that is a function may call a TorchScript module"
-    )
-
-
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
     """Refuse tensors that are more than their memory, except frozen parameters."""
     if tensor.is_quantized:
@@ -158,11 +152,9 @@ def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
             f"{what}, which is of torch's quantised dtype {tensor.dtype}: replicas cannot have "
             f"copies of it; keep its .int_repr(), scale and zero point as plain buffers"
         )
+    is_packed = is_composite(tensor) or (memories > 1 and is_quantised(tensor))
     is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    if is_composite(tensor):
-        if not is_frozen or hasattr(tensor, "device_mesh"):
-            raise _only_frozen(what, tensor)
-    elif memories > 1 and not is_frozen and is_quantised(tensor):
+    if is_packed and (not is_frozen or hasattr(tensor, "device_mesh")):
         raise _only_frozen(what, tensor)
 
 

@@ -273,10 +273,7 @@ def parameter_writes_refused(
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which a leaf's gradients are added: at least ``accumulate_dtype``."""
-    try:
-        dtype = tensor.grad_dtype or tensor.dtype
-    except RuntimeError:  # no leaf
-        dtype = tensor.dtype
+    dtype = (tensor.grad_dtype if is_leaf(tensor) else None) or tensor.dtype
     return dtype if accumulate_dtype is None else torch.promote_types(dtype, accumulate_dtype)
 
 

@@ -71,12 +71,11 @@ class Wrapper(nn.Module):
     def _check_outside(self) -> None:
         """Refuse a module that has its wrapper as a child: traversing it would never end."""
         if isinstance(self.module, nn.Module) and any(m is self for m in self.module.modules()):
-            module_name, wrapper_name = type(self.module).__name__, type(self).__name__
+            name = type(self).__name__
             raise ValueError(
-                f"{module_name} has the {wrapper_name} that wraps it as a child (self.engine = "
-                f"{wrapper_name}(self)), so train(), to() and state_dict() would never end; keep "
-                f"it outside of the module, engine = {wrapper_name}(model), or in a list, "
-                f"self.engine = [{wrapper_name}(self)]"
+                f"{type(self.module).__name__} has the {name} that wraps it as a child (self.engine "
+                f"= {name}(self)), so train(), to() and state_dict() would never end; keep it "
+                f"outside of the module, or in a list, self.engine = [{name}(self)]"
             )
 
     def _init_transient(self) -> None:

@@ -35,11 +35,8 @@ Fingerprint = tuple[int, ...]
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 _WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in its cache
-
 _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
-
 _KIND = attrgetter("shape", "dtype", "layout", "device")
-
 _BYTES = 2**20  # of which a copy is checked
 _BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked child must
 
@@ -71,9 +68,8 @@ class Fingerprints:
 
 def _words(tensor: Tensor) -> Tensor:
     """The tensor as 32-bit words, or as bytes if their number is no multiple of four: 1-D."""
-    flat = flat_view(tensor)
-    if flat is None:
-        flat = as_bytes(tensor)
+    view = flat_view(tensor)
+    flat = as_bytes(tensor) if view is None else view
     size = flat.element_size()
     if flat.numel() * size % 4:
         return flat.view(torch.uint8)
@@ -130,10 +126,8 @@ def check_links(device_ids: tuple[torch.device, ...]) -> None:
     or not at all, without any error: with an IOMMU that translates them, with PCIe's access control
     (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257. Later copies from that device to
-    the other one then go through host memory, and a warning says so.
-
-    Raises:
-        RuntimeError: bytes change on the way through host memory, too.
+    the other one then go through host memory, and a warning says so. Raises ``RuntimeError`` if
+    bytes change on the way through host memory, too.
     """
     with torch.inference_mode(False), torch.no_grad():
         for source, target in permutations(dict.fromkeys(device_ids), 2):

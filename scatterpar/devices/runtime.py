@@ -29,7 +29,6 @@ _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_
 _POOL = 32  # streams that torch has for each device
 _taken: dict[tuple[torch.device, Hashable], torch.Stream] = {}
 _taking = threading.Lock()
-
 _recordings = 0  # number of devices that are capturing a graph
 _counting = threading.Lock()
 
@@ -69,15 +68,13 @@ def parse_devices(words: str | Sequence[str]) -> list[str | int]:
 def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
     if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
         raise TypeError(f"device_ids: expected an int, a string or a torch.device, got {entry!r}")
-    if isinstance(entry, int):
-        if accelerator is None:
-            raise ValueError(
-                f"device_ids: {entry} is the ordinal of an accelerator, and none is visible here; "
-                f'for CPU replicas pass strings, such as ["cpu"] * 2 or ["cpu:0", "cpu:1"]'
-            )
-        entry = torch.device(accelerator.type, entry)
+    if isinstance(entry, int) and accelerator is None:
+        raise ValueError(
+            f"device_ids: {entry} is the ordinal of an accelerator, and none is visible here; "
+            f'for CPU replicas pass strings, such as ["cpu"] * 2 or ["cpu:0", "cpu:1"]'
+        )
     try:
-        device = torch.device(entry)
+        device = torch.device(entry)  # an ordinal is one of the accelerator
     except RuntimeError as error:
         raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
     if device.type == "cpu":
@@ -163,9 +160,8 @@ def current_streams() -> tuple[torch.Stream, ...]:
 
     Those are current in every thread, and entering one creates a context on an unused device.
     """
-    if not torch.accelerator.is_available():
-        return ()
-    streams = map(torch.accelerator.current_stream, range(torch.accelerator.device_count()))
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    streams = map(torch.accelerator.current_stream, range(count))
     return tuple(stream for stream in streams if stream.stream_id)
 
 
@@ -276,9 +272,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     True
     """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    is_told = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(is_told)
 
 
 def clear_frames(error: BaseException) -> None:
@@ -286,10 +281,8 @@ def clear_frames(error: BaseException) -> None:
 
     They refer to activations. A notebook keeps the last error, and so would keep that memory.
     """
-    errors, seen = [error], {id(error)}
+    errors = [error]
     for each in errors:
         traceback.clear_frames(each.__traceback__)  # skips calls that still run
-        for cause in (each.__cause__, each.__context__):
-            if cause is not None and id(cause) not in seen:
-                seen.add(id(cause))
-                errors.append(cause)
+        causes = each.__cause__, each.__context__
+        errors += [c for c in causes if c is not None and all(c is not e for e in errors)]

@@ -104,7 +104,7 @@ class _Graph:
         self.output = detached_output(output, True) if return_output else None
         del output
         write(self.loss, loss.detach())
-        task.run_backward(loss, self.factor, autocast_types(), number)
+        task.run_backward(number, [loss], [self.factor], autocast_types())
 
 
 @dataclass

@@ -387,9 +387,9 @@ def _run_backward(
     pairs = [
         (root, leaf.grad) for root, leaf in zip(roots, leaves, strict=True) if leaf.grad is not None
     ]
-    with task.span("backward", number):
-        if pairs:
-            run_backward([root for root, _ in pairs], [grad for _, grad in pairs], autocast_types())
+    if pairs:
+        roots, gradients = map(list, zip(*pairs, strict=True))
+        task.run_backward(number, roots, gradients, autocast_types())
 
 
 def _agree(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

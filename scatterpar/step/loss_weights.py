@@ -48,9 +48,8 @@ def compute_loss_weights(
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
     remaining = iter(factors)
-    return LossWeights(
-        [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
-    )
+    by_share = [list(islice(remaining, len(share.micro_batches))) for share in plan.shares]
+    return LossWeights(by_share, total)
 
 
 def term_counts(
@@ -64,7 +63,7 @@ def term_counts(
     ``spans`` are those of ``pieces`` in the rows of the batch, or in this ``order`` of the rows.
     """
     if request.count is not None:
-        return _read([request.count(*piece) for piece in pieces])
+        return _numbers([request.count(*piece) for piece in pieces])
     rows_of_each = [float(stop - start) for start, stop in spans]
     if not is_cross_entropy(request.criterion):
         return rows_of_each
@@ -72,38 +71,37 @@ def term_counts(
     if not all(isinstance(targets, Tensor) for targets in labels):
         # A marker's rows may have any number of labels: count in what the criterion is given.
         terms = [terms_of_rows(request.criterion, t, request.dim) for _, t in pieces]
-        return [to_numbers(each.double().sum()) for each in to_host(terms)]
+        return _numbers([each.double().sum() for each in to_host(terms)])
     terms = to_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
     if all(each.dtype == torch.bool and bool(each.all()) for each in terms):
         return rows_of_each
     rows = torch.cat([each.double() for each in terms])
     rows = rows[list(order)] if order else rows
-    sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")
+    ascending = sorted(spans)  # with several batches a replica's spans are not consecutive
+    sizes = torch.tensor([stop - start for start, stop in ascending], device="cpu")
+    # Not differences of a running sum: a micro-batch without terms must have zero, not rounding.
     sums = to_numbers(torch.segment_reduce(rows, "sum", lengths=sizes))
-    sums_by_span = dict(zip(sorted(spans), sums, strict=True))
+    sums_by_span = dict(zip(ascending, sums, strict=True))
     return [sums_by_span[span] for span in spans]
 
 
-def _read(counts: Sequence[Any]) -> list[float]:
+def _numbers(counts: Sequence[Any]) -> list[float]:
     """The results of ``count=`` as numbers; 0-dim tensors are copied to the host together."""
-    is_scalar = [isinstance(count, Tensor) and not count.ndim for count in counts]
-    on_host = iter(to_host([count for count, yes in zip(counts, is_scalar, strict=True) if yes]))
-    return [
-        _as_number(to_numbers(next(on_host)) if yes else count)
-        for count, yes in zip(counts, is_scalar, strict=True)
-    ]
-
-
-def _as_number(count: Any) -> float:
-    try:
-        if isinstance(count, (bool, str, Tensor)):
-            raise TypeError
-        value = float(count)
-    except (TypeError, ValueError):
-        raise TypeError(f"count must return a number or a 0-dim tensor, got {count!r}") from None
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"count must return a finite number that is not negative, got {value!r}")
-    return value
+    scalars = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
+    on_host = dict(zip(scalars, map(to_numbers, to_host([*scalars.values()])), strict=True))
+    numbers = []
+    for i, count in enumerate(counts):
+        try:
+            if isinstance(count, (bool, str)) or (isinstance(count, Tensor) and count.ndim):
+                raise TypeError
+            number = float(on_host.get(i, count))
+        except (TypeError, ValueError):
+            text = f"count must return a number or a 0-dim tensor, got {count!r}"
+            raise TypeError(text) from None
+        if not 0 <= number < float("inf"):
+            raise ValueError(f"count must return a finite number of at least 0, got {number!r}")
+        numbers.append(number)
+    return numbers
 
 
 def is_cross_entropy(criterion: Any) -> bool:

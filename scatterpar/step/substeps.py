@@ -59,14 +59,18 @@ class ReplicaTask:
             return self.loader.load(number, retain=retain)
 
     def run_backward(
-        self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int
+        self,
+        number: int,
+        roots: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        autocast: Sequence[str],
     ) -> None:
-        """Run the backward pass from a micro-batch's loss, timed."""
+        """Run the backward pass of sub-step ``number``, timed."""
         if self.clock is None:
-            run_backward([root], [factor], autocast)
+            run_backward(roots, gradients, autocast)
             return
         with self.span("backward", number):
-            run_backward([root], [factor], autocast)
+            run_backward(roots, gradients, autocast)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -222,7 +226,7 @@ class Substeps:
             if not loss.requires_grad:
                 require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
-            task.run_backward(loss, factor, self._autocast, number)
+            task.run_backward(number, [loss], [factor], self._autocast)
             if self._without_gradient:  # usually all get gradients in the first sub-step
                 self._without_gradient = unalias(self._without_gradient)
         return loss.detach(), returned
@@ -289,21 +293,9 @@ def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | No
 def scalar_loss(loss: Any, source: str) -> Tensor:
     """``loss``, if it is a real 0-dim tensor; otherwise raises an error that names ``source``."""
     if not isinstance(loss, Tensor):
-        entries = loss if isinstance(loss, (tuple, list)) else ()
-        scalars = [i for i, t in enumerate(entries) if isinstance(t, Tensor) and not t.ndim]
-        which = scalars[0] if scalars else 0  # many models return (logits, loss)
-        one, how = (
-            "the loss tensor alone",
-            f"a criterion, such as lambda output, _: output[{which}]",
-        )
-        numbers = loss.values() if isinstance(loss, Mapping) else [None]
-        if all(isinstance(entry, Tensor) and not entry.ndim for entry in numbers):
-            one, how = "sum(losses.values())", "criterion=lambda losses, _: sum(losses.values())"
-        instead = f"return {one}"
-        if source == "the module":
-            instead = f"pass {how}, or return the loss, .loss or ['loss'] from the module"
         raise TypeError(
-            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; {instead}"
+            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; "
+            f"{_instead_of(loss, source)}"
         )
     if loss.ndim:
         raise ValueError(
@@ -312,6 +304,21 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
     if loss.is_complex():  # torch refuses it in backward(), but not if a gradient is passed
         raise ValueError(f"{source} must give a real loss, got {loss.dtype}; take its .abs()")
     return loss
+
+
+def _instead_of(loss: Any, source: str) -> str:
+    """What to pass or return for a loss that is no tensor, but may have one in it."""
+    entries = [*(loss.values() if isinstance(loss, Mapping) else ())]
+    if entries and all(isinstance(t, Tensor) and not t.ndim for t in entries):
+        one, criterion = "sum(losses.values())", "criterion=lambda losses, _: sum(losses.values())"
+    else:
+        entries = [*(loss if isinstance(loss, (tuple, list)) else ())]
+        scalars = [i for i, t in enumerate(entries) if isinstance(t, Tensor) and not t.ndim]
+        which = scalars[0] if scalars else 0  # many models return (logits, loss)
+        one, criterion = "it alone", f"a criterion, such as lambda output, _: output[{which}]"
+    if source == "the module":
+        return f"pass {criterion}, or return the loss, .loss or ['loss'] from the module"
+    return f"return {one}"
 
 
 def require_trainable(module: Any) -> None:

@@ -71,10 +71,10 @@ class Wrapper(nn.Module):
     def _check_outside(self) -> None:
         """Refuse a module that has its wrapper as a child: traversing it would never end."""
         if isinstance(self.module, nn.Module) and any(m is self for m in self.module.modules()):
-            name = type(self).__name__
+            kind, name = type(self.module).__name__, type(self).__name__
             raise ValueError(
-                f"{type(self.module).__name__} has the {name} that wraps it as a child (self.engine "
-                f"= {name}(self)), so train(), to() and state_dict() would never end; keep it "
+                f"{kind} has the {name} that wraps it as a child (self.engine = "
+                f"{name}(self)), so train(), to() and state_dict() would never end; keep it "
                 f"outside of the module, or in a list, self.engine = [{name}(self)]"
             )
 

@@ -35,7 +35,7 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import Compiler
-from scatterpar.replicas.replicas import Replicas, ReplicaSet
+from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
@@ -224,9 +224,8 @@ class ScatterOnceParallel(Wrapper):
             from scatterpar.batch_statistics import BatchStatistics
 
             policy = BatchStatistics()
-        self._replicas = Replicas(
-            self.device_ids, self.accumulate_dtype, policy, self._compile_fn, _make_compiler
-        )
+        options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
+        self._replicas = Replicas(self.device_ids, ReplicaOptions(*options))
         self._checks: dict[str, Any] = {}
         if self.verify and find_spec("scatterpar.verify"):
             from scatterpar.verify.verifier import Verifier

@@ -1,11 +1,9 @@
 """Compare tensors bit by bit, by fingerprints, and check that copies arrive intact.
 
--0.0 differs from 0.0, and a NaN equals itself. To compare tensors on two devices, only fingerprints
-are copied. Each 32-bit word is multiplied by an odd 64-bit number that depends on its position. The
-product ``x`` is folded by ``x ^= x >> 32``, and the sum is the fingerprint (multilinear hashing:
-Lemire and Kaser, "Strongly universal string hashing is fast", 2014,
-https://arxiv.org/abs/1202.4961). A change of one word always changes the fingerprint; a change of
-several words is missed in about one case of 2**60.
+Each 32-bit word is multiplied by an odd 64-bit number that depends on its position. The product
+``x`` is folded by ``x ^= x >> 32``, and the sum is the fingerprint (multilinear hashing: Lemire and
+Kaser, 2014, https://arxiv.org/abs/1202.4961). A change of one word always changes the fingerprint;
+a change of several words is missed in about one case of 2**60.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ def _factors(size: int, device: torch.device) -> Tensor:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are in one memory, and equal in shape, dtype and bits.
 
-    Sparse tensors are compared piece by piece. Quantised tensors never count as equal.
+    -0.0 differs from 0.0, and a NaN equals itself. Quantised tensors never count as equal.
     """
     if _KIND(one) != _KIND(other) or one.is_quantized:
         return False
@@ -122,10 +120,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def check_links(device_ids: tuple[torch.device, ...]) -> None:
     """Check once whether copies between these devices arrive intact; they are not counted.
 
-    Copies between two GPUs bypass the host by peer access. On some machines they arrive corrupted
-    or not at all, without any error: with an IOMMU that translates them, with PCIe's access control
-    (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
-    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257. Later copies from that device to
+    Copies between two GPUs bypass the host. With an IOMMU, PCIe's access control (ACS) or a faulty
+    driver they may arrive corrupted without any error (https://github.com/pytorch/pytorch/issues/84803,
+    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257). Later copies from that device to
     the other one then go through host memory, and a warning says so. Raises ``RuntimeError`` if
     bytes change on the way through host memory, too.
     """

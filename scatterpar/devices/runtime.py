@@ -36,8 +36,6 @@ _counting = threading.Lock()
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
     """Turn ``device_ids`` into devices; ``None``: all accelerators, or one CPU replica without any.
 
-    Raises ``TypeError`` for what is no list of devices, ``ValueError`` for those that are not here.
-
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
     """
@@ -130,10 +128,9 @@ def recording() -> Iterator[None]:
 
 @functools.cache
 def tune_malloc(device: torch.device) -> None:
-    """Let the host's malloc keep freed memory, so that sub-steps on the CPU reuse it.
+    """Let the host's malloc keep freed memory, unless the user has set it up.
 
-    glibc returns large blocks, and a thread's memory, to the kernel at once, so every sub-step
-    would cause page faults. The setting holds for the process, unless the user has made one.
+    glibc returns large blocks to the kernel at once, so every sub-step would cause page faults.
     """
     is_configured = any(name in os.environ for name in _MALLOC_VARIABLES)
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not is_configured:
@@ -180,8 +177,7 @@ def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterato
 def has_streams(device: torch.device) -> bool:
     """Whether ``device`` has events, and streams other than the one of its operators.
 
-    Not the CPU; not MPS, where ``torch.Stream`` returns the only stream; not some backends outside
-    of torch. A copy to or from such a device is complete when the call returns.
+    Not the CPU, nor MPS and some other backends: their copies are complete when the call returns.
     """
     if device.type == "cpu":
         return False
@@ -195,11 +191,10 @@ def has_streams(device: torch.device) -> bool:
 
 
 def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
-    """The stream of ``device`` for one ``use``, the same one until the process ends.
+    """The stream of ``device`` for one ``use``; ``None`` for a device without streams.
 
-    torch hands out streams in turn from a pool of 32 per device: the 33rd is the first again. So no
-    two uses have the same stream, and a stream that is current in the calling thread is not taken.
-    Returns ``None`` for a device without streams.
+    torch hands out streams in turn from a pool of 32 per device: the 33rd is the first again. So
+    each use keeps a stream until the process ends, which no other use has, nor the calling thread.
     """
     if not has_streams(device):
         return None
@@ -221,8 +216,7 @@ def _duplicate(stream: torch.Stream) -> torch.Stream:
 def record_event(device: torch.device) -> torch.Event:
     """An event that completes when ``device`` has done the work of its current stream so far.
 
-    Waiting threads sleep, if the backend has such events, as CUDA has. Waiting for others keeps a
-    core busy that launches may need.
+    Waiting threads sleep, if the backend has such events, and do not keep a core busy.
     """
     module = torch.get_device_module(device.type)
     try:
@@ -242,10 +236,9 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def no_kernel_search() -> Iterator[None]:
-    """In the body, cuDNN searches no kernels for new sizes, if ``cudnn.benchmark`` asks for it.
+    """In the body, cuDNN searches no kernels for new sizes, although ``cudnn.benchmark`` is on.
 
-    Checks have other sizes than sub-steps. torch searches again in each thread, and then empties
-    the caches of all devices. Not ``cudnn.flags()``, which switches cuDNN off and TF32 on.
+    A search empties the caches of all devices. Not ``cudnn.flags()``, which switches TF32 on.
     """
     is_on = torch.backends.cudnn.benchmark and not torch.backends.flags_frozen()
     if is_on:

@@ -1,7 +1,6 @@
-"""Copies between memories. ``Transfers`` counts those of a step.
+"""Copies between memories, of which ``Transfers`` counts those of a step; no other package copies.
 
-``to_device``, ``write``, ``to_host`` and ``to_numbers`` count nothing. Other packages of the engine
-call no method of torch that copies between memories, except to read costs and sizes as numbers.
+``to_device``, ``write``, ``to_host`` and ``to_numbers`` count nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from scatterpar.devices.runtime import (
 )
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
-
 # Pairs (source, target) whose copies go through host memory: see ``check_links``.
 VIA_HOST: set[tuple[torch.device, torch.device]] = set()
-
 _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 
 
@@ -110,8 +107,7 @@ def to_numbers(tensor: Tensor) -> Any:
 class Transfers:
     """Copies between memories, counted by phase: all go through ``copy`` or ``copy_into``.
 
-    A ``Prefetcher`` counts in ``copy`` and copies in ``issue``. Copies from pinned memory are
-    asynchronous: leaving the context waits for them.
+    Copies from pinned memory are asynchronous: leaving the context waits for them.
     """
 
     def __init__(self) -> None:
@@ -170,12 +166,10 @@ class Prefetcher(Transfers):
     The copies between two calls of ``issue`` form a group. If the device has streams, groups run on
     one side stream of the device and one of each source, because torch puts a copy between devices
     on the current streams of both. Computation waits for a group only in ``wait_on_stream``. The
-    targets are allocated on the computing stream. A group waits for work launched there before
+    targets are allocated on the computing stream, and a group waits for work launched there before
     ``issue``, which may still read the memory's former content. Pageable host memory is staged in
-    pinned memory, at most two groups at a time.
-
-    ``sources`` are the devices of the tensors. The sending streams first wait for work that was
-    queued there when this object was made.
+    pinned memory, at most two groups at a time. The streams of ``sources``, the devices of the
+    tensors, first wait for work that was queued there when this object was made.
     """
 
     def __init__(self, device: torch.device, sources: Iterable[torch.device] = ()) -> None:

@@ -33,7 +33,7 @@ from scatterpar.plan import Plan, Share, check_int, make_plan
 from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import (
@@ -90,7 +90,7 @@ class _OfPair(Wrapper):
             with note_replica(task.share):
                 return work(task.module, task.share.replica)
 
-        replicas = Replicas(devices)  # none: the calls have their own
+        replicas = Replicas(devices, ReplicaOptions())  # none: the calls have their own
         with Attempt(self._workers, request, plan, replicas) as attempt, guard:
             # Checkpointing identifies recomputed tensors by the order in which they were saved.
             hooks = saved_tensors_hooks()

@@ -156,7 +156,6 @@ class Broadcast:
         return is_weight and tensor.is_contiguous() and tensor.numel() > 0
 
     def _find_places(self) -> None:
-        """Look up where the master's tensors are stored."""
         self._places = [tensor.detach() for tensor in self._tensors]
         if self._copies:
             self._flats[self.memories[0]] = list(map(flat_view, self._places))

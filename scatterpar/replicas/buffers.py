@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from scatterpar.devices.fingerprints import same_bits
 Buffers = MutableMapping[str, "Tensor | None"]
 BufferValue = tuple[Buffers, str, "Tensor | None"]  # where it is, its name, its value
 
+_KIND = attrgetter("shape", "dtype", "layout")
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -51,17 +53,18 @@ def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
 
     Buffers that cannot be written in place are replaced if they have changed.
     """
+    can_write = torch.is_inference_mode_enabled()  # also what was made in inference mode
     into: dict[int, tuple[Tensor, Tensor]] = {}
     replacements: list[BufferValue] = []
     for place, name, value in buffers:
         target = place.get(name)
-        if value is None or target is None or not _fits(target, value):
+        if value is None or target is None or _KIND(target) != _KIND(value):
             if value is not target:
                 replacements.append((place, name, value if value is None else value.detach()))
         # One tensor under two names that got two values.
         elif into.get(id(target), (target, value))[1] is not value:
             replacements.append((place, name, value.detach()))
-        elif _can_be_written(target):
+        elif (can_write or not target.is_inference()) and is_unexpanded(target):
             into[id(target)] = target, value
         elif not same_bits(target, value):
             replacements.append((place, name, value.detach().clone()))
@@ -74,13 +77,3 @@ def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
             place[name] = value
 
     return write
-
-
-def _can_be_written(tensor: Tensor) -> bool:
-    """Whether a tensor is not expanded, and was not made in inference mode."""
-    is_writable = torch.is_inference_mode_enabled() or not tensor.is_inference()
-    return is_writable and is_unexpanded(tensor)
-
-
-def _fits(target: Tensor, value: Tensor) -> bool:
-    return (target.shape, target.dtype, target.layout) == (value.shape, value.dtype, value.layout)

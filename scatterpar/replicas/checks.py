@@ -142,20 +142,16 @@ def check_placement(root: Any, device_ids: Sequence[torch.device], *, lazy: bool
                 f"{name!r} is on {tensor.device}; call .to({str(expected)!r})"
             )
         refuse_sparse(f"{kind} has the {what} {name!r},", tensor)
-        _refuse_packed(f"{kind} has the {what} {name!r}", tensor, len(set(device_ids)))
-
-
-def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
-    """Refuse tensors that are more than their memory, except frozen parameters."""
-    if tensor.is_quantized:
-        raise TypeError(
-            f"{what}, which is of torch's quantised dtype {tensor.dtype}: replicas cannot have "
-            f"copies of it; keep its .int_repr(), scale and zero point as plain buffers"
-        )
-    is_packed = is_composite(tensor) or (memories > 1 and is_quantised(tensor))
-    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    if is_packed and (not is_frozen or hasattr(tensor, "device_mesh")):
-        raise _only_frozen(what, tensor)
+        if tensor.is_quantized:
+            raise TypeError(
+                f"{kind} has the {what} {name!r}, which is of torch's quantised dtype "
+                f"{tensor.dtype}: replicas cannot have copies of it; keep its .int_repr(), scale "
+                f"and zero point as plain buffers"
+            )
+        is_packed = is_composite(tensor) or (len(set(device_ids)) > 1 and is_quantised(tensor))
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if is_packed and (not is_frozen or hasattr(tensor, "device_mesh")):
+            raise _only_frozen(f"{kind} has the {what} {name!r}", tensor)
 
 
 def _only_frozen(what: str, tensor: Tensor) -> TypeError:

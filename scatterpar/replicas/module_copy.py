@@ -291,7 +291,12 @@ class ModuleCopy:
         if is_compiled_module(value):
             return self.copy_of(unwrapped(value)[0])
         if isinstance(value, nn.Module):
-            return self._module(value)
+            replica: nn.Module = self._fill(value, new_like(value))
+            if self._compiler is not None and id(value) in self._found.compiled:
+                _, compile_fn = self._found.compiled[id(value)]
+                call = self._compiler.compiled_call(value, replica, compile_fn)
+                vars(replica)["_compiled_call_impl"] = call
+            return replica
         if type(value) in _CONTAINERS:
             made = self._copies[id(value)] = value.copy()
             made.clear()
@@ -311,14 +316,6 @@ class ModuleCopy:
             source = attributes[name] if type(item) in _CONTAINERS and name in attributes else item
             state[name] = self.copy_of(source)
         return made
-
-    def _module(self, module: nn.Module) -> nn.Module:
-        replica: nn.Module = self._fill(module, new_like(module))
-        if self._compiler is not None and id(module) in self._found.compiled:
-            _, compile_fn = self._found.compiled[id(module)]
-            call = self._compiler.compiled_call(module, replica, compile_fn)
-            vars(replica)["_compiled_call_impl"] = call
-        return replica
 
     def _function(self, function: types.FunctionType) -> Any:
         """The function, or a copy that refers to copies if it refers to replicated objects."""

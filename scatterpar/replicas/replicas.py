@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,29 +59,29 @@ class StatisticsPolicy(Protocol):
         """What the first ``active`` replicas have recorded, on the master."""
 
 
-class Replicas:
-    """The replicas of a module, one per entry of ``device_ids``, and of its criterion.
+class ReplicaOptions(NamedTuple):
+    """How replicas are made; ``compile_fn`` compiles the whole module.
 
-    ``compile_fn`` compiles the whole module. ``make_compiler`` is called if a module is compiled.
+    ``make_compiler`` is called if a module is compiled.
     """
 
-    def __init__(
-        self,
-        device_ids: Sequence[torch.device],
-        accumulate_dtype: torch.dtype | None = None,
-        statistics_policy: StatisticsPolicy | None = None,
-        compile_fn: CompileFn | None = None,
-        make_compiler: Callable[[], Compiler] | None = None,
-    ) -> None:
-        self._device_ids = tuple(device_ids)
-        self._options = accumulate_dtype, statistics_policy, make_compiler
-        self._compile_fn = compile_fn
+    accumulate_dtype: torch.dtype | None = None
+    statistics_policy: StatisticsPolicy | None = None
+    compile_fn: CompileFn | None = None
+    make_compiler: Callable[[], Compiler] | None = None
+
+
+class Replicas:
+    """The replicas of a module, one per entry of ``device_ids``, and of its criterion."""
+
+    def __init__(self, device_ids: Sequence[torch.device], options: ReplicaOptions) -> None:
+        self._device_ids, self.options = tuple(device_ids), options
         self.discard()
 
     def discard(self) -> None:
         """Forget the replicas: threads of an interrupted step may still use them."""
-        self.of_model = ReplicaSet(*self._options, self._compile_fn)
-        self._of_criterion = ReplicaSet(*self._options)
+        self.of_model = ReplicaSet(self.options)
+        self._of_criterion = ReplicaSet(self.options._replace(compile_fn=None))
         self.replica_sets = [self.of_model]  # and that of the criterion, if it needs replicas
         self.criteria: list[Any] = []  # one per replica
 
@@ -98,12 +98,12 @@ class Replicas:
         ``num_criteria`` times, on the first devices. So are the modules and tensors that a
         ``functools.partial`` binds. Any other callable is called unchanged.
         """
-        root = root_to_replicate(criterion)
+        root, device_ids = root_to_replicate(criterion), self._device_ids
         self.replica_sets = [self.of_model]
         with torch.inference_mode(False), torch.no_grad():
-            self.of_model.refresh(module, self._device_ids, transfers)
+            self.of_model.refresh(module, device_ids, transfers)
             if root is not None and not self.of_model.contains_all_of(root):
-                self._of_criterion.refresh(root, self._device_ids[:num_criteria], transfers)
+                self._of_criterion.refresh(root, device_ids[:num_criteria], transfers)
                 self.replica_sets.append(self._of_criterion)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
@@ -129,16 +129,8 @@ class ReplicaSet:
     replicas match the master, whatever the user has changed in the module.
     """
 
-    def __init__(
-        self,
-        accumulate_dtype: torch.dtype | None,
-        statistics_policy: StatisticsPolicy | None,
-        make_compiler: Callable[[], Compiler] | None,
-        compile_fn: CompileFn | None = None,
-    ) -> None:
-        self._accumulate_dtype = accumulate_dtype
-        self.statistics_policy = statistics_policy
-        self._compile_fn, self._make_compiler = compile_fn, make_compiler
+    def __init__(self, options: ReplicaOptions) -> None:
+        self.options = options
         self.compiler: Compiler | None = None  # if a module is compiled
         self.changes = 0  # how often the modules changed, except in values of tensors
         self.flags = 0  # a hash of all switches, such as ``training``
@@ -199,7 +191,7 @@ class ReplicaSet:
         """Set which tensors require grad, and the dtypes in which their gradients are added."""
         self._required = list(map(_REQUIRES_GRAD, self.tensors))
         trained = {
-            i: sum_dtype(tensor, self._accumulate_dtype)
+            i: sum_dtype(tensor, self.options.accumulate_dtype)
             for i, tensor in enumerate(self.tensors)
             if tensor.requires_grad and not tensor.is_inference()
         }
@@ -224,10 +216,10 @@ class ReplicaSet:
         self.tensors = list(found.tensors.values())
         if not self.broadcast.is_of(found, self.device_ids):
             self.broadcast = Broadcast(found, self.device_ids)
-        if self._compile_fn is not None:
-            found.compiled.setdefault(id(self.root), (self.root, self._compile_fn))
-        if found.compiled and self.compiler is None and self._make_compiler is not None:
-            self.compiler = self._make_compiler()
+        if (compile_fn := self.options.compile_fn) is not None:
+            found.compiled.setdefault(id(self.root), (self.root, compile_fn))
+        if found.compiled and self.compiler is None and self.options.make_compiler is not None:
+            self.compiler = self.options.make_compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
         self.guard = ParameterGuard(self.broadcast, [(r.device, r.tensors) for r in self.replicas])
         self._set_requires_grad()
@@ -284,7 +276,7 @@ class Replica(ModuleCopy):
         self.device, contents = device, of.contents
         storages, sources = of.broadcast.storages(device), of.broadcast.at(device)
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
-        self.tensors = [
+        self.tensors = tensors = [
             parameter_like(original, storage.data)
             if isinstance(original, nn.Parameter)
             else storage.data
@@ -296,8 +288,9 @@ class Replica(ModuleCopy):
         super().__init__(contents, self.tensors, of.compiler)
         self.root = self.copy_of(of.root)
         self.modules = [self.copy_of(module) for module in of.modules]
-        self.records = of.statistics_policy.record(self.modules) if of.statistics_policy else {}
-        self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, self.tensors)))
+        policy = of.options.statistics_policy
+        self.records = policy.record(self.modules) if policy is not None else {}
+        self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, tensors)))
         self._trained: Mapping[int, torch.dtype] = {}
 
     def refresh(self) -> None:

@@ -144,7 +144,7 @@ def reduce_buffers(attempt: Attempt) -> tuple[list[BufferValue], Statistics | No
 
     The latter are of layers that are updated once per step; ``None`` if none are.
     """
-    sets, policy = attempt.replicas.replica_sets, attempt.replicas.of_model.statistics_policy
+    sets, policy = attempt.replicas.replica_sets, attempt.replicas.options.statistics_policy
     buffers = [*chain(*(each.buffers_after() for each in sets))]
     if policy is None:
         return buffers, None

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -71,19 +72,19 @@ class TwoPasses(Schedule):
         self._ranks = ranks
         if graphs:
             raise ValueError(
-                "graphs=True captures the loss with its sub-step, and whole_batch=True computes it "
-                "after all forward passes: make another engine, without graphs, for this loss"
+                "graphs=True captures the loss in each sub-step, and whole_batch=True has one loss "
+                "after all of them; make another engine, without graphs, for this loss"
             )
         if call.criterion is None:
             raise ValueError(
-                "whole_batch=True without a criterion: return the outputs of the rows from "
-                "forward, and pass criterion=, which is called once as criterion(outputs, targets)"
+                "whole_batch=True without a criterion; return the rows' outputs from forward, and "
+                "pass criterion=, which is called once as criterion(outputs, targets)"
             )
         for name, value in (("reduction", call.reduction), ("count", call.count)):
             if value is not None:
                 raise ValueError(
-                    f"{name}= says how the losses of micro-batches combine, and with "
-                    f"whole_batch=True there is one loss, of all rows; leave {name}= out"
+                    f"{name}= says how the losses of micro-batches combine, and whole_batch=True "
+                    f"has one loss, of all rows; leave {name}= out"
                 )
 
     def data(self, request: Request) -> BatchList:
@@ -99,17 +100,18 @@ class TwoPasses(Schedule):
 
         The loss is zero in all processes except the first.
         """
+        passes = [Passes(attempt, task) for task in tasks]
         replica_sets = attempt.replicas.replica_sets
         with parameter_writes_refused(replica_sets):
-            passes = attempt.run(partial(first_pass, attempt=attempt), tasks)
-        attempt.check_join(attempt, tasks[0], [first.outputs for first in passes], output_at)
+            attempt.run(Passes.first, passes)
+        attempt.check_join(attempt, tasks[0], [each.outputs for each in passes], output_at)
         # A trial runs in this process only.
         ranks = self._ranks if attempt.max_substeps is None else None
         try:
             with parameter_writes_refused(replica_sets, second_pass=True):
-                batch = WholeBatch(attempt, tasks[0], passes, ranks)
+                batch = WholeBatch(attempt, passes, ranks)
                 loss = batch.loss()
-                attempt.run(partial(second_pass, passes=passes, attempt=attempt), tasks)
+                attempt.run(Passes.second, passes)
         except BaseException as error:
             if ranks is not None and is_out_of_memory(error):
                 error.more_substeps_cannot_help = True  # type: ignore[attr-defined]  # for accum="auto"
@@ -118,41 +120,91 @@ class TwoPasses(Schedule):
             raise
         returned: Sequence[Any] = ()
         if attempt.request.return_outputs:
-            returned = returned_outputs(attempt, [first.returned for first in passes])
+            returned = returned_outputs(attempt, [each.returned for each in passes])
         value = to_numbers(loss) if batch.counts else 0.0
         return Computed(value, loss.dtype, returned, batch.gradients)
 
 
-class FirstPass(NamedTuple):
-    """The results of the first pass over one share."""
+class Passes:
+    """The two passes of one replica over its share.
 
-    outputs: list[Any]  # of each micro-batch, without graphs; their tensors get gradients
-    last: list[Any]  # the last output with its graph, until the second pass takes it
-    states: list[State]  # the generators' states before each micro-batch
-    returned: list[Any]  # the parts of outputs to return, if the user asked for outputs
-
-
-def first_pass(task: ReplicaTask, *, attempt: Attempt, proceed: Callable[[], None]) -> FirstPass:
-    """The module's outputs for a share, without graphs except that of the last micro-batch.
-
-    All micro-batches run in the caller's grad mode: modules may compute other outputs without it.
+    ``outputs`` has those of each micro-batch, without graphs; their tensors get gradients.
+    ``returned`` has the parts of them to return, if the user asked for outputs.
     """
-    share, request = task.share, attempt.request
-    retain_rows = attempt.retain_rows and len(share.micro_batches) > 1
-    first = FirstPass([], [], [], [])
-    for number in range(len(share.micro_batches)):
-        if number:
-            proceed()
-        first.last.clear()  # drops its graph before the next one is made
-        with note_replica(share, number):
-            first.states.append(attempt.generators.get_state(share.replica))
-            output = output_at(task, task.rows_of(number, retain=retain_rows), number)
-            first.outputs.append(nested.map_tensors(_leaf, output))
-            if request.return_outputs:
-                first.returned.append(detached_output(output, request.return_outputs))
-            first.last.append(output)
-            del output
-    return first
+
+    def __init__(self, attempt: Attempt, task: ReplicaTask) -> None:
+        self._attempt, self.task, self.share = attempt, task, task.share
+        self.outputs: list[Any] = []
+        self.returned: list[Any] = []
+        self._last: Any = None  # the last output with its graph, until the second pass
+        self._states: list[State] = []  # of the generators, before each micro-batch
+        self._without_gradient: Sequence[Tensor] = task.leaves
+
+    def first(self, *, proceed: Callable[[], None]) -> None:
+        """Run forward, and retain the graph of the last micro-batch only.
+
+        All micro-batches run in the caller's grad mode: modules may compute other outputs without.
+        """
+        task, share, attempt = self.task, self.share, self._attempt
+        retain_rows = attempt.retain_rows and len(share.micro_batches) > 1
+        return_outputs = attempt.request.return_outputs
+        for number in range(len(share.micro_batches)):
+            if number:
+                proceed()
+            self._last = None  # drops its graph before the next one is made
+            with note_replica(share, number):
+                self._states.append(attempt.generators.get_state(share.replica))
+                self._last = output_at(task, task.rows_of(number, retain=retain_rows), number)
+                self.outputs.append(nested.map_tensors(_leaf, self._last))
+                if return_outputs:
+                    self.returned.append(detached_output(self._last, return_outputs))
+
+    def second(self, *, proceed: Callable[[], None]) -> None:
+        """Accumulate gradients in the replica's parameters, given those of its outputs.
+
+        The backward pass of the retained graph comes first, because restoring state may write
+        tensors of that graph. Then each other micro-batch runs forward again, in order, from the
+        state before the first one. Afterwards the state is that after the first pass and the
+        criterion.
+        """
+        task, share, attempt = self.task, self.share, self._attempt
+        *others, last = range(len(self.outputs))
+        if attempt.max_substeps is not None:
+            others = others[: attempt.max_substeps - 1]
+        with note_replica(share, last):
+            tensors, self._last = nested.tensors(self._last), None
+            self._run_backward(last, tensors)
+            del tensors
+            if not others or all(t.grad is None for t in nested.tensors(self.outputs)):
+                synchronize(share.device)  # no host read follows: a kernel's error is raised here
+                return
+        agreed: list[tuple[int, Tensor]] = []  # of outputs of both passes, each with its sub-step
+        with attempt.isolated(task):
+            for number in others:
+                proceed()
+                with note_replica(share, number):
+                    attempt.generators.set_state(share.replica, self._states[number])
+                    output = output_at(task, task.rows_of(number), number, "recompute")
+                    tensors = nested.tensors(output)
+                    leaves = nested.tensors(self.outputs[number])
+                    agreed += [(number, each) for each in agreements(tensors, leaves)]
+                    self._run_backward(number, tensors)
+                    del output, tensors
+        with note_replica(share):  # one read
+            values = to_numbers(torch.stack([each for _, each in agreed])) if agreed else ()
+        for (number, _), value in zip(agreed, values, strict=True):
+            if not value:
+                with note_replica(share, number):
+                    raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
+
+    def _run_backward(self, number: int, roots: Sequence[Tensor]) -> None:
+        """Run the backward pass of sub-step ``number`` from the tensors of its output."""
+        leaves = nested.tensors(self.outputs[number])
+        gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
+        if gradients:
+            pairs = [roots[i] for i in gradients], [*gradients.values()]
+            self.task.run_backward(number, *pairs, autocast_types())
+        self._without_gradient = unalias(self._without_gradient)
 
 
 def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward") -> Any:
@@ -176,30 +228,24 @@ class WholeBatch:
     rank's; other ranks have the same, which count once.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        task: ReplicaTask,
-        passes: Sequence[FirstPass],
-        ranks: Ranks | None,
-    ) -> None:
-        self._attempt, self._task, self._ranks = attempt, task, ranks
+    def __init__(self, attempt: Attempt, passes: Sequence[Passes], ranks: Ranks | None) -> None:
+        self._attempt, self._task, self._ranks = attempt, passes[0].task, ranks
         self.counts = ranks is None or ranks.rank == 0
         self.gradients: list[Gradient] = []
-        request = self._request = attempt.request
-        self._master = attempt.plan.shares[0].device
+        self._request, self._master = attempt.request, passes[0].share.device
         self._copies: list[tuple[torch.device, Tensor, Tensor]] = []  # device, output, its copy
-        pieces: list[tuple[tuple[int, int], Any]] = []  # each with its rows
-        for first, share in zip(passes, attempt.plan.shares, strict=True):
-            to_master = partial(self._on_master, share.device)
-            on_master = [nested.map_tensors(to_master, output) for output in first.outputs]
-            pieces += zip(share.micro_batches, on_master, strict=True)
-        pieces.sort(key=lambda piece: piece[0])
+        pieces = [
+            (rows, nested.map_tensors(partial(self._on_master, each.share.device), output))
+            for each in passes
+            for rows, output in zip(each.share.micro_batches, each.outputs, strict=True)
+        ]
+        pieces.sort(key=itemgetter(0))
         self._pieces = [piece for _, piece in pieces]
         self._rows = [stop - start for (start, stop), _ in pieces]
         self._order = attempt.plan.order
         self._targets = self._joined_targets()
-        self._lists = any(has_markers(inputs, with_rows=True) for _, (inputs, _) in request.batches)
+        inputs = [inputs for _, (inputs, _) in self._request.batches]
+        self._lists = has_markers(inputs, with_rows=True)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
         """``output`` in the master's memory, as a leaf that accumulates a gradient."""
@@ -213,13 +259,11 @@ class WholeBatch:
         """The targets of all batches on the master, with their markers."""
         targets = [of_batch for _, (_, of_batch) in self._request.batches]
         on_master = partial(LeafMover(self._attempt.transfers).move, self._master)
-        dim, sizes = self._request.dim, self._request.sizes
 
         def join(leaves: list[Any]) -> Any:  # a value without rows is the first batch's
-            first, *others = leaves
-            if isinstance(first, Marker):
-                return first.join(others)
-            return join_rows(leaves, dim, sizes)
+            if isinstance(leaves[0], Marker):
+                return leaves[0].join(leaves[1:])
+            return join_rows(leaves, self._request.dim, self._request.sizes)
 
         return nested.merge(join, nested.map_leaves(on_master, targets))
 
@@ -233,11 +277,8 @@ class WholeBatch:
             loss: Tensor
             (loss,) = attempt.workers.parallel_apply([self._backward], [()], devices=[self._master])
         if not self.counts:
-            model, *of_criterion = attempt.replicas.replica_sets
-            for each in (model, *of_criterion):
-                each.clear_gradients()
-            for replica in (replica for each in of_criterion for replica in each.replicas):
-                replica.clear_records()
+            for of_criterion in attempt.replicas.replica_sets[1:]:
+                of_criterion.replicas[0].clear_records()
         for device, output, copy in self._copies:
             if copy.grad is not None:
                 output.grad = attempt.transfers.copy(copy.grad, device, "compute")
@@ -281,7 +322,8 @@ class WholeBatch:
                 raise FloatingPointError(f"the loss is {to_numbers(loss)}; nothing was changed")
             if request.backward:
                 scale = torch.full_like(loss, request.scale, requires_grad=False)
-                with set_aside(hidden):
+                # What other ranks give these leaves is what the first rank gives them.
+                with set_aside(hidden if self.counts else [*hidden, *self._task.leaves]):
                     run_backward([loss], [scale], autocast_types())
                     self._take_gradients(hidden)
                 _require_one_value(self._pieces)
@@ -300,9 +342,8 @@ class WholeBatch:
             if isinstance(leaf, nn.Parameter):
                 raise ValueError(
                     f"the criterion reaches a parameter of shape {tuple(leaf.shape)} that a search "
-                    f"does not find, so that ranks cannot tell whose gradient is whose; bind its "
-                    f"module with functools.partial(criterion, net=net), or make it a part of an "
-                    f"nn.Module"
+                    f"for ranks does not find; bind its module with functools.partial(criterion, "
+                    f"net=net), or make it a part of an nn.Module"
                 )
         return []  # the criterion itself made them, as for a gradient penalty
 
@@ -324,84 +365,23 @@ class WholeBatch:
 
 def _require_one_value(pieces: Sequence[Any]) -> None:
     """Raise ``ValueError`` if a 0-dim output that gets a gradient differs between micro-batches."""
-    for values in zip(*map(nested.tensors, pieces), strict=True):
-        first, *others = values
-        if first.ndim or first.grad is None or all(same_bits(first, other) for other in others):
-            continue
-        raise ValueError(
-            "the module returns a number that is another one for each micro-batch, and the loss "
-            "uses it; with whole_batch=True return what it is computed from, one entry per row, "
-            "and compute it in the criterion, which sees all rows. Nothing was changed"
-        )
+    for first, *others in zip(*map(nested.tensors, pieces), strict=True):
+        uses_number = not first.ndim and first.grad is not None
+        if uses_number and not all(same_bits(first, other) for other in others):
+            raise ValueError(
+                "the module returns a number that is another one for each micro-batch, and the "
+                "loss uses it; return what it is computed from, one entry per row, and compute it "
+                "in the criterion, which with whole_batch=True sees all rows. Nothing was changed"
+            )
 
 
-def second_pass(
-    task: ReplicaTask,
-    *,
-    passes: Sequence[FirstPass],
-    attempt: Attempt,
-    proceed: Callable[[], None],
-) -> None:
-    """Accumulate gradients in the replica's parameters, given those of its outputs.
-
-    The backward pass of the retained graph comes first, because restoring state may write tensors
-    of that graph. Then each other micro-batch runs forward again, in order, from the state before
-    the first one. Afterwards the state is that after the first pass and the criterion.
-    """
-    share, max_substeps = task.share, attempt.max_substeps
-    outputs, retained, states, _ = passes[share.replica]
-    leaves = [nested.tensors(output) for output in outputs]
-    *others, last = range(len(outputs))
-    if max_substeps is not None:
-        others = others[: max_substeps - 1]
-    with note_replica(share, last):
-        _run_backward(task, last, nested.tensors(retained.pop()), leaves[last])
-        without_gradient = unalias(task.leaves)
-        if not others or all(leaf.grad is None for of_output in leaves for leaf in of_output):
-            synchronize(share.device)  # no host read follows: a kernel's error is raised here
-            return
-    agreed: list[tuple[int, Tensor]] = []  # of outputs of both passes, each with its sub-step
-    with attempt.isolated(task):
-        for number in others:
-            proceed()
-            with note_replica(share, number):
-                attempt.generators.set_state(share.replica, states[number])
-                output = output_at(task, task.rows_of(number), number, "recompute")
-                tensors = nested.tensors(output)
-                agreed += [(number, each) for each in _agree(tensors, leaves[number])]
-                _run_backward(task, number, tensors, leaves[number])
-                without_gradient = unalias(without_gradient)
-                del output, tensors
-    with note_replica(share):
-        values = to_numbers(torch.stack([each for _, each in agreed])) if agreed else ()  # one read
-    for (number, _), value in zip(agreed, values, strict=True):
-        if not value:
-            with note_replica(share, number):
-                raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
-
-
-def _run_backward(
-    task: ReplicaTask, number: int, roots: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> None:
-    """Run the backward pass of sub-step ``number``, given the gradients of its outputs' leaves."""
-    pairs = [
-        (root, leaf.grad) for root, leaf in zip(roots, leaves, strict=True) if leaf.grad is not None
-    ]
-    if pairs:
-        roots, gradients = map(list, zip(*pairs, strict=True))
-        task.run_backward(number, roots, gradients, autocast_types())
-
-
-def _agree(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """For each output with a gradient: whether it is that of the first pass, up to rounding.
 
     The answers stay on the device: if the host read them now, the next sub-step would wait.
     """
-
-    def kind(tensor: Tensor) -> tuple[Any, ...]:
-        return tensor.shape, tensor.dtype, tensor.requires_grad
-
-    if list(map(kind, tensors)) != list(map(kind, leaves)):
+    kinds = [[(t.shape, t.dtype, t.requires_grad) for t in each] for each in (tensors, leaves)]
+    if kinds[0] != kinds[1]:
         raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
     return [
         _is_close(tensor.detach(), leaf.detach())
@@ -422,8 +402,8 @@ def _is_close(now: Tensor, before: Tensor) -> Tensor:
 
 
 _WHY = (
-    "whole_batch=True computes every micro-batch but a replica's last one twice, and this module "
-    "depends on something that is not the same the second time, such as the random numbers of "
-    "Python or NumPy, or a counter outside of it; draw from torch's generators and keep state in "
-    "the module, or have one sub-step per replica, which is computed once. Nothing was changed"
+    "this module depends on something that is not the same the second time, such as the random "
+    "numbers of Python or NumPy, or a counter outside of it; draw from torch's generators and keep "
+    "state in the module, or have one sub-step per replica, which whole_batch=True computes once. "
+    "Nothing was changed"
 )

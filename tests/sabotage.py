@@ -126,8 +126,8 @@ ranks weigh alike, however many rows they have
 -factor = outcome.terms / terms if terms else 0.0
 +factor = 1.0 / self.size
 the second pass draws other random numbers
-  second_pass -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
--attempt.generators.set_state(share.replica, states[number])
+  Passes.second -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
+-attempt.generators.set_state(share.replica, self._states[number])
 +pass
 micro_batch_size= is exceeded
   _plan -> test_every_plan

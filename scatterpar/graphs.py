@@ -19,8 +19,8 @@ import gc
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ _RECORDING: dict[torch.device, threading.Lock] = defaultdict(threading.Lock)  # 
 
 
 class _Refused(Exception):
-    """The reason why a sub-step cannot be captured."""
+    """The reason why a sub-step cannot be captured; the module's name comes before it."""
 
 
 def check_graphs(
@@ -69,19 +69,13 @@ def check_graphs(
     """Refuse ``graphs=True`` with options or devices that do not support it."""
     if not isinstance(graphs, bool):
         raise TypeError(f"graphs must be True or False, got {graphs!r}")
-    for other, is_on in (
-        ("a compiled module: a sub-step runs either compiled or captured", compile_fn is not None),
-        (
-            'buffers="batch": Python notes what batch normalisations see, and a replay runs none',
-            buffers == "batch",
-        ),
-        (
-            "micro_batch_cost: a graph has one shape of micro-batch, and cuts by cost change it",
-            micro_batch_cost is not None,
-        ),
-    ):
-        if is_on:
-            raise ValueError(f"graphs=True and {other}; pass one of them")
+    others = {
+        "a compiled module, which runs either compiled or captured": compile_fn is not None,
+        'buffers="batch", which needs Python in every sub-step': buffers == "batch",
+        "micro_batch_cost, which changes the shapes of micro-batches": micro_batch_cost is not None,
+    }
+    for other in [other for other, is_on in others.items() if is_on]:
+        raise ValueError(f"graphs=True and {other}; pass one of them")
     for device in devices:
         if device.type != "cpu" and not hasattr(torch.get_device_module(device.type), "CUDAGraph"):
             raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
@@ -107,44 +101,6 @@ class _Graph:
         task.run_backward(number, [loss], [self.factor], autocast_types())
 
 
-@dataclass
-class _ReplicaGraphs:
-    """The graphs of one replica, and the state that they depend on."""
-
-    recorder: Recorder
-    warning_lock: threading.Lock  # shared by all replicas; the first to warn never releases it
-    state: list[Any] = field(default_factory=list)
-    graphs: dict[Hashable, _Graph] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    captures: int = 0
-    is_refused: bool = False
-
-    def forget(self) -> None:
-        """Drop all graphs and static gradients."""
-        self.state, self.graphs, self.gradients = [], {}, {}
-        self.recorder.forget()
-
-    def refuse(self, why: str) -> None:
-        """Capture nothing from now on, and warn once."""
-        self.is_refused = True
-        self.forget()
-        if self.warning_lock.acquire(blocking=False):
-            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
-
-    def may_capture(self) -> bool:
-        """Whether another sub-step may be captured; counts the captures, and refuses too many."""
-        if self.is_refused or len(self.graphs) >= _SHAPES:
-            return False
-        self.captures += 1
-        if self.captures > _CAPTURES:
-            self.refuse(
-                f"sub-steps were captured {_CAPTURES} times, since something changes from step to "
-                f"step: the criterion (make it once, before the loop), a number that is an "
-                f"attribute of the module (make it a tensor), or the shapes of batches"
-            )
-        return not self.is_refused
-
-
 class Captured(Schedule):
     """One pass, whose sub-steps are captured; keeps the graphs of an engine's replicas."""
 
@@ -156,40 +112,37 @@ class Captured(Schedule):
         """The sub-steps of one replica in one step; drops graphs that are no longer valid."""
         if attempt.max_substeps is not None or not attempt.request.backward:
             return super().substeps(attempt, task)
-        number, state = task.share.replica, _state_of(task, attempt.replicas.replica_sets)
-        if number not in self._by_replica:
-            recorder = Recorder(task.share.device)
-            self._by_replica[number] = _ReplicaGraphs(recorder, self._warning_lock)
-        replica_graphs = self._by_replica[number]
-        if replica_graphs.state != state:
-            replica_graphs.forget()
-            replica_graphs.state = state
-        return GraphedSubsteps(replica_graphs, task, attempt)
+        share, state = task.share, _state_of(task, attempt.replicas.replica_sets)
+        if share.replica not in self._by_replica:
+            self._by_replica[share.replica] = _ReplicaGraphs(share.device, self._warning_lock)
+        graphs = self._by_replica[share.replica]
+        if graphs.state != state:
+            graphs.forget()
+            graphs.state = state
+        return GraphedSubsteps(graphs, task, attempt)
 
 
 class GraphedSubsteps(Substeps):
     """The sub-steps of one replica in one step, replayed if they can be captured."""
 
-    def __init__(self, replica_graphs: _ReplicaGraphs, task: ReplicaTask, attempt: Attempt) -> None:
+    def __init__(self, graphs: _ReplicaGraphs, task: ReplicaTask, attempt: Attempt) -> None:
         super().__init__(task, attempt.request)
-        self._replica_graphs, self._attempt = replica_graphs, attempt
+        self._graphs, self._attempt = graphs, attempt
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
-        task, graphs = self._task, self._replica_graphs
+        task, graphs = self._task, self._graphs
         source = task.loader.rows_at_source(number)
         key = _shape_of(source) if weight else None
-        graph = graphs.graphs.get(key)
+        graph = graphs.by_shape.get(key)
         if graph is not None:  # the next rows arrive while the graph reads these
             rows_now = source if task.loader.is_local else task.rows_of(number)
             copy_each(nested.tensors(graph.rows), nested.tensors(rows_now))
         elif key is not None and graphs.may_capture():
             rows = task.rows_of(number)
-            try:
-                graph = self._capture(nested.map_tensors(Tensor.clone, rows), number)
-                graphs.graphs[key] = graph
-            except _Refused as error:
-                graphs.refuse(str(error))
+            graph = self._captured(nested.map_tensors(Tensor.clone, rows), number)
+            if graph is not None:
+                graphs.by_shape[key] = graph
         if graph is None:
             return super().run(number, weight, rows)
         self._accumulate_in(graph.gradients)
@@ -215,47 +168,35 @@ class GraphedSubsteps(Substeps):
 
     def finish(self) -> None:
         """Copy gradients out of the static tensors, which later steps write."""
-        leaves, static = self._task.leaves, self._replica_graphs.gradients
+        leaves, static = self._task.leaves, self._graphs.gradients
         used = {i: gradient for i, gradient in static.items() if leaves[i].grad is gradient}
         copies = list(map(torch.empty_like, used.values()))
         copy_each(copies, list(used.values()))
         for i, gradient in zip(used, copies, strict=True):
             leaves[i].grad = gradient
 
-    def _capture(self, rows: Any, number: int) -> _Graph:
-        """Capture a graph of the static ``rows``; restore all state. Raises ``_Refused``."""
-        task, recorder = replace(self._task, clock=None), self._replica_graphs.recorder
+    def _captured(self, rows: Any, number: int) -> _Graph | None:
+        """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores all state."""
+        task, graphs = replace(self._task, clock=None), self._graphs
         gradients = [leaf.grad for leaf in task.leaves]
         try:
-            span = self._task.span("capture", number)
-            with span, recorder.session(), self._attempt.isolated(task):
-                with recorder.warming_up():
-                    graph = self._warm_up(task, rows)
-                for i, gradient in graph.gradients.items():
-                    task.leaves[i].grad = gradient
-                try:
-                    graph.replay = recorder.record(graph.compute, task, bool(self._return_outputs))
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        raise
-                    lines = str(error).strip().splitlines() or [""]
-                    raise _Refused(
-                        f"a sub-step of {type(task.module).__name__} cannot be captured: it waits "
-                        f"for the device, as with CUDA_LAUNCH_BLOCKING, or does what a graph "
-                        f"cannot repeat ({type(error).__name__}: {lines[0]})"
-                    ) from error
+            with self._task.span("capture", number), self._attempt.isolated(task):
+                warm_up = partial(self._warm_up, task, rows)
+                return graphs.record(warm_up, task, bool(self._return_outputs))
+        except _Refused as why:
+            graphs.refuse(f"{type(task.module).__name__} {why}")
+            return None
         except Exception as error:
             if is_out_of_memory(error):
-                self._replica_graphs.forget()  # frees the memory of the graphs
+                graphs.forget()  # frees the memory of the graphs
             raise
         finally:
             for leaf, earlier in zip(task.leaves, gradients, strict=True):
                 leaf.grad = earlier
-        return graph
 
     def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
         """Run sub-steps to allocate the static tensors and choose kernels. Raises ``_Refused``."""
-        leaves, name = task.leaves, type(task.module).__name__
+        leaves = task.leaves
         for leaf in leaves:
             leaf.grad = None
         substeps = Substeps(task, replace(self._request, return_outputs=False))
@@ -265,17 +206,16 @@ class GraphedSubsteps(Substeps):
             state = self._attempt.generators.get_state(task.share.replica).get(runtime.HOST)
             host_states.append((random.getstate(), None if state is None else to_numbers(state)))
         if not all(replica.is_as_refreshed() for replica in task.replicas):
-            raise _Refused(
-                f"the forward pass of {name} keeps something on the module that is no buffer "
-                f"written in place"
-            )
+            raise _Refused("keeps something on the module that is no buffer written in place")
         if runtime.is_async(task.share.device) and host_states[-1] != host_states[-2]:
-            raise _Refused(f"{name} or the criterion draws random numbers on the host")
+            raise _Refused("or the criterion draws random numbers on the host")
         gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
-            raise _Refused(f"{name} has sparse gradients")
-        static = self._replica_graphs.gradients
+            raise _Refused("has sparse gradients")
+        static = self._graphs.gradients
         gradients = {i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()}
+        for i, gradient in gradients.items():
+            leaves[i].grad = gradient
         return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), gradients)
 
 
@@ -299,87 +239,104 @@ def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any
 
 def _shape_of(rows: Any) -> Hashable:
     """A key of the shapes that one graph accepts; ``None`` if no graph can."""
-    try:
-        return repr(nested.map_leaves(_leaf_shape, rows))
-    except _Refused:
-        return None
+    for leaf in nested.leaves(rows):
+        is_dense = type(leaf) is Tensor and leaf.layout == torch.strided
+        if not is_dense and not isinstance(leaf, _PLAIN):
+            return None
+
+    def shape_of(tensor: Tensor) -> Hashable:
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+    return repr(nested.map_tensors(shape_of, rows))
 
 
-def _leaf_shape(leaf: Any) -> Hashable:
-    if type(leaf) is Tensor and leaf.layout == torch.strided:
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype
-    if isinstance(leaf, _PLAIN):
-        return leaf
-    raise _Refused
+class _ReplicaGraphs:
+    """The graphs of one replica, and the state that they depend on.
 
-
-class Recorder:
-    """Captures work on one device, as graphs that share memory: they must not run at the same time.
-
-    On the CPU nothing is captured; a replay calls the work itself.
+    The graphs share memory: they must not run at the same time.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, warning_lock: threading.Lock) -> None:
         self._device = device
+        self._warning_lock = warning_lock  # of all replicas; the first to warn never releases it
         # One stream for all graphs. Autograd nodes refer to it, and a traceback may keep them.
         self._stream = runtime.stream_for("recording", device)
-        self._pool: Any = None
-        self._session = contextlib.ExitStack()
+        self._captures, self._is_refused = 0, False
+        self.forget()
 
     def forget(self) -> None:
-        """Let later graphs use a separate memory pool."""
-        self._pool = None
+        """Drop all graphs and static gradients; later graphs use a separate memory pool."""
+        self.state: list[Any] = []
+        self.by_shape: dict[Hashable, _Graph] = {}
+        self.gradients: dict[int, Tensor] = {}
+        self._pool: Any = None
 
-    @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """In the body, work runs on the capturing stream, in order with the current stream's work.
+    def refuse(self, why: str) -> None:
+        """Capture nothing from now on, and warn once."""
+        self._is_refused = True
+        self.forget()
+        if self._warning_lock.acquire(blocking=False):
+            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
 
-        One recorder at a time per device with streams.
+    def may_capture(self) -> bool:
+        """Whether another sub-step may be captured; counts the captures, and refuses too many."""
+        if self._is_refused or len(self.by_shape) >= _SHAPES:
+            return False
+        self._captures += 1
+        if self._captures > _CAPTURES:
+            self.refuse(
+                f"sub-steps were captured {_CAPTURES} times, since something changes from step to "
+                f"step: the criterion (make it once, before the loop), a number that is an "
+                f"attribute of the module (make it a tensor), or the shapes of batches"
+            )
+        return not self._is_refused
+
+    def record(
+        self, warm_up: Callable[[], _Graph], task: ReplicaTask, return_output: bool
+    ) -> _Graph:
+        """The graph that ``warm_up`` returns, with its kernels captured, which do not run.
+
+        On the CPU nothing is captured: a replay computes. Elsewhere all work runs on the capturing
+        stream, in order with the current stream's, for one replica at a time per device.
         """
         stream = self._stream
         if stream is None:
-            yield
-            return
-        self._pool = self._pool or torch.get_device_module(self._device).graph_pool_handle()
-        with _RECORDING[self._device], runtime.recording(), contextlib.ExitStack() as self._session:
+            graph = warm_up()
+            graph.replay = graph.compute
+            return graph
+        module = torch.get_device_module(self._device)
+        self._pool = self._pool or module.graph_pool_handle()
+        with _RECORDING[self._device], runtime.recording(), contextlib.ExitStack() as stack:
             current = torch.accelerator.current_stream(self._device)
             stream.wait_stream(current)
             try:
                 with restored(partial(current.wait_stream, stream)), stream:
-                    yield
+                    # A capture cannot use memory that torch has cached for other streams, so the
+                    # memory of activations would be reserved twice.
+                    with torch_private.allocating(stream, self._pool) as release:
+                        stack.callback(release)
+                        graph = warm_up()
+                    kernels = module.CUDAGraph()
+                    self._capture(kernels, partial(graph.compute, task, return_output))
             except BaseException:
-                self.forget()  # the pool may have been freed
+                self._pool = None  # it may have been freed
                 raise
+        graph.replay = lambda *_: kernels.replay()
+        return graph
 
-    @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """In the body, memory comes from the pool of the graphs.
-
-        A capture cannot use memory that torch has cached for other streams, so the memory of
-        activations would be reserved twice.
-        """
-        if self._stream is None:
-            yield
-            return
-        with torch_private.allocating(self._stream, self._pool) as release:
-            self._session.callback(release)
-            yield
-
-    def record(self, work: Callable[..., None], *args: Any) -> Callable[..., None]:
-        """Capture the kernels that ``work(*args)`` launches, without running them.
-
-        Returns a function that replays the kernels, whatever its arguments; on the CPU that is
-        ``work`` itself. ``work`` must not synchronize with the device.
-        """
-        if self._stream is None:
-            return work
+    def _capture(self, kernels: Any, work: Callable[[], None]) -> None:
+        """Capture the kernels of ``work``, which must not synchronize with the device."""
         gc.collect()  # else objects may be freed during the capture, and wait for the device
-        graph = torch.get_device_module(self._device).CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            work(*args)
-        except BaseException:
-            torch_private.give_up_capture(graph, self._device, self._pool)
-            raise
-        graph.capture_end()
-        return lambda *_: graph.replay()
+            work()
+        except BaseException as error:
+            torch_private.give_up_capture(kernels, self._device, self._pool)
+            if not isinstance(error, Exception) or is_out_of_memory(error):
+                raise
+            (line, *_) = [*str(error).strip().splitlines(), ""]
+            raise _Refused(
+                f"cannot be captured: it waits for the device, as with CUDA_LAUNCH_BLOCKING, or "
+                f"does what a graph cannot repeat ({type(error).__name__}: {line})"
+            ) from error
+        kernels.capture_end()

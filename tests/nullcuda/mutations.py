@@ -193,7 +193,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a sub-step warms up in other memory than it is captured with",
-        "with recorder.warming_up():",
+        "with torch_private.allocating(stream, self._pool) as release:\n"
+        "                        stack.callback(release)",
         STREAMS + "test_graphs_do_not_need_the_activations_twice",
         instead="if True:",
         words="OutOfMemoryError",
@@ -207,7 +208,7 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas of one card share the memory of their graphs",
-        "self._pool or torch.get_device_module(self._device).graph_pool_handle()",
+        "self._pool or module.graph_pool_handle()",
         GRAPHS + "test_gradients_are_those_of_the_whole_batch",
         instead="self._pool or _POOLS.setdefault(0, torch.cuda.graph_pool_handle())",
         words="already recording to mempool_id",
@@ -222,7 +223,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a capture that failed is not ended",
-        "torch_private.give_up_capture(graph, self._device, self._pool)",
+        "torch_private.give_up_capture(kernels, self._device, self._pool)",
         STREAMS + "test_a_failed_capture_leaves_allocator_and_generator_as_they_were",
         words="Error",
     ),

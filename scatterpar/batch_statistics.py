@@ -32,38 +32,35 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-class StepStatistics:
+class StepStatistics(NamedTuple):
     """The statistics of a step: of each layer that is updated once per step, if it was called."""
 
-    def __init__(self, layers: Sequence[tuple[Any, Moments | None]]) -> None:
-        self._layers = layers
+    layers: Sequence[tuple[Any, Moments | None]]
 
     def values(self) -> list[BufferValue]:
         """The running statistics that torch would compute in one call with all rows."""
-        called = [(module, moments) for module, moments in self._layers if moments is not None]
+        called = [(module, moments) for module, moments in self.layers if moments is not None]
         return [value for layer in called for value in _running_stats_after(*layer)]
 
     def to_pool(self) -> list[Tensor]:
         """One tensor of counts, then each layer's mean and variance; empty without layers."""
-        if not self._layers:
-            return []
-        counts, both = [], []
-        for module, moments in self._layers:
+        counts, both = list[int](), list[Tensor]()
+        for module, moments in self.layers:
             like = module.running_mean
             nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
             values, *tensors = moments or Moments(0, nothing, nothing)
             counts.append(values)
             both += tensors
-        return [torch.tensor(counts, device=both[0].device), *both]
+        return [torch.tensor(counts, device=both[0].device), *both] if both else []
 
     def pooled(self, rows: Sequence[Sequence[Tensor]]) -> StepStatistics:
         """The statistics of all ranks; ``rows`` has, for each tensor of ``to_pool``, all ranks'."""
-        by_layer: list[list[Moments | None]] = [[] for _ in self._layers]
+        by_layer: list[list[Moments]] = [[] for _ in self.layers]
         for counts, *both in zip(*rows, strict=True):
             for k, count in enumerate(to_numbers(counts)):
                 if count:
                     by_layer[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
-        pairs = zip(self._layers, by_layer, strict=True)
+        pairs = zip(self.layers, by_layer, strict=True)
         return StepStatistics([(module, _pooled(each)) for (module, _), each in pairs])
 
 
@@ -75,7 +72,7 @@ class BatchStatistics:
 
         The records are by the number of the module.
         """
-        layers: dict[int, Any] = {m: x for m, x in enumerate(modules) if isinstance(x, _KINDS)}
+        layers = {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
         records: Records = {m: [] for m in layers}
         for m, module in layers.items():
             call = _MomentsRecorder(m, records)
@@ -93,16 +90,16 @@ class BatchStatistics:
             recorded = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
             for m in replicas[0].records:
                 module: Any = each.modules[m]
-                moments = _pooled([of_replica[m] for of_replica in recorded if m in of_replica])
                 if module.running_mean is not None:
-                    layers.append((module, moments))
+                    moments = [of_replica[m] for of_replica in recorded if m in of_replica]
+                    layers.append((module, _pooled(moments)))
         return StepStatistics(layers)
 
 
 def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
     """The statistics that one replica recorded, by number of the module, on ``device``."""
-    by_module = {m: _pooled(calls) for m, calls in replica.records.items()}
-    recorded = {m: moments for m, moments in by_module.items() if moments is not None}
+    pooled = {m: _pooled(calls) for m, calls in replica.records.items()}
+    recorded = {m: moments for m, moments in pooled.items() if moments is not None}
     if replica.device == device or not recorded:
         return recorded
     tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))
@@ -120,8 +117,8 @@ class _MomentsRecorder:
     statistics of the batch to them, which it computes anyway.
     """
 
-    def __init__(self, number: int, seen: Records) -> None:
-        self._number, self._seen = number, seen
+    def __init__(self, number: int, records: Records) -> None:
+        self._number, self._records = number, records
         self._running: tuple[Any, ...] | None = None
 
     def begin(self, module: Any, _: object) -> None:
@@ -142,24 +139,21 @@ class _MomentsRecorder:
         if current_graph_task() == -1:  # else a backward pass recomputes a recorded call
             (layer_input, *_) = (*args, *kwargs.values())
             values = layer_input.numel() // layer_input.size(1)
-            self._seen[self._number].append(Moments(values, mean, variance))
+            self._records[self._number].append(Moments(values, mean, variance))
 
 
-def _pooled(moments: Sequence[Moments | None]) -> Moments | None:
+def _pooled(recorded: Sequence[Moments]) -> Moments | None:
     """The moments of all values together; ``None`` if there are none."""
-    recorded = [moment for moment in moments if moment is not None]
     if not recorded:
         return None
-    dtype = torch.promote_types(recorded[0].mean.dtype, torch.float32)
-    counts = [moment.values for moment in recorded]
-    means = [moment.mean.to(dtype) for moment in recorded]
-    variances = [moment.variance.to(dtype) for moment in recorded]
+    counts, means, variances = (list(each) for each in zip(*recorded, strict=True))
+    dtype = torch.promote_types(means[0].dtype, torch.float32)
+    means, variances = [t.to(dtype) for t in means], [t.to(dtype) for t in variances]
     if len(recorded) == 1:
         return Moments(counts[0], means[0], variances[0])
     total = sum(counts)
     mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
-    deviations = torch._foreach_sub(means, [mean] * len(means))
-    squares = torch._foreach_mul(deviations, deviations)
+    squares = torch._foreach_pow(torch._foreach_sub(means, [mean] * len(means)), 2)
     between = torch._foreach_mul(squares, [float(count) for count in counts])
     within = torch._foreach_mul(variances, [count - 1.0 for count in counts])
     return Moments(total, mean, (_sum(between) + _sum(within)) / (total - 1))

@@ -47,11 +47,7 @@ class Event:
     start = end = 0.0
 
     def __init__(
-        self,
-        step: TracedStep,
-        name: str,
-        share: Share | None = None,
-        sub_step: int | None = None,
+        self, step: TracedStep, name: str, share: Share | None = None, sub_step: int | None = None
     ) -> None:
         self.name, self.share, self.sub_step, self._step = name, share, sub_step, step
         # A profiler may run beside the trace.
@@ -82,14 +78,13 @@ class Event:
     @property
     def on_device(self) -> tuple[float, float] | None:
         """Start and end of the work on an accelerator, by the host's clock; else ``None``."""
-        if self._zero is None:
-            return None
-        zero, at = self._zero
         with contextlib.suppress(RuntimeError):  # of a device that failed
             for mark in self._marks:  # torch compares two marks if both are known to be done
                 mark.synchronize()
-            first, last = (at + zero.elapsed_time(mark) / 1e3 for mark in self._marks)
-            return first, last
+            if self._zero is not None:
+                zero, at = self._zero
+                first, last = (at + zero.elapsed_time(mark) / 1e3 for mark in self._marks)
+                return first, last
         return None
 
 
@@ -129,7 +124,7 @@ class Trace:
             mark = _timed_mark(device)
             mark.synchronize()
             self._zeros[device] = mark, time.perf_counter()
-        self._start = self._last = time.perf_counter()
+        self._start = time.perf_counter()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -149,53 +144,52 @@ class Trace:
         """A table with one line per replica, and the phases, in milliseconds per step."""
         if not self.steps:
             return "No step was recorded."
-        per_step = 1e3 / len(self.steps)
-        seconds: defaultdict[tuple[int | None, str], float] = defaultdict(float)
+        number, start = len(self.steps), self._start
+        ms: defaultdict[tuple[int | None, str], float] = defaultdict(float)  # by replica and name
         for event in self._events():
-            seconds[event.replica, event.name] += event.end - event.start
-        in_steps = sum(step.end - step.start for step in self.steps)
-        ends = [self._start, *(step.end for step in self.steps)]
-        between = sum(s.start - end for s, end in zip(self.steps, ends, strict=False))
-        computing = seconds[None, "compute"] - seconds[None, "verify"]
+            ms[event.replica, event.name] += (event.end - event.start) * 1e3 / number
+        in_steps = between = 0.0
+        for step in self.steps:
+            in_steps += (step.end - step.start) * 1e3 / number
+            between += (step.start - start) * 1e3 / number
+            start = step.end
         parts = {
-            "computing": computing,
-            "checks and compiling": seconds[None, "verify"],
-            "scatter, replicate, reduce and commit": sum(seconds[None, n] for n in _PHASES),
+            "computing": ms[None, "compute"] - ms[None, "verify"],
+            "checks and compiling": ms[None, "verify"],
+            "scatter, replicate, reduce and commit": sum(ms[None, name] for name in _PHASES),
             "the caller, between steps": between,
         }
-        total = max(in_steps + between, 1e-9)
-        largest = sorted(((s / total, name) for name, s in parts.items()), reverse=True)
-        once = [(name, seconds[None, name] * per_step) for name in _ORDER if name != "compute"]
-        steps = "step" if len(self.steps) == 1 else "steps"
-        return "\n".join(
-            [
-                f"{len(self.steps)} {steps} of {in_steps * per_step:,.1f} ms, "
-                f"{between * per_step:,.1f} ms between steps; in ms per step:",
-                as_text(self._table(seconds, computing, per_step)),
-                "for all: " + ", ".join(f"{name} {ms:,.1f}" for name, ms in once if ms >= 0.05),
-                "Of the time: " + ", ".join(f"{part:.0%} {name}" for part, name in largest) + ".",
-                *(f"step {s.number} failed: {s.error}" for s in self.steps if s.error),
-            ]
-        )
+        total = max(in_steps + between, 1e-6)
+        largest = sorted(((part / total, name) for name, part in parts.items()), reverse=True)
+        once = [(name, ms[None, name]) for name in _ORDER if name != "compute"]
+        lines = [
+            f"{number} {'step' if number == 1 else 'steps'} of {in_steps:,.1f} ms, "
+            f"{between:,.1f} ms between steps; in ms per step:",
+            as_text(self._table(ms, parts["computing"])),
+            "for all: " + ", ".join(f"{name} {part:,.1f}" for name, part in once if part >= 0.05),
+            "Of the time: " + ", ".join(f"{part:.0%} {name}" for part, name in largest) + ".",
+        ]
+        lines += [f"step {step.number} failed: {step.error}" for step in self.steps if step.error]
+        return "\n".join(lines)
 
     def _table(
-        self, seconds: Mapping[tuple[int | None, str], float], computing: float, per_step: float
+        self, ms: Mapping[tuple[int | None, str], float], computing: float
     ) -> list[list[str]]:
         """One line per replica: the times of its parts, and how long its thread waited."""
-        events = [event for event in self._events() if event.share]
-        devices = {event.share.replica: event.share.device for event in events if event.share}
-        names = [name for name in _ORDER if any(event.name == name for event in events)]
-        has_device = any(event.on_device for event in events)
-        table = [["replica", "device", *names, "waited", *(["on device"] * has_device)]]
-        for replica, device in sorted(devices.items()):
-            times = [seconds[replica, name] for name in names]
+        shares = {event.share.replica: event.share for event in self._events() if event.share}
+        names = [name for name in _ORDER if any(ms.get((replica, name)) for replica in shares)]
+        on_device: defaultdict[int | None, float] = defaultdict(float)
+        for event in self._events():
+            if times := event.on_device:
+                on_device[event.replica] += (times[1] - times[0]) * 1e3 / len(self.steps)
+        table = [["replica", "device", *names, "waited", *["on device"] * bool(on_device)]]
+        for replica, share in sorted(shares.items()):
+            own = [ms[replica, name] for name in names]
             # Its thread waited for a lock, for its device, or for slower replicas.
-            times.append(max(0.0, computing - sum(times)))
-            if has_device:
-                work = [e.on_device for e in events if e.replica == replica and e.on_device]
-                times.append(sum(end - start for start, end in work))
-            shown = [f"{part * per_step:,.1f}" for part in times]
-            table.append([str(replica), str(device), *shown])
+            own.append(max(0.0, computing - sum(own)))
+            if on_device:
+                own.append(on_device[replica])
+            table.append([str(replica), str(share.device), *(f"{part:,.1f}" for part in own)])
         return table
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -205,25 +199,27 @@ class Trace:
         replica and each replica's accelerator have a thread of complete events (``"ph": "X"``).
         """
         rows: list[dict[str, Any]] = []
-        threads: dict[str, int] = {}
+        lanes: dict[str, int] = {}
 
-        def add(lane: str, name: str, start: float, end: float, **args: Any) -> None:
-            place = {"pid": 0, "tid": threads.setdefault(lane, len(threads))}
-            times = {"ts": (start - self._start) * 1e6, "dur": (end - start) * 1e6}
-            rows.append({"name": name, "ph": "X", **place, **times, "args": args})
+        def add(lane: str, name: str, times: tuple[float, float], **args: Any) -> None:
+            start, end = ((one - self._start) * 1e6 for one in times)
+            place = {"pid": 0, "tid": lanes.setdefault(lane, len(lanes))}
+            rows.append(
+                {"name": name, "ph": "X", **place, "ts": start, "dur": end - start, "args": args}
+            )
 
         for step in self.steps:
-            add("caller", "step", step.start, step.end, step=step.number, error=step.error)
+            add("caller", "step", (step.start, step.end), step=step.number, error=step.error)
             for event in list(step.events):  # an abandoned worker may append
                 share = event.share
                 lane = f"replica {share.replica}, {share.device}" if share else "caller"
                 args = {"step": step.number, "sub_step": event.sub_step}
-                add(lane, event.name, event.start, event.end, **args)
-                if event.on_device:
-                    add(f"{lane} on the device", f"{event.name} on the device", *event.on_device)
-        for lane, number in threads.items():
-            thread = {"ph": "M", "pid": 0, "tid": number}
-            rows.append({"name": "thread_name", **thread, "args": {"name": lane}})
+                add(lane, event.name, (event.start, event.end), **args)
+                if times := event.on_device:
+                    add(f"{lane} on the device", f"{event.name} on the device", times)
+        for lane, number in lanes.items():
+            thread = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number}
+            rows.append({**thread, "args": {"name": lane}})
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
 

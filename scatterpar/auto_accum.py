@@ -12,47 +12,6 @@ from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
 
 
-class _Search:
-    """The number of sub-steps to try next.
-
-    The first is ``start``. If memory runs out, numbers are doubled until a trial fits, then
-    bisected; the smallest that fits is tried with a whole step. With the ``largest`` number a
-    sub-step has one row.
-    """
-
-    def __init__(self, start: int, largest: int) -> None:
-        self._failed = start - 1  # no number up to this is tried
-        self.fits = start  # tried first, then the smallest that a trial fitted with; 0: none
-        self._largest = largest
-        self.retries = 0  # tries that ran out of memory
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the next try is the whole step, not a trial."""
-        return self.fits == self._failed + 1
-
-    @property
-    def number(self) -> int:
-        """The number of sub-steps of the next try."""
-        if self.fits:
-            return (self._failed + self.fits + 1) // 2
-        return min(2 * self._failed, self._largest)
-
-    def ran_out(self, error: Exception) -> None:
-        """Note that ``number`` does not fit. Raises ``error`` if more sub-steps cannot help."""
-        self.retries += 1
-        number = self.number
-        if hasattr(error, "more_substeps_cannot_help"):
-            raise error
-        if number >= self._largest:
-            error.add_note(
-                f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is one '
-                f"row, and that does not fit ({self.retries} tries ran out of memory)"
-            )
-            raise error
-        self._failed, self.fits = number, 0 if self.is_whole else self.fits
-
-
 class AutoAccum:
     """Searches the number of sub-steps; ``accum`` is the number that fitted last."""
 
@@ -71,41 +30,60 @@ class AutoAccum:
         """The outcome with ``accum`` sub-steps, or with the fewest more that fit into memory.
 
         First runs the whole step with the number that fitted last. If memory runs out, doubles the
-        number until a trial of two sub-steps fits, then bisects.
+        number until a trial of two sub-steps fits, then bisects. The smallest number that fits is
+        tried with a whole step.
         """
-        search = _Search(self.accum, -(-max(request.sizes) // replicas))
+        largest = -(-max(request.sizes) // replicas)  # then a sub-step has one row
+        failed, fits, retries = self.accum - 1, self.accum, 0  # ``fits`` is 0 if none is known
+        trial = replace(request, return_outputs=False)
         while True:
-            is_whole, cut = search.is_whole, plan(number := search.number)
+            number = (failed + fits + 1) // 2 if fits else min(2 * failed, largest)
+            is_whole, cut = fits == failed + 1, plan(number)
             retain_rows = is_whole and self._retain_rows and _has_two_passes(request, cut)
             try:
                 if is_whole:
                     outcome = compute(request, cut, retain_rows=retain_rows)
-                    break
+                    self._keep(number, outcome)
+                    return replace(outcome, retries=retries)
                 # Two sub-steps per replica have a whole step's peak of memory.
-                trial = replace(request, return_outputs=False)
                 compute(trial, cut, max_substeps=2, retain_rows=False).attempt.undo()
-                search.fits = number
+                fits = number
             except Exception as error:
-                if not is_out_of_memory(error):
-                    if is_whole:
-                        raise
-                    search.fits = number  # the whole step will raise it, as for one row in a norm
-                elif retain_rows and not hasattr(error, "more_substeps_cannot_help"):
-                    search.retries += 1
-                    self._retain_rows = False
+                if is_out_of_memory(error):
+                    retries += 1
+                    if retain_rows and not hasattr(error, "more_substeps_cannot_help"):
+                        self._retain_rows = False
+                    else:
+                        _require_more(error, number, largest, retries)
+                        failed, fits = number, 0 if is_whole else fits
+                elif is_whole:
+                    raise
                 else:
-                    search.ran_out(error)
+                    fits = number  # the whole step will raise it, as for one row in a norm
                 clear_frames(error)
             release()
+
+    def _keep(self, number: int, outcome: Outcome) -> None:
         start, self.accum = self.accum, number
         if number != start:
             with outcome.attempt:  # warnings may be errors
                 warn(
-                    f'accum="auto": {request.rows} rows with accum={start} ran out of memory; '
-                    f"accum={number} is the smallest that fits, and is kept"
+                    f'accum="auto": {outcome.request.rows} rows with accum={start} ran out of '
+                    f"memory; accum={number} is the smallest that fits, and is kept"
                 )
-        return replace(outcome, retries=search.retries)
 
 
 def _has_two_passes(request: Request, cut: Plan) -> bool:
     return request.whole_batch and any(len(share.micro_batches) > 1 for share in cut.shares)
+
+
+def _require_more(error: Exception, number: int, largest: int, retries: int) -> None:
+    """Raise ``error`` if more than ``number`` sub-steps cannot help."""
+    if hasattr(error, "more_substeps_cannot_help"):
+        raise error
+    if number >= largest:
+        error.add_note(
+            f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is one row, '
+            f"and that does not fit ({retries} tries ran out of memory)"
+        )
+        raise error

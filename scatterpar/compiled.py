@@ -15,7 +15,7 @@ import threading
 import types
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import drawing_from_default
 from scatterpar.torch_private import CompileFn
 
-_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_CUDA_GRAPHS = (
+    'CUDA graphs, which replicas in threads have not been tried with; use mode="default" or '
+    'mode="max-autotune-no-cudagraphs"'
+)
 _PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
 
 
@@ -48,16 +51,26 @@ class Compiler:
         """
         kind = type(module)
         if torch_private.records_cuda_graphs(compile_fn) and torch.accelerator.is_available():
-            _refuse_cuda_graphs(f"{kind.__name__} was compiled with")
+            raise ValueError(f"{kind.__name__} was compiled with {_CUDA_GRAPHS}")
         compiled = partial(compile_fn(self._function_for(kind)), replica)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Part of a larger graph, or a check that runs nothing compiled.
-            if not (torch.compiler.is_dynamo_compiling() or torch_private.is_uncompiled()):
-                key = id(replica), _kind_of((args, kwargs))
-                if key not in self._known:
-                    return self._first_call(key, partial(compiled, *args, **kwargs))
-            return compiled(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling() or torch_private.is_uncompiled():
+                return compiled(*args, **kwargs)
+            key = id(replica), _kind_of((args, kwargs))
+            if key in self._known:
+                return compiled(*args, **kwargs)
+            # With the lock, which a backward pass through the result has, too.
+            acquire = partial(self._acquire, threading.get_ident())
+            acquire()
+            with torch_private.many_graphs(), drawing_from_default():
+                output = compiled(*args, **kwargs)
+            for tensor in nested.tensors(output):
+                if tensor.requires_grad:  # torch compiles backward passes when they run
+                    tensor.register_hook(lambda _: acquire())
+            self._known.add(key)
+            return output
 
         return call
 
@@ -70,18 +83,6 @@ class Compiler:
         if self._owner == threading.get_ident():
             self._owner = None
             self._lock.release()
-
-    def _first_call(self, key: Hashable, compiled: Callable[[], Any]) -> Any:
-        """Call with the lock. A backward pass through the result has it, too."""
-        acquire = partial(self._acquire, threading.get_ident())
-        acquire()
-        with torch_private.many_graphs(), drawing_from_default():
-            output = compiled()
-        for tensor in nested.tensors(output):
-            if tensor.requires_grad:  # torch compiles backward passes when they run
-                tensor.register_hook(lambda _: acquire())
-        self._known.add(key)
-        return output
 
     def _acquire(self, thread: int) -> None:
         while self._owner != thread:
@@ -101,35 +102,25 @@ class Compiler:
 
 def _kind_of(arguments: Any) -> Hashable:
     """A key that is equal for two calls if the same compiled code accepts both."""
-    plain = bool, int, float, str
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocast_types())
-    return modes, tuple(
-        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else (leaf if isinstance(leaf, plain) else None, type(leaf))
-        for leaf in nested.leaves(arguments)
-    )
+    kinds: list[Hashable] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    kinds.append(tuple(autocast_types()))
+    for leaf in nested.leaves(arguments):
+        kinds.append((type(leaf), leaf if isinstance(leaf, (bool, int, float, str)) else None))
+        if isinstance(leaf, Tensor):
+            kinds.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
+    return tuple(kinds)
 
 
 def compile_fn_from(compile: bool | Mapping[str, Any]) -> CompileFn | None:
     """The compile function for the option ``compile=``, which is checked; ``None`` if it is off."""
-    if compile is False:
-        return None
-    if compile is True:
-        return torch.compile
+    if isinstance(compile, bool):
+        return torch.compile if compile else None
     if not isinstance(compile, Mapping):
         raise TypeError(
             f"compile must be True, False or a dict of torch.compile's keywords, got {compile!r}"
         )
-    mode = compile.get("mode")
-    graphs = (compile.get("options") or {}).get("triton.cudagraphs", False)
-    if graphs or (mode in _CUDA_GRAPHS and torch.accelerator.is_available()):
-        _refuse_cuda_graphs(f"compile={dict(compile)!r} asks for")
+    is_asked = (compile.get("options") or {}).get("triton.cudagraphs", False)
+    with_graphs = compile.get("mode") in ("reduce-overhead", "max-autotune")
+    if is_asked or (with_graphs and torch.accelerator.is_available()):
+        raise ValueError(f"compile={dict(compile)!r} asks for {_CUDA_GRAPHS}")
     return partial(torch.compile, **compile)
-
-
-def _refuse_cuda_graphs(what: str) -> NoReturn:
-    raise ValueError(
-        f"{what} CUDA graphs, which replicas in threads have not been tried with; use "
-        f'mode="default" or mode="max-autotune-no-cudagraphs"'
-    )

@@ -33,17 +33,16 @@ class CostPlan(Plan):
 
     def __str__(self) -> str:
         """A table with one line per share: cost without and with padding, rows per sub-step."""
-        loads = [self.load_of(share) for share in self.shares]
-        padded, cost = sum(loads), sum(self.costs)
+        padded, cost = sum(map(self.load_of, self.shares)), sum(self.costs)
         heads = "replica", "device", "rows", "cost", "padded", "load", "sub-steps", "rows of each"
         table = [heads]
-        for share, load in zip(self.shares, loads, strict=True):
-            cost_of_rows = sum(self.costs[row] for rows in share.row_numbers for row in rows)
+        for share in self.shares:
+            load, row_numbers = self.load_of(share), share.row_numbers
+            cost_of_rows = sum(self.costs[row] for rows in row_numbers for row in rows)
             part = f"{load / padded:.1%}" if padded else "-"
             numbers = f"{share.rows}", f"{cost_of_rows:,.6g}", f"{load:,.6g}", part
-            each = " + ".join(str([*rows]) for rows in share.row_numbers)
-            substeps = str(len(share.row_numbers))
-            table.append((str(share.replica), str(share.device), *numbers, substeps, shown(each)))
+            each = str(len(row_numbers)), shown(" + ".join(str([*rows]) for rows in row_numbers))
+            table.append((str(share.replica), str(share.device), *numbers, *each))
         more = f" ({padded / cost - 1:.1%} more)" if cost else ""
         return self.printed(table, f", by cost: {cost:,.6g}, with padding {padded:,.6g}{more}")
 
@@ -83,13 +82,13 @@ def plan_by_cost(
     number = make_plan(rows, devices).rows
     if budget is None:
         raise ValueError(
-            "costs= says what rows cost, but this engine cuts by their number; make the engine "
-            "with micro_batch_cost=, the most that a micro-batch may cost"
+            "costs= without a limit: this engine cuts by the number of rows; make it with "
+            "micro_batch_cost=, the most that a micro-batch may cost"
         )
     if not isinstance(rows, int) and len(rows) > 1:
         raise ValueError(
-            f"micro_batch_cost puts rows of like cost together, and Rows.from_batches keeps "
-            f"{len(rows)} batches apart; pass all rows as one batch, such as Rows(entries, collate)"
+            f"micro_batch_cost mixes rows, and Rows.from_batches keeps {len(rows)} batches apart; "
+            f"pass all rows as one batch, such as Rows(entries, collate)"
         )
     numbers = _checked(costs, number, budget)
     used = min(len(devices), number)
@@ -117,8 +116,8 @@ def plan_by_cost(
 def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
     if costs is None:
         raise ValueError(
-            f"micro_batch_cost={budget} cuts by what rows cost; pass costs=, one number per row, "
-            f"such as the lengths of sequences"
+            f"micro_batch_cost={budget} without costs; pass costs=, one number per row, such as "
+            f"the lengths of sequences"
         )
     values = costs.tolist() if hasattr(costs, "tolist") else costs  # of tensors and arrays
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):

@@ -75,11 +75,9 @@ def noise_of(outcome: Outcome) -> GradientNoise:
 def _squared_norm(tensors: Iterable[Tensor]) -> float:
     """The sum of the squares of all elements; the host reads the device once."""
     values = [_reals(tensor.detach()) for tensor in tensors]
-    exact = [value for value in values if value.dtype == torch.float64]
-    others = [value for value in values if value.dtype != torch.float64]
     norms: list[float] = []
-    for group, dtype in ((exact, torch.float64), (others, torch.float32)):
-        if group:
+    for is_exact, dtype in ((True, torch.float64), (False, torch.float32)):
+        if group := [value for value in values if (value.dtype == torch.float64) == is_exact]:
             norms += to_numbers(torch.stack(torch._foreach_norm(group, 2, dtype)))
     return sum(norm**2 for norm in norms)
 

@@ -228,7 +228,7 @@ parameters are sent at every step, changed or not
 -- unchanged
 +- set()
 an automatic accum is searched again in each step
-  AutoAccum.fit -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
+  AutoAccum._keep -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
 -start, self.accum = self.accum, number
 +start = self.accum
 # never stale
@@ -387,7 +387,7 @@ a second backward pass of engine.loss gives nothing
 +return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
 a report says that nothing was tried again
   AutoAccum.fit -> test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit
--replace(outcome, retries=search.retries)
+-replace(outcome, retries=retries)
 +outcome
 copies that arrive altered are not noticed
   ScatterOnceParallel._attempt -> test_the_engine_refuses_devices_whose_memory_brings_other_bytes

@@ -326,50 +326,44 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     """The number of rows of a leaf; ``None`` if every replica gets it unchanged."""
     if isinstance(leaf, Marker):
         return leaf.num_rows
-    refusal = _unsplittable_tensor(leaf) if isinstance(leaf, Tensor) else _unsplittable_object(leaf)
-    if refusal is not None:
-        raise ValueError(f"{name}: {refusal}")
-    if not isinstance(leaf, Tensor) or not leaf.ndim:
+    is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+    if not is_dense and (remedy := _remedy(leaf)):
+        what = f"a tensor of layout {leaf.layout}" if isinstance(leaf, Tensor) else repr(type(leaf))
+        raise ValueError(f"{name}: {what} cannot be split into rows; {remedy}")
+    if not is_dense or not leaf.ndim:
         return None
     if not -leaf.ndim <= dim < leaf.ndim:
         raise ValueError(
             f"{name}: a tensor of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
             f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
         )
-    return leaf.size(dim)
+    size: int = leaf.size(dim)
+    return size
 
 
-def _unsplittable_tensor(leaf: Tensor) -> str | None:
-    """Why a tensor cannot be split into rows, and what to pass; ``None`` if it can."""
-    if leaf.is_nested:
-        return (
-            "a nested tensor (torch.nested) cannot be split into rows; pass Rows(list("
-            "tensor.unbind())), whose entries a module or collate= pads or joins"
-        )
-    if leaf.layout != torch.strided:
-        return (
-            f"a tensor of layout {leaf.layout} cannot be split into rows; pass it as a dense "
-            f"tensor, or its parts"
-        )
-    return None
+def _remedy(leaf: Any) -> str:
+    """What to pass for an object with rows that cannot be split; empty for one without rows.
 
-
-def _unsplittable_object(leaf: Any) -> str | None:
-    """Why an object that has rows cannot be split: every replica would get all of it."""
+    Every replica would get all of such an object.
+    """
+    modules = [kind.__module__ for kind in type(leaf).__mro__]
     if isinstance(leaf, Batches):
         return (
-            "Rows.from_batches must be the whole inputs, or the whole targets, of "
-            "forward_backward; put all that belongs to a batch into that batch. For inference, "
-            "and with the pair, make one call per batch"
+            "several batches must be the whole inputs, or the whole targets, of forward_backward: "
+            "put all that belongs to a batch into that batch. For inference, and with the pair, "
+            "make one call per batch"
         )
-    modules, remedy = [kind.__module__ for kind in type(leaf).__mro__], ""
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        return "pass Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins"
+    if isinstance(leaf, Tensor):
+        return "pass it as a dense tensor, or its parts"
     if isinstance(leaf, DataLoader):
-        remedy = "iterate the loader, for inputs, targets in loader: …"
-    elif any(module.startswith("torch_geometric.data") for module in modules):
-        remedy = "pass Rows(graphs, Batch.from_data_list)"
-    elif modules[0] == "numpy" and getattr(leaf, "shape", None):
-        remedy = "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
-    return f"a {type(leaf).__name__} cannot be split into rows; {remedy}" if remedy else None
+        return "iterate the loader, for inputs, targets in loader: …"
+    if any(module.startswith("torch_geometric.data") for module in modules):
+        return "pass Rows(graphs, Batch.from_data_list)"
+    if modules[0] == "numpy" and getattr(leaf, "shape", None):
+        return "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
+    return ""
 
 
 def _refuse_grad(name: str, leaf: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.criterion_closure import closure_and_globals
+from scatterpar.step.criterion_closure import named_values
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.scatter import in_order, scatter
@@ -87,18 +86,14 @@ def _work(function: Callable[..., Any], replica_set: ReplicaSet) -> _Work:
 
     Raises ``ValueError`` if ``function`` refers to the user's module, which is on one device.
     """
-    inner, bound = function, []
+    inner = function
     while isinstance(inner, partial):
-        bound += [*inner.args, *inner.keywords.values()]
         inner = inner.func
-    replicas = replica_set.replicas
     key = str(getattr(inner, "__code__", type(inner)))  # a lambda is a new object in each call
+    replicas = replica_set.replicas
     if _is_of(inner, replica_set):
         return _Work(key, [replica.copy_of(function) for replica in replicas])
-    if isinstance(inner, types.FunctionType):
-        closure, file_globals = closure_and_globals(inner)
-        bound += [*closure.values(), *file_globals.values()]
-    if any(_is_of(value, replica_set) for value in bound):
+    if any(_is_of(value, replica_set) for value in named_values(function).values()):
         raise ValueError(
             "the function refers to the module itself, which is on one device; use the replica, "
             "its first argument, as in lambda replica, x: replica.generate(x), or pass a method "

@@ -31,8 +31,8 @@ def autocast_types() -> list[str]:
 def no_autocast_cache() -> Iterator[None]:
     """In the body, this thread does not use autocast's cache of weights.
 
-    The whole process shares the cache, and any thread that leaves autocast clears it. A weight used
-    twice would be cast once or twice, depending on another replica's timing.
+    The process has one, which any thread clears that leaves autocast: a weight used twice would be
+    cast once or twice, depending on another replica's timing.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -45,9 +45,9 @@ def no_autocast_cache() -> Iterator[None]:
 class CallerContext:
     """Grad and inference mode, autocast, default device, saved-tensor hooks, variables, streams.
 
-    Captured at construction, and entered in another thread. The current streams of all devices
-    belong to it, because a worker may use tensors that the caller has computed on another stream.
-    Modes of torch are not carried over, because few can work in several threads; a warning says so.
+    Captured at construction, and entered in another thread, which may use tensors that the caller
+    has computed on any stream. Modes of torch are not carried over, because few can work in several
+    threads; a warning says so.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,7 @@ class CallerContext:
             self._contexts.append(torch.no_grad)
         for kind in autocast_types():
             self._contexts.append(partial(torch.autocast, kind, torch.get_autocast_dtype(kind)))
-        hooks = saved_tensors_hooks()
-        if hooks is not None:
+        if hooks := saved_tensors_hooks():
             self._contexts.append(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
 
     def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
@@ -96,45 +95,40 @@ _INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)
 
 
 class Interrupts:
-    """A context manager whose body defers interrupts, except in the body of ``allowed``.
+    """Defers interrupts in its body, except in that of ``allowed``: signals with Python handlers.
 
-    An interrupt is a signal with a Python handler, such as Ctrl-C or a time limit. The handler may
-    raise. Python delivers signals to the main thread only; in any other thread this does nothing.
-
-    ``except KeyboardInterrupt`` cannot replace this: Python may raise before the ``try`` is
-    entered. ``signal.pthread_sigmask`` is not on Windows, and delivers a blocked signal too late.
+    Handlers may raise, as that of Ctrl-C or of a time limit. Python runs them in the main thread
+    only; in any other thread this does nothing. ``except KeyboardInterrupt`` cannot replace this:
+    Python may raise before the ``try`` is entered. ``signal.pthread_sigmask`` is not on Windows,
+    and delivers a blocked signal too late.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self._allowed = False
+        self.are_allowed = False
         self._pending: dict[int, FrameType | None] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            handlers = [(number, _signal.getsignal(number)) for number in _INTERRUPTS]
-            self._handlers = {number: handler for number, handler in handlers if callable(handler)}
-            self._allowed = True  # an interrupt may come between these lines
+            found = [(number, _signal.getsignal(number)) for number in _INTERRUPTS]
+            self._handlers = {number: handler for number, handler in found if callable(handler)}
+            self.are_allowed = True  # an interrupt may come between these lines
             try:
                 for number in self._handlers:
                     _signal.signal(number, self._receive)
-                self._allowed = False
+                self.are_allowed = False
             except BaseException:  # no ``__exit__`` follows
                 self.__exit__()
                 raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._allowed = True
+        self.are_allowed = True
         try:
             for number, handler in self._handlers.items():
                 _signal.signal(number, handler)
         finally:
             self.deliver()
-
-    def defer(self) -> None:
-        """From now on, interrupts wait."""
-        self._allowed = False
 
     def deliver(self) -> None:
         """Run the handlers of interrupts that have been waiting."""
@@ -148,15 +142,15 @@ class Interrupts:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """In the body, interrupts are delivered at once."""
-        self._allowed = True
+        self.are_allowed = True
         try:
             self.deliver()
             yield
         finally:
-            self._allowed = False
+            self.are_allowed = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._allowed:
+        if self.are_allowed:
             self._handlers[number](number, frame)
         else:
             self._pending[number] = frame

@@ -1,11 +1,7 @@
 """One worker thread per replica, alive as long as its ``Workers``; one job at a time.
 
-Unlike torch's function of this name, ``parallel_apply`` uses the same threads in every call. They
-enter the caller's ``CallerContext``.
-
 In a free-threaded interpreter (PEP 703) an object is freed by the thread that created it, when that
-thread next runs Python, even if another thread dropped the last reference. So idle threads wake
-regularly, and code that needs the memory waits for them.
+thread next runs Python. So idle threads wake regularly, and code that needs the memory waits.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ _Queue = SimpleQueue[Callable[[], object] | None]
 _HEAD_START_SECONDS = 0.01  # the first replicas have the cores alone for this time
 _LOOK_SECONDS = 0.5  # on Windows no signal interrupts a longer wait
 _CALLER = -1  # the number of an error that was raised in the caller's thread
-
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IDLE_SECONDS = 0.1
 _EXIT_SECONDS = 4.0  # time for running calls to end when the workers stop
@@ -72,9 +67,8 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
 class Job:
     """One call per replica, without arguments; ``cancel`` is set when one has failed.
 
-    The first ``at_once`` calls start immediately. Each other call starts when one ends, or after
-    10 ms. Calls, results and errors are dropped after use: a traceback may refer to the job, and
-    would keep activations alive.
+    The first ``at_once`` calls start immediately, each other one when a call ends or after 10 ms.
+    Whatever is used is dropped: a traceback that refers to the job would keep activations alive.
     """
 
     def __init__(
@@ -115,13 +109,12 @@ class Job:
 
     def first_error(self) -> BaseException | None:
         """The error of the lowest number, with the others in its notes; ``None`` without errors."""
-        errors = [i for i in sorted(self.errors) if not isinstance(self.errors[i], Cancelled)]
-        if not errors:
+        failed = [(i, e) for i, e in sorted(self.errors.items()) if not isinstance(e, Cancelled)]
+        if not failed:
             return None
-        first = self.errors[errors[0]]
-        for i in errors[1:]:
-            text = _described(self.errors[i])
-            if self.errors[i] is not first and text != _described(first):
+        first = failed[0][1]
+        for i, error in failed[1:]:
+            if error is not first and (text := _described(error)) != _described(first):
                 add_note(first, f"replica {i} failed too: {text}")
         return first
 
@@ -167,18 +160,16 @@ _claims: dict[tuple[int, int], Workers] = {}  # by process, since a fork copies 
 
 
 class Workers:
-    """One thread per replica, named after its device in ``devices``; runs ``parallel_apply``.
+    """One daemon thread per replica, named after its device; ``owner`` is the name in errors.
 
-    The daemon threads start with the first parallel call, and stop when the object is closed or
-    collected, or the interpreter exits. ``owner`` is the name in error messages.
+    They start with the first parallel call, and stop when the object is closed or collected, or the
+    interpreter exits.
     """
 
     def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
         self.count = len(devices)
-        self._names = [
-            f"scatterpar replica {i}" + ("" if device is None else f", {device}")
-            for i, device in enumerate(devices)
-        ]
+        where = ["" if device is None else f", {device}" for device in devices]
+        self._names = [f"scatterpar replica {i}{device}" for i, device in enumerate(where)]
         self._owner = owner
         self._lock = threading.Lock()
         self._posting = threading.RLock()  # close() runs before or after all calls are queued
@@ -202,9 +193,9 @@ class Workers:
         """Call ``modules[i](*inputs[i])`` on ``devices[i]``, in parallel.
 
         A single call runs in the caller's thread. On the CPU as many calls start as there are
-        cores, and each of the others when one ends: short calls that compete for cores and for the
-        GIL cost several times as much. But calls may wait for each other, so all start soon.
-        Calls on the same accelerator run one after the other, and all with ``is_serial``.
+        cores: short calls that compete for cores and for the GIL cost several times as much. But
+        calls may wait for each other, so all start soon. Calls on the same accelerator run one
+        after the other, and all with ``is_serial``.
 
         If a call fails, ``cancel`` is set, the others are waited for, and the error of the lowest
         replica is raised, with the others in its notes. So is an interrupt. A second interrupt, or
@@ -222,8 +213,20 @@ class Workers:
         job = Job(calls, runtime.max_concurrency(devices), cancel or threading.Event())
         # Calls on one accelerator draw from its one generator, so they run in order.
         threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
-        return self._dispatch(job, [0] * len(devices) if is_serial else threads, deadline)
+        with self._posting:
+            self._refuse_if_closed()
+            queues = self._started()
+            for number, thread in enumerate(threads):
+                queues[0 if is_serial else thread].put(partial(job.run, number))
+        try:
+            self._wait(job, math.inf if seconds is None else time.monotonic() + seconds)
+            error = job.first_error()
+            if error is not None:
+                raise error
+            return [job.results.get(number) for number in range(len(calls))]
+        finally:
+            job.results, job.errors = {}, {}  # a traceback refers to this frame
+            error = None
 
     @contextlib.contextmanager
     def exclusive(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -249,8 +252,7 @@ class Workers:
                 if module is not None and _claims.setdefault(key, self) is not self:  # atomic
                     raise RuntimeError(
                         f"another engine is in the middle of a step that trains this "
-                        f"{type(module).__name__}: take one step after the other, or give each "
-                        f"thread a copy of the module"
+                        f"{type(module).__name__}; give each thread a copy of the module"
                     )
                 self.interrupts = interrupts
                 if self._failed:
@@ -288,23 +290,6 @@ class Workers:
         if self._closed:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
-    def _dispatch(self, job: Job, threads: Sequence[int], deadline: float) -> list[Any]:
-        """Run call ``i`` of the job in the worker ``threads[i]``. Returns the results, in order."""
-        with self._posting:
-            self._refuse_if_closed()
-            queues = self._started()
-            for number, thread in enumerate(threads):
-                queues[thread].put(partial(job.run, number))
-        try:
-            self._wait(job, deadline)
-            error = job.first_error()
-            if error is not None:
-                raise error
-            return [job.results.get(number) for number in range(len(threads))]
-        finally:
-            job.results, job.errors = {}, {}  # a traceback refers to this frame
-            error = None
-
     def _wait(self, job: Job, deadline: float) -> None:
         """Wait until all calls have ended; an interrupt becomes the job's first error."""
         while job.busy:
@@ -316,7 +301,9 @@ class Workers:
                 with self.interrupts.allowed(), contextlib.suppress(Empty):
                     job.ended.get(timeout=_LOOK_SECONDS)
             except BaseException as error:
-                self.interrupts.defer()
+                self.interrupts.are_allowed = (
+                    False  # the interrupt may have come before ``allowed`` did this
+                )
                 job.stop()
                 if _CALLER in job.errors:
                     self._abandon()

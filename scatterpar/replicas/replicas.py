@@ -290,6 +290,7 @@ class Replica(ModuleCopy):
         self.modules = [self.copy_of(module) for module in of.modules]
         policy = of.options.statistics_policy
         self.records = policy.record(self.modules) if policy is not None else {}
+        tensors = self.tensors  # not `self`, which would be a cycle
         self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, tensors)))
         self._trained: Mapping[int, torch.dtype] = {}
 

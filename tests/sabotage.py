@@ -321,8 +321,8 @@ gradients are added in any order
 +    ]:
 all replicas of a rank draw the same numbers
   Generators._generator -> test_every_replica_of_every_rank_draws_masks_of_its_own
--number += self._replica_offset
-+number = self._replica_offset
+-number + self._replica_offset
++self._replica_offset
 a second pass and checks move the replicas' generators
   Attempt.isolated -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
 -with restored(set_state), contextlib
@@ -333,8 +333,8 @@ numbers that replicas draw in inference are drawn again
 +pass
 numbers that only another replica than the first draws are drawn again
   Generators.commit -> test_a_replica_other_than_the_first_drawing_moves_the_generator
--in self._generators.items()
-+in {}.items()
+-for _, device in drawn}
++for number, device in drawn if not number}
 # as in plain torch
 workers compute under autocast in its default dtype
   CallerContext.__init__ -> test_autocast_dtype_without_its_cache
@@ -362,7 +362,7 @@ inference in training mode moves no statistics
 +if False:
 workers do not see the caller's hooks on saved tensors
   CallerContext.__init__ -> test_saved_tensors_hooks
--if hooks is not None:
+-if hooks := saved_tensors_hooks():
 +if False:
 hooks on parameters run in engine.check
   compare -> test_it_leaves_no_trace
@@ -370,7 +370,7 @@ hooks on parameters run in engine.check
 +hooks_taken_off([])
 # clear errors
 the user's exception is replaced
-  Workers._dispatch -> test_the_lowest_replica_speaks_and_the_others_are_noted
+  Workers.parallel_apply -> test_the_lowest_replica_speaks_and_the_others_are_noted
 -raise error
 +raise RuntimeError(str(error))
 the note on an error names no sub-step

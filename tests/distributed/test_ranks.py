@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from harness import contrastive
 from harness.contrastive import two_views
-from harness.models import CLASSES, FEATURES, Classifier, Of, mlp
-from harness.module_cases import CASES
+from harness.models import CLASSES, FEATURES, Of, mlp
+from harness.module_cases import CASES, with_buffers
 from harness.oracle import (
     assert_close,
     assert_gradients,
@@ -26,14 +26,20 @@ from harness.rank_processes import Counted, failure, run_on_ranks
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
+from scatterpar.batch import nested
 
 # How many rows each rank has: uneven on purpose, some fewer than there are replicas.
 ROWS = {2: (9, 4), 3: (7, 1, 5)}
 CE = nn.CrossEntropyLoss()
 
 
-def part(group, tensor, rows):
-    return tensor.split(rows)[group.rank()]
+BATCH = randn(13, FEATURES), randint(CLASSES, 13)
+VIEWS = (randn(13, FEATURES, seed=5), randn(13, FEATURES, seed=6)), randint(4, 13)
+
+
+def part(group, batch=BATCH):
+    """The rows of this rank."""
+    return nested.map_tensors(lambda tensor: tensor.split(ROWS[group.size()])[group.rank()], batch)
 
 
 def collectives_of(group, name):
@@ -73,15 +79,12 @@ def test_a_step_of_the_whole_batch_has_four_collectives():
 
 
 def scaled(group):
-    model = build(mlp)
-    twin = copy.deepcopy(model)
-    inputs, targets, criterion = randn(13, FEATURES), randint(CLASSES, 13), CE
-    batch = part(group, inputs, ROWS[2]), part(group, targets, ROWS[2])
+    model, twin = build(mlp), build(mlp)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ScatterOnceParallel(model, process_group=group) as engine:
-        engine.forward_backward(*batch, criterion, scaler=scaler)
-    criterion(twin(inputs), targets).backward()
+        engine.forward_backward(*part(group), CE, scaler=scaler)
+    CE(twin(BATCH[0]), BATCH[1]).backward()
     assert_gradients(model, {name: 8 * g for name, g in gradients(twin).items()})
     scaler.unscale_(optimizer)
     assert_gradients(model, gradients(twin))
@@ -90,16 +93,11 @@ def scaled(group):
 
 
 def several_engines(group):
-    models = [mlp(seed) for seed in (1, 2)]
-    batch = randn(13, FEATURES), randint(CLASSES, 13)
-    mine = [part(group, tensor, ROWS[2]) for tensor in batch]
-    expected = [whole_batch(model, *batch, CE)[1] for model in models]
-    engines = [ScatterOnceParallel(model, process_group=group) for model in models]
-    for _ in range(2):
-        for engine, gradient in zip(engines, expected, strict=True):
-            engine.module.zero_grad()
-            engine.forward_backward(*mine, CE)
-            assert_gradients(engine.module, gradient)
+    engines = [ScatterOnceParallel(mlp(seed), process_group=group) for seed in (1, 2)]
+    for engine in engines * 2:
+        engine.module.zero_grad()
+        engine.forward_backward(*part(group), CE)
+        assert_gradients(engine.module, whole_batch(engine.module, *BATCH, CE)[1])
     for engine in engines:
         engine.close()
 
@@ -131,29 +129,22 @@ def test_every_replica_of_every_rank_draws_masks_of_its_own(replicas):
 
 def lists_and_windows(group):
     """Each rank's own batches: of another number, of other lengths, with a table for all."""
-    rank = group.rank()
-    model = build(lambda: nn.Embedding(9, CLASSES))
-    table = randn(CLASSES, CLASSES)
 
     def looks(module, ids, table):
         return torch.stack([module.words(sentence).sum(0) for sentence in ids]) @ table
 
-    module = Of(looks, words=model)
-
     def batches(rank):
         return [[randint(9, n + 1, seed=n + rank) for n in range(2 + b)] for b in range(2 - rank)]
 
+    table = randn(CLASSES, CLASSES)
+    model, twin = (build(lambda: Of(looks, words=nn.Embedding(9, CLASSES))) for _ in "ab")
     labels = [randint(CLASSES, 5, seed=3), randint(CLASSES, 2, seed=4)]
-    window = [(Rows(batch), Replicated(table)) for batch in batches(rank)]
-    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
-        engine.forward_backward(Rows.from_batches(window), labels[rank], CE)
-        actual = model.weight.grad.clone()
-        model.zero_grad()
-        everything = [sentence for r in range(2) for batch in batches(r) for sentence in batch]
-        output = copy.deepcopy(engine.module)
-        loss = nn.functional.cross_entropy(output(everything, table), torch.cat(labels))
-        loss.backward()
-    assert_close(actual, output.words.weight.grad, "weight")
+    window = [(Rows(batch), Replicated(table)) for batch in batches(group.rank())]
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
+        engine.forward_backward(Rows.from_batches(window), labels[group.rank()], CE)
+    everything = [sentence for r in range(2) for batch in batches(r) for sentence in batch]
+    CE(twin(everything, table), torch.cat(labels)).backward()
+    assert_gradients(model, gradients(twin))
 
 
 @pytest.mark.contract
@@ -165,15 +156,7 @@ def test_two_ranks_are_one_device_with(case):
 # --- one criterion over the outputs of all ranks ---
 
 
-def batch_of(rows):
-    return (randn(rows, FEATURES, seed=5), randn(rows, FEATURES, seed=6)), randint(4, rows)
-
-
-def part_of(group):
-    rows = ROWS[group.size()]
-    (one, other), labels = batch_of(sum(rows))
-    one, other, labels = (t.split(rows)[group.rank()] for t in (one, other, labels))
-    return (one, other), labels
+TABLE = randn(4, contrastive.EMBEDDING, seed=9)
 
 
 def beside_a_table(outputs, targets):
@@ -182,7 +165,7 @@ def beside_a_table(outputs, targets):
 
 
 def step_beside_a_table(group, devices):
-    inputs, labels = part_of(group)
+    inputs, labels = part(group, VIEWS)
     table = Replicated({"centres": TABLE if group.rank() == 0 else TABLE * 2})
     model = two_views()
     with ScatterOnceParallel(model, 2, devices, process_group=group, verify=False) as engine:
@@ -190,14 +173,10 @@ def step_beside_a_table(group, devices):
     return loss, gradients(model)
 
 
-TABLE = randn(4, contrastive.EMBEDDING, seed=9)
-
-
 def test_targets_without_rows_are_rank_0_s(devices):
     """A table that was marked ``Replicated`` was joined with the other ranks', row after row."""
-    (one, other), labels = batch_of(sum(ROWS[2]))
-    targets = labels, {"centres": TABLE}
-    expected, its = whole_batch(two_views(), (one, other), targets, beside_a_table)
+    targets = VIEWS[1], {"centres": TABLE}
+    expected, its = whole_batch(two_views(), VIEWS[0], targets, beside_a_table)
     for loss, found in run_on_ranks(2, step_beside_a_table, devices(2)):
         assert_close(loss, expected, "loss")
         for name in ("first.weight", "last.weight"):
@@ -260,9 +239,8 @@ def learn(group, noise):
     model, criterion = two_views(), Learned(noise)
     with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group, verify=False) as engine:
         before = torch.get_rng_state()
-        losses = [
-            engine.forward_backward(*part_of(group), criterion, whole_batch=True) for _ in "ab"
-        ]
+        batch = part(group, VIEWS)
+        losses = [engine.forward_backward(*batch, criterion, whole_batch=True) for _ in "ab"]
     assert not torch.equal(before, torch.get_rng_state())
     return losses, gradients(criterion) | gradients(model) | {"queue": criterion.queue}
 
@@ -276,33 +254,31 @@ def test_the_criterion_counts_once_and_draws_alike(noise):
     assert all(g is None or torch.equal(g, other[name]) for name, g in found.items())
     if not noise:
         model, criterion = two_views(), Learned(noise)
-        (one, other), labels = batch_of(sum(ROWS[2]))
         for _ in "ab":
-            criterion(model(one, other), labels).backward()
+            criterion(model(*VIEWS[0]), VIEWS[1]).backward()
         assert_close(found["scale"], criterion.scale.grad, "scale")
 
 
-class Normalised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(contrastive.EMBEDDING).double()
+def normalised_cubes(module, outputs, _):
+    return module.norm(outputs["one"]).pow(3).mean()
 
-    def forward(self, outputs, _):
-        return self.norm(outputs["one"]).pow(3).mean()
+
+def normalised():
+    return Of(normalised_cubes, norm=nn.BatchNorm1d(contrastive.EMBEDDING).double())
 
 
 def normalise(group):
-    criterion = Normalised()
+    criterion = normalised()
     options = {"process_group": group, "buffers": "batch"}
     with ScatterOnceParallel(two_views(), 2, ["cpu"] * 2, **options) as engine:
-        engine.forward_backward(*part_of(group), criterion, whole_batch=True)
+        engine.forward_backward(*part(group, VIEWS), criterion, whole_batch=True)
     return dict(criterion.named_buffers())
 
 
 def test_statistics_of_the_criterion_move_once():
     """Each rank had seen all rows, and so the variance was that of more rows than there are."""
-    (inputs, _), criterion = batch_of(sum(ROWS[2])), Normalised()
-    criterion(two_views()(*inputs), None)
+    criterion = normalised()
+    criterion(two_views()(*VIEWS[0]), None)
     for found in run_on_ranks(2, normalise):
         for name, buffer in criterion.named_buffers():
             assert_close(found[name].double(), buffer.double(), name)
@@ -311,61 +287,50 @@ def test_statistics_of_the_criterion_move_once():
 # --- construction, and buffers ---
 
 
-class Everything(Classifier):
+def everything():
     """Buffers of all dtypes; those that change depend on the rows."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES)
-        self.register_buffer("fp16", torch.ones(2, dtype=torch.float16))
-        self.register_buffer("bf16", torch.ones(2, dtype=torch.bfloat16))
-        self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("int16", torch.zeros((), dtype=torch.int16))
-        self.register_buffer("int64", torch.zeros((), dtype=torch.long))
-        self.register_buffer("fp8", torch.ones(3).to(torch.float8_e4m3fn))
-        self.register_buffer("lowest", torch.full((FEATURES,), torch.inf, dtype=torch.float64))
-        self.register_buffer("constant", torch.rand(7, dtype=torch.float64) / 3)
-        self.register_buffer("nothing", None)
-        self.register_buffer("empty", torch.zeros(0))
+    def forward(m, inputs):
+        if m.training:
+            m.fp16 += len(inputs)
+            m.bf16 += len(inputs)
+            m.turn *= 1j * len(inputs)
+            m.flags = ~m.flags
+            m.int16 += len(inputs)
+            m.int64 += 2**40 + len(inputs)
+            m.lowest = torch.minimum(m.lowest, inputs.detach().amin(0))
+        return m.linear(m.norm(inputs))
 
-    def forward(self, inputs):
-        if self.training:
-            self.fp16 += len(inputs)
-            self.bf16 += len(inputs)
-            self.turn *= 1j * len(inputs)
-            self.flags = ~self.flags
-            self.int16 += len(inputs)
-            self.int64 += 2**40 + len(inputs)
-            self.lowest = torch.minimum(self.lowest, inputs.detach().amin(0))
-        return self.linear(self.norm(inputs))
-
-
-def everything():
-    module = Everything()
-    module.linear.double()
-    module.norm.double()
-    return module
-
-
-def data():
-    return randn(sum(ROWS[2]), FEATURES), randint(CLASSES, sum(ROWS[2]))
+    parts = {"linear": nn.Linear(FEATURES, CLASSES), "norm": nn.BatchNorm1d(FEATURES)}
+    return with_buffers(
+        Of(forward, **{name: part.double() for name, part in parts.items()}),
+        fp16=torch.ones(2, dtype=torch.float16),
+        bf16=torch.ones(2, dtype=torch.bfloat16),
+        turn=torch.ones(2, dtype=torch.complex64),
+        flags=torch.tensor([True, False, True]),
+        int16=torch.zeros((), dtype=torch.int16),
+        int64=torch.zeros((), dtype=torch.long),
+        fp8=torch.ones(3).to(torch.float8_e4m3fn),
+        lowest=torch.full((FEATURES,), torch.inf, dtype=torch.float64),
+        constant=torch.rand(7, dtype=torch.float64) / 3,
+        nothing=None,
+        empty=torch.zeros(0),
+    )
 
 
 def bits(tensor):
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def step_with_buffers(group, buffers, steps):
+def step_with_buffers(group):
     torch.manual_seed(group.rank())
     module = everything()
     module.int64 += group.rank()
-    mine = [tensor.split(ROWS[2])[group.rank()] for tensor in data()]
-    with ScatterOnceParallel(module, process_group=group, buffers=buffers) as engine:
+    with ScatterOnceParallel(module, process_group=group) as engine:
         start = {name: buffer.clone() for name, buffer in module.named_buffers()}
         with Counted() as collectives:
-            for _ in range(steps):
-                engine.forward_backward(*mine, CE)
+            for _ in range(2):
+                engine.forward_backward(*part(group), CE)
     return start, dict(module.named_buffers()), len(collectives)
 
 
@@ -380,11 +345,8 @@ def expected_buffers(start, rows):
 
 
 def test_buffers_of_every_dtype():
-    (start, found, collectives), (other_start, other, _) = run_on_ranks(
-        2, step_with_buffers, "master", 2
-    )
-    inputs, _ = data()
-    first = expected_buffers(start, inputs[: ROWS[2][0]])
+    (start, found, collectives), (other_start, other, _) = run_on_ranks(2, step_with_buffers)
+    first = expected_buffers(start, BATCH[0][: ROWS[2][0]])
     assert found.keys() == other.keys() == first.keys()
     for name, buffer in found.items():
         assert torch.equal(bits(start[name]), bits(other_start[name])), f"{name}: not taken over"
@@ -395,12 +357,6 @@ def test_buffers_of_every_dtype():
         else:
             assert torch.equal(bits(buffer), bits(first[name])), name
     assert collectives <= 2 * (1 + 6)  # a small one; float64, 32, 16, bfloat16, complex, bytes
-
-
-def with_buffer(name, tensor):
-    module = nn.Linear(2, 3)
-    module.register_buffer(name, tensor)
-    return module
 
 
 def quantised():
@@ -415,7 +371,7 @@ MODULES = {
     "double": lambda: nn.Linear(2, 3).double(),
     "without bias": lambda: nn.Linear(2, 3, bias=False),
     "nested": lambda: nn.Sequential(nn.Linear(2, 3)),
-    "with buffer": lambda: with_buffer("scale", torch.ones(())),
+    "with buffer": lambda: with_buffers(nn.Linear(2, 3), scale=torch.ones(())),
     "table": lambda: nn.Embedding(2, 3),
     "sparse table": lambda: nn.Embedding(2, 3, sparse=True),
     "lazy": lambda: nn.LazyLinear(3),
@@ -429,7 +385,7 @@ def construct(group, modules, options=({}, {}, {})):
 
 
 SMALL = "parameter 'weight' of shape (3, 2), torch.float32, "
-BATCH = {"buffers": "batch"}
+POLICY = {"buffers": "batch"}
 REFUSED = [
     ("small", "wider", {}, f"rank 0 has {SMALL}rank 1 has"),
     ("small", "double", {}, "rank 1 has parameter 'weight' of shape (3, 2), torch.float64; make"),
@@ -442,7 +398,7 @@ REFUSED = [
         "rank 1 has parameter 'weight' of shape (2, 3), torch.float32, spa",
     ),
     ("small", "lazy", {}, "rank 1 has parameter 'weight' not initialised yet, torch.float32"),
-    ("small", "small", BATCH, "rank 0 has buffers='master', rank 1 has buffers='batch'"),
+    ("small", "small", POLICY, "rank 0 has buffers='master', rank 1 has buffers='batch'"),
 ]
 
 
@@ -483,23 +439,26 @@ def test_a_process_outside_the_group_is_told_so():
         assert words.startswith("process_group must be a torch.distributed process group that")
 
 
-def taken_over(group):
-    torch.manual_seed(group.rank())
+def layers():
     module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 3, 1))
     module.to(memory_format=torch.channels_last)  # the last one's kernel is contiguous in both ways
-    module.register_buffer("table", torch.randn(1, 3).expand(2, 3))
+    return with_buffers(module, table=torch.randn(1, 3).expand(2, 3))
+
+
+def taken_over(group):
+    torch.manual_seed(group.rank())
+    module = layers()
     ScatterOnceParallel(module, process_group=group).close()
     assert module[1].weight.is_contiguous(memory_format=torch.channels_last)
     assert module.table.stride() == (0, 1)
-    return [p.detach() for p in module.parameters()] + [module.table]
+    return [*module.state_dict().values()]
 
 
 def test_the_first_ranks_parameters_are_taken_over():
     with seeded(0):
-        module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 3, 1))
-        table = torch.randn(1, 3).expand(2, 3)
+        expected = layers().state_dict().values()
     for found in run_on_ranks(3, taken_over):
-        assert all(map(torch.equal, found, [*module.parameters(), table]))
+        assert all(map(torch.equal, found, expected))
 
 
 def copied(group):
@@ -517,18 +476,14 @@ def subgroup(group):
     pair = dist.new_group([1, 2])
     if group.rank() == 0:
         return None
-    module = mlp(group.rank())
-    inputs, targets = data()
-    with ScatterOnceParallel(module, process_group=pair) as engine:
-        mine = (tensor.split(ROWS[2])[pair.rank()] for tensor in (inputs, targets))
-        return engine.forward_backward(*mine, CE)
+    with ScatterOnceParallel(mlp(group.rank()), process_group=pair) as engine:
+        return engine.forward_backward(*part(pair), CE)
 
 
 def test_a_group_of_some_of_the_ranks():
     _, first, second = run_on_ranks(3, subgroup)
-    inputs, targets = data()
     assert torch.equal(first, second)
-    assert_close(first, CE(mlp(1)(inputs), targets).detach(), "loss")
+    assert_close(first, CE(mlp(1)(BATCH[0]), BATCH[1]).detach(), "loss")
 
 
 class WritesItsWeight(nn.Linear):
@@ -539,9 +494,8 @@ class WritesItsWeight(nn.Linear):
 
 def written(group):
     module = build(lambda: WritesItsWeight(FEATURES, CLASSES))
-    mine = [tensor.split(ROWS[2])[group.rank()] for tensor in data()]
     with ScatterOnceParallel(module, process_group=group) as engine:
-        found = [failure(engine.forward_backward, *mine, CE) for _ in range(2)]
+        found = [failure(engine.forward_backward, *part(group), CE) for _ in range(2)]
     return found, module.weight.grad
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from faults.forked import run_forked
 from faults.processes import SILENCE
+from faults.state import nothing_changes
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.notes import beginning_of_note
 from harness.oracle import assert_gradients, build, randint, randn, whole_batch
@@ -30,6 +31,8 @@ from scatterpar import engine as engine_module
 from scatterpar.distributed import ranks
 
 CRITERION = nn.CrossEntropyLoss()
+FOUR = randn(4, FEATURES), randint(CLASSES, 4)
+TROUBLE = {}  # what forward or backward raises in this process
 
 
 class Trouble(Exception):
@@ -44,26 +47,25 @@ class Troubled(nn.Module):
         self.body = build(mlp)
         self.dropout = nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.forward_raises = self.backward_raises = None
         self.rebinds = {}
 
     def forward(self, inputs):
         self.calls += 1
         self._buffers.update(self.rebinds)
-        if self.forward_raises is not None:
-            raise self.forward_raises
+        trouble("forward")
         outputs = self.body(inputs) + 0 * self.dropout(inputs).sum()
-        if self.backward_raises is not None:
-            outputs.register_hook(self._raise)
+        outputs.register_hook(lambda _: trouble("backward"))
         return outputs
 
-    def _raise(self, _):
-        raise self.backward_raises
+
+def trouble(place):
+    if place in TROUBLE:
+        raise TROUBLE[place]("mine")
 
 
-def raising_in(where, error=Trouble):
+def raising_in(place, error=Trouble):
     def fail(engine, inputs, targets):
-        setattr(engine.module, f"{where}_raises", error("mine"))
+        TROUBLE[place] = error
         engine.forward_backward(inputs, targets, CRITERION)
 
     return fail
@@ -76,7 +78,7 @@ def given(criterion=CRITERION, rows=slice(None), labels=slice(None), **options):
     return fail
 
 
-def trouble(*_, **__):
+def raises(*_):
     raise Trouble("mine")
 
 
@@ -113,8 +115,8 @@ NOTED = f"mine\n{beginning_of_note(0, 'cpu')}"
 PLACES = {
     "forward": (raising_in("forward"), "Trouble", NOTED),
     "backward": (raising_in("backward"), "Trouble", NOTED),
-    "criterion": (given(trouble), "Trouble", NOTED),
-    "count": (given(count=trouble), "Trouble", "mine"),
+    "criterion": (given(raises), "Trouble", NOTED),
+    "count": (given(count=raises), "Trouble", "mine"),
     "empty": (given(rows=slice(0), labels=slice(0)), "ValueError", "empty"),
     "rows": (given(labels=slice(1)), "ValueError", "rows"),
     "reduction": (given(reduction="none"), "ValueError", "none"),
@@ -128,12 +130,6 @@ PLACES = {
 ON_THE_WHOLE_BATCH = ["forward", "backward", "criterion", "empty"]
 
 
-def state(engine):
-    module = engine.module
-    tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
-    return [torch.get_rng_state(), *[t.detach().clone() for t in tensors]]
-
-
 def fail(group, place, culprits, whole_batch_too=False):
     module = Troubled()
     rows = (9, 4, 2)[: group.size()]
@@ -144,18 +140,15 @@ def fail(group, place, culprits, whole_batch_too=False):
             step = functools.partial(engine.forward_backward, whole_batch=True)
             engine.forward_backward = step
         engine.forward_backward(*mine, CRITERION)
-        before = state(engine)
-        if group.rank() in culprits:
-            raised = failure(PLACES[place][0], engine, *mine)
-        else:
-            raised = failure(engine.forward_backward, *mine, CRITERION)
-        unchanged = all(map(torch.equal, before, state(engine)))
-        module.forward_raises = module.backward_raises = None
+        with nothing_changes(module):
+            wrong = PLACES[place][0] if group.rank() in culprits else given()
+            raised = failure(wrong, engine, *mine)
+        TROUBLE.clear()
         module.zero_grad()
         expected = whole_batch(module.body, *batch, CRITERION)[1]
         engine.forward_backward(*mine, CRITERION)
         assert_gradients(module.body, expected)
-    return raised, unchanged
+    return raised
 
 
 @pytest.mark.parametrize(
@@ -167,50 +160,45 @@ def test_a_rank_that_fails_fails_all(place, whole, culprit):
     found = run_on_ranks(2, fail, place, [culprit], whole)
     _, kind, words = PLACES[place]
     words = words.partition("\n")[0] if whole else words
-    (own, unchanged), (other, other_unchanged) = found[culprit], found[1 - culprit]
+    own, other = found[culprit], found[1 - culprit]
     assert own[0] == kind
     assert words in own[1]
     assert other[0] == "RuntimeError"
     assert other[1].startswith(
         f"rank {culprit} of 2 failed in this step, so that nothing was changed on any rank"
     )
-    assert unchanged
-    assert other_unchanged
 
 
 def test_ranks_that_fail_together_name_each_other():
     zero, one, two = run_on_ranks(3, fail, "forward", [0, 2])
-    assert "rank 2 failed in this step too" in zero[0][1]
-    assert "rank 0 failed in this step too" in two[0][1]
-    assert one[0][1].startswith("rank 0, 2 of 3 failed in this step")
-    assert all(unchanged for _, unchanged in (zero, one, two))
+    assert "rank 2 failed in this step too" in zero[1]
+    assert "rank 0 failed in this step too" in two[1]
+    assert one[1].startswith("rank 0, 2 of 3 failed in this step")
 
 
 def disagree(group, how):
-    module = Troubled()
+    module, rank = Troubled(), group.rank()
     module.twins = nn.ParameterList([torch.ones(2), torch.ones(2)])
     module.register_buffer("first", torch.ones(2))
     module.register_buffer("second", torch.ones(2))
-    batch = randn(4, FEATURES), randint(CLASSES, 4)
-
-    if how == "shape" and group.rank() == 1:
+    inputs, labels = FOUR
+    if how == "shape" and rank:
         module.rebinds = {"calls": torch.zeros(3, dtype=torch.long)}
     if how == "buffer":
-        module.rebinds = {"first" if group.rank() else "second": None}
+        module.rebinds = {"first" if rank else "second": None}
     with ScatterOnceParallel(module, process_group=group, verify=False) as engine:
-        if group.rank() == 1 and how == "trained":
+        if how == "trained" and rank:
             module.body[0].weight.requires_grad_(False)
         if how == "frozen":
-            module.twins[group.rank()].requires_grad_(False)
-        options = {"reduction": "sum"} if group.rank() == 1 and how == "reduction" else {}
+            module.twins[rank].requires_grad_(False)
+        options = {"reduction": "sum"} if how == "reduction" and rank else {}
         if how == "scale":
-            scale = 8.0 * (1 + group.rank())
-            options = {"scaler": torch.amp.GradScaler("cpu", init_scale=scale)}
-        if how == "labels" or (how == "call" and group.rank() == 1):
+            options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0 * (1 + rank))}
+        if how == "labels" or (how == "call" and rank):
             options = {"whole_batch": True}
-        if how == "labels" and group.rank() == 1:
-            batch = batch[0], batch[1].double()
-        return failure(engine.forward_backward, *batch, CRITERION, **options)
+        if how == "labels" and rank:
+            labels = labels.double()
+        return failure(engine.forward_backward, inputs, labels, CRITERION, **options)
 
 
 @pytest.mark.parametrize(
@@ -235,32 +223,28 @@ def hungry_model(most):
     return Of(forward, body=build(mlp))
 
 
-def hungry(group):
-    module = hungry_model(2 if group.rank() == 1 else 100)
+def hungry(group, most):
+    """A rank with little memory: the sub-steps of each, and what they raise."""
+    module = hungry_model(most if group.rank() == 1 else 100)
     batch = randn(16, FEATURES), randint(CLASSES, 16)
     mine = [tensor.chunk(2)[group.rank()] for tensor in batch]
     expected = whole_batch(module.body, *batch, CRITERION)[1]
     with ScatterOnceParallel(module, "auto", process_group=group) as engine:
-        for _ in range(2):
+        for _ in range(2 if most else 1):
             module.zero_grad()
-            engine.forward_backward(*mine, CRITERION)
+            if raised := failure(engine.forward_backward, *mine, CRITERION):
+                return raised
             assert_gradients(module.body, expected)
-    return engine.plan(8).shares[0].micro_batches
+    return len(engine.plan(8).shares[0].micro_batches)
 
 
 @pytest.mark.filterwarnings("ignore:accum=")
 def test_a_rank_alone_may_need_more_sub_steps():
-    assert [len(cuts) for cuts in run_on_ranks(2, hungry)] == [1, 4]
-
-
-def starve(group):
-    module = hungry_model(0 if group.rank() == 1 else 100)
-    with ScatterOnceParallel(module, "auto", process_group=group) as engine:
-        return failure(engine.forward_backward, randn(4, FEATURES), randint(CLASSES, 4), CRITERION)
+    assert run_on_ranks(2, hungry, 2) == [1, 4]
 
 
 def test_memory_that_is_not_enough_on_one_rank_fails_all():
-    zero, one = run_on_ranks(2, starve)
+    zero, one = run_on_ranks(2, hungry, 0)
     assert one[0] == "OutOfMemoryError"
     assert zero[1].startswith("rank 1 of 2 failed")
 
@@ -274,18 +258,15 @@ def die(rank, store):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     file = dist.FileStore(store, 2)
     dist.init_process_group("gloo", store=file, rank=rank, world_size=2)
-    module = build(mlp)
-    batch = randn(4, FEATURES), randint(CLASSES, 4)
-    engine = ScatterOnceParallel(module, process_group=dist.group.WORLD)
+    engine = ScatterOnceParallel(build(mlp), process_group=dist.group.WORLD)
     for _ in range(2):
-        engine.forward_backward(*batch, CRITERION)
+        engine.forward_backward(*FOUR, CRITERION)
     # Only now, since on a busy machine one rank may be much later than the other.
     _set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    before = [p.grad.clone() for p in module.parameters()]
-    kind, words = failure(engine.forward_backward, *batch, CRITERION)
-    assert all(map(torch.equal, before, [p.grad for p in module.parameters()]))
+    with nothing_changes(engine.module):
+        kind, words = failure(engine.forward_backward, *FOUR, CRITERION)
     print(kind, words.splitlines()[-1], flush=True)
 
 
@@ -318,19 +299,16 @@ def absent(group, folder):
     pairs = [dist.new_group([0, 1], backend="cpu:gloo", timeout=limit) for _ in range(2)]
     if group.rank() == 2:
         return None
-    module = build(mlp)
-    batch = randn(4, FEATURES), randint(CLASSES, 4)
-    engine = ScatterOnceParallel(module, process_group=pairs[0])
+    engine = ScatterOnceParallel(build(mlp), process_group=pairs[0])
     for _ in range(2):
-        engine.forward_backward(*batch, CRITERION)
+        engine.forward_backward(*FOUR, CRITERION)
     dist.barrier(group=pairs[1])
     found = []
     if group.rank() == 0:
-        before = [p.grad.clone() for p in module.parameters()]
         for pair in pairs:  # only now, since on a busy machine one rank may be much later
             _set_pg_timeout(timedelta(seconds=0.5), pair)
-        found.append(failure(engine.forward_backward, *batch, CRITERION))
-        assert all(map(torch.equal, before, [p.grad for p in module.parameters()]))
+        with nothing_changes(engine.module):
+            found.append(failure(engine.forward_backward, *FOUR, CRITERION))
         found.append(failure(ScatterOnceParallel, build(mlp), process_group=pairs[1]))
         (folder / "waited").touch()
     else:

@@ -24,7 +24,7 @@ from harness.oracle import (
 )
 from harness.rank_processes import run_on_ranks
 from harness.weighted import classes
-from pair.common import assert_pair
+from pair.common import Pair
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +78,7 @@ def test_each_replica_reads_what_its_own_call_left_behind(devices, kind):
     with ScatterOnceParallel(mlp(), 2, devices(3), verify=False) as engine:
         for seed in range(3):
             assert_step(engine, randn(ROWS, FEATURES, seed=seed), TARGETS, perceptual(kind))
-    assert_pair(mlp(), INPUTS, TARGETS, perceptual(kind), devices(3))
+    Pair(mlp(), perceptual(kind), devices(3)).check(INPUTS, TARGETS)
 
 
 # --- parameters that only the criterion reaches ---

@@ -29,12 +29,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[1]
 APART = ("checkup", "integrations", "train")  # packages on top of the engine
@@ -454,13 +455,13 @@ class Trials:
         begin = time.monotonic()
         for sabotage in self._sabotages:
             start = time.monotonic()
-            items = self._items(session, sabotage)
+            items = session.items
+            if self._own_tests:
+                items = [item for item in items if item.originalname == sabotage.seen_by]
+            items = sorted(items, key=in_contract, reverse=True)
             limit = min(LIMIT_SECONDS, max(0, begin + TOTAL_SECONDS - start))
-            try:
-                work = functools.partial(first_failure, sabotage, items)
-                seen, is_contract = in_fork(work, limit)
-            except LookupError as error:
-                seen, is_contract = f"NOBODY: {error}", False
+            work = functools.partial(first_failure, sabotage, items)
+            seen, is_contract = in_fork(work, limit)
             if seen.startswith("NOBODY"):
                 self.unseen.append(f"{sabotage.line} | {seen}")
             self.by_contract += is_contract
@@ -469,16 +470,6 @@ class Trials:
             terminal.write_line(f"{sabotage.line} | {seen}{where} | {seconds:.0f} s", flush=True)
         self.done = True
         return True
-
-    def _items(self, session: pytest.Session, sabotage: Sabotage) -> list[pytest.Item]:
-        """The tests to run, those first that probably see the sabotage."""
-
-        def is_other(item: pytest.Item) -> tuple[bool, bool]:
-            is_own: bool = item.originalname == sabotage.seen_by  # type: ignore[attr-defined]
-            return not is_own, not in_contract(item)
-
-        items = sorted(session.items, key=is_other)
-        return [item for item in items if not is_other(item)[0]] if self._own_tests else items
 
 
 def in_contract(item: pytest.Item) -> bool:
@@ -489,7 +480,7 @@ def in_contract(item: pytest.Item) -> bool:
 def first_failure(sabotage: Sabotage, items: Sequence[pytest.Item]) -> tuple[str, bool]:
     """The first test that fails under a sabotage, and whether it is in the contract.
 
-    Changes this process. Raises ``LookupError`` if no test fails.
+    Changes this process.
     """
     path, source = sabotaged(sabotage)
     copy = Path(tempfile.mkdtemp(prefix="sabotage"))
@@ -503,19 +494,12 @@ def first_failure(sabotage: Sabotage, items: Sequence[pytest.Item]) -> tuple[str
         function.__code__ = code
         for number, item in enumerate(items):
             following = items[number + 1] if number + 1 < len(items) else None
-            reports = run(item, following)
+            reports = runtestprotocol(item, log=False, nextitem=following)
             if any(report.failed for report in reports):
                 return item.nodeid.partition("::")[2], in_contract(item)
-        raise LookupError(f"{len(items)} tests pass")
+        return f"NOBODY: {len(items)} tests pass", False
     finally:
         shutil.rmtree(copy, ignore_errors=True)
-
-
-def run(item: pytest.Item, following: pytest.Item | None) -> list[pytest.TestReport]:
-    """The reports of one test, which are not printed."""
-    from _pytest.runner import runtestprotocol
-
-    return runtestprotocol(item, log=False, nextitem=following)
 
 
 def code_of(sabotage: Sabotage, path: Path, source: str) -> tuple[FunctionType, CodeType]:
@@ -529,8 +513,8 @@ def code_of(sabotage: Sabotage, path: Path, source: str) -> tuple[FunctionType, 
     return inspect.unwrap(getattr(owner, "__func__", owner)), code
 
 
-def in_fork(work: Callable[[], Any], limit: float) -> Any:
-    """The result of ``work`` in a fork of this process, or its ``LookupError``."""
+def in_fork(work, limit: float) -> tuple[str, bool]:
+    """What ``work`` returns in a fork of this process, or why it does not."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
     if not pid:
@@ -538,34 +522,34 @@ def in_fork(work: Callable[[], Any], limit: float) -> Any:
         try:
             theirs.send(work())
         except BaseException as error:
-            theirs.send(error if isinstance(error, LookupError) else LookupError(repr(error)))
+            theirs.send((f"NOBODY: {error!r}", False))
         finally:
             os._exit(0)
     theirs.close()
     try:
-        if not ours.poll(limit):
-            raise LookupError(f"not done in {limit:.0f} s")
-        result = ours.recv()
+        return ours.recv() if ours.poll(limit) else (f"NOBODY: not done in {limit:.0f} s", False)
     except EOFError:
-        raise LookupError("the process of the test ended") from None
+        return "NOBODY: the process of the test ended", False
     finally:
         ours.close()
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    if isinstance(result, LookupError):
-        raise result
-    return result
 
 
 def sabotaged(sabotage: Sabotage) -> tuple[Path, str]:
     """The file of the engine that a sabotage changes, and its text afterwards."""
     found = []
     for path, source, tree in _engine():
-        for start, stop in _places(source, tree, sabotage.place):
-            at = start - 1
-            while (at := source.find(sabotage.text, at + 1, stop)) >= 0:
-                changed = source[:at] + sabotage.instead + source[at + len(sabotage.text) :]
-                found.append((path, changed))
+        nodes: list[Any] = [tree]
+        for part in sabotage.place.split("."):
+            inside = [child for node in nodes for child in getattr(node, "body", [])]
+            nodes = [child for child in inside if getattr(child, "name", "") == part]
+        lines = source.splitlines(keepends=True)
+        for node in nodes:
+            cuts = (0, node.lineno - 1), (node.lineno - 1, node.end_lineno), (node.end_lineno, None)
+            before, body, after = ("".join(lines[start:stop]) for start, stop in cuts)
+            changed = before + body.replace(sabotage.text, sabotage.instead) + after
+            found += [(path, changed)] * body.count(sabotage.text)
     if len(found) != 1:
         times = f"{len(found)} times in {sabotage.place}"
         raise LookupError(f"{sabotage.text!r} is {times} of the engine: mend tests/sabotage.py")
@@ -579,22 +563,6 @@ def _engine() -> list[tuple[Path, str, ast.Module]]:
     paths = [path for path in files if path.parts[1] not in APART]
     texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
     return [(path, text, ast.parse(text)) for path, text in zip(paths, texts, strict=True)]
-
-
-def _places(source: str, tree: ast.Module, place: str) -> list[tuple[int, int]]:
-    """Where the definitions that ``place`` names begin and end in ``source``."""
-    *owner, name = place.split(".")
-    nodes: list[Any] = list(tree.body)
-    for part in owner:
-        nodes = [n for o in nodes if getattr(o, "name", "") == part for n in getattr(o, "body", [])]
-    ends = [0]
-    for line in source.splitlines(keepends=True):
-        ends.append(ends[-1] + len(line))
-    return [
-        (ends[node.lineno - 1], ends[node.end_lineno])
-        for node in nodes
-        if getattr(node, "name", "") == name
-    ]
 
 
 def name_of_test(sabotage: Sabotage) -> str:

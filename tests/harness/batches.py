@@ -44,28 +44,19 @@ class Tagger(Reader):
         return self.head(self.words(ids).tanh()).transpose(1, 2)
 
 
-class Masked(Reader):
+def masked(m, ids, mask, labels, names):
     """Computes the loss of keyword arguments, with a mask and a list of names."""
-
-    def forward(self, ids, mask, labels, names):
-        assert len(names) == len(ids)
-        return F.cross_entropy(super().forward(ids) @ mask, labels)
+    assert len(names) == len(ids)
+    return F.cross_entropy(m.reader(ids) @ mask, labels)
 
 
-class Detector(nn.Linear):
+def detect(m, images, targets):
     """Entries are dicts of tensors of any shape, and strings; it writes into them."""
-
-    def forward(self, images, targets):
-        assert all(isinstance(target["name"], str) for target in targets)
-        for target in targets:
-            target["seen"] = target["boxes"].add_(1)
-        found = zip(super().forward(images), targets, strict=True)
-        return sum((image - target["seen"]).square().sum() for image, target in found)
-
-
-class WritesScale(nn.Linear):
-    def forward(self, rows, scale):
-        return super().forward(rows * scale.mul_(2))
+    assert all(isinstance(target["name"], str) for target in targets)
+    for target in targets:
+        target["seen"] = target["boxes"].add_(1)
+    found = zip(m.linear(images), targets, strict=True)
+    return sum((image - target["seen"]).square().sum() for image, target in found)
 
 
 class Jagged(Marker):
@@ -118,15 +109,6 @@ def pad_tags(tags):
     return pad_sequence(tags, batch_first=True, padding_value=-100)
 
 
-def by_table(model, rows, table, options):
-    """Rows times a square table, whose size is that of the batch."""
-    return model.linear((rows + options["shift"]) @ table)
-
-
-def two_heads():
-    return Returns(lambda logits, _: {"main": logits, "side": [logits * 2]})
-
-
 NESTED = {
     "classes": SEVEN,
     "soft": (randn(7, CLASSES).softmax(1),),
@@ -160,13 +142,6 @@ def concatenated(ignored):
     if ignored:
         labels[1][2:] = -100
     return (Rows(words, torch.cat), Rows(labels, torch.cat)), (torch.cat(words), torch.cat(labels))
-
-
-class Lossy(Masked):
-    """Its own loss in a dict, which the criterion takes out."""
-
-    def forward(self, ids, labels):
-        return {"loss": F.cross_entropy(Reader.forward(self, ids), labels)}
 
 
 def nested_targets(output, targets):
@@ -217,9 +192,15 @@ CASES = {
     "a number for all": Case(mlp, (ROWS, 1.0), lambda _: without_rows),
     "a 0-dim tensor for all": Case(mlp, (ROWS, torch.tensor(1.0).double()), lambda _: without_rows),
     "no targets": Case(mlp, (ROWS, None), lambda _: without_rows),
-    "several outputs": Case(two_heads, (ROWS, SEVEN), lambda _: of_two_heads),
+    "several outputs": Case(
+        lambda: Returns(lambda logits, _: {"main": logits, "side": [logits * 2]}),
+        (ROWS, SEVEN),
+        lambda _: of_two_heads,
+    ),
     "the module's own losses": Case(
-        Lossy,
+        lambda: Of(
+            lambda m, ids, labels: {"loss": F.cross_entropy(m.reader(ids), labels)}, reader=Reader()
+        ),
         ((PADDED, LABELS), LABELS),
         lambda _: lambda output, _: output["loss"],
         unless=("whole batch", "by cost", "inference"),
@@ -252,19 +233,25 @@ CASES = {
         only=WINDOWS,
     ),
     "replicated, of the batch's size": Case(
-        lambda: Of(by_table, linear=nn.Linear(7, CLASSES)),
+        lambda: Of(
+            lambda m, rows, table, options: m.linear((rows + options["shift"]) @ table),
+            linear=nn.Linear(7, CLASSES),
+        ),
         ((randn(7, 7), Replicated(TABLE), Replicated({"shift": SHIFT})), SEVEN),
         plain=((randn(7, 7), TABLE, {"shift": SHIFT}), SEVEN),
         only=OF_PAIRS,
     ),
     "replicated, and written": Case(
-        lambda: WritesScale(FEATURES, CLASSES),
+        lambda: Of(
+            lambda m, rows, scale: m.linear(rows * scale.mul_(2)),
+            linear=nn.Linear(FEATURES, CLASSES),
+        ),
         ((ROWS, Replicated(torch.ones(FEATURES).double())), SEVEN),
         plain=((ROWS, torch.ones(FEATURES).double()), SEVEN),
         only=OF_PAIRS,
     ),
     "entries of any kind": Case(
-        lambda: Detector(FEATURES, FEATURES),
+        lambda: Of(detect, linear=nn.Linear(FEATURES, FEATURES)),
         ({"images": ROWS[:4], "targets": Rows(BOXES)}, None),
         lambda _: None,
         plain=({"images": ROWS[:4], "targets": copy.deepcopy(BOXES)}, None),
@@ -282,7 +269,7 @@ CASES = {
         )
     },
     "a window of mappings": Case(
-        Masked,
+        lambda: Of(masked, reader=Reader()),
         mappings(*WINDOW[:2])[0],
         lambda _: None,
         plain=mappings(*WINDOW[:2])[1],

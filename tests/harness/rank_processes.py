@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,52 +23,39 @@ _IDLE_SECONDS = 1800.0
 _REPLY_SECONDS = 300.0
 
 
-class RankProcesses:
-    """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
-
-    def __init__(self) -> None:
-        context = forks.context()
-        self._processes = []
-        self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
-        self._pipes = []
-        for rank in range(SIZE):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, store), daemon=True)
-            process.start()
-            self._processes.append(process)
-            there.close()
-            self._pipes.append(here)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether all ranks wait for a test: idle ones end by themselves, and so may lost ones."""
-        return all(process.is_alive() for process in self._processes)
-
-    def run(self, size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``case(group, *args)`` returns on each of the first ``size`` ranks."""
-        for pipe in self._pipes[:size]:
-            pipe.send((size, case, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes[:size]):
-            assert pipe.poll(_REPLY_SECONDS), f"rank {rank} said nothing for {_REPLY_SECONDS} s"
-            answers.append(pipe.recv())
-        for rank, (failure, _) in enumerate(answers):
-            assert failure is None, f"on rank {rank}: {failure}"
-        return [value for _, value in answers]
-
-
-_started: list[RankProcesses] = []
+_ranks: list[Any] = []  # the processes, the ends of their pipes, and the folder of their store
 
 
 def run_on_ranks(size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``case(group, *args)`` returns on each of the first ``size`` ranks of all tests.
 
-    The ranks are started again if they have ended.
+    The ranks are started again if they have ended: idle ones do, and so may lost ones.
     """
-    if not _started or not _started[-1].is_there:
-        _started.append(RankProcesses())
-    return _started[-1].run(size, case, *args)
+    if not _ranks or not all(process.is_alive() for process in _ranks[0]):
+        _ranks[:] = _start()
+    pipes = _ranks[1][:size]
+    for pipe in pipes:
+        pipe.send((size, case, args))
+    answers = []
+    for rank, pipe in enumerate(pipes):
+        assert pipe.poll(_REPLY_SECONDS), f"rank {rank} said nothing for {_REPLY_SECONDS} s"
+        answers.append(pipe.recv())
+    for rank, (failure, _) in enumerate(answers):
+        assert failure is None, f"on rank {rank}: {failure}"
+    return [value for _, value in answers]
+
+
+def _start() -> tuple[Any, ...]:
+    """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
+    context, folder = forks.context(), tempfile.TemporaryDirectory()
+    pipes = [context.Pipe() for _ in range(SIZE)]
+    processes = []
+    for rank, (_, there) in enumerate(pipes):
+        args = there, rank, str(Path(folder.name) / "store")
+        processes.append(context.Process(target=_serve, args=args, daemon=True))
+        processes[-1].start()
+        there.close()
+    return processes, [here for here, _ in pipes], folder
 
 
 def _serve(pipe: Any, rank: int, store: str) -> None:
@@ -106,21 +95,18 @@ _COLLECTIVES = (
 )
 
 
-class Counted:
-    """Counts the collectives of the body: for each, its name, dtype and bytes."""
+@contextlib.contextmanager
+def Counted() -> Iterator[list[tuple[str, torch.dtype, int]]]:
+    """Yields the list of the body's collectives: of each its name, dtype and bytes."""
+    calls = []
 
-    def __enter__(self) -> list[tuple[str, torch.dtype, int]]:
-        self.calls: list[tuple[str, torch.dtype, int]] = []
-        self._originals = {name: getattr(dist, name) for name in _COLLECTIVES}
-        for name, original in self._originals.items():
-            setattr(dist, name, functools.partial(self._call, name, original))
-        return self.calls
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
-
-    def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def counted(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), torch.empty(0))
-        self.calls.append((name, tensor.dtype, tensor.numel() * tensor.element_size()))
+        calls.append((name, tensor.dtype, tensor.nbytes))
         return original(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name in _COLLECTIVES:
+            patched = functools.partial(counted, name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, patched))
+        yield calls

@@ -90,26 +90,10 @@ def test_each_replica_may_have_a_micro_batch_size_of_its_own(
         assert_step(engine, *batch, nn.CrossEntropyLoss(), whole_batch=whole_batch)
 
 
-def test_equal_lists_of_micro_batch_sizes_give_the_same_bits_on_any_layout():
-    found = []
-    for layout in (["cpu:0", "cpu:1"], ["cpu:0", "cpu:0"]):
-        model = build(lambda: nn.Linear(4, 3))
-        with ScatterOnceParallel(model, device_ids=layout, micro_batch_size=[6, 24]) as engine:
-            engine.forward_backward(randn(31, 4), randint(3, 31), nn.CrossEntropyLoss())
-        found.append(model.weight.grad)
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("sizes", [[3], [3, 8, 8], [3, 0], [3, 2.5], [3, True], []])
 def test_micro_batch_sizes_that_do_not_fit_the_replicas_are_refused(sizes):
     with pytest.raises(ValueError, match="one int of at least 1 for each of the 2 replicas"):
         ScatterOnceParallel(nn.ReLU(), device_ids=["cpu"] * 2, micro_batch_size=sizes)
-
-
-@pytest.mark.parametrize("other", [{"accum": 2}, {"accum": "auto"}, {"micro_batch_cost": 64}])
-def test_micro_batch_sizes_and_another_cut_are_refused(other):
-    with pytest.raises(ValueError, match="both say how a share is cut"):
-        ScatterOnceParallel(nn.ReLU(), device_ids=["cpu"] * 2, micro_batch_size=[3, 8], **other)
 
 
 @given(
@@ -176,19 +160,6 @@ def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, sub
     assert largest <= math.ceil(1000 / (2 * accum))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9, 4096])
-def test_equal_shares_are_the_plan_without_any(rows):
-    assert make_plan(rows, [torch.device("cpu")] * 4, 5, shares=[2.5] * 4) == make_plan(
-        rows, [torch.device("cpu")] * 4, 5
-    )
-
-
-def test_the_micro_batch_size_holds_for_every_share():
-    plan = make_plan(100, [torch.device("cpu")] * 2, micro_batch_size=8, shares=[3, 1])
-    assert [share.rows for share in plan.shares] == [75, 25]
-    assert [len(share.micro_batches) for share in plan.shares] == [10, 4]
-
-
 @pytest.mark.contract
 @pytest.mark.parametrize("rows", [2, 7, 37])
 def test_the_gradient_of_shares_that_differ_is_exact(devices, rows):
@@ -199,11 +170,6 @@ def test_the_gradient_of_shares_that_differ_is_exact(devices, rows):
         assert engine.shares == (5, 1, 2)
         assert engine.last_step.plan == engine.plan(rows)
         torch.testing.assert_close(engine.eval()(inputs), model(inputs))
-
-
-def test_learned_shares_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"removed in 0\.3\.0; pass .* such as \[3, 1\]"):
-        engine_on(2, shares="auto")
 
 
 def test_a_plan_says_where_its_rows_are():

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Of, Returns
-from harness.notes import beginning_of_note, note_of
+from harness.notes import note_of
 from harness.oracle import assert_close, build, randint, randn, seeded
 from harness.rank_processes import run_on_ranks
 from torch import nn
@@ -303,18 +303,6 @@ def test_a_function_that_names_the_user_s_module_is_refused(engine):
     assert replica.shape == (11, 2)
     other.eval()
     assert_close(engine.map(lambda _, x: other(x), FOURS), other(FOURS).detach(), "another one")
-
-
-def test_an_error_names_the_replica_and_its_rows(engine):
-    def fails(_, x):
-        torch.randn(2)
-        if torch.equal(x[-1], FOURS[-1]):
-            raise KeyError("no")
-
-    with pytest.raises(KeyError) as info:
-        engine.map(fails, FOURS)
-    assert info.value.__notes__[0].startswith(beginning_of_note(2, engine.device_ids[2]))
-    assert engine.map(lambda _, x: x, FOURS).shape == FOURS.shape
 
 
 @pytest.mark.draws

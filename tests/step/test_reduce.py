@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from harness.batches import LABELS, Quantizer
-from harness.models import CLASSES, FEATURES, Classifier, Of, Returns, mlp
+from harness.batches import LABELS
+from harness.models import CLASSES, FEATURES, Of, Returns, mlp
 from harness.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
 from harness.rank_processes import Counted, failure, run_on_ranks
 from hypothesis import given
@@ -33,13 +33,6 @@ def add_ones(model, rows, accum=1, device_ids=None, dtype=torch.bfloat16, **opti
     with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
         ones = torch.ones(rows, 1, dtype=dtype)
         engine.forward_backward(ones, criterion=lambda out, _: out.sum(), reduction="sum")
-
-
-def test_512_ones_add_up_to_256_in_bfloat16():
-    """Why the option is there: 256 + 1 is 256 in bfloat16."""
-    model = one_weight()
-    add_ones(model, 512, 512, ["cpu"])
-    assert model.weight.grad.item() == 256
 
 
 @pytest.mark.contract
@@ -87,18 +80,6 @@ def test_a_users_own_grad_dtype_is_followed(device_ids):
         add_ones(model, 514, 512 // len(device_ids), device_ids)
     assert model.weight.grad.dtype == torch.float32
     assert model.weight.grad.item() == 1028
-
-
-def test_bytes_of_wide_gradients_are_counted():
-    model = nn.Linear(100, 1, bias=False, dtype=torch.bfloat16)
-    sent = {}
-    for wide in (None, torch.float32):
-        with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"], accumulate_dtype=wide) as engine:
-            engine.forward_backward(
-                torch.ones(8, 100, dtype=torch.bfloat16), criterion=lambda out, _: out.mean()
-            )
-            sent[wide] = engine.last_step.bytes["reduce"]
-    assert sent == {None: 200, torch.float32: 400}
 
 
 def _wide_ranks(group):
@@ -157,17 +138,6 @@ INPUTS = randn(11, FEATURES)
 ROWS, SEVEN, LOSS = randn(7, FEATURES), LABELS[:7], nn.CrossEntropyLoss()
 
 
-def test_returned_outputs_have_one_for_each_replica(devices):
-    model, batch = (
-        build(Quantizer),
-        (randn(16, FEATURES), None, lambda o, _: o["codes"].square().mean()),
-    )
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        _, found = engine.forward_backward(*batch, return_outputs=lambda o: o["codebook"])
-    for codebook in found:
-        assert_close(codebook, model.codebook.detach(), "codebook")
-
-
 class Ragged(nn.Module):
     """As many entries as some rule of its own says, which sizes of micro-batches divide."""
 
@@ -206,19 +176,6 @@ def test_return_outputs(devices, rows):
         assert output["tag"] == "t"
         assert not output["logits"].requires_grad
         assert_close(output["mean"], part.mean(), "0-dim, averaged with the rows as weights")
-
-
-def test_outputs_of_a_module_that_returns_its_loss(devices):
-    class OwnLoss(Classifier):
-        def forward(self, inputs, labels):
-            logits = self.linear(inputs)
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    batch = {"inputs": INPUTS, "labels": randint(CLASSES, 11)}
-    with ScatterOnceParallel(build(OwnLoss), 2, devices(3)) as engine:
-        loss, outputs = engine.forward_backward(batch, return_outputs=True)
-    weighted = sum(output["loss"] * len(output["logits"]) for output in outputs) / 11
-    assert_close(loss, weighted, "loss")
 
 
 def test_outputs_hold_no_graph_and_no_replica_memory_is_reused(devices):

@@ -16,7 +16,6 @@ from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from harness.oracle import assert_gradients, assert_step, build, gradients, randint, randn, seeded
 from harness.stop_iteration import RaisesStopIteration, assert_arrives_from_everywhere
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
@@ -290,14 +289,6 @@ def test_forked_children_compute_at_once(compute):
 # --- modules that cannot be replicated ---
 
 
-def packed(model):
-    model[0].weight = nn.Parameter(TwoTensor(torch.ones(3, 4), torch.ones(3, 4)))
-
-
-def quantised(model):
-    model[0].weight.quant_state = object()
-
-
 def scripted(model):
     model[0] = torch.jit.script(model[0])
 
@@ -312,8 +303,6 @@ def integers(model):
     ("change", "words"),
     [
         (integers, r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr"),
-        (packed, r"the parameter '0.weight', a TwoTensor, .* made of other tensors, as torchao's"),
-        (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
         (
             scripted,
             r"Sequential cannot be replicated, since its child '0' is a TorchScript module, .* "
@@ -339,13 +328,6 @@ def test_torchscript_is_refused_where_no_child_is_and_may_be_what_a_criterion_ca
         model.hidden = [loss]
         with pytest.raises(TypeError, match="in something that is no module, a TorchScript module"):
             engine.forward_backward(*batch, nn.MSELoss())
-
-
-def test_one_memory_is_enough_for_quantised_parameters():
-    with seeded():
-        quantised(model := nn.Sequential(nn.Linear(4, 3)))
-    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
-        assert engine.replicas[1][0].weight.quant_state is model[0].weight.quant_state
 
 
 class HasItsEngine(Classifier):

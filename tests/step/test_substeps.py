@@ -113,6 +113,16 @@ def test_one_replica_steps_in_the_thread_of_the_caller():
     assert threads == {threading.current_thread()}
 
 
+@pytest.mark.contract
+def test_micro_batches_without_terms_still_run_forward(devices):
+    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+    targets = torch.full((12,), -100)
+    targets[0] = 1
+    with ScatterOnceParallel(model, 3, devices(1)) as engine:
+        engine.forward_backward(randn(12, FEATURES), targets, LOSS)
+    assert model[0].num_batches_tracked == 3
+
+
 def test_the_loss_that_is_not_finite_has_the_rows(devices):
     inputs = ROWS.clone()
     inputs[8, 2] = torch.nan

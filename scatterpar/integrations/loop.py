@@ -94,15 +94,11 @@ class Additions:
 
     def end(self, owner: Any) -> Self:
         """Keep what the call has added to ``owner``, and drop the rest."""
-        now = vars(owner)
+        now, lists = vars(owner), self._lists.items()
         self.metrics = now.get("_metrics", {})
         numbers = {k: v for k, v in self.numbers.items() if type(now.get(k)) in (int, float)}
         self.numbers = {name: now[name] - v for name, v in numbers.items() if now[name] != v}
-        self.entries = {
-            name: entries[length:]
-            for name, (entries, length) in self._lists.items()
-            if now.get(name) is entries
-        }
+        self.entries = {k: v[length:] for k, (v, length) in lists if now.get(k) is v}
         del self._lists
         return self
 
@@ -131,9 +127,9 @@ def num_rows(batch: Any) -> int:
     """
     level, longest = [batch], 0
     while level:
-        sizes = [n for n in map(_size, level) if n is not None]
-        if sizes:
-            return sizes[0]
+        for size in map(_size, level):
+            if size is not None:
+                return size
         longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
         level = list(chain.from_iterable(map(_entries, level)))
     return longest or 1
@@ -152,9 +148,7 @@ def as_rows(batch: Any) -> Any:
         sizes = [len(v) if _is_list(v) else _size(v) for v in _leaves(value)]
         return {*sizes} - {None} != {rows}
 
-    def mark(values: list[Any]) -> Any:
-        return Rows(values[0]) if is_rows(values[0]) else values[0]
-
+    mark = lambda values: Rows(values[0]) if is_rows(values[0]) else values[0]  # noqa: E731
     return nested.merge(mark, [batch], lambda values: is_rows(values[0]))
 
 

@@ -70,8 +70,8 @@ class _WholeBatch(ScatterOnceMixin):
 
     # One batch with all rows of a step, if the loss sees all of them.
 
-    def _module_attributes(self) -> dict[str, Any]:
-        return {"model": self.model} if self._sees_all else super()._module_attributes()
+    def _modules(self) -> list[Any]:
+        return [self.model] if self._sees_all else super()._modules()
 
     def _step_collator(self, collate: Any) -> Any:
         return collate if self._sees_all else super()._step_collator(collate)

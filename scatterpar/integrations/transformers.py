@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -28,7 +28,6 @@ from scatterpar.costs import check_budget, plan_by_cost
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
-from scatterpar.integrations.loop import Modules, as_rows, num_rows
 from scatterpar.pair.pair import gather
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.torch_private import unwrapped
@@ -43,8 +42,10 @@ _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch
 # TRL's trainers whose losses of batches combine into that of all, except with these loss types.
 _OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
 _OF_TRL["DPOTrainer"] = ["sft", "aot", "aot_unpaired", "bco_pair"]
-_FIRST = operator.itemgetter(0)
+# How losses of batches combine into that of all: as means over these numbers, or as a sum.
+LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
 _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
+_FIRST = operator.itemgetter(0)
 
 if TYPE_CHECKING:  # the subclasses have a Trainer among their other bases
     _Base = transformers.Trainer
@@ -91,22 +92,26 @@ class ScatterOnceMixin(_Base):
             check_budget(micro_batch_cost)
         self._device_ids, self._shard_optimizer = device_ids, shard_optimizer
         self._micro_batch_cost = micro_batch_cost
+        others = ("trl.", "sentence_transformers.")  # they compute more than outputs
+        modules = [base.__module__ for base in type(self).__mro__]
+        self._evaluates_on_all = not any(name.startswith(others) for name in modules)
         copied = {n: _copied(value) for n, value in kwargs.items()}
         super().__init__(*map(_copied, args), **copied)
-        _refuse_losses(self)
+        _refuse_losses_of_trl(self)
 
     # The arguments: those of one device that takes all rows of a step at once.
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, with arguments for one process that has one device."""
-        _refuse(self.args, self.model)
-        args, devices = vars(self.args), self._replicas()
+        args = vars(self.args)
+        self._devices = _devices(self._device_ids, self.args.device)
         self._user_args = {name: args[name] for name in (_ROWS, _EVAL_ROWS, _BATCHES)}
-        self._num_batches = len(devices) * args[_BATCHES]  # in a step; one replica computes each
+        self._num_batches = len(self._devices) * args[_BATCHES]  # in a step; one replica has each
+        _refuse(self.args, self.model, self._num_batches)
         if not args.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
             args[_REFERENCE_ROWS] = args[_ROWS]
         args[_ROWS], args[_BATCHES] = args[_ROWS] * self._num_batches, 1
-        args[_EVAL_ROWS] *= len(devices) if self._evaluates_on_all() else 1
+        args[_EVAL_ROWS] *= len(self._devices) if self._evaluates_on_all else 1
         args["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
         self._train_batch_size = self.args.train_batch_size
         super().create_accelerator_and_postprocess()
@@ -115,23 +120,6 @@ class ScatterOnceMixin(_Base):
         if trial is not None:  # it sets some arguments again, for one replica
             vars(self.args).update(self._user_args)
         super()._hp_search_setup(trial)
-
-    def _evaluates_on_all(self) -> bool:
-        """Whether all replicas evaluate. Trainers that compute more than outputs use the master."""
-        others = ("trl.", "sentence_transformers.")
-        return not any(base.__module__.startswith(others) for base in type(self).__mro__)
-
-    def _replicas(self) -> tuple[torch.device, ...]:
-        """The device of each replica. The first one is the Trainer's device."""
-        ids, main = self._device_ids, self.args.device
-        if ids is None and main.type == "cpu":
-            ids = ["cpu"]  # the user asked for the CPU, even if there are accelerators
-        devices = resolve(ids)
-        first = physical(devices[0])
-        if (first.type, first.index or 0) != (main.type, main.index or 0):
-            own = f"the Trainer's own device, {main}, where the model is"
-            raise ValueError(f"device_ids must begin with {own}; got {devices[0]} first")
-        return devices
 
     # The loader: all rows of a step, collated batch by batch, on the host: the engine scatters.
 
@@ -147,7 +135,7 @@ class ScatterOnceMixin(_Base):
         collator: Any = partial(_by_number, collate, size)
         if self._micro_batch_cost is not None:
             name = getattr(self.model, "main_input_name", "input_ids")
-            collator = partial(_by_cost, collate, name, self._micro_batch_cost, self._replicas())
+            collator = partial(_by_cost, collate, name, self._micro_batch_cost, self._devices)
         vars(collator).update(getattr(collate, "__dict__", {}))  # some loaders read attributes
         return collator
 
@@ -171,26 +159,28 @@ class ScatterOnceMixin(_Base):
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        others = chain.from_iterable(map(loop.modules_in, self._module_attributes().values()))
-        parts = list(dict.fromkeys([self.model, *others]))
+        parts, args = list(dict.fromkeys(self._modules())), self.args
         if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
             self._close_engine()
         if self._engine is None:
-            self._parts, args = parts, self.args
-            options: Any = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-            model: Any = parts[0]
-            model = torch.compile(model, **options) if args.torch_compile else model
-            work = Modules([model, *parts[1:]])
+            self._parts, model = parts, parts[0]
+            if args.torch_compile:
+                options: Any = {
+                    "backend": args.torch_compile_backend,
+                    "mode": args.torch_compile_mode,
+                }
+                model = torch.compile(model, **options)
             # verify=False: the Trainer asks batch by batch how losses combine.
-            self._engine = ScatterOnceParallel(work, 1, self._replicas(), verify=False)
+            work = loop.Modules([model, *parts[1:]])
+            self._engine = ScatterOnceParallel(work, 1, self._devices, verify=False)
             if self._sharded is not None:
                 self._sharded.engine = self._engine
         return self._engine
 
-    def _module_attributes(self) -> dict[str, Any]:
-        """The attributes of the Trainer that are modules, or lists or dicts of modules, by name."""
-        attributes = vars(self).items()
-        return {k: v for k, v in attributes if k not in _NOT_REPLICATED and loop.modules_in(v)}
+    def _modules(self) -> list[Any]:
+        """The model, and the modules among the Trainer's attributes, or in lists or dicts there."""
+        values = [value for name, value in vars(self).items() if name not in _NOT_REPLICATED]
+        return [self.model, *chain.from_iterable(map(loop.modules_in, values))]
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -220,25 +210,22 @@ class ScatterOnceMixin(_Base):
         return Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Tensor:
-        batches = _batches_of(step)
+        batches, is_step = _batches_of(step), isinstance(step, Step)
         if _towers(self.model) and any(batch.get("return_loss") for batch in batches):
             return self._loss_of_towers(batches)
         how = self._how_losses_combine(step)
-        if how is None:
-            raise ValueError(_NOTHING_FITS.format(_loss_class(self).__name__))
-        accum = len(step) if isinstance(step, Step) else self._user_args[_BATCHES]
-        loss, calls = self._run(self._loss_of, step, accum, how)
-        self._collect(calls, _weights(how, step) if isinstance(step, Step) else None)
+        accum = len(step) if is_step else self._user_args[_BATCHES]
+        loss, calls = self._run(_compute_loss, step, accum, how)
+        self._collect(calls, _weights(how, step) if is_step else None)
         return loss
 
-    def _run(self, work: Callable[..., Any], step: Any, accum: int, how: str) -> tuple[Tensor, Any]:
-        """The loss of a step, and what ``work`` returns beside the loss of each micro-batch.
+    def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> tuple[Tensor, Any]:
+        """The loss of a step, and what ``call`` returns beside the loss of each micro-batch.
 
         Each batch of a ``Step`` is a micro-batch of one replica. Any other batch is cut by rows.
         """
-        items = self._get_num_items_in_batch([*_batches_of(step)], self.args.device)
-        batch = Rows(step, _FIRST) if isinstance(step, Step) else as_rows(dict(step))
-        inputs = {"work": work, "batch": batch, "items": items if how == SUM else None}
+        batch = Rows(step, _FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
+        inputs = self._inputs(call, batch, _batches_of(step), how)
         beside = operator.itemgetter("beside")
         loss, parts = self._engine_loss(inputs, accum, return_outputs=beside, **_options(how))
         return loss, parts
@@ -248,31 +235,32 @@ class ScatterOnceMixin(_Base):
         engine.accum = accum
         return engine.loss(inputs, *args, scaler=self.accelerator.scaler, **options)
 
-    def _loss_of(self, work: Modules, batch: Any, items: Any = None, row: Any = None) -> Any:
-        """The loss of a batch by ``compute_loss``, and what the call added to the Trainer.
+    def _inputs(self, call: Any, batch: Any, counted: Sequence[Any], how: str) -> dict[str, Any]:
+        """The engine's inputs; for a sum with the number of items in all ``counted`` batches."""
+        items = self._get_num_items_in_batch([*counted], self.args.device) if how == SUM else None
+        return {"work": self._on_replica, "call": call, "batch": batch, "items": items}
 
-        ``items`` is by default the batch's number, and doubled for one ``row`` instead of two.
+    def _on_replica(self, work: Any, call: Any, batch: Any, items: Any, row: Any = None) -> Any:
+        """What ``call`` returns for a copy of the Trainer that refers to a replica's modules.
+
+        Beside the loss also what it added to the copy. By default ``items`` are the batch's; they
+        are doubled for one ``row`` instead of two.
         """
-        trainer, additions = self._copy(work, items)
-        items = trainer._get_num_items_in_batch([batch], trainer.accelerator.device)
-        if row is not None and items is not None:
-            items = items * 2 // row.unique().numel()
-        loss: Any = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items)
-        return {"loss": loss, "beside": additions.end(trainer)}
-
-    def _copy(self, work: Modules, items: Any) -> tuple[Self, loop.Additions]:
-        """A copy of the Trainer that refers to a replica's modules, and what calls add to it."""
         replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
         trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work.parts[0]
         device = next((p.device for p in model.parameters()), self.args.device)
+        items = self._get_num_items_in_batch([batch], device) if items is None else items
+        if row is not None and items is not None:
+            items = items * 2 // row.unique().numel()
         own = vars(trainer)
         own.update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
+        own["_get_num_items_in_batch"] = lambda *_: items
         own.pop("compute_loss", None)  # the step's
-        if items is not None:
-            own["_get_num_items_in_batch"] = lambda *_: items
         if "_metrics" in own:  # TRL's trainers fill them in compute_loss
             own["_metrics"] = {mode: defaultdict(list) for mode in own["_metrics"]}
-        return trainer, loop.Additions(trainer)
+        additions = loop.Additions(trainer)
+        loss, *outputs = call(trainer, batch)
+        return {"loss": loss, "beside": (*outputs, additions.end(trainer))}
 
     def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
         """Add what calls of ``compute_loss`` counted and measured, as if it had been one call."""
@@ -296,9 +284,10 @@ class ScatterOnceMixin(_Base):
         """
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            pairs = zip(_towers(self.model), zip(*pooled, strict=True), strict=True)
             with contextlib.ExitStack() as stack:
-                for tower, parts in pairs:
+                for tower, parts in zip(
+                    _towers(self.model), zip(*pooled, strict=True), strict=True
+                ):
                     output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
                     forward = lambda *_, output=output, **__: output  # noqa: E731
                     stack.enter_context(loop.replaced(tower, forward=forward))
@@ -308,64 +297,64 @@ class ScatterOnceMixin(_Base):
         loss: Tensor = self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
         return loss
 
-    def _how_losses_combine(self, step: Any) -> str | None:
+    def _how_losses_combine(self, step: Any) -> str:
         """How the losses of a step's batches, or of parts of its only batch, combine.
 
-        The first candidate that fits a few rows, ``None`` if there is none. Candidates are tried in
-        steps 1, 2, 4, 8, …, and eight times in steps in which it matters which of them fits.
+        The first candidate that fits a few rows. Candidates are tried in steps 1, 2, 4, 8, …, and
+        eight times in steps in which it matters which of them fits.
         """
         if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
             return ROWS
-        if not self._steps_asked:
+        asked, number, batches = self._steps_asked, self.state.global_step + 1, _batches_of(step)
+        if not asked:
             labels = [SHIFTED, LABELS] if self._loss_shifts_labels else [LABELS, SHIFTED]
             self._candidates = [*labels, ROWS, SUM]
-        number = self.state.global_step + 1
-        is_due = not number & (number - 1) and number not in self._steps_asked
-        is_due |= len(self._steps_asked) < _LOOKS and _differ(self._candidates, step)
+        is_due = not number & (number - 1) and number not in asked
+        is_due |= len(asked) < _LOOKS and _differ(self._candidates, step)
         if is_due and len(_weights(ROWS, step)) > 1:
-            self._steps_asked = [*self._steps_asked, number]
-            batches = _batches_of(step)
+            self._steps_asked = [*asked, number]
             telling = (batch for batch in batches if _differ(self._candidates, batch))
             self._candidates = self._fitting(dict(next(telling, batches[0])))
             if _differ(self._candidates, step):
                 warnings.warn(_INCONCLUSIVE, stacklevel=3)
-        return next(iter(self._candidates), None)
+        name = f"{_loss_class(self).__name__} here"
+        loop.refuse("ScatterOnceMixin", {name: not self._candidates}, _NOTHING_FITS)
+        return self._candidates[0]
 
     def _fitting(self, batch: dict[str, Any]) -> Sequence[str]:
         """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
-        engine, training = self._engine_of_the_model(), self.model.training
-        items = self._get_num_items_in_batch([batch], self.args.device)
-        inputs: dict[str, Any] = {"work": self._loss_of, "batch": as_rows(batch)}
-        asked = self._candidates
-        if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them
-            inputs |= {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
-            asked = [SUM]
-        # Without items a sum is not asked: a row whose own loss is NaN looks like one.
-        asked = [one for one in asked if one != SUM or items is not None]
-        each = {one: inputs | {"items": items if one == SUM else None} for one in asked}
+        engine, training, asked = self._engine_of_the_model(), self.model.training, self._candidates
+        rows: dict[str, Any] = {"batch": loop.as_rows(batch)}
+        if is_single := loop.num_rows(batch) == 1:  # twice the items halve a loss divided by them
+            asked, rows = [SUM], {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
+        answers: dict[str, bool | None] = {}
         self.model.eval()
         try:
-            answers = {one: fits(engine, each[one], **_options(one)) for one in asked}
+            for how in asked:
+                inputs = self._inputs(_compute_loss, None, [batch], how) | rows
+                # Without items a sum is not asked: a row whose own loss is NaN looks like one.
+                if how != SUM or inputs["items"] is not None:
+                    answers[how] = fits(engine, inputs, **_options(how))
         finally:
             self.model.train(training)
         if answers.get(SUM):  # a loss that divides by the items of all batches is exactly this sum
             return [SUM]
         if is_single:
             return self._candidates
-        confirmed = [one for one, answer in answers.items() if answer]
-        return confirmed or [one for one, answer in answers.items() if answer is None]
+        confirmed = [how for how, answer in answers.items() if answer]
+        return confirmed or [how for how, answer in answers.items() if answer is None]
 
     # Evaluation and prediction: on all replicas if the outputs have rows, else on the master.
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's prediction, on all replicas if possible, for a micro-batch on each."""
         use_all = (
-            self._evaluates_on_all()
+            self._evaluates_on_all
             and not self._predicts_on_master
             and not getattr(self.args, "predict_with_generate", False)
             and not inputs.get("return_loss")  # the loss compares rows
             and unwrapped(model)[0] is self.model  # which the Trainer may have compiled
-            and min(len(self._replicas()), num_rows(inputs)) > 1
+            and min(len(self._devices), loop.num_rows(inputs)) > 1
         )
         try:
             if use_all:
@@ -377,30 +366,25 @@ class ScatterOnceMixin(_Base):
 
     def _predicted(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's prediction by all replicas. Raises ``ValueError`` if there is none."""
+
+        def predict(trainer: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
+            vars(trainer)["_prepare_inputs"] = dict  # they are prepared
+            predict = super().prediction_step
+            loss, *outputs = predict(trainer.model, batch, *args, **kwargs)
+            return torch.zeros(()) if loss is None else loss, loss is not None, *outputs
+
         is_labelled = any(batch.get(name) is not None for name in self.label_names)
         how = self._how_losses_combine(batch) if is_labelled else ROWS
-        if how is None:
-            raise ValueError(_NOTHING_FITS)
-
-        def part(work: Modules, batch: dict[str, Any], items: Any) -> dict[str, Any]:
-            trainer, additions = self._copy(work, items)
-            vars(trainer)["_prepare_inputs"] = dict  # they are prepared
-            predict = super(ScatterOnceMixin, trainer).prediction_step
-            loss, *outputs = predict(trainer.model, batch, *args, **kwargs)
-            beside = (loss is not None, *outputs, additions.end(trainer))
-            return {"loss": torch.zeros(()) if loss is None else loss, "beside": beside}
-
         with torch.no_grad():
-            loss, parts = self._run(part, batch, 1, how)
+            loss, parts = self._run(predict, batch, 1, how)
         has_loss, *outputs, calls = gather(parts, self.args.device)
         self._collect(calls, None)
         return (loss if has_loss else None, *outputs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer does. Outside of training, close the engine at the end."""
-        n = len(self._replicas())
-        if n > 1 and not self._evaluates_on_all():
-            rows = self.args.per_device_eval_batch_size
+        n, rows = len(self._devices), self.args.per_device_eval_batch_size
+        if n > 1 and not self._evaluates_on_all:
             warnings.warn(_ONE_DEVICE.format(type(self).__name__, rows, n * rows), stacklevel=3)
         try:
             return super().evaluation_loop(*args, **kwargs)
@@ -436,23 +420,22 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     """
 
 
-# How losses of batches combine into that of all: as means over these numbers, or as a sum.
-
-LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
+def _compute_loss(trainer: Any, batch: Mapping[str, Any]) -> tuple[Any]:
+    items = trainer._get_num_items_in_batch()
+    return (trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items),)
 
 
 def _terms(how: str, batch: Mapping[str, Any]) -> Tensor:
     """The number of terms in each row's loss; in that of the batch, if labels have other rows."""
-    labels, skip, rows = batch.get("labels"), int(how == SHIFTED), num_rows(batch)
-    if isinstance(batch.get("shift_labels"), Tensor):
-        labels, skip = batch["shift_labels"], 0
-    terms = torch.ones(rows)
+    labels, terms = batch.get("shift_labels", batch.get("labels")), torch.ones(loop.num_rows(batch))
     if not isinstance(labels, Tensor) or not labels.ndim:
         return terms
+    is_alike = len(labels) == len(terms)
     if how in (LABELS, SHIFTED):
-        labels = labels[..., skip:] if labels.ndim > 1 else labels
+        skips = how == SHIFTED and "shift_labels" not in batch and labels.ndim > 1
+        labels = labels[..., 1:] if skips else labels
         terms = labels.ne(-100).reshape(len(labels), -1).sum(1)
-    return terms if len(labels) == rows else terms.sum()[None]
+    return terms if is_alike else terms.sum()[None]
 
 
 def _weights(how: str, step: Any) -> list[float]:
@@ -481,18 +464,15 @@ def _towers(model: nn.Module) -> list[nn.Module]:
     return next(([part[n] for n in names] for part in parts if part.keys() >= {*names}), [])
 
 
-def _pooled(work: Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
+def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     """The pooled outputs of a replica's towers for one batch: a list with one entry per batch."""
-    model, outputs = work.parts[0], dict[nn.Module, Tensor]()
-
-    def store(tower: nn.Module, _: Any, output: Any) -> None:
-        outputs[tower] = output.pooler_output
-
+    towers, outputs = _towers(work.parts[0]), dict[nn.Module, Tensor]()
     with contextlib.ExitStack() as stack:
-        for tower in _towers(model):
+        for tower in towers:
+            store = lambda tower, _, output: outputs.update({tower: output.pooler_output})  # noqa: E731
             stack.enter_context(tower.register_forward_hook(store))
-        model(**{**batch, "return_loss": False})
-    return [[outputs[tower] for tower in _towers(model)]]
+        work.parts[0](**{**batch, "return_loss": False})
+    return [[outputs[tower] for tower in towers]]
 
 
 class _Placed:
@@ -520,9 +500,8 @@ def _by_cost(
     try:
         costs = [len(row[name]) for row in rows]
     except (KeyError, TypeError):
-        kind = f"dict of {[*rows[0]]}" if isinstance(rows[0], Mapping) else type(rows[0]).__name__
         needed = f"micro_batch_cost needs the length of each row's {name!r}, the model's main input"
-        raise ValueError(f"{needed}, and a row is a {kind}; leave micro_batch_cost out") from None
+        raise ValueError(f"{needed}; got {rows[0]!r:.80}; leave micro_batch_cost out") from None
     plan = plan_by_cost(len(rows), costs, devices, budget, [1.0] * len(devices))
     numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
     return Step(collate([rows[row] for row in part]) for part in numbers)
@@ -532,9 +511,21 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
 
 
-def _refuse(args: Any, model: Any) -> None:
-    """Refuse what needs other processes, or another owner of the model or its gradients."""
-    optimizer = str(getattr(args.optim, "value", args.optim))
+def _devices(device_ids: Any, main: torch.device) -> tuple[torch.device, ...]:
+    """The device of each replica. The first one is the Trainer's device, ``main``."""
+    if device_ids is None and main.type == "cpu":
+        device_ids = ["cpu"]  # the user asked for the CPU, even if there are accelerators
+    devices = resolve(device_ids)
+    first = physical(devices[0])
+    if (first.type, first.index or 0) != (main.type, main.index or 0):
+        own = f"the Trainer's own device, {main}, where the model is"
+        raise ValueError(f"device_ids must begin with {own}; got {devices[0]} first")
+    return devices
+
+
+def _refuse(args: Any, model: Any, num_batches: int) -> None:
+    """Refuse what needs other processes, another owner of the model, or a loss of all rows."""
+    optimizer, kind = str(getattr(args.optim, "value", args.optim)), getattr(model, "loss_type", "")
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     given = {
         "torchrun (several processes)": args.world_size > 1,
@@ -545,15 +536,12 @@ def _refuse(args: Any, model: Any) -> None:
     }
     reason = "it trains one whole model in one process; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", given, reason)
-
-
-def _refuse_losses(trainer: Any) -> None:
-    """Refuse losses of batches that do not combine into that of all: detectors', some of TRL's."""
-    kind = str(getattr(trainer.model, "loss_type", None))
-    detector = f"several batches per step of {type(trainer.model).__name__} (loss_type={kind!r})"
-    given = {detector: "Detection" in kind and trainer._num_batches > 1}
+    name = f"several batches per step of {type(model).__name__} (loss_type={kind!r})"
     reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
-    loop.refuse("ScatterOnceTrainer", given, reason)
+    loop.refuse("ScatterOnceTrainer", {name: num_batches > 1 and "Detection" in str(kind)}, reason)
+
+
+def _refuse_losses_of_trl(trainer: Any) -> None:
     base = _loss_class(trainer, "trl.")
     if base is None:
         return
@@ -575,16 +563,15 @@ def _loss_class(trainer: Any, module: str = "") -> Any:
 
 
 _NOTHING_FITS = (
-    "ScatterOnceMixin does not go together with {} here: the losses of batches do not combine into "
-    "the loss of all, as a mean over labels or rows or as a sum (does it compare rows, is it NaN "
-    "for a single row, has it a term over a whole batch?); use the stock class on one device"
+    "the losses of batches do not combine into the loss of all, as a mean over labels or rows or "
+    "as a sum (does it compare rows, is it NaN for a single row, has it a term over a whole "
+    "batch?); use the stock class on one device"
 )
 _INCONCLUSIVE = (
     "this step's rows do not show how the losses of batches combine (a batch of one row does not); "
     "they are averaged, weighted by the number of labels, or of rows if there are no labels"
 )
 _ONE_DEVICE = (
-    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: its eval_loss "
-    "and metrics are means over batches; to compare with batches of all replicas, pass "
-    "per_device_eval_batch_size={}"
+    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: metrics are "
+    "means over batches; for batches of all replicas, pass per_device_eval_batch_size={}"
 )

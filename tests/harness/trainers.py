@@ -103,11 +103,36 @@ def tokenizer(**special: str) -> Any:
     )
 
 
-def assert_same_parameters(mine: dict[str, Any], theirs: dict[str, Any], relative: float) -> None:
+def parameters(trainer: Any) -> dict[str, nn.Parameter]:
+    """Those of the model, and of losses that are modules."""
+    losses = getattr(trainer, "loss", None)
+    parts = [trainer.model, nn.ModuleDict(losses) if isinstance(losses, dict) else losses]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    return {name: p for module in modules for name, p in module.named_parameters()}
+
+
+def assert_same_parameters(ours: Any, stock: Any, relative: float) -> None:
+    mine, theirs = parameters(ours), parameters(stock)
     assert mine.keys() == theirs.keys()
     for name, parameter in mine.items():
         off = (parameter - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-3)
         assert off <= relative, f"{name}: off by {off}"
+
+
+def assert_same_run(
+    ours: Any, stock: Any, relative: float = SAME, logged: float = 2e-6, leave_out: Any = ()
+) -> None:
+    """The trainers have the same parameters, and logged the same, times aside."""
+    assert_same_parameters(ours, stock, relative)
+    for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        assert_same_log(mine, its, max(logged, relative), leave_out)
+
+
+def assert_same_log(mine: Any, its: Any, relative: float, leave_out: Any = ()) -> None:
+    assert mine.keys() == its.keys()
+    timed = {key for key in its if "time" in key or "per_second" in key}
+    for key in its.keys() - timed - {"total_flos", "epoch", *leave_out}:
+        assert mine[key] == pytest.approx(its[key], rel=relative, abs=1e-9, nan_ok=True), key
 
 
 def assert_same_bits(model: nn.Module, other: nn.Module) -> None:

@@ -19,7 +19,7 @@ from harness.trainers import (
     SAME,
     VOCABULARY,
     assert_same_bits,
-    assert_same_parameters,
+    assert_same_run,
     quietly,
     sequence_classifier,
     tokenizer,
@@ -155,20 +155,6 @@ def trained(cls, saved, folder, loss, rows, *, size, k=1, model=encoder, options
     return trainer
 
 
-def parameters(trainer):
-    made = trainer.loss
-    parts = nn.ModuleDict(made) if isinstance(made, dict) else made
-    return {**dict(trainer.model.named_parameters()), **dict(parts.named_parameters())}
-
-
-def assert_same(ours, stock, relative=SAME):
-    assert_same_parameters(parameters(ours), parameters(stock), relative)
-    for log, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
-        for key in ("loss", "grad_norm", "learning_rate"):
-            if key in other:
-                assert log[key] == pytest.approx(other[key], rel=1e-4, abs=1e-9), key
-
-
 # The pairs of a cross-encoder: what the loss makes of the columns.
 
 LISTS = lambda: datasets.Dataset.from_dict(  # noqa: E731
@@ -213,7 +199,7 @@ def both(saved, folder, loss, rows, *, classes=EMBEDDINGS, **options):
 def compared(saved, folder, case, relative=SAME, classes=EMBEDDINGS, model=encoder):
     """Ours is the stock one, it moves the parameters, and both layouts give the same bits."""
     mine, stock = both(saved, folder, *case, classes=classes, model=model)
-    assert_same(mine, stock, relative)
+    assert_same_run(mine, stock, relative, logged=1e-4)
     start = dict(model(saved).named_parameters())
     assert any(not torch.equal(start[n], p) for n, p in mine.model.named_parameters())
     shared = ours(saved, folder, *case, cls=classes[0], layout="shared", model=model)
@@ -248,30 +234,35 @@ def test_no_replica_touches_another_s_memory(saved, tmp_path, monkeypatch):
         ours(saved, tmp_path, lambda _: loss, PAIRS, model=lambda _: model)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "loss", "rows"),
-    [("no_duplicates", MNRL, PAIRS), ("group_by_label", losses.BatchAllTripletLoss, CLASSES)],
-)
-def test_samplers_look_at_all_rows_of_a_step(saved, tmp_path, sampler, loss, rows):
-    assert_same(*both(saved, tmp_path, loss, rows, options={"batch_sampler": sampler}))
-
-
-def test_several_data_sets_with_a_loss_each(saved, tmp_path):
-    rows = lambda: datasets.DatasetDict(pairs=PAIRS(), scored=SCORED())  # noqa: E731
-    loss = {"pairs": MNRL, "scored": losses.CoSENTLoss}
-    prompts = {"pairs": {"anchor": "7 8 "}, "scored": {"one": "9 "}}
-    assert_same(*both(saved, tmp_path, loss, rows, options={"prompts": prompts}))
-
-
-def test_bags_of_words(saved, tmp_path):
+def bags(_):
     """A static model's rows lie in one row of words."""
+    with seeded(3):
+        static = StaticEmbedding(tokenizer(), embedding_dim=4)
+    return SentenceTransformer(modules=[static], device="cpu").double()
 
-    def model(_):
-        with seeded(3):
-            bags = StaticEmbedding(tokenizer(), embedding_dim=4)
-        return SentenceTransformer(modules=[bags], device="cpu").double()
 
-    assert_same(*both(saved, tmp_path, MNRL, PAIRS, model=model))
+TWO_SETS = {"pairs": MNRL, "scored": losses.CoSENTLoss}
+PROMPTS = {"pairs": {"anchor": "7 8 "}, "scored": {"one": "9 "}}
+RUNS = {
+    "no duplicates": (MNRL, PAIRS, {"options": {"batch_sampler": "no_duplicates"}}),
+    "grouped": (
+        losses.BatchAllTripletLoss,
+        CLASSES,
+        {"options": {"batch_sampler": "group_by_label"}},
+    ),
+    "two data sets, a loss each": (
+        TWO_SETS,
+        lambda: datasets.DatasetDict(pairs=PAIRS(), scored=SCORED()),
+        {"options": {"prompts": PROMPTS}},
+    ),
+    "bags of words": (MNRL, PAIRS, {"model": bags}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_sees_all_rows_of_a_step(saved, tmp_path, name):
+    loss, rows, options = RUNS[name]
+    assert_same_run(*both(saved, tmp_path, loss, rows, **options), logged=1e-4)
 
 
 def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):
@@ -279,7 +270,7 @@ def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):
     rows = data("anchor", "positive", count=24)
     mine = trained(ScatterOnceTrainer, saved, tmp_path, MNRL, rows, size=3, k=2, **extra)
     stock = trained(st.SentenceTransformerTrainer, saved, tmp_path, MNRL, rows, size=3, k=4)
-    assert_same(mine, stock)
+    assert_same_run(mine, stock, logged=1e-4)
 
 
 def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):

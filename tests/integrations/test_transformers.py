@@ -26,6 +26,7 @@ from harness.trainers import (
     arguments,
     assert_same_bits,
     assert_same_parameters,
+    assert_same_run,
     image_classifier,
     images,
     language_model,
@@ -42,6 +43,7 @@ from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTr
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
 
 ROWS = 17  # in windows of 12: the last one is ragged, and so is a batch in it
+VIRTUAL = LAYOUTS["virtual"]
 
 
 def collate_images(rows):
@@ -50,13 +52,279 @@ def collate_images(rows):
 
 
 regression = partial(sequence_classifier, num_labels=1, problem_type="regression")
+LANGUAGE = language_model, sentences, padded
+CLASSIFIER = sequence_classifier, sentences, partial(padded, kind="classes")
 CASES = {
-    "causal language model": (language_model, sentences, padded),
-    "sequence classifier": (sequence_classifier, sentences, partial(padded, kind="classes")),
+    "causal language model": LANGUAGE,
+    "sequence classifier": CLASSIFIER,
     "regression": (regression, sentences, partial(padded, kind="numbers")),
     "token classifier": (token_classifier, sentences, partial(padded, kind="tokens")),
     "image classifier": (image_classifier, images, collate_images),
 }
+
+
+def sizes(rows, k=1):
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": k}
+
+
+def build(cls, folder, case, model=None, extra=None, **options):
+    """A trainer of a case; ``extra`` beside the arguments' ``options``."""
+    factory, data, collate = case
+    args = arguments(folder, remove_unused_columns=False, **options)
+    given = {"data_collator": collate, "train_dataset": data(ROWS), "eval_dataset": data(7)}
+    return cls(factory() if model is None else model, args, **given, **(extra or {}))
+
+
+def ours(folder, case, devices=VIRTUAL, cls=ScatterOnceTrainer, sharded=False, **options):
+    extra = {"device_ids": devices, "shard_optimizer": sharded}
+    return build(cls, folder, case, extra=extra, **options)
+
+
+def stock(folder, case, **options):
+    return build(transformers.Trainer, folder, case, **options)
+
+
+def beside(
+    folder,
+    case=LANGUAGE,
+    *,
+    model=None,
+    devices=VIRTUAL,
+    own=(3, 2),
+    whole=(12,),
+    each=({}, {}),
+    classes=(ScatterOnceTrainer, transformers.Trainer),
+    prepare=lambda trainer: None,
+    train=lambda trainer: trainer.train(),
+    extra=None,
+    **options,
+):
+    """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows.
+
+    ``each``: further options of the one and of the other; ``extra``: of both, beside the arguments.
+    The 7 rows of an evaluation come in batches of 4: the last one counts with its rows.
+    """
+    model = case[0]() if model is None else model
+    evaluated = [{"per_device_eval_batch_size": rows} for rows in (2, 4)]
+    trainers, places = [], ({"device_ids": devices}, {})
+    for cls, size, rows, more, place in zip(
+        classes, (own, whole), evaluated, each, places, strict=True
+    ):
+        asked = {**sizes(*size), **rows, **options, **more}
+        given = {**place, **(extra or {})}
+        trainers.append(build(cls, folder, case, copy.deepcopy(model), given, **asked))
+        prepare(trainers[-1])
+        quietly(train, trainers[-1])
+    return trainers
+
+
+def assert_same_evaluation(ours, stock):
+    mine, theirs = (quietly(trainer.evaluate)["eval_loss"] for trainer in (ours, stock))
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def with_and_without(own):
+    """A Trainer with its own methods, below the mixin and alone."""
+    return (
+        type("Ours", (ScatterOnceMixin, own, transformers.Trainer), {}),
+        type("Stock", (own, transformers.Trainer), {}),
+    )
+
+
+class Weighted:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
+        return (loss, outputs) if return_outputs else loss
+
+
+class Prepares:
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "labels": (inputs["labels"] + 1) % 3}
+
+
+class Streams(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(sentences(ROWS))
+
+
+class Loads:
+    """Loaders of its own, which follow the arguments: rows of a step, and of all replicas."""
+
+    def loader(self, data, size):
+        how = {"batch_size": size, "collate_fn": self.data_collator}
+        return self.accelerator.prepare(torch.utils.data.DataLoader(data, **how))
+
+    def get_train_dataloader(self):
+        return self.loader(self.train_dataset, self.args.train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self.loader(self.eval_dataset, self.args.eval_batch_size)
+
+
+def total(outputs, labels, num_items_in_batch=None):
+    """A ``compute_loss_func`` may ignore the number of items, and sum."""
+    logits = outputs["logits"].movedim(-1, 1)
+    return nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def search(trainer):
+    """Two trials of a search, in which the Trainer sets the model and the size of a batch again."""
+    trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
+    trainer.hp_space = lambda trial: trial.params
+    trainer.model_init = lambda trial: language_model()
+    size = 3 if isinstance(trainer, ScatterOnceTrainer) else 6
+    for number in range(2):
+        trainer.train(trial=SimpleNamespace(number=number, params=sizes(size)))
+
+
+class IgnoresItems(nn.Module):
+    """Takes loss keywords, and computes its own mean, as BERT does for regression."""
+
+    def __init__(self, combine):
+        super().__init__()
+        with seeded():
+            self.words = nn.Embedding(31, 4).double()
+        self.combine = combine
+
+    def forward(self, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs):
+        losses = self.words(input_ids).square().sum(-1)[..., 1:][labels[..., 1:] != -100]
+        return {"loss": self.combine(losses, num_items_in_batch), "logits": losses}
+
+
+def shifting(combine):
+    """How its losses combine is seen, not believed: labels are shifted in the loss."""
+    model = IgnoresItems(combine)
+    model.loss_type = "ForCausalLM"
+    return {"model": model, "relative": 1e-7}
+
+
+def clip(kind):
+    text = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    image = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    image |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=image)
+    with seeded():
+        return getattr(transformers, f"{kind}Model")(config).double()
+
+
+def captioned(count):
+    return [
+        {**image, "text": text} for image, text in zip(images(ROWS), sentences(ROWS), strict=True)
+    ][: count if count == ROWS else 8]
+
+
+def captions(rows, *, flat):
+    texts = padded([row["text"] for row in rows])
+    texts.pop("labels")
+    if flat:  # SigLIP's texts are all as long, and have no mask
+        texts.pop("attention_mask")
+        ids = texts["input_ids"]
+        texts["input_ids"] = nn.functional.pad(ids, (0, 9 - ids.shape[1]))
+    pixels = torch.stack([row["pixel_values"] for row in rows])
+    return {**texts, "pixel_values": pixels, "return_loss": True}
+
+
+def contrastive(kind, layout):
+    """It saw the rows of one batch, with a warning."""
+    case = partial(clip, kind), captioned, partial(captions, flat=kind == "Siglip")
+    return {"case": case, "devices": LAYOUTS[layout], "optim": "sgd"}
+
+
+RUNS = {
+    **{name: {"case": case, "max_steps": 5} for name, case in CASES.items()},
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "clipping": {"max_grad_norm": 0.1},
+    "no clipping": {"max_grad_norm": 0.0, "average_tokens_across_devices": False},
+    "checkpointing": {"activation_checkpointing": True},
+    "drop last": {"neftune_noise_alpha": None, "dataloader_drop_last": True},
+    "sgd": {"optim": "sgd", "lr_scheduler_type": "cosine"},
+    "empty cache": {"torch_empty_cache_steps": 1},  # it ended the first step on the CPU
+    "workers": {"dataloader_num_workers": 1, "devices": LAYOUTS["shared"]},
+    "iterable": {"prepare": lambda trainer: setattr(trainer, "train_dataset", Streams())},
+    "compute_loss_func": {"extra": {"compute_loss_func": total}},
+    "compute_loss": {"case": CLASSIFIER, "classes": with_and_without(Weighted)},
+    "_prepare_inputs": {"case": CLASSIFIER, "classes": with_and_without(Prepares)},
+    "loaders below": {"case": CLASSIFIER, "classes": with_and_without(Loads)},
+    "loaders above": {
+        "case": CLASSIFIER,
+        "classes": (type("Above", (Loads, ScatterOnceTrainer), {}), with_and_without(Loads)[1]),
+    },
+    "trials of a search": {"own": (1,), "whole": (1,), "train": search},
+    "divides by items": shifting(lambda losses, items: losses.sum() / items),
+    "hides that it divides": shifting(lambda losses, items: losses.sum() / int(items)),
+    "ignores items": shifting(lambda losses, items: losses.mean()),
+    "an auxiliary mean": shifting(
+        lambda losses, items: losses.sum() / items + 0.1 * losses.sqrt().mean()
+    ),
+    # The loss of such a row is NaN, which once hid that those of both rows combine by the rest.
+    "a row of which nothing counts": {
+        "case": (
+            lambda: IgnoresItems(lambda losses, items: losses.mean()),
+            lambda count: [
+                {"input_ids": [1] if i % 2 else [1, 2, 3, i % 9], "number": i} for i in range(24)
+            ][:count],
+            padded,
+        ),
+        "own": (3,),
+        "whole": (6,),
+    },
+    "CLIP": contrastive("CLIP", "virtual"),
+    "SigLIP": contrastive("Siglip", "shared"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_device(tmp_path, monkeypatch, recwarn, name):
+    """Parameters, learning rates, losses, gradient norms; the last window is ragged."""
+    # A search begins a trial so, but here without its library.
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+    run = dict(RUNS[name])
+    relative = run.pop("relative", SAME)
+    trainers = beside(tmp_path, **run)
+    assert trainers[0].state.global_step == run.get("max_steps", 3)
+    assert_same_run(*trainers, relative)
+    assert_same_evaluation(*trainers)
+    assert not [w for w in recwarn if "combine" in str(w.message)]
+
+
+def unequal(count):
+    """Sentences of one to eight words."""
+    rows = sentences(count)
+    return [row | {"input_ids": row["input_ids"][: 1 + row["number"] % 8]} for row in rows]
+
+
+@pytest.mark.parametrize("case", [*[*CASES][:2], "token classifier"])
+def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
+    """Cut by length, and collated by themselves: parameters and logs are the stock Trainer's."""
+    padded = []
+
+    def collate(rows):
+        padded[-1].append(len(rows) * max(len(row["input_ids"]) for row in rows))
+        return CASES[case][2](rows)
+
+    cut = partial(ScatterOnceTrainer, micro_batch_cost=20)
+    how = {"classes": (cut, transformers.Trainer), "prepare": lambda trainer: padded.append([])}
+    how["include_num_input_tokens_seen"] = "non_padding"
+    mine, theirs = beside(tmp_path, (CASES[case][0], unequal, collate), **how)
+    assert_same_run(mine, theirs)
+    assert mine.state.total_flos < theirs.state.total_flos, "less padding"
+    assert len(padded[0]) > 3
+    assert max(padded[0]) <= 20
+    padded.append([])
+    assert_same_evaluation(mine, theirs)
+
+
+def test_rows_without_a_length_cannot_be_cut_by_cost(tmp_path):
+    case = CLASSIFIER[0], lambda count: [{"text": "a"}] * count, padded
+    trainer = build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 9})
+    with pytest.raises(ValueError, match="length of each row's 'input_ids', the model's main"):
+        quietly(trainer.train)
+    with pytest.raises(ValueError, match="micro_batch_cost must be positive and finite, got 0"):
+        build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 0})
 
 
 class Heard(transformers.TrainerCallback):
@@ -76,132 +344,6 @@ def accuracy(prediction):
     return {"accuracy": float(right.mean()), "number": prediction.label_ids.size}
 
 
-LANGUAGE, CLASSIFIER = "causal language model", "sequence classifier"
-VIRTUAL = LAYOUTS["virtual"]
-
-
-def sizes(rows, k=1):
-    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": k}
-
-
-def build(cls, folder, case, model=None, extra=None, **options):
-    """A trainer of a case; ``extra`` beside the arguments' ``options``."""
-    factory, data, collate = CASES[case] if isinstance(case, str) else case
-    args = arguments(folder, remove_unused_columns=False, **options)
-    given = {"data_collator": collate, "train_dataset": data(ROWS), "eval_dataset": data(7)}
-    return cls(factory() if model is None else model, args, **given, **(extra or {}))
-
-
-def ours(folder, case, devices=VIRTUAL, cls=ScatterOnceTrainer, sharded=False, **options):
-    extra = {"device_ids": devices, "shard_optimizer": sharded}
-    return build(cls, folder, case, extra=extra, **options)
-
-
-def stock(folder, case, **options):
-    return build(transformers.Trainer, folder, case, **options)
-
-
-def beside(
-    folder,
-    case,
-    *,
-    model=None,
-    devices=VIRTUAL,
-    own=(3, 2),
-    whole=(12,),
-    each=({}, {}),
-    classes=(ScatterOnceTrainer, transformers.Trainer),
-    prepare=lambda trainer: None,
-    train=lambda trainer: trainer.train(),
-    extra=None,
-    **options,
-):
-    """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows.
-
-    ``each``: further options of the one and of the other; ``extra``: of both, beside the arguments.
-    """
-    if model is None:
-        model = (CASES[case] if isinstance(case, str) else case)[0]()
-    trainers, places = [], ({"device_ids": devices}, {})
-    for cls, size, more, place in zip(classes, (own, whole), each, places, strict=True):
-        asked = {**sizes(*size), **options, **more}
-        given = {**place, **(extra or {})}
-        trainers.append(build(cls, folder, case, copy.deepcopy(model), given, **asked))
-        prepare(trainers[-1])
-        quietly(train, trainers[-1])
-    return trainers
-
-
-def parameters(trainer):
-    return dict(trainer.model.named_parameters())
-
-
-def assert_same(ours, stock, relative=SAME):
-    assert_same_parameters(parameters(ours), parameters(stock), relative)
-    mine, theirs = (trainer.state.log_history for trainer in (ours, stock))
-    assert len(mine) == len(theirs)
-    for log, other in zip(mine, theirs, strict=True):
-        timed = {key for key in log if "runtime" in key or "per_second" in key}
-        timed |= {"total_flos", "epoch"}
-        assert log.keys() == other.keys()
-        for key in log.keys() - timed:
-            assert log[key] == pytest.approx(other[key], rel=max(2e-6, relative), nan_ok=True), key
-
-
-def assert_same_evaluation(ours, stock):
-    mine, theirs = (quietly(trainer.evaluate)["eval_loss"] for trainer in (ours, stock))
-    assert mine == pytest.approx(theirs, rel=1e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_five_steps_are_those_of_one_device(tmp_path, case):
-    """Parameters, learning rates, losses, gradient norms, epochs; the last window is ragged.
-
-    The 7 rows of an evaluation come in batches of 4: the last one counts with its rows.
-    """
-    each = {"per_device_eval_batch_size": 2}, {"per_device_eval_batch_size": 4}
-    trainers = beside(tmp_path, case, each=each, max_steps=5)
-    assert trainers[0].state.global_step == 5
-    assert_same(*trainers)
-    assert_same_evaluation(*trainers)
-
-
-def unequal(count):
-    """Sentences of one to eight words."""
-    rows = sentences(count)
-    return [row | {"input_ids": row["input_ids"][: 1 + row["number"] % 8]} for row in rows]
-
-
-@pytest.mark.parametrize("case", [LANGUAGE, CLASSIFIER, "token classifier"])
-def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
-    """Cut by length, and collated by themselves: parameters and logs are the stock Trainer's."""
-    padded = []
-
-    def collate(rows):
-        padded[-1].append(len(rows) * max(len(row["input_ids"]) for row in rows))
-        return CASES[case][2](rows)
-
-    cut = partial(ScatterOnceTrainer, micro_batch_cost=20)
-    how = {"classes": (cut, transformers.Trainer), "prepare": lambda trainer: padded.append([])}
-    how["include_num_input_tokens_seen"] = "non_padding"
-    mine, theirs = beside(tmp_path, (CASES[case][0], unequal, collate), **how)
-    assert_same(mine, theirs)
-    assert_same_evaluation(mine, theirs)
-    assert mine.state.total_flos < theirs.state.total_flos, "less padding"
-    assert len(padded[0]) > 3
-    assert max(padded[0]) <= 20
-
-
-def test_rows_without_a_length_cannot_be_cut_by_cost(tmp_path):
-    refused = pytest.raises(ValueError, match="length of each row's 'input_ids', the model's main")
-    case = CASES[CLASSIFIER][0], lambda count: [{"text": "a"}] * count, padded
-    trainer = build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 9})
-    with refused:
-        quietly(trainer.train)
-    with pytest.raises(ValueError, match="micro_batch_cost must be positive and finite, got 0"):
-        build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 0})
-
-
 def test_epochs_callbacks_and_metrics(tmp_path):
     """With windows that are full: stock Trainers add up the others' means."""
     heard = []
@@ -212,9 +354,8 @@ def test_epochs_callbacks_and_metrics(tmp_path):
 
     case = language_model, lambda count: sentences({ROWS: 12, 7: 8}.get(count, count)), padded
     how = {"whole": (6, 2), "num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"}
-    how |= {"each": ({"per_device_eval_batch_size": 4}, {}), "prepare": prepare}
-    trainers = beside(tmp_path, case, extra={"compute_metrics": accuracy}, **how)
-    assert_same(*trainers)
+    trainers = beside(tmp_path, case, extra={"compute_metrics": accuracy}, prepare=prepare, **how)
+    assert_same_run(*trainers)
     steps = [[event for event in one.events if event[0] != "on_substep_end"] for one in heard]
     assert [event[:2] for event in steps[0]] == [event[:2] for event in steps[1]]
     assert steps[0] == heard[0].events, "a step is one call of training_step"
@@ -251,29 +392,6 @@ def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
     assert made | sizes(3 * 6) | {"per_device_eval_batch_size": 6} == made
 
 
-def test_a_loader_of_one_s_own_may_follow_the_arguments(tmp_path):
-    """They say the rows of a step, and in evaluation those of all replicas."""
-
-    class Own:
-        def loader(self, data, size):
-            how = {"batch_size": size, "collate_fn": self.data_collator}
-            return self.accelerator.prepare(torch.utils.data.DataLoader(data, **how))
-
-        def get_train_dataloader(self):
-            return self.loader(self.train_dataset, self.args.train_batch_size)
-
-        def get_eval_dataloader(self, eval_dataset=None):
-            return self.loader(self.eval_dataset, self.args.eval_batch_size)
-
-    cls = type("Above", (Own, ScatterOnceTrainer), {})
-    for mine in (cls, with_and_without(Own)[0]):
-        each = {"per_device_eval_batch_size": 2}, {"per_device_eval_batch_size": 4}
-        classes = mine, with_and_without(Own)[1]
-        trainers = beside(tmp_path, CLASSIFIER, each=each, classes=classes)
-        assert_same(*trainers)
-        assert_same_evaluation(*trainers)
-
-
 class Looks(ScatterOnceTrainer):
     """Records the reports of its steps."""
 
@@ -299,76 +417,9 @@ def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
     assert report.bytes["reduce"] == weights
 
 
-class Weighted:
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
-        return (loss, outputs) if return_outputs else loss
-
-
-class Prepares:
-    def _prepare_inputs(self, inputs):
-        inputs = super()._prepare_inputs(inputs)
-        return {**inputs, "labels": (inputs["labels"] + 1) % 3}
-
-
-class Streams(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(sentences(ROWS))
-
-
-def with_and_without(own):
-    """A Trainer with its own methods, below the mixin and alone."""
-    return (
-        type("Ours", (ScatterOnceMixin, own, transformers.Trainer), {}),
-        type("Stock", (own, transformers.Trainer), {}),
-    )
-
-
-def total(outputs, labels, num_items_in_batch=None):
-    """A ``compute_loss_func`` may ignore the number of items, and sum."""
-    logits = outputs["logits"].movedim(-1, 1)
-    return nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-
-def search(trainer):
-    """A trial of a hyperparameter search, in which the Trainer sets the size of a batch again."""
-    trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
-    trainer.hp_space = lambda trial: trial.params
-    trainer.model_init = lambda trial: language_model()
-    size = 3 if isinstance(trainer, ScatterOnceTrainer) else 6
-    trainer.train(trial=SimpleNamespace(number=0, params=sizes(size)))
-
-
-RUNS = {
-    "smoothing": {"label_smoothing_factor": 0.1},
-    "clipping": {"max_grad_norm": 0.1},
-    "no clipping": {"max_grad_norm": 0.0, "average_tokens_across_devices": False},
-    "checkpointing": {"activation_checkpointing": True},
-    "drop last": {"neftune_noise_alpha": None, "dataloader_drop_last": True},
-    "sgd": {"optim": "sgd", "lr_scheduler_type": "cosine"},
-    "empty cache": {"torch_empty_cache_steps": 1},  # it ended the first step on the CPU
-    "workers": {"dataloader_num_workers": 1, "devices": LAYOUTS["shared"]},
-    "iterable": {"prepare": lambda trainer: setattr(trainer, "train_dataset", Streams())},
-    "compute_loss_func": {"extra": {"compute_loss_func": total}},
-    "compute_loss": {"case": CLASSIFIER, "classes": with_and_without(Weighted)},
-    "_prepare_inputs": {"case": CLASSIFIER, "classes": with_and_without(Prepares)},
-    "a trial of a search": {"own": (1,), "whole": (1,), "train": search},
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_device(tmp_path, monkeypatch, name):
-    # A search begins a trial so, but here without its library.
-    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
-    assert_same(*beside(tmp_path, **{"case": LANGUAGE, **RUNS[name]}))
-
-
 def test_bf16_autocast(tmp_path):
     """In the workers as in the caller: half precision's own rounding apart."""
-    model = CASES[CLASSIFIER][0]().float()
-    trainers = beside(tmp_path, CLASSIFIER, model=model, bf16=True)
+    trainers = beside(tmp_path, CLASSIFIER, model=sequence_classifier().float(), bf16=True)
     logs = [trainer.state.log_history for trainer in trainers]
     losses = [[log["loss"] for log in log if "loss" in log] for log in logs]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
@@ -392,13 +443,11 @@ def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", seen)
     torch.compiler.reset()
-    model = IgnoresItems(LOSSES["divides"]).double()
-    model.loss_type = "ForCausalLM"
-    how = {"model": model, "whole": (6, 2), "max_steps": 3}
-    trainers = beside(tmp_path, LANGUAGE, each=({"torch_compile_backend": "eager"}, {}), **how)
+    how = {"model": RUNS["divides by items"]["model"], "whole": (6, 2)}
+    trainers = beside(tmp_path, each=({"torch_compile_backend": "eager"}, {}), **how)
     assert len(calls) == 2, "the threads of the replicas"
     assert all(number >= 2 * 3 for number in calls.values()), "each micro-batch"
-    assert_same(*trainers, 1e-7)
+    assert_same_run(*trainers, 1e-7)
     assert type(trainers[0].model) is IgnoresItems
     assert_same_evaluation(*trainers)
 
@@ -421,46 +470,7 @@ def test_the_scaler_of_fp16(tmp_path, scale):
     both = beside(tmp_path, CLASSIFIER, model=model, devices=shared, prepare=prepare)
     one, other = (scaler.get_scale() for scaler in scalers)
     assert one == other != scale
-    assert_same(*both, relative=1e-4)
-
-
-class IgnoresItems(nn.Module):
-    """Takes loss keywords, and computes its own mean, as BERT does for regression."""
-
-    def __init__(self, combine):
-        super().__init__()
-        self.words = nn.Embedding(31, 4)
-        self.combine = combine
-
-    def forward(self, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs):
-        losses = self.words(input_ids).square().sum(-1)[..., 1:][labels[..., 1:] != -100]
-        return {"loss": self.combine(losses, num_items_in_batch), "logits": losses}
-
-
-LOSSES = {
-    "divides": lambda losses, items: losses.sum() / items,
-    "hides that it divides": lambda losses, items: losses.sum() / int(items),
-    "ignores it": lambda losses, items: losses.mean(),
-    "an auxiliary mean": lambda losses, items: losses.sum() / items + 0.1 * losses.sqrt().mean(),
-}
-
-
-@pytest.mark.parametrize("how", LOSSES)
-def test_how_losses_combine_is_seen_not_believed(tmp_path, how, recwarn):
-    torch.manual_seed(0)
-    model = IgnoresItems(LOSSES[how]).double()
-    model.loss_type = "ForCausalLM"  # labels are shifted in the loss
-    assert_same(*beside(tmp_path, LANGUAGE, model=model), 1e-7)
-    assert not [w for w in recwarn if "combine" in str(w.message)]
-
-
-def test_a_row_of_which_nothing_counts_tells_how_losses_combine(tmp_path, recwarn):
-    """Its own loss is NaN, which once hid that the losses of both rows combine by the rest."""
-    model = IgnoresItems(LOSSES["ignores it"]).double()  # shifts, and the Trainer does not know
-    rows = [{"input_ids": [1] if i % 2 else [1, 2, 3, i % 9], "number": i} for i in range(24)]
-    case = lambda: model, lambda count: rows[:count], padded
-    assert_same(*beside(tmp_path, case, own=(3,), whole=(6,)))
-    assert not [w for w in recwarn if "combine" in str(w.message)]
+    assert_same_run(*both, relative=1e-4)
 
 
 class Outside(nn.Module):
@@ -475,15 +485,37 @@ class Outside(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores, start, ignore_index=3)}
 
 
-def test_a_row_without_a_loss_of_its_own_is_refused(tmp_path):
-    """Such rows made the loss NaN, and nothing was said: the trial did not count them as seen."""
-    rows = [{"start": 3 if i % 2 else 0} for i in range(4)]
-    options = {"per_device_train_batch_size": 2, "max_steps": 1}
-    trainer = ScatterOnceTrainer(
-        Outside(), arguments(tmp_path, **options), train_dataset=rows, device_ids=["cpu"] * 2
-    )
-    with pytest.raises(ValueError, match=r"do not combine.*NaN for a single"):
-        quietly(trainer.train)
+class Ranks(nn.Embedding):
+    """In-batch negatives are nearer to a sum: 12.5 was logged where the batches had 4.5 each."""
+
+    def forward(self, input_ids, attention_mask):
+        rows = (super().forward(input_ids) * attention_mask[..., None]).sum(1)
+        negatives = torch.cat([rows.roll(1, 0), rows.roll(2, 1)]).detach()
+        return {"loss": nn.functional.cross_entropy(rows @ negatives.T, torch.arange(len(rows)))}
+
+
+def unlabelled(rows):
+    return {name: value for name, value in padded(rows).items() if name != "labels"}
+
+
+def starts(rows):
+    return {"start": torch.tensor([3 * (row["number"] % 2) for row in rows])}
+
+
+@pytest.mark.parametrize(
+    ("make", "collate", "words"),
+    [
+        (Outside, starts, r"do not combine.*NaN for a single"),
+        (partial(Ranks, VOCABULARY, 4), unlabelled, "Trainer here: the losses of batches do not"),
+    ],
+)
+def test_losses_that_do_not_combine_are_refused_each_time(tmp_path, make, collate, words):
+    trainer = ours(tmp_path, (partial(oracle.build, make), sentences, collate), **sizes(4))
+    before = copy.deepcopy(trainer.model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            quietly(trainer.train)
+    assert_same_bits(trainer.model, before)
 
 
 class Remembers(nn.Module):
@@ -501,19 +533,15 @@ class Remembers(nn.Module):
 
 
 def test_the_trial_leaves_no_trace(tmp_path):
-    model = Remembers()
     rows = [{"number": i, "labels": i} for i in range(8)]
-    options = {"per_device_train_batch_size": 2, "max_steps": 4, "seed": 3}
-    ours = ScatterOnceTrainer(
-        model, arguments(tmp_path, **options), train_dataset=rows, device_ids=["cpu"]
-    )
-    quietly(ours.train)
-    drawn = numpy.random.rand()
-    assert sorted(model.seen.tolist()) == list(range(8)), "each row once"
-    stock = transformers.Trainer(Remembers(), ours.args, train_dataset=rows)
-    quietly(stock.train)
-    assert model.seen.tolist() == stock.model.seen.tolist()
-    assert drawn == numpy.random.rand()
+    args = arguments(tmp_path, per_device_train_batch_size=2, max_steps=4, seed=3)
+    seen = []
+    for cls, place in ((ScatterOnceTrainer, {"device_ids": ["cpu"]}), (transformers.Trainer, {})):
+        model = Remembers()
+        quietly(cls(model, args, train_dataset=rows, **place).train)
+        seen.append((model.seen.tolist(), numpy.random.rand()))
+    assert seen[0] == seen[1]
+    assert sorted(seen[0][0]) == list(range(8)), "each row once"
 
 
 def test_an_evaluation_looks_once_at_its_turn(tmp_path):
@@ -536,28 +564,6 @@ def test_an_evaluation_looks_once_at_its_turn(tmp_path):
         quietly(trainer.evaluate)
         found.append(calls.qsize() - before)
     assert found[3] == found[1] < found[2] < 3 * found[1]
-
-
-def test_a_loss_that_compares_rows_is_refused(tmp_path):
-    """In-batch negatives are nearer to a sum: 12.5 was logged where the batches had 4.5 each."""
-
-    class Ranks(nn.Embedding):
-        def forward(self, input_ids, attention_mask):
-            rows = (super().forward(input_ids) * attention_mask[..., None]).sum(1)
-            negatives = torch.cat([rows.roll(1, 0), rows.roll(2, 1)]).detach()
-            own = torch.arange(len(rows))
-            return {"loss": nn.functional.cross_entropy(rows @ negatives.T, own)}
-
-    def unlabelled(rows):
-        return {name: value for name, value in padded(rows).items() if name != "labels"}
-
-    case = lambda: oracle.build(lambda: Ranks(VOCABULARY, 4)), sentences, unlabelled
-    trainer = ours(tmp_path, case, **sizes(4))
-    before = copy.deepcopy(trainer.model)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="Trainer here: the losses of batches do not combine"):
-            quietly(trainer.train)
-    assert_same_bits(trainer.model, before)
 
 
 class Distills:
@@ -600,9 +606,8 @@ def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices
             trainer.train()
 
     classes = with_and_without(Distills)
-    how = {"devices": devices, "classes": classes, "train": train}
-    both = beside(tmp_path, CLASSIFIER, **how)
-    assert_same(*both)
+    both = beside(tmp_path, CLASSIFIER, devices=devices, classes=classes, train=train)
+    assert_same_run(*both)
     assert both[0].tokens_seen == both[1].tokens_seen > 0
 
 
@@ -625,6 +630,12 @@ class Packed(nn.Embedding):
         return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:])}
 
 
+def padded_without_first(rows):
+    batch = padded(rows)
+    batch["labels"][:, 0] = PADDING
+    return batch
+
+
 def test_packed_batches_are_dealt_out_whole(tmp_path):
     """They have one row each: all of them ran on the first replica, or "disagreed in rows"."""
     model = oracle.build(lambda: Packed(VOCABULARY, VOCABULARY))
@@ -638,15 +649,9 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
     how = {"classes": (Looks, transformers.Trainer), "prepare": prepare, "max_steps": 2}
     with pytest.warns(UserWarning, match="do not show how the losses"):
         trainers = beside(tmp_path, case, model=model, **how)
-    assert_same(*trainers)
+    assert_same_run(*trainers)
     plans = [report.plan.shares for report in trainers[0].reports]
     assert [[len(share.micro_batches) for share in plan] for plan in plans] == [[2, 2], [2, 2]]
-
-
-def padded_without_first(rows):
-    batch = padded(rows)
-    batch["labels"][:, 0] = PADDING
-    return batch
 
 
 def test_an_overridden_training_step_is_called_once_a_step(tmp_path):
@@ -659,19 +664,8 @@ def test_an_overridden_training_step_is_called_once_a_step(tmp_path):
             return super().training_step(model, inputs, *args)
 
     classes = with_and_without(Steps)[0], transformers.Trainer
-    assert_same(*beside(tmp_path, CLASSIFIER, classes=classes))
+    assert_same_run(*beside(tmp_path, CLASSIFIER, classes=classes))
     assert batches == [4, 2, 4]
-
-
-def test_model_init(tmp_path):
-    args = arguments(tmp_path, remove_unused_columns=False, **sizes(6))
-    given = {"args": args, "data_collator": padded, "train_dataset": sentences(ROWS)}
-    trainer = ScatterOnceTrainer(model_init=lambda: language_model(), device_ids=VIRTUAL, **given)
-    quietly(trainer.train)
-    quietly(trainer.train)  # anew, with another model
-    plain = stock(tmp_path, LANGUAGE, **sizes(12))
-    quietly(plain.train)
-    assert_same_parameters(parameters(trainer), parameters(plain), SAME)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -686,7 +680,7 @@ def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     plain = other()
     quietly(plain.train)
-    assert_same_parameters(parameters(resumed), parameters(plain), SAME)
+    assert_same_parameters(resumed, plain, SAME)
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
@@ -753,8 +747,8 @@ def test_lora(tmp_path):
     with seeded():
         lora = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.0)
         model = peft.get_peft_model(language_model(), lora).double()
-    trainers = beside(tmp_path, LANGUAGE, model=model, label_smoothing_factor=0.1)
-    assert_same(*trainers)
+    trainers = beside(tmp_path, model=model, label_smoothing_factor=0.1)
+    assert_same_run(*trainers)
     assert_same_evaluation(*trainers)
     trainers[0].save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
@@ -784,38 +778,3 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch, wor
     monkeypatch.setattr(type(args) if computed else holder, name, value, raising=False)
     with pytest.raises(ValueError, match=words):
         ScatterOnceTrainer(model, args, device_ids=["cpu"] * 2)
-
-
-def clip(kind):
-    text = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8}
-    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
-    image = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    image |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=image)
-    with seeded():
-        return getattr(transformers, f"{kind}Model")(config).double()
-
-
-def pictures_with_texts(rows):
-    texts = padded([row["text"] for row in rows])
-    texts.pop("labels")
-    if rows[0]["flat"]:  # SigLIP's texts are all as long, and have no mask
-        texts.pop("attention_mask")
-        ids = texts["input_ids"]
-        texts["input_ids"] = nn.functional.pad(ids, (0, 9 - ids.shape[1]))
-    pixels = torch.stack([row["pixel_values"] for row in rows])
-    return {**texts, "pixel_values": pixels, "return_loss": True}
-
-
-@pytest.mark.parametrize(("kind", "layout"), [("CLIP", "virtual"), ("Siglip", "shared")])
-def test_a_contrastive_model_sees_all_rows_of_a_step(tmp_path, kind, layout):
-    """It saw those of one batch, with a warning."""
-    rows = [
-        {**image, "text": text, "flat": kind == "Siglip"}
-        for image, text in zip(images(ROWS), sentences(ROWS), strict=True)
-    ]
-    data = lambda count: rows[: count if count == ROWS else 8]  # noqa: E731
-    case = partial(clip, kind), data, pictures_with_texts
-    trainers = beside(tmp_path, case, devices=LAYOUTS[layout], optim="sgd")
-    assert_same(*trainers)
-    assert_same_evaluation(*trainers)

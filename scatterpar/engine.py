@@ -188,11 +188,6 @@ class ScatterOnceParallel(Wrapper):
             from scatterpar.costs import check_budget
 
             check_budget(self.micro_batch_cost)
-        if self.graphs is not False:
-            from scatterpar.graphs import check_graphs
-
-            policy, cost = self.buffer_policy, self.micro_batch_cost
-            check_graphs(self.graphs, self.device_ids, policy, self._compile_fn, cost)
         check_placement(self.module, self.device_ids, lazy=True)
 
     def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:
@@ -210,10 +205,6 @@ class ScatterOnceParallel(Wrapper):
             master, dtype = self.device_ids[0], self.accumulate_dtype
             self._ranks = Ranks(process_group, self.module, master, self.buffer_policy, dtype)
             self._replica_offset = self._ranks.rank * _MAX_REPLICAS
-        if self.measure_noise:
-            from scatterpar.noise import check_noise
-
-            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
 
     _transient = "_workers", "_replicas", "_checks", "_one_pass", "_trace"
 
@@ -234,15 +225,18 @@ class ScatterOnceParallel(Wrapper):
             self._checks = {"check": verifier.check, "check_join": verifier.check_join}
         self._combine: Combine | None = self._ranks.reduce_outcome if self._ranks else None
         self._one_pass = Schedule()
-        if self.graphs:
-            from scatterpar.graphs import Captured
+        if self.graphs is not False:
+            from scatterpar.graphs import Captured, check_graphs
 
+            buffers, cost = self.buffer_policy, self.micro_batch_cost
+            check_graphs(self.graphs, self.device_ids, buffers, self._compile_fn, cost)
             self._one_pass = Captured()
         self._observe: Observer | None = None
         self._noise_of: Callable[[Outcome], GradientNoise] | None = None
         if self.measure_noise:
-            from scatterpar.noise import noise_of, observe
+            from scatterpar.noise import check_noise, noise_of, observe
 
+            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
             self._observe, self._noise_of = observe, noise_of
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited

@@ -136,7 +136,7 @@ class GraphedSubsteps(Substeps):
         key = _shape_of(source) if weight else None
         graph = graphs.by_shape.get(key)
         if graph is not None:  # the next rows arrive while the graph reads these
-            rows_now = source if task.loader.is_local else task.rows_of(number)
+            rows_now = source if task.loader.ahead is None else task.rows_of(number)
             copy_each(nested.tensors(graph.rows), nested.tensors(rows_now))
         elif key is not None and graphs.may_capture():
             rows = task.rows_of(number)

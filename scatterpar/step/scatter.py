@@ -9,6 +9,7 @@ Every worker copies its own rows. Values without rows are copied once to each me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,7 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
     return loaders
 
 
+@dataclass
 class ShareLoader:
     """The rows of one share, copied to its device when they are requested.
 
@@ -77,22 +79,12 @@ class ShareLoader:
     before, are in markers, or were packed. Without ``ahead`` all rows are on the device.
     """
 
-    def __init__(
-        self,
-        batch: BatchList,
-        share: Share,
-        dim: int,
-        ahead: Prefetcher | None = None,
-        copies: bool = True,
-    ) -> None:
-        self._batch, self._share, self._dim = batch, share, dim
-        self._ahead, self._copies = ahead, copies
-        self._arrived: dict[int, Any] = {}
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the caller's rows are already in the share's memory."""
-        return self._ahead is None
+    batches: BatchList
+    share: Share
+    dim: int
+    ahead: Prefetcher | None = None
+    copies: bool = True
+    arrived: dict[int, Any] = field(default_factory=dict)
 
     def rows_at_source(self, number: int) -> Any:
         """The rows of one micro-batch after ``collate``, not copied: views if possible."""
@@ -100,41 +92,43 @@ class ShareLoader:
 
     def _sliced(self, number: int, function: Callable[[Any], Any]) -> Any:
         """Slice the rows of one micro-batch, and apply ``function`` to each leaf."""
-        start, stop = self._share.micro_batches[number]
+        start, stop = self.share.micro_batches[number]
         which = -1
-        while self._batch[which][0] > start:
+        while self.batches[which][0] > start:
             which -= 1
-        first, value = self._batch[which]
-        return select_rows(value, range(start - first, stop - first), self._dim, function)
+        first, value = self.batches[which]
+        return select_rows(value, range(start - first, stop - first), self.dim, function)
 
     def load(self, number: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch after ``collate``; the next ones start to be copied.
 
         With ``retain`` the rows stay on the device for a later call.
         """
-        if self._ahead is None:
+        if self.ahead is None:
             return self._sliced(number, _COPIED)
+        # The wait comes between the two: the next rows are issued behind these rows' copies, and
+        # the sub-step must not wait for both.
         for coming in (number, number + 1):
-            if coming not in self._arrived and coming < len(self._share.micro_batches):
-                move = partial(move_rows, self._ahead, self._share.device)
-                self._arrived[coming] = self._sliced(coming, move)
-                self._ahead.issue(coming)
+            if coming not in self.arrived and coming < len(self.share.micro_batches):
+                move = partial(move_rows, self.ahead, self.share.device)
+                self.arrived[coming] = self._sliced(coming, move)
+                self.ahead.issue(coming)
             if coming == number:
-                self._ahead.wait_on_stream(number)
-        rows = self._arrived[number] if retain else self._arrived.pop(number)
-        return unwrap_markers(rows, copy=True) if retain or self._copies else rows
+                self.ahead.wait_on_stream(number)
+        rows = self.arrived[number] if retain else self.arrived.pop(number)
+        return unwrap_markers(rows, copy=True) if retain or self.copies else rows
 
 
+@dataclass
 class LeafMover:
     """Copies leaves to devices; each value without rows only once per device."""
 
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-        self._arrived: dict[tuple[int, torch.device], Tensor] = {}
+    transfers: Transfers
+    arrived: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
     def move(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device``."""
-        return move_rows(self._transfers, device, self.move_rowless(device, leaf))
+        return move_rows(self.transfers, device, self.move_rowless(device, leaf))
 
     def move_rowless(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device`` if it has no rows, else ``leaf`` itself."""
@@ -147,9 +141,9 @@ class LeafMover:
         if not isinstance(leaf, Tensor) or leaf.device == device:
             return leaf
         key = (id(leaf), device)
-        if key not in self._arrived:
-            self._arrived[key] = self._transfers.copy(leaf, device, "scatter")
-        return self._arrived[key]
+        if key not in self.arrived:
+            self.arrived[key] = self.transfers.copy(leaf, device, "scatter")
+        return self.arrived[key]
 
 
 def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:

@@ -6,17 +6,17 @@ import copy
 
 import pytest
 import torch
-from harness.agree import Case, agree
+from harness.agree import BATCH, Case, agree
 from harness.changes import CHANGES, KEEP_THE_LOSS, Model
-from harness.models import CLASSES, FEATURES, Classifier, mlp
-from harness.oracle import assert_close, assert_step, build, randint, randn
+from harness.models import CLASSES, FEATURES, Classifier, Of, linear, mlp
+from harness.oracle import assert_close, assert_step, build
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
 pytestmark = pytest.mark.core
 
-BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+CRITERION = nn.CrossEntropyLoss()
 MIXED = ["cpu:0", "cpu:1", "cpu:0"]  # one replica shares the master's memory, one has its own
 
 
@@ -25,11 +25,10 @@ MIXED = ["cpu:0", "cpu:1", "cpu:0"]  # one replica shares the master's memory, o
 def test_the_next_step_obeys(change):
     model = build(Model)
     with ScatterOnceParallel(model, 2, MIXED) as engine:
-        before = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        model.zero_grad()
+        before = assert_step(engine, *BATCH, CRITERION)
         CHANGES[change](model)
-        after = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        again = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        after = assert_step(engine, *BATCH, CRITERION)
+        again = assert_step(engine, *BATCH, CRITERION)
     assert torch.equal(after, again)
     assert (change in KEEP_THE_LOSS) == torch.equal(before, after)
 
@@ -44,36 +43,34 @@ def test_inference_obeys_too(change):
         assert_close(engine(BATCH[0]), expected, "output")
 
 
-class Written(nn.Linear):
-    """A layer whose output depends on everything that ``WRITES`` write."""
+class Written(Classifier):
+    """Its output depends on an attribute and a frozen parameter."""
 
     scale = 1.0  # what counts while the instance has no other
 
     def __init__(self):
-        super().__init__(FEATURES, CLASSES)
+        super().__init__()
         self.scale = 2.0
-        self.register_buffer("offset", torch.zeros(CLASSES))
         self.frozen = nn.Parameter(torch.zeros(CLASSES), requires_grad=False)
 
     def forward(self, inputs):
-        factor = 1.0 if self.training else 0.5
-        return super().forward(inputs) * self.scale * factor + self.offset + self.frozen
+        return self.linear(inputs) * self.scale + self.frozen
 
 
 def set_it(model, value):
     model.scale = value
 
 
-def delete_it(model, _):
-    if "scale" in vars(model):
-        del model.scale
-    else:
-        model.scale = 3.0
+def delete_or_set(delete):
+    def write(model, value):
+        delete(model) if "scale" in vars(model) else set_it(model, value)
+
+    return write
 
 
-def of_classes(value):
+def write_frozen(model, value):
     """Another number for each class: cross entropy does not see a number that all have."""
-    return torch.linspace(0.0, value, CLASSES, dtype=torch.float64)
+    model.frozen.detach().copy_(torch.linspace(0.0, value, CLASSES))
 
 
 WRITES = {
@@ -81,15 +78,9 @@ WRITES = {
     "by name": lambda model, value: setattr(model, "sca" + "le", value),
     "in the dictionary": lambda model, value: vars(model).update(scale=value),
     "past the module": lambda model, value: object.__setattr__(model, "scale", value),
-    "delete it": delete_it,
-    "take it from the dictionary": lambda model, value: (
-        vars(model).pop("scale", None) or vars(model).update(scale=value)
-    ),
-    "a parameter": lambda model, value: setattr(model, "bias", nn.Parameter(of_classes(value))),
-    "a frozen parameter": lambda model, value: model.frozen.detach().copy_(of_classes(value)),
-    "a buffer": lambda model, value: setattr(model, "offset", of_classes(value)),
-    "a hook": lambda model, value: model.register_forward_hook(lambda m, args, y: y * value),
-    "its mode": lambda model, _: model.train(not model.training),
+    "delete it": delete_or_set(lambda model: delattr(model, "scale")),
+    "take it from the dictionary": delete_or_set(lambda model: vars(model).pop("scale")),
+    "a frozen parameter": write_frozen,
 }
 
 
@@ -104,8 +95,7 @@ def test_every_write_is_followed_however_often(write):
     with ScatterOnceParallel(model, 1, MIXED) as engine:
         for value in 2.0, 0.5, 3.0, 0.25, 4.0, 0.125:
             for _ in range(2):
-                model.zero_grad()
-                assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+                assert_step(engine, *BATCH, CRITERION)
             for other in range(50 if write is set_it else 0):
                 write(model, float(other))
             write(model, value)
@@ -113,85 +103,50 @@ def test_every_write_is_followed_however_often(write):
 
 def test_what_a_hook_wrote_is_gone_with_the_hook(devices):
     """It wrote on every device, and building the replicas anew keeps what lies there."""
-
-    def double(module, _):
-        module.weight.data.mul_(2)
-
     model = mlp()
     with ScatterOnceParallel(model, 1, devices(3)) as engine:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        handle = model[0].register_forward_pre_hook(double)
+        assert_step(engine, *BATCH, CRITERION)
+        handle = model[0].register_forward_pre_hook(lambda m, _: m.weight.data.mul_(2) and None)
         with pytest.raises(RuntimeError, match=r"parameter '0\.weight'"):
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+            engine.forward_backward(*BATCH, CRITERION)
         handle.remove()
-        model.zero_grad()
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        assert_step(engine, *BATCH, CRITERION)
 
 
-def test_hooks_of_a_loss_of_torch_are_followed(devices):
-    model, criterion = mlp(), nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, criterion)
-        handle = criterion.register_forward_hook(lambda module, args, loss: loss * 2)
-        model.zero_grad()
-        assert_step(engine, *BATCH, criterion)
-        handle.remove()
-        model.zero_grad()
-        assert_step(engine, *BATCH, criterion)
+def test_a_criterion_that_changes(devices):
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(CLASSES).double())
+    losses = set()
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        for change in (
+            lambda: None,
+            lambda: criterion.weight.__setitem__(0, 9.0),
+            lambda: setattr(criterion, "weight", torch.tensor([0.1, 0.2, 0.3, 4.0]).double()),
+            lambda: setattr(criterion, "label_smoothing", 0.3),
+            lambda: setattr(criterion, "weight", None),  # from now on without state
+            lambda: criterion.register_forward_hook(lambda module, args, loss: loss * 2),
+        ):
+            change()
+            losses.add(assert_step(engine, *BATCH, criterion).item())
+    assert len(losses) == 6
 
 
 def test_another_module_in_the_engine(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        first = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        first = assert_step(engine, *BATCH, CRITERION)
         engine.module = mlp(seed=3)
-        second = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        second = assert_step(engine, *BATCH, CRITERION)
     assert not torch.equal(first, second)
 
 
 def test_replicas_are_those_of_now(devices):
     model = mlp()
     with ScatterOnceParallel(model, 1, devices(3)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        engine.forward_backward(*BATCH, CRITERION)
         model[0].weight.data.fill_(4)
         assert len(engine.replicas) == 3
         for replica in engine.replicas:
             assert (replica[0].weight == 4).all()
             assert replica is not model
-
-
-def test_a_criterion_that_changes(devices):
-    criterion = nn.CrossEntropyLoss(weight=torch.ones(CLASSES).double())
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        first = assert_step(engine, *BATCH, criterion)
-        criterion.weight[0] = 9
-        second = assert_step(engine, *BATCH, criterion)
-        criterion.weight = torch.tensor([0.1, 0.2, 0.3, 4.0]).double()
-        third = assert_step(engine, *BATCH, criterion)
-        criterion.label_smoothing = 0.3
-        fourth = assert_step(engine, *BATCH, criterion)
-    assert len({loss.item() for loss in (first, second, third, fourth)}) == 4
-
-
-def test_what_a_forward_leaves_behind_does_not_outlive_the_step(devices):
-    """Attributes that a forward sets on a replica are that step's; the master's rule the next."""
-
-    class Remembers(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.calls = 0
-            self.cache = []
-
-        def forward(self, inputs):
-            self.calls += 1
-            self.cache.append(inputs)
-            return self.linear(inputs) * (1.0 if self.calls == 1 and len(self.cache) == 1 else 9.0)
-
-    model = build(Remembers)
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        for _ in range(3):
-            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-    assert model.calls == 0
-    assert model.cache == []
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -217,95 +172,66 @@ def test_recurrent_weights_lie_as_cudnn_wants_them(bidirectional, bias):
             start = weights[0].untyped_storage().data_ptr()
             for weight in weights:
                 assert weight.data_ptr() == start
-                start += weight.numel() * weight.element_size()
+                start += weight.nbytes
         for one, other in zip(*[r.parameters() for r in engine.replicas], strict=True):
             assert torch.equal(one, other)
 
 
-def test_what_a_forward_pass_freezes_trains_again(devices):
+# What a forward pass leaves on a replica ends with the step.
+
+
+def remembers(m, inputs):
+    m.calls += 1
+    m.cache.append(inputs)
+    return m.linear(inputs) * (1.0 if m.calls == len(m.cache) == 1 else 9.0)
+
+
+def caches(m, inputs):
+    """Once it outlived the values that it was made of."""
+    if not hasattr(m.linear.bias, "shift"):
+        m.linear.bias.shift = m.linear.bias.detach().sum()
+    return m.linear(inputs) * m.linear.bias.shift
+
+
+def freezes(m, inputs):
     """Its evaluation turns gradients off; the user turns them on, where the master's never went."""
-
-    class Freezes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(FEATURES, FEATURES)
-            self.head = nn.Linear(FEATURES, CLASSES)
-
-        def forward(self, inputs):
-            if not self.training:
-                self.body.requires_grad_(False)
-            return self.head(self.body(inputs))
-
-    model = build(Freezes)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        model.eval()
-        engine(BATCH[0])
-        model.train().requires_grad_(True)
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        assert model.body.weight.grad is not None
+    if not m.training:
+        m.linear.requires_grad_(False)
+    return m.linear(inputs)
 
 
-def test_an_attribute_of_a_tensor_that_turns_writing_on(devices):
-    """It is more than a number: forward passes may write parameters from now on."""
-
-    class Clips(nn.Linear):
-        def forward(self, inputs):
-            if hasattr(self.weight, "limit"):
-                with torch.no_grad():
-                    self.weight.clamp_(-self.weight.limit, self.weight.limit)
-            return super().forward(inputs)
-
-    model = build(lambda: Clips(FEATURES, CLASSES))
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        model.weight.limit = 0.1
-        with pytest.raises(RuntimeError, match="writes the parameter 'weight'"):
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-
-
-def test_what_a_forward_pass_sets_on_a_tensor_ends_with_the_step(devices):
-    """A cache that it left there once outlived the values that it was made of."""
-
-    class Caches(nn.Linear):
-        def forward(self, inputs):
-            if not hasattr(self.bias, "shift"):
-                self.bias.shift = self.bias.detach().sum()
-            return super().forward(inputs) * self.bias.shift
-
-    model = build(lambda: Caches(FEATURES, CLASSES))
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        for _ in range(2):
-            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+@pytest.mark.parametrize("function", [remembers, caches, freezes])
+def test_what_a_forward_pass_sets_ends_with_the_step(devices, function):
+    model = build(lambda: Of(function, linear=nn.Linear(FEATURES, CLASSES), calls=0, cache=[]))
+    with ScatterOnceParallel(model, 1, devices(3)) as engine:
+        for _ in range(3):
+            assert_step(engine, *BATCH, CRITERION)
+            assert model.linear.weight.grad is not None
+            assert (model.calls, model.cache, vars(model.linear.bias)) == (0, [], {})
             with torch.no_grad():
-                model.bias.add_(1.0)
-    assert not hasattr(model.bias, "shift")
+                model.linear.bias.add_(1.0)
+            model.eval()
+            engine(BATCH[0])
+            model.train().requires_grad_(True)
 
 
 # Changes that plain torch follows too, by every way to train.
 
 
-class Scales(nn.Linear):
-    scale = None
-
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        return outputs if self.scale is None else outputs * self.scale
+def scales(m, inputs):
+    outputs = m.linear(inputs)
+    return outputs if m.scale is None else outputs * m.scale
 
 
-class Flattens(nn.Module):
+def flattens(exchange):
     """Exchanges storages as ``flatten_parameters`` does: replicas kept the first step's weights."""
 
-    def __init__(self, exchange):
-        super().__init__()
-        self.lstm = nn.LSTM(FEATURES, 4, num_layers=2)
-        self.head = nn.Linear(4, CLASSES)
-        self.exchange = exchange
+    def forward(m, inputs):
+        for parameter in m.parameters():
+            exchange(parameter)
+        return m.head(m.lstm(inputs[None])[0][0])
 
-    def forward(self, inputs):
-        for parameter in self.parameters():
-            self.exchange(parameter)
-        return self.head(self.lstm(inputs[None])[0][0])
+    return lambda: Of(forward, lstm=nn.LSTM(FEATURES, 4, num_layers=2), head=nn.Linear(4, CLASSES))
 
 
 def set_storage(parameter):
@@ -317,52 +243,35 @@ def rebind_data_of(parameter):
     parameter.data = parameter.data.clone()
 
 
-class Grows(Classifier):
+def grows(m, inputs):
     """A buffer that a forward pass lets grow could not be refreshed in the next step."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.ones(1))
-
-    def forward(self, inputs):
-        self.seen.data = torch.cat([self.seen, self.seen.new_ones(1)])
-        return self.linear(inputs) * len(self.seen)
+    m.seen.data = torch.cat([m.seen, m.seen.new_ones(1)])
+    return m.linear(inputs) * len(m.seen)
 
 
-class Scaled(Classifier):
+def scaled(m, inputs):
     """Multiplies by what it finds on its tensors: replicas once kept that of the first step."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Buffer(torch.ones(CLASSES))
-
-    def forward(self, inputs):
-        outputs = self.linear(inputs)
-        for tensor in (self.linear.bias, self.factor):
-            outputs = outputs * getattr(tensor, "scale", 1.0)
-        return outputs
+    factors = [getattr(tensor, "scale", 1.0) for tensor in (m.linear.bias, m.factor)]
+    return m.linear(inputs) * factors[0] * factors[1]
 
 
 class Doubled(nn.Parameter):
     pass
 
 
-class Looks(nn.Linear):
-    def forward(self, inputs):
-        return super().forward(inputs) * (2 if isinstance(self.weight, Doubled) else 1)
+def looks(m, inputs):
+    return m.linear(inputs) * (2 if isinstance(m.linear.weight, Doubled) else 1)
 
 
-class Turns(nn.Module):
+def turns():
     """Its own conjugate lies where it did, in the same storage, and means something else."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((FEATURES,), 1 + 2j, dtype=torch.complex128))
-        self.register_buffer("shift", torch.full((FEATURES,), 2 - 1j, dtype=torch.complex128))
-
-    def forward(self, inputs):
-        turned = self.weight * inputs + self.shift * self.weight**2
+    def forward(m, inputs):
+        turned = m.weight * inputs + m.shift * m.weight**2
         return turned.imag + 2 * turned.real
+
+    weight, shift = (torch.full((FEATURES,), z, dtype=torch.complex128) for z in (1 + 2j, 2 - 1j))
+    return Of(forward, weight=nn.Parameter(weight), shift=nn.Buffer(shift))
 
 
 def turn(name):
@@ -389,56 +298,50 @@ def turn_hooks(module):
 
 def rename(module):
     """The same values in the same order, and the last name stays."""
-    module[0]._last = None
-    names = vars(module[0])
+    module._last = None
+    names = vars(module)
     again = {"_first" if name == "_new" else name: value for name, value in names.items()}
     names.clear()
     names.update(again)
 
 
-class Named(nn.Linear):
-    def forward(self, inputs):
-        return super().forward(inputs) * (2 if "_first" in vars(self) else 1)
+def named(m, inputs):
+    return m.linear(inputs) * (2 if "_first" in vars(m) else 1)
 
 
 def attribute(name, value):
     return lambda module: setattr(module, name, value)
 
 
+def of(function, **parts):
+    return lambda: Of(function, linear=linear(), **copy.deepcopy(parts))
+
+
 SCALES = (1, 0.5, True, None, 0.25, torch.tensor(3.0), 2.0, False)
+ATTRIBUTES = (2.0, 5.0, torch.tensor(3.0), 1.0)
 FOLLOWED = {
     "numbers and flags": Case(
-        lambda: Scales(FEATURES, CLASSES), changes=[attribute("scale", s) for s in SCALES]
+        of(scales, scale=None), changes=[*(attribute("scale", s) for s in SCALES)]
     ),
     "a hook, taken off": Case(mlp, changes=[hook, lambda module: module.handle.remove()]),
     "hooks in another order": Case(mlp, changes=[hooks, turn_hooks, turn_hooks]),
-    "an attribute by another name": Case(
-        lambda: nn.Sequential(Named(FEATURES, CLASSES)),
-        changes=[lambda m: setattr(m[0], "_new", None), rename],
-    ),
-    "storage set": Case(lambda: Flattens(set_storage)),
-    "storage rebound": Case(lambda: Flattens(rebind_data_of)),
-    "a buffer that grows": Case(Grows, accum=1),
+    "an attribute by another name": Case(of(named), changes=[attribute("_new", None), rename]),
+    "storage set": Case(flattens(set_storage)),
+    "storage rebound": Case(flattens(rebind_data_of)),
+    "a buffer that grows": Case(of(grows, seen=nn.Buffer(torch.ones(1))), accum=1),
     **{
         f"an attribute of {name}": Case(
-            Scaled,
-            changes=[
-                lambda model, find=find, value=value: setattr(find(model), "scale", value)
-                for value in (2.0, 5.0, torch.tensor(3.0), 1.0)
-            ],
+            of(scaled, factor=nn.Buffer(torch.ones(CLASSES))),
+            changes=[lambda m, f=find, v=value: setattr(f(m), "scale", v) for value in ATTRIBUTES],
         )
-        for name, find in {
-            "linear.bias": lambda model: model.linear.bias,
-            "factor": lambda model: model.factor,
-        }.items()
+        for name, find in {"bias": lambda m: m.linear.bias, "a buffer": lambda m: m.factor}.items()
     },
     "the class of a parameter": Case(
-        lambda: Looks(FEATURES, CLASSES),
-        changes=[lambda module: setattr(module.weight, "__class__", Doubled)],
+        of(looks), changes=[lambda m: setattr(m.linear.weight, "__class__", Doubled)]
     ),
     **{
         f"a conjugate {name}": Case(
-            Turns,
+            turns,
             batch=(BATCH[0], BATCH[0]),
             criterion=lambda _: nn.MSELoss(),
             changes=[turn(name)] * 2,

@@ -25,10 +25,6 @@ pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Sparse")]
 class Slotted(nn.Linear):
     __slots__ = ("scale",)
 
-    def __init__(self):
-        super().__init__(FEATURES, CLASSES)
-        self.scale = 2.0
-
 
 def with_sparse(register):
     model = Classifier()
@@ -36,70 +32,71 @@ def with_sparse(register):
     return model
 
 
-HELD = {
-    "slots": (Slotted, "class Slotted of a module has __slots__"),
-    "buffer": (lambda: with_sparse(nn.Module.register_buffer), r"'adjacency', a sparse .*Repl"),
-    "attribute": (lambda: with_sparse(setattr), r"sparse tensor of shape \(3, 3\).*Replicated"),
+def returning(wrap):
+    return lambda: Returns(lambda logits, _: wrap(logits))
+
+
+REFUSED = {
+    "slots": (lambda: Slotted(FEATURES, CLASSES), "class Slotted of a module has __slots__"),
+    "a sparse buffer": (
+        lambda: with_sparse(nn.Module.register_buffer),
+        "'adjacency', a spars.*Repl",
+    ),
+    "a sparse attribute": (
+        lambda: with_sparse(setattr),
+        r"sparse tensor of shape \(3, 3\).*Replicated",
+    ),
+    "a generator as output": (
+        returning(lambda logits: {"logits": (row for row in logits)}),
+        "output contains a generator that has not been consumed; return a list",
+    ),
+    "a map as output": (
+        returning(lambda logits: map(abs, logits)),
+        "output contains a map that has not been consumed",
+    ),
 }
 
 
 @pytest.mark.parametrize("runner", [ScatterOnceParallel, DataParallelModel])
-@pytest.mark.parametrize("held", HELD)
-def test_sparse_tensors_and_slots_are_refused_with_the_way_out(devices, held, runner):
-    make, words = HELD[held]
-    model = build(make).eval()
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_replicas_cannot_hold_or_return_is_refused_with_the_way_out(devices, case, runner):
+    make, words = REFUSED[case]
     with pytest.raises(TypeError, match=words):
-        runner(model, device_ids=devices(2))(BATCH[0])
+        runner(build(make).eval(), device_ids=devices(2))(BATCH[0])
 
 
-class Zeroes(Classifier):
-    def forward(self, inputs):
-        self.zero_grad()
-        self.linear.zero_grad()
-        return self.linear(inputs)
+def zeroes(m, inputs):
+    m.zero_grad()
+    m.linear.zero_grad()
+    return m.linear(inputs)
 
 
 def test_zero_grad_in_forward_does_not_wipe_earlier_sub_steps(devices):
     """Each sub-step forgot the ones before it, in silence."""
-    model = build(Zeroes)
+    model = build(lambda: Of(zeroes, linear=nn.Linear(FEATURES, CLASSES)))
     with (
         ScatterOnceParallel(model, 3, devices(2)) as engine,
         pytest.warns(UserWarning, match="zero_grad.. inside forward has no effect"),
     ):
-        engine.forward_backward(*BATCH, CRITERION)
-    _, expected = whole_batch(model, *BATCH, CRITERION)
-    assert_close(model.linear.weight.grad, expected["linear.weight"], "gradient")
-
-
-def test_a_generator_as_an_output_is_refused_in_words(devices):
-    model = build(lambda: Returns(lambda logits, _: {"logits": (row for row in logits)})).eval()
-    words = "output contains a generator that has not been consumed; return a list"
-    with ScatterOnceParallel(model, 2, devices(2)) as engine, pytest.raises(TypeError, match=words):
-        engine(BATCH[0])
-    with pytest.raises(TypeError, match=words):
-        DataParallelModel(model, devices(2))(BATCH[0])
-    pair = DataParallelModel(build(lambda: Returns(lambda y, _: map(abs, y))), devices(2))
-    with pytest.raises(TypeError, match="output contains a map that has not been consumed"):
-        pair(BATCH[0])
+        assert_step(engine, *BATCH, CRITERION)
 
 
 def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
-    with torch.random.fork_rng(devices=[]):
+    with seeded():
         module = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(CLASSES)).double()
+    words = r"uninitialised lazy parameter, '0.weight': call the module once"
     with ScatterOnceParallel(module, 2, devices(2)) as engine:
-        with pytest.raises(
-            RuntimeError, match=r"uninitialised lazy parameter, '0.weight': call the module once"
-        ):
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        with torch.random.fork_rng(devices=[]):
+        with pytest.raises(RuntimeError, match=words):
+            engine.forward_backward(*BATCH, CRITERION)
+        with seeded():
             module(BATCH[0][:2])
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        assert_step(engine, *BATCH, CRITERION)
 
 
 def makes_its_head(model, inputs):
     """Its head comes with the first batch, as wide as that."""
     if model.head is None:
-        model.head = nn.Linear(6, 2).double()
+        model.head = nn.Linear(6, CLASSES).double()
     return model.head(model.enter(inputs))
 
 
@@ -110,28 +107,26 @@ def exchanges_its_weight(model, inputs):
 
 
 MAKERS = {
-    "a head": lambda: Of(makes_its_head, enter=nn.Linear(4, 6), head=None),
-    "a weight": lambda: Of(exchanges_its_weight, head=nn.Linear(4, 2), exchanges=True),
+    "a head": lambda: Of(makes_its_head, enter=nn.Linear(FEATURES, 6), head=None),
+    "a weight": lambda: Of(exchanges_its_weight, head=nn.Linear(FEATURES, CLASSES), exchanges=True),
 }
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("whole_batch", [False, True])
 def test_parameters_that_a_forward_pass_makes_are_refused_by_name(devices, kind, whole_batch):
-    model = build(MAKERS[kind])
-    inputs, targets, criterion = randn(9, 4), randn(9, 2), nn.MSELoss()
+    model, words = build(MAKERS[kind]), r"creates the parameter 'head\.weight'"
     engine = ScatterOnceParallel(model, 2, devices(3))
     for _ in range(2):
-        words = r"creates the parameter 'head\.weight'"
         with pytest.raises(ValueError, match=f"{words}.*before the first"):
-            engine.forward_backward(inputs, targets, criterion, whole_batch=whole_batch)
+            engine.forward_backward(*BATCH, CRITERION, whole_batch=whole_batch)
         with pytest.raises(ValueError, match=words), torch.no_grad():
-            engine(inputs)
+            engine(BATCH[0])
         assert all(parameter.grad is None for parameter in model.parameters())
     model.exchanges = False
     with seeded():
-        model(inputs)
-    assert_step(engine, inputs, targets, criterion)
+        model(BATCH[0])
+    assert_step(engine, *BATCH, CRITERION)
 
 
 # --- criteria that hold tensors ---
@@ -200,7 +195,7 @@ def test_a_bound_tensor_that_is_trained_gets_its_gradient(devices):
 
 def test_what_a_closure_brings_along_is_named(devices):
     """It cannot be moved; so the error says what it is, where it is, and what to write instead."""
-    weight = CLASS_WEIGHTS.to("meta")
+    weight, few = CLASS_WEIGHTS.to("meta"), CLASS_WEIGHTS[:3]
 
     def criterion(output, targets):
         return F.cross_entropy(output, targets, weight=weight)
@@ -209,18 +204,12 @@ def test_what_a_closure_brings_along_is_named(devices):
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             engine.forward_backward(*LABELLED, criterion)
         (said,) = [note for note in caught.value.__notes__ if "criterion uses" in note]
-        assert said.startswith(
-            "the criterion uses 'weight' on meta, but this replica computes on cpu"
-        )
+        assert "the criterion uses 'weight' on meta, but this replica computes on cpu" in said
         assert "bind it with functools.partial(criterion, weight=weight)" in said
         assert all(parameter.grad is None for parameter in engine.parameters())
-
-
-def test_other_errors_of_criteria_say_nothing_of_it():
-    weight = CLASS_WEIGHTS[:3]
-    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine, pytest.raises(RuntimeError) as caught:
-        engine.forward_backward(*LABELLED, lambda o, t: F.cross_entropy(o, t, weight=weight))
-    assert not any("criterion uses" in note for note in caught.value.__notes__)
+        with pytest.raises(RuntimeError) as caught:  # another error says nothing of it
+            engine.forward_backward(*LABELLED, lambda o, t: F.cross_entropy(o, t, weight=few))
+        assert not any("criterion uses" in note for note in caught.value.__notes__)
 
 
 def test_the_pair_s_criterion_too(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults.state import capture, differences
 from harness.agree import BATCH
-from harness.models import CLASSES, FEATURES, Classifier, linear
+from harness.models import CLASSES, FEATURES, Of, linear
 from harness.oracle import assert_close, assert_gradients, build, gradients, whole_batch
 from torch import nn
 
@@ -83,54 +83,46 @@ class WritesTheSecondTime(Writer):
         return known
 
 
-def embedding(max_norm=0.7):
-    return nn.Sequential(nn.Embedding(16, 5, max_norm=max_norm), nn.Linear(5, CLASSES))
+def embedding(max_norm=0.7, kind=nn.Embedding):
+    return nn.Sequential(kind(16, 5, max_norm=max_norm), nn.Linear(5, CLASSES))
 
 
-def bags():
-    return nn.Sequential(nn.EmbeddingBag(16, 5, max_norm=0.7), nn.Linear(5, CLASSES))
-
-
-class FunctionalTable(nn.Module):
+def functional_table():
     """torch renormalises what is looked up, and no attribute says so."""
 
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(16, CLASSES))
+    def forward(m, tokens):
+        return nn.functional.embedding(tokens, m.table, max_norm=0.7).mean(1)
 
-    def forward(self, tokens):
-        return nn.functional.embedding(tokens, self.table, max_norm=0.7).mean(1)
+    return Of(forward, table=nn.Parameter(torch.randn(16, CLASSES)))
 
 
-class MovingAverage(Classifier):
+def moving_average():
     """A copy of the encoder follows it, as MoCo's does: parameters that nothing trains."""
 
-    def __init__(self):
-        super().__init__()
-        self.key = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
-
-    def forward(self, inputs):
-        for key, query in zip(self.key.parameters(), self.linear.parameters(), strict=True):
+    def forward(m, inputs):
+        for key, query in zip(m.key.parameters(), m.linear.parameters(), strict=True):
             key.data = key.data * 0.9 + query.data * 0.1
-        return self.linear(inputs) + self.key(inputs)
+        return m.linear(inputs) + m.key(inputs)
+
+    return Of(forward, linear=linear(), key=linear().requires_grad_(False))
 
 
 MODELS = {
-    "functional max_norm": (FunctionalTable, TOKENS, "table"),
+    "functional max_norm": (functional_table, TOKENS, "table"),
     "max_norm": (embedding, TOKENS[:, 0], "0.weight"),
-    "max_norm of bags": (bags, TOKENS, "0.weight"),
+    "max_norm of bags": (lambda: embedding(kind=nn.EmbeddingBag), TOKENS, "0.weight"),
     **{
         write.__name__: (lambda write=write: Writer(write), ROWS, "head.weight")
         for write in (clip, decay_data, exchange, decay, set_decayed)
     },
-    "moving average": (MovingAverage, ROWS, "key.weight"),
+    "moving average": (moving_average, ROWS, "key.weight"),
     "the last row": (lambda: WritesWithTheLastRow(exchange), ROWS, "head.weight"),
 }
 
 
 @contextlib.contextmanager
-def by_engine(model, devices, accum=3, **options):
-    with ScatterOnceParallel(model, accum, devices) as engine:
+def by_engine(model, devices, accum=3, how=None, **options):
+    with ScatterOnceParallel(model, accum, devices, **(how or {})) as engine:
         yield lambda inputs, loss=CRITERION: engine.forward_backward(
             inputs, LABELS, loss, **options
         )
@@ -141,6 +133,7 @@ IN_PLACE = {"functional max_norm", "max_norm", "max_norm of bags", "clip", "deca
 
 WAYS = {
     "step": by_engine,
+    "unchecked": lambda *given: by_engine(*given, how={"verify": False}),
     "whole batch": lambda *given: by_engine(*given, whole_batch=True),
     "inference": lambda model, devices: ScatterOnceParallel(model.eval(), 2, devices),
     "pair": lambda *given: contextlib.nullcontext(DataParallelModel(*given)),
@@ -176,14 +169,6 @@ def test_it_is_refused_every_time(devices, way, case, replicas):
         for _ in range(2):
             with refused(name, model, lost=case in IN_PLACE):
                 run(inputs)
-
-
-def test_a_write_through_data_is_seen_without_checks_too(devices):
-    model = build(lambda: Writer(decay_data))
-    with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
-        for _ in range(2):
-            with refused("head.weight", model, lost=True):
-                engine.forward_backward(ROWS, LABELS, CRITERION)
 
 
 class Casts(Writer):
@@ -263,32 +248,33 @@ def assert_good(model, run):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("write", [clip, decay_data, exchange, decay])
-def test_a_flag_that_turns_writing_on(devices, write):
+def turn_flag(model, is_on):
     """Who did not write with other flags is looked at again; that which is known is remembered."""
-    model = build(lambda: Writer(write, late=True))
-    with by_engine(model, devices(2)) as run:
-        assert_good(model, run)
-        for _ in range(2):
-            model.is_on = True
-            with refused("head.weight", model, lost=write is not exchange):
-                run(ROWS)
-            model.is_on = False
-            assert_good(model, run)
+    model.is_on = is_on
 
 
-@pytest.mark.parametrize("way", ["step", "pair"])
-@pytest.mark.parametrize("write", [clip, exchange, decay])
-def test_a_late_write_is_told(devices, monkeypatch, write, way):
+def turn_late(model, is_on):
+    Writer.on = is_on
+
+
+@pytest.mark.parametrize(
+    ("turn", "way", "write"),
+    [
+        *((turn_flag, "step", write) for write in (clip, decay_data, exchange, decay)),
+        *((turn_late, way, w) for way in ("step", "pair") for w in (clip, exchange, decay)),
+    ],
+)
+def test_a_write_in_a_later_step_is_told(devices, monkeypatch, turn, way, write):
+    monkeypatch.setattr(Writer, "on", False)
     model = build(lambda: Writer(write, late=True))
     with WAYS[way](model, devices(2)) as run:
         assert_good(model, run)
-        monkeypatch.setattr(Writer, "on", True)
         for _ in range(2):
+            turn(model, True)
             with refused("head.weight", model, lost=write is not exchange):
                 run(ROWS)
-        monkeypatch.setattr(Writer, "on", False)
-        assert_good(model, run)
+            turn(model, False)
+            assert_good(model, run)
 
 
 def test_a_late_write_before_the_user_s_own_error_is_noted(monkeypatch):
@@ -305,20 +291,15 @@ def test_a_late_write_before_the_user_s_own_error_is_noted(monkeypatch):
     assert any("values are lost" in note for note in caught.value.__notes__)
 
 
-class Proxies(nn.Module):
-    """A criterion that normalises its own weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.proxies = nn.Parameter(torch.randn(CLASSES, CLASSES))
-
-    def forward(self, output, targets):
-        exchange(self.proxies)
-        return nn.functional.cross_entropy(output @ self.proxies.T, targets)
-
-
 def test_a_criterion_that_writes_its_own_is_refused(devices):
-    model, criterion = linear(), build(Proxies, seed=1)
+    """It normalises its own weights."""
+
+    def loss(m, output, targets):
+        exchange(m.proxies)
+        return nn.functional.cross_entropy(output @ m.proxies.T, targets)
+
+    proxies = nn.Parameter(torch.ones(CLASSES, CLASSES))
+    model, criterion = linear(), build(lambda: Of(loss, proxies=proxies))
     with by_engine(model, devices(2)) as run, refused("proxies", model, criterion):
         run(ROWS, criterion)
     outputs = DataParallelModel(model, devices(2))(ROWS)

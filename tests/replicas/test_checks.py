@@ -17,6 +17,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 ROWS = 12
+BATCH, MSE = (randn(ROWS, 8), randn(ROWS, 4)), nn.MSELoss()
+VIRTUAL = ["cpu:0", "cpu:1"]
 
 
 class State:
@@ -72,14 +74,14 @@ CASES = pytest.mark.parametrize("kind", [PackedLinear, Composite])
 
 @CASES
 def test_the_gradient_of_adapters_is_exact_and_what_is_frozen_is_sent_once(kind, devices):
-    model, batch = build(kind), (randn(ROWS, 8), randn(ROWS, 4))
+    model = build(kind)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        assert_step(engine, *batch, nn.MSELoss())
-        engine.forward_backward(*batch, nn.MSELoss())
+        assert_step(engine, *BATCH, MSE)
+        engine.forward_backward(*BATCH, MSE)
         assert engine.last_step.bytes["replicate"] == 0
         with torch.no_grad():
             tensors_of(model)[-1].add_(1)
-        assert_step(engine, *batch, nn.MSELoss())
+        assert_step(engine, *BATCH, MSE)
         others = len(set(engine.device_ids)) - 1
         assert engine.last_step.bytes["replicate"] == others * tensors_of(model)[-1].nbytes
 
@@ -101,113 +103,106 @@ def test_a_forward_pass_that_writes_a_scale_is_refused(kind, devices):
         ScatterOnceParallel(model, 2, devices(2)) as engine,
         pytest.raises(RuntimeError, match="the forward pass writes the parameter of shape"),
     ):
-        engine.forward_backward(randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+        engine.forward_backward(*BATCH, MSE)
     assert model.adapter.weight.grad is None
 
 
-def test_a_composite_that_is_trained_later_is_refused_until_it_is_frozen():
-    model, batch = build(Composite), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
-    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
-        engine.forward_backward(*batch)
-        model.weight.requires_grad_(True)
-        with pytest.raises(TypeError, match=r"parameter 'weight', a TwoTensor, .* frozen param"):
-            engine.forward_backward(*batch)
-        model.weight.requires_grad_(False)
-        model.zero_grad()
-        assert_step(engine, *batch)
-
-
-def test_a_scale_of_a_weight_that_is_trained_later_is_refused_until_it_is_frozen():
-    model, batch = build(PackedLinear), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+def packed_of_floats():
+    model = PackedLinear()
     held = vars(model.weight)
     model.weight = torch.Tensor._make_subclass(Packed, randn(4, 8))
     vars(model.weight).update(held)
-    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
-        assert_step(engine, *batch)
-        model.weight.requires_grad_(True)
-        with pytest.raises(TypeError, match=r"'weight', a Packed, .* as bitsandbytes does it"):
-            engine.forward_backward(*batch)
-        model.weight.requires_grad_(False)
-        assert_step(engine, *batch)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Composite, r"parameter 'weight', a TwoTensor, .* frozen param"),
+        (packed_of_floats, r"'weight', a Packed, .* as bitsandbytes does it"),
+    ],
+)
+def test_one_that_is_trained_later_is_refused_until_it_is_frozen(make, words):
+    model = build(make)
+    with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
+        for _ in range(2):
+            model.weight.requires_grad_(False)
+            assert_step(engine, *BATCH, MSE)
+            model.weight.requires_grad_(True)
+            with pytest.raises(TypeError, match=words):
+                engine.forward_backward(*BATCH, MSE)
 
 
 def test_a_buffer_made_of_other_tensors_is_refused():
     model = build(lambda: nn.Linear(8, 4))
     model.register_buffer("table", TwoTensor(randn(4, 8), randn(4, 8)))
     with pytest.raises(TypeError, match=r"'table', a TwoTensor, .* frozen parameters of this kind"):
-        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"])
+        ScatterOnceParallel(model, 2, VIRTUAL)
 
 
-def refused(group):
+def words_for_a_dtensor(group):
     """The error for a frozen parameter that is a part of a tensor of several processes."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.size(),))
     whole = torch.distributed.tensor.distribute_tensor(randn(4, 8), mesh)
     model = nn.Linear(8, 4)
     model.weight = nn.Parameter(whole, requires_grad=False)
     with pytest.raises(TypeError) as caught:
-        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"])
+        ScatterOnceParallel(model, 2, VIRTUAL)
     return str(caught.value)
 
 
 def test_a_frozen_dtensor_is_refused():
-    for words in run_on_ranks(3, refused):  # all: each numbers the groups that it makes
+    for words in run_on_ranks(3, words_for_a_dtensor):  # all: each numbers the groups that it makes
         assert "'weight', a DTensor" in words
         assert ".full_tensor()" in words
 
 
 def test_another_state_is_followed():
-    model, batch = build(PackedLinear), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
-    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
-        assert_step(engine, *batch)
+    model = build(PackedLinear)
+    with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
+        assert_step(engine, *BATCH, MSE)
         model.weight.quant_state = model.quant_state = State(randn(4, 1), State(randn(1)))
-        assert_step(engine, *batch)
+        assert_step(engine, *BATCH, MSE)
         model.quant_state.inner.scale = randn(1, seed=9)
-        assert_step(engine, *batch)
+        assert_step(engine, *BATCH, MSE)
 
 
 @CASES
 def test_other_ways_to_take_a_step(kind, devices):
-    model, batch = build(kind), (randn(ROWS, 8), randn(ROWS, 4), nn.MSELoss())
+    model = build(kind)
+    _, expected = whole_batch(model, *BATCH, MSE)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *batch, whole_batch=True)
-        assert engine.check(*batch).passed
-        _, expected = whole_batch(model, *batch)
+        assert_step(engine, *BATCH, MSE, whole_batch=True)
+        assert engine.check(*BATCH, MSE).passed
         model.zero_grad()
-        engine.loss(*batch).backward()
+        engine.loss(*BATCH, MSE).backward()
         assert_gradients(model, expected)
-        assert_close(engine.eval()(batch[0]), model(batch[0]).detach(), "output")
+        assert_close(engine.eval()(BATCH[0]), model(BATCH[0]).detach(), "output")
         other = copy.deepcopy(engine)
     with other:
-        assert_step(other, *batch)
+        assert_step(other, *BATCH, MSE)
     with ScatterOnceParallel(model, 2, devices(2), compile={"backend": "eager"}) as engine:
-        assert_step(engine, *batch)
+        assert_step(engine, *BATCH, MSE)
+    model.zero_grad()
+    outputs = DataParallelModel(model, devices(3))(BATCH[0])
+    DataParallelCriterion(MSE)(outputs, BATCH[1]).backward()
+    assert_gradients(model, expected)
 
 
 @CASES
 def test_a_step_that_fails_changes_nothing(kind, devices):
     def fails(output, targets):
-        if output.shape[0] == 5 or targets[0, 0] == randn(ROWS, 4)[-1, 0]:
-            raise KeyError("no")
-        return nn.functional.mse_loss(output, targets)
+        raise KeyError("no")
 
-    model, batch = build(kind), (randn(ROWS, 8), randn(ROWS, 4))
-    before = [tensor.clone() for tensor in [*tensors_of(model), *model.adapter.parameters()]]
-    with ScatterOnceParallel(model, ROWS // 2, devices(2)) as engine:
+    model = build(kind)
+    tensors = [*tensors_of(model), *model.adapter.parameters()]
+    before = [tensor.clone() for tensor in tensors]
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
         with pytest.raises(KeyError):
-            engine.forward_backward(*batch, fails)
-        now = [*tensors_of(model), *model.adapter.parameters()]
-        assert all(map(torch.equal, now, before))
+            engine.forward_backward(*BATCH, fails)
+        assert all(map(torch.equal, tensors, before))
         assert model.adapter.weight.grad is None
-        assert_step(engine, *batch, nn.MSELoss())
-
-
-@CASES
-def test_the_pair_has_them_too(kind, devices):
-    model, (inputs, targets) = build(kind), (randn(ROWS, 8), randn(ROWS, 4))
-    _, expected = whole_batch(model, inputs, targets, nn.MSELoss())
-    replicas, criterion = DataParallelModel(model, devices(3)), DataParallelCriterion(nn.MSELoss())
-    criterion(replicas(inputs), targets).backward()
-    assert_gradients(model, expected)
+        assert_step(engine, *BATCH, MSE)
 
 
 LAYOUTS = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0", "cpu:2"]]

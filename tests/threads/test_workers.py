@@ -20,7 +20,7 @@ from torch import nn
 
 import scatterpar.devices.runtime
 import scatterpar.threads.workers
-from scatterpar import DataParallelModel, ScatterOnceParallel, torch_private
+from scatterpar import DataParallelModel, ScatterOnceParallel
 
 pytestmark = pytest.mark.core
 
@@ -278,13 +278,3 @@ def test_dropout_under_vmap(randomness):
     rows_differ = [len(set(map(tuple, (output != 0).tolist()))) > 1 for output in outputs]
     assert rows_differ == [randomness == "different"] * 2
     assert not torch.equal(outputs[0], outputs[1])
-
-
-def test_what_torch_lacks_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(torch_private, "_KEY_NAME", "Nothing")
-    words = (
-        r"torch .* has no dispatch key Nothing, which scatterpar needs; install a version of torch "
-        r"that the README names"
-    )
-    with pytest.raises(torch_private.Missing, match=words):
-        torch_private._key.__wrapped__()

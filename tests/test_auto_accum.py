@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
 import warnings
 import weakref
@@ -10,17 +10,19 @@ import weakref
 import pytest
 import torch
 from faults.state import capture, differences, nothing_changes, values_differ
+from harness.models import Of
 from harness.notes import beginning_of_note
-from harness.oracle import build, randint, randn
+from harness.oracle import assert_step, build, randint, randn
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scatterpar.engine as engine_module
 from scatterpar import ScatterOnceParallel
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.draws]
 
 FEATURES, CLASSES = 5, 4
+CE = nn.CrossEntropyLoss()
 
 FORMS = {
     "torch": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -47,98 +49,99 @@ class Full(torch.autograd.Function):
         return gradient, None, None
 
 
-class Budget(nn.Module):
+def within_budget(model, inputs):
+    hidden = model.dropout(model.norm(model.enter(inputs)))
+    if model.where == "forward" and len(inputs) > model.rows:
+        raise FORMS[model.form]()
+    if model.where == "backward":
+        hidden = Full.apply(hidden, model.rows, model.form)
+    return model.leave(hidden)
+
+
+def budget(rows=10**9, form="torch", where="forward"):
     """Has memory for so many rows; draws random numbers and keeps running statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(FEATURES, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.dropout = nn.Dropout(0.2)
-        self.leave = nn.Linear(6, CLASSES)
-        self.rows = 10**9
-        self.form = "torch"
-        self.where = "forward"
-
-    def forward(self, inputs):
-        hidden = self.dropout(self.norm(self.enter(inputs)))
-        if self.where == "forward" and len(inputs) > self.rows:
-            raise FORMS[self.form]()
-        if self.where == "backward":
-            hidden = Full.apply(hidden, self.rows, self.form)
-        return self.leave(hidden)
+    return build(
+        lambda: Of(
+            within_budget,
+            enter=nn.Linear(FEATURES, 6),
+            norm=nn.BatchNorm1d(6),
+            dropout=nn.Dropout(0.2),
+            leave=nn.Linear(6, CLASSES),
+            rows=rows,
+            form=form,
+            where=where,
+        )
+    )
 
 
-def budget(rows=10**9, **options):
-    model = build(Budget)
-    model.rows = rows
-    for name, value in options.items():
-        setattr(model, name, value)
-    return model
+def step(engine, rows=24, criterion=CE, **options):
+    torch.manual_seed(1)
+    return engine.forward_backward(
+        randn(rows, FEATURES), randint(CLASSES, rows), criterion, **options
+    )
 
 
-def step(engine, rows=24, seed=1):
-    inputs, targets = randn(rows, FEATURES, seed=seed), randint(CLASSES, rows, seed=seed)
-    torch.manual_seed(seed)
-    return engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+def substeps(engine):
+    return len(engine.last_step.plan.shares[0].micro_batches)
 
 
-def fixed(model, accum, devices, rows=24, seed=1):
-    """The same step with a fixed ``accum`` on a copy with all the memory of the world."""
-    twin = copy.deepcopy(model)
-    twin.rows = 10**9
-    with ScatterOnceParallel(twin, accum, devices) as engine:
-        loss = step(engine, rows, seed)
-    return twin, loss, torch.get_rng_state()
+def of_pairs(outputs, _):
+    return (outputs @ outputs.T).sigmoid().mean()
 
 
 @pytest.mark.contract
-@pytest.mark.draws
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(devices, form, where):
-    model = budget(3, form=form, where=where)
-    ids = devices(2)
-    expected, loss, random_state = fixed(model, 4, ids)
-    with ScatterOnceParallel(model, "auto", ids) as engine:
-        with pytest.warns(UserWarning, match='accum="auto"') as caught:
-            assert torch.equal(step(engine), loss)
-        assert [str(one.message) for one in caught] == [
-            'accum="auto": 24 rows with accum=1 ran out of memory; accum=4 is the smallest that '
-            "fits, and is kept"
-        ]
-        assert values_differ(expected, model) == []
-        assert torch.equal(torch.get_rng_state(), random_state)
-        assert engine.last_step.retries >= 1
-        assert len(engine.last_step.plan.shares[0].micro_batches) == 4
+@pytest.mark.parametrize(
+    ("form", "where", "rows", "accum", "whole_batch"),
+    [
+        *((form, where, 24, 4, False) for form in FORMS for where in ("forward", "backward")),
+        *(("torch", where, 24, 4, True) for where in ("forward", "backward")),
+        # The search tries eight, one of them of a single row: batch normalisation raised.
+        *(("torch", "forward", 29, 5, whole_batch) for whole_batch in (False, True)),
+    ],
+)
+def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(
+    devices, form, where, rows, accum, whole_batch
+):
+    criterion, found = of_pairs if whole_batch else CE, []
+    for room, given in ((10**9, accum), (3, "auto")):
+        model = budget(room, form, where)
+        with (
+            ScatterOnceParallel(model, given, devices(2)) as engine,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            loss = step(engine, rows, criterion, whole_batch=whole_batch)
+        found.append((loss, torch.get_rng_state(), model))
+        assert (engine.last_step.retries > 0) == (given == "auto")
+        assert substeps(engine) == accum
+    assert [str(one.message) for one in caught] == [
+        f'accum="auto": {rows} rows with accum=1 ran out of memory; accum={accum} is the smallest '
+        f"that fits, and is kept"
+    ]
+    (*expected, plain), (*results, model) = found
+    assert all(map(torch.equal, results, expected))
+    assert values_differ(plain, model) == []
 
 
-@pytest.mark.draws
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 11, 12])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_the_fewest_sub_steps_that_fit_are_found_and_kept(replicas, rows):
-    model, batch = budget(rows), 24
+    model = budget(rows)
     model.norm.eval()
-    fewest = math.ceil(math.ceil(batch / replicas) / rows)
+    fewest = math.ceil(math.ceil(24 / replicas) / rows)
     with ScatterOnceParallel(model, "auto", ["cpu"] * replicas) as engine:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step(engine, batch)
-        assert len(caught) == (fewest > 1)
-        assert len(engine.last_step.plan.shares[0].micro_batches) == fewest
-        assert (engine.last_step.retries > 0) == (fewest > 1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            step(engine, batch, seed=2)
-        assert engine.last_step.retries == 0
-        assert len(engine.last_step.plan.shares[0].micro_batches) == fewest
-        assert len(engine.plan(batch).shares[0].micro_batches) == fewest
+        for is_first in (True, False):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step(engine)
+            assert len(caught) == (is_first and fewest > 1)
+            assert (engine.last_step.retries > 0) == (is_first and fewest > 1)
+            assert substeps(engine) == fewest
+        assert len(engine.plan(24).shares[0].micro_batches) == fewest
 
 
-@pytest.mark.draws
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_one_row_that_does_not_fit_reaches_the_user_and_changes_nothing(devices, where):
-    model = budget(0, where=where)
+    model, twin = budget(0, where=where), budget()
     model.norm.eval()
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
         torch.manual_seed(1)
@@ -151,31 +154,26 @@ def test_one_row_that_does_not_fit_reaches_the_user_and_changes_nothing(devices,
         del caught
         model.rows = 10**9
         model.norm.train()
-        expected, loss, _ = fixed(model, len(engine.plan(24).shares[0].micro_batches), devices(2))
+        loss = step(engine)
+    with ScatterOnceParallel(twin, 1, devices(2)) as engine:
         assert torch.equal(step(engine), loss)
-        assert values_differ(expected, model) == []
-
-
-class OneFails(nn.Linear):
-    """Only the replica that holds the last rows runs out of memory."""
-
-    limit = 2
-
-    def forward(self, inputs):
-        if inputs[-1, 0] >= 12 and len(inputs) > self.limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().forward(inputs)
+    assert values_differ(twin, model) == []
 
 
 def test_a_replica_that_fails_alone_holds_up_nobody(devices):
-    model = build(lambda: OneFails(2, 1))
+    def forward(model, inputs):
+        if inputs[-1, 0] >= 12 and len(inputs) > 2:
+            raise FORMS["torch"]()
+        return model.linear(inputs)
+
+    model = build(lambda: Of(forward, linear=nn.Linear(2, 1)))
     inputs = torch.arange(48, dtype=torch.float64).reshape(24, 2)
     inputs[:, 0] = torch.arange(24)
-    expected = torch.autograd.grad(model.weight @ inputs.mean(0), model.weight)[0]
-    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
-        with pytest.warns(UserWarning, match="accum=6 is the smallest that fits"):
-            engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
-        assert torch.allclose(model.weight.grad, expected, rtol=1e-12)
+    expected = inputs.mean(0, keepdim=True)
+    told = pytest.warns(UserWarning, match="accum=6 is the smallest that fits")
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine, told:
+        engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
+    assert torch.allclose(model.linear.weight.grad, expected, rtol=1e-12)
 
 
 class Tight(TorchDispatchMode):
@@ -193,35 +191,32 @@ class Tight(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.draws
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("gradients", ["none", "some"])
+@pytest.mark.parametrize("gradients", [0, 2])
 def test_memory_that_ends_while_a_step_is_committed(devices, monkeypatch, count, gradients):
     """Wherever it ends, and be it before anything is written: random state goes back too."""
-    model = budget(10**9)
+    model = budget()
     real, tight = engine_module.Outcome.loss_tensor, []
 
     def from_here_on(outcome):
-        tight[0].__enter__()
+        tight[-1].__enter__()
         return real(outcome)
 
     monkeypatch.setattr(engine_module.Outcome, "loss_tensor", from_here_on)
     with ScatterOnceParallel(model, 1, devices(count)) as engine:
         for room in range(100):
-            given = 2 if gradients == "some" else 0
             for number, parameter in enumerate(model.parameters()):
-                parameter.grad = torch.ones_like(parameter) if number < given else None
+                parameter.grad = torch.ones_like(parameter) if number < gradients else None
             torch.manual_seed(1)
-            before = capture(model)
-            tight[:] = [Tight(room)]
-            try:
+            before, has_room = capture(model), False
+            tight.append(Tight(room))
+            with contextlib.suppress(torch.OutOfMemoryError):
                 step(engine)
-            except torch.OutOfMemoryError:
-                tight[0].__exit__(None, None, None)
-                assert differences(before, capture(model)) == [], room
-                continue
-            tight[0].__exit__(None, None, None)
-            break
+                has_room = True
+            tight[-1].__exit__(None, None, None)
+            if has_room:
+                break
+            assert differences(before, capture(model)) == [], room
         assert 0 < room < 99
 
 
@@ -229,66 +224,21 @@ def test_memory_that_ends_while_a_step_is_committed(devices, monkeypatch, count,
 def test_a_fixed_accum_does_not_retry(form):
     model = budget(3, form=form)
     with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
-        with pytest.raises(type(FORMS[form]())), torch.random.fork_rng():
+        with pytest.raises(type(FORMS[form]())):
             step(engine)
         assert model.leave.weight.grad is None
 
 
-def test_other_errors_are_not_taken_for_it():
-    model = budget()
-
-    def criterion(output, targets):
+@pytest.mark.parametrize("room", [10**9, 3], ids=["at once", "after memory ran out"])
+def test_other_errors_are_not_taken_for_it(room):
+    def fails(*_):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    arrives = pytest.raises(RuntimeError, match="device-side assert")
-    with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine, arrives:
-        engine.forward_backward(randn(8, FEATURES), randint(CLASSES, 8), criterion)
-
-
-def of_pairs(outputs, _):
-    return (outputs @ outputs.T).sigmoid().mean()
-
-
-@pytest.mark.draws
-@pytest.mark.parametrize(
-    ("where", "rows", "accum", "whole_batch"),
-    [
-        *((where, 24, 4, True) for where in ("forward", "backward")),
-        *(("forward", 29, 5, whole_batch) for whole_batch in (False, True)),
-    ],
-)
-def test_the_search_ends_at_the_fewest_that_fit(devices, where, rows, accum, whole_batch):
-    """The result is that of the same fixed ``accum``, bit for bit.
-
-    For 29 rows the search tries eight, one of them of a single row: batch normalisation raised.
-    """
-    criterion, found = of_pairs if whole_batch else nn.CrossEntropyLoss(), []
-    for room, given in ((10**9, accum), (3, "auto")):
-        model = budget(room, where=where)
-        with ScatterOnceParallel(model, given, devices(2)) as engine, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.manual_seed(1)
-            batch = randn(rows, FEATURES), randint(CLASSES, rows)
-            loss = engine.forward_backward(*batch, criterion, whole_batch=whole_batch)
-            found.append((loss, torch.get_rng_state(), model))
-            assert (engine.last_step.retries > 0) == (given == "auto")
-            assert len(engine.last_step.plan.shares[0].micro_batches) == accum
-    (*expected, plain), (*results, model) = found
-    assert all(map(torch.equal, results, expected))
-    assert values_differ(plain, model) == []
-
-
-def test_an_error_of_every_size_that_fits_reaches_the_user():
-    def fails(*_):
-        return 1 / 0
-
-    model = budget(3)  # runs out of memory before the criterion is called
-    with (
-        ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine,
-        nothing_changes(model),
-        pytest.raises(ZeroDivisionError),
-    ):
-        engine.forward_backward(randn(29, FEATURES), None, fails)
+    model = budget(room)
+    torch.manual_seed(1)
+    wanted = pytest.raises(RuntimeError, match="device-side assert")
+    with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine, nothing_changes(model), wanted:
+        step(engine, 29, fails)
 
 
 def test_a_criterion_that_never_fits_changes_nothing(devices):
@@ -300,10 +250,11 @@ def test_a_criterion_that_never_fits_changes_nothing(devices):
         raise FORMS["torch"]()
 
     model = budget().eval()
+    torch.manual_seed(1)
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
         wanted = pytest.raises(torch.OutOfMemoryError, match="Tried to allocate")
         with nothing_changes(model), wanted as caught:
-            engine.forward_backward(randn(24, FEATURES), None, criterion, whole_batch=True)
+            step(engine, criterion=criterion, whole_batch=True)
     notes = "\n".join(caught.value.__notes__)
     assert "in the criterion, with the outputs of all 24 rows" in notes
     assert "with 12 sub-steps a sub-step is one row, and that does not fit" in notes
@@ -320,19 +271,13 @@ def test_a_criterion_that_fits_beside_smaller_graphs(devices):
             held.append(weakref.ref(outputs))
             return outputs
 
-    def criterion(outputs, _):
+    def criterion(outputs, targets):
         kept = [output() for output in held if output() is not None]
-        if sum(len(output) for output in kept) > 8:
+        if targets is not None and sum(len(output) for output in kept) > 8:
             raise FORMS["torch"]()
         return of_pairs(outputs, None)
 
-    model = build(lambda: Held(FEATURES, CLASSES))
-    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
-        with pytest.warns(UserWarning, match="accum=3 is the smallest that fits"):
-            engine.forward_backward(randn(24, FEATURES), None, criterion, whole_batch=True)
-        expected = copy.deepcopy(model)
-        expected.zero_grad()
-        of_pairs(
-            nn.functional.linear(randn(24, FEATURES), expected.weight, expected.bias), None
-        ).backward()
-        assert torch.allclose(model.weight.grad, expected.weight.grad, rtol=1e-12, atol=0)
+    inputs, model = randn(24, FEATURES), build(lambda: Held(FEATURES, CLASSES))
+    told = pytest.warns(UserWarning, match="accum=3 is the smallest that fits")
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine, told:
+        assert_step(engine, inputs, inputs, criterion, plain=(inputs, None), whole_batch=True)

@@ -7,19 +7,15 @@ On the CPU the same code is called again, on the same tensors; with an accelerat
 from __future__ import annotations
 
 import copy
-import os
 import random
-import signal
-import threading
-import time
 import warnings
 from collections import Counter
-from typing import ClassVar
 
 import pytest
 import torch
-from harness.oracle import assert_close, assert_gradients, build, randint, randn
-from harness.oracle import whole_batch as plain_step
+from faults.state import values_differ
+from harness.models import Of
+from harness.oracle import assert_step, build, randint, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,10 +24,10 @@ from scatterpar import ScatterOnceParallel
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
 
 ROWS, FEATURES, CLASSES = 37, 6, 3
-PLACES = [1, "shared", 2]
+LOSS = nn.CrossEntropyLoss()
 
 
-@pytest.fixture(params=PLACES, ids=str)
+@pytest.fixture(params=[1, "shared", 2], ids=str)
 def places(request):
     """Replicas on so many devices, or three that share one."""
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -40,6 +36,12 @@ def places(request):
     if here and torch.accelerator.device_count() < request.param:
         pytest.skip(f"needs {request.param} accelerators")
     return list(range(request.param)) if here else [f"cpu:{i}" for i in range(request.param)]
+
+
+@pytest.fixture
+def two_places():
+    """Two replicas, on two devices."""
+    return [0, 1] if torch.accelerator.is_available() else ["cpu:0", "cpu:1"]
 
 
 def home():
@@ -60,27 +62,31 @@ class GPT(nn.Module):
 
 
 def mlp(*layers):
-    return build(lambda: nn.Sequential(nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, 3)))
+    return nn.Sequential(nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, CLASSES))
 
 
 def cnn(*layers):
-    return build(
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3), *layers, nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)
-        )
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), *layers, nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)
     )
 
 
-PROBLEMS = {
-    "mlp": (mlp, lambda rows: randn(rows, FEATURES)),
-    "cnn": (cnn, lambda rows: randn(rows, 1, 6, 6)),
-    "gpt": (lambda: build(GPT), lambda rows: randint(11, rows, 5)),
+INPUTS = {
+    mlp: lambda rows: randn(rows, FEATURES),
+    cnn: lambda rows: randn(rows, 1, 6, 6),
+    GPT: lambda rows: randint(11, rows, 5),
 }
 
 
-def problem(name, rows=ROWS):
-    make, inputs = PROBLEMS[name]
-    return make().to(home()), inputs(rows).to(home()), randint(CLASSES, rows).to(home())
+def problem(make=mlp, *layers, rows=ROWS):
+    """A model, inputs and targets, on the master."""
+    model = build(lambda: make(*layers))
+    return model.to(home()), INPUTS[make](rows).to(home()), randint(CLASSES, rows).to(home())
+
+
+def graphed(model, accum, places, **options):
+    options = {"graphs": True, "verify": False} | options
+    return ScatterOnceParallel(model, accum, places, **options)
 
 
 def engines(model, places, accum, *, draws=False, **options):
@@ -89,37 +95,19 @@ def engines(model, places, accum, *, draws=False, **options):
     Where numbers are drawn on CUDA, both with graphs: without a card nobody can say what it draws.
     """
     for graphs in (True, draws and home().type == "cuda"):
-        yield ScatterOnceParallel(
-            copy.deepcopy(model), accum, places, graphs=graphs, verify=False, **options
-        )
-
-
-def assert_same(one, other):
-    """The same bits in everything that a step leaves."""
-    for (name, left), right in zip(
-        one.module.named_parameters(), other.module.parameters(), strict=True
-    ):
-        assert (left.grad is None) == (right.grad is None), name
-        assert left.grad is None or torch.equal(left.grad, right.grad), name
-    for (name, left), right in zip(one.module.named_buffers(), other.module.buffers(), strict=True):
-        assert torch.equal(left, right), name
+        yield graphed(copy.deepcopy(model), accum, places, graphs=graphs, **options)
 
 
 @pytest.mark.parametrize(
     ("places", "accum"), [(1, 16), (2, 3), (4, 1), (4, 4), ("shared", 2)], indirect=["places"]
 )
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_are_those_of_the_whole_batch(places, name, accum):
-    model, inputs, targets = problem(name)
-    criterion = nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, accum, places, graphs=True, verify=False) as engine:
+@pytest.mark.parametrize("make", INPUTS)
+def test_gradients_are_those_of_the_whole_batch(places, make, accum):
+    model, inputs, targets = problem(make)
+    with graphed(model, accum, places) as engine:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for rows in (ROWS, ROWS, 20, ROWS):
-            expected_loss, expected = plain_step(model, inputs[:rows], targets[:rows], criterion)
-            optimizer.zero_grad()
-            loss = engine.forward_backward(inputs[:rows], targets[:rows], criterion)
-            assert_close(loss, expected_loss, "loss")
-            assert_gradients(model, expected)
+            assert_step(engine, inputs[:rows], targets[:rows], LOSS)
             optimizer.step()
 
 
@@ -135,59 +123,43 @@ class Draws(nn.Module):
         return x
 
 
-LAYERS = {
-    "dropout": (mlp, lambda: (nn.Dropout(0.3), Draws())),
-    "batch_norm": (cnn, lambda: (nn.BatchNorm2d(4, dtype=torch.float64),)),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["dropout", "batch_norm"])
 @pytest.mark.draws
 def test_draws_and_buffers_are_those_of_a_step_without_graphs(places, name):
-    make, layers = LAYERS[name]
-    model = make(*layers()).to(home())
-    inputs = PROBLEMS["mlp" if make is mlp else "cnn"][1](ROWS).to(home())
-    targets, criterion = randint(CLASSES, ROWS).to(home()), nn.CrossEntropyLoss()
+    if name == "dropout":
+        model, inputs, targets = problem(mlp, nn.Dropout(0.3), Draws())
+    else:
+        model, inputs, targets = problem(cnn, nn.BatchNorm2d(4))
     results = []
     for engine in engines(model, places, 3, draws=True):
         with engine:
             torch.manual_seed(7)
-            losses = [engine.forward_backward(inputs, targets, criterion) for _ in range(3)]
-        results.append((engine, torch.stack(losses), torch.rand(3)))
+            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(3)]
+        results.append((engine.module, torch.stack(losses), torch.rand(3)))
     (one, losses, after), (other, expected, expected_after) = results
     assert torch.equal(losses, expected)
     assert losses.unique().numel() == 3 or name == "batch_norm"
     assert torch.equal(after, expected_after)
-    assert_same(one, other)
+    assert values_differ(one, other) == []
 
 
 def test_outputs_scaler_weights_and_masks(places):
-    model, inputs, targets = problem("gpt")
+    model, inputs, targets = problem(GPT)
     targets[::3] = -100
-    criterion, scaler = nn.CrossEntropyLoss(), torch.amp.GradScaler(home().type, init_scale=8.0)
+    options = {
+        "scaler": torch.amp.GradScaler(home().type, init_scale=8.0),
+        "return_outputs": True,
+    }
     results = []
     for engine in engines(model, places, 4, check_finite=True, accumulate_dtype=torch.float64):
         with engine:
             for _ in range(2):
-                loss, outputs = engine.forward_backward(
-                    {"words": inputs}, targets, criterion, scaler=scaler, return_outputs=True
-                )
-        results.append((engine, loss, torch.cat([output.cpu() for output in outputs])))
+                loss, outputs = engine.forward_backward({"words": inputs}, targets, LOSS, **options)
+        results.append((engine.module, loss, torch.cat([output.cpu() for output in outputs])))
     (one, loss, outputs), (other, expected_loss, expected_outputs) = results
     assert torch.equal(loss, expected_loss)
     assert torch.equal(outputs, expected_outputs)
-    assert_same(one, other)
-
-
-class Partly(nn.Module):
-    """One branch for short rows, another for long ones; one that nobody uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.short, self.long, self.never = (nn.Linear(FEATURES, CLASSES) for _ in range(3))
-
-    def forward(self, x):
-        return (self.long if x.shape[1] > 4 else self.short)(x).mean(1)
+    assert values_differ(one, other) == []
 
 
 @pytest.mark.parametrize(
@@ -195,34 +167,28 @@ class Partly(nn.Module):
 )
 def test_what_is_not_used_in_a_step_has_no_gradient(places, lengths):
     """Shapes beyond a handful run without graphs."""
-    model = build(Partly).to(home())
-    targets, criterion = randint(CLASSES, ROWS).to(home()), nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, 2, places, graphs=True, verify=False) as engine:
+
+    def by_length(model, x):
+        return (model.long if x.shape[1] > 4 else model.short)(x).mean(1)
+
+    def branches():
+        names = "short", "long", "never"
+        return Of(by_length, **{name: nn.Linear(FEATURES, CLASSES) for name in names})
+
+    model = build(branches).to(home())
+    targets = randint(CLASSES, ROWS).to(home())
+    with graphed(model, 2, places) as engine:
         for length in lengths:
-            inputs = randn(ROWS, length, FEATURES, seed=length).to(home())
-            model.zero_grad()
-            engine.forward_backward(inputs, targets, criterion)
+            assert_step(engine, randn(ROWS, length, FEATURES).to(home()), targets, LOSS)
             assert model.never.weight.grad is None
             assert (model.short.weight.grad is None) == (length > 4)
-            assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
 
 
 # --- what has changed is captured anew ---
 
 
-@pytest.fixture
-def two_places():
-    """Two replicas, on two devices."""
-    return [0, 1] if torch.accelerator.is_available() else ["cpu:0", "cpu:1"]
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.factor = nn.Linear(FEATURES, CLASSES), 1.0
-
-    def forward(self, x):
-        return self.body(x) * self.factor
+def of_body(function, **more):
+    return build(lambda: Of(function, body=nn.Linear(FEATURES, CLASSES), **more)).to(home())
 
 
 CHANGES = {
@@ -239,134 +205,102 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.draws
 def test_a_module_that_has_changed_is_captured_anew(two_places, change):
-    model = build(Scaled).to(home())
-    inputs, targets = problem("mlp")[1:]
-    criterion = nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, 3, two_places, graphs=True, verify=False) as engine:
+    _, inputs, targets = problem()
+    model = of_body(lambda model, x: model.body(x) * model.factor, factor=1.0)
+    with graphed(model, 3, two_places) as engine:
         for _ in range(3):
-            model.zero_grad()
-            expected = plain_step(model, inputs, targets, criterion)[1]
-            engine.forward_backward(inputs, targets, criterion)
-            assert_gradients(model, expected)
+            assert_step(engine, inputs, targets, LOSS)
             change(model)
 
 
 def test_another_criterion_or_what_is_in_it_too(two_places):
-    model, inputs, targets = problem("mlp")
+    model, inputs, targets = problem()
     scale = 1.0
 
     def closed(output, targets):
         return F.cross_entropy(output, targets) * scale
 
-    with ScatterOnceParallel(model, 3, two_places, graphs=True, verify=False) as engine:
+    with graphed(model, 3, two_places) as engine:
         for criterion in (closed, closed, nn.CrossEntropyLoss(label_smoothing=0.1)):
-            model.zero_grad()
-            engine.forward_backward(inputs, targets, criterion)
-            assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+            assert_step(engine, inputs, targets, criterion)
             scale += 1
 
 
-FLAGS = {
-    "matmul": (torch.backends.cuda.matmul, "allow_tf32"),
-    "convolution": (torch.backends.cudnn, "allow_tf32"),
-    "benchmark": (torch.backends.cudnn, "benchmark"),
-    "deterministic": (torch.backends.cudnn, "deterministic"),
-}
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_flags_that_choose_kernels_are_captured_anew(two_places, flag):
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (torch.backends.cuda.matmul, "allow_tf32"),
+        *((torch.backends.cudnn, name) for name in ("allow_tf32", "benchmark", "deterministic")),
+    ],
+    ids=["matmul", "convolution", "benchmark", "deterministic"],
+)
+def test_flags_that_choose_kernels_are_captured_anew(two_places, holder, name):
     """A graph keeps the kernels that it was captured with."""
-    model, inputs, targets = problem("mlp")
-    criterion, calls = nn.CrossEntropyLoss(), []
+    model, inputs, targets = problem()
+    calls, counts, before = [], [], getattr(holder, name)
     model.register_forward_hook(lambda *_: calls.append(1))
-    holder, name = FLAGS[flag]
-    before = getattr(holder, name)
-    with ScatterOnceParallel(model, 1, two_places, graphs=True, verify=False) as engine:
-        engine.forward_backward(inputs, targets, criterion)
-        captured = len(calls)
-        engine.forward_backward(inputs, targets, criterion)
-        replayed = len(calls) - captured
-        setattr(holder, name, not before)
-        try:
-            engine.forward_backward(inputs, targets, criterion)
-        finally:
-            setattr(holder, name, before)
-    assert len(calls) - captured - replayed == captured > replayed
+    with graphed(model, 1, two_places) as engine:
+        for value in (before, before, not before):
+            setattr(holder, name, value)
+            try:
+                engine.forward_backward(inputs, targets, LOSS)
+            finally:
+                setattr(holder, name, before)
+            counts.append(len(calls) - sum(counts))
+    captured, replayed, again = counts
+    assert captured == again > replayed
 
 
 # --- what cannot be captured runs without, and is told ---
 
 
-class Asks(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * (1 + float(x.sum() > 0))
-
-
-class Keeps(nn.Linear):
-    def forward(self, x):
-        self.kept = super().forward(x)
-        return self.kept
-
-
-class Tosses(nn.Linear):
-    def forward(self, x):
-        random.random()
-        return super().forward(x)
-
-
-class DrawsOnTheHost(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + 0 * torch.rand(())
-
-
 UNCAPTURED = {
-    "Asks cannot be captured: it waits for the device": (Asks, True),
-    "Keeps keeps something on the module": (Keeps, False),
-    "Tosses or the criterion draws random numbers on the host": (Tosses, True),
-    "DrawsOnTheHost or the criterion draws": (DrawsOnTheHost, True),
+    "cannot be captured: it waits for the device": lambda model, x: (
+        model.body(x) * (1 + float(x.sum() > -1e9))
+    ),
+    "keeps something on the module": lambda model, x: (
+        setattr(model, "kept", model.body(x)) or model.kept
+    ),
+    "or the criterion draws random numbers on the host": lambda model, x: (
+        model.body(x) + 0 * random.random()
+    ),
+    "or the criterion draws": lambda model, x: model.body(x) + 0 * torch.rand(()),
 }
 
 
 @pytest.mark.parametrize("words", UNCAPTURED)
 @pytest.mark.draws
 def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words):
-    kind, only_on_accelerators = UNCAPTURED[words]
-    model = build(lambda: kind(FEATURES, CLASSES)).to(home())
-    inputs, targets = problem("mlp")[1:]
-    criterion = nn.CrossEntropyLoss()
+    _, inputs, targets = problem()
+    is_told = words.startswith("keeps") or torch.accelerator.is_available()
     state = random.getstate()
-    with ScatterOnceParallel(model, 3, two_places, graphs=True, verify=False) as engine:
+    with graphed(of_body(UNCAPTURED[words]), 3, two_places) as engine:
         for step in range(3):
-            model.zero_grad()
-            told = step == 0 and (not only_on_accelerators or torch.accelerator.is_available())
-            with pytest.warns(match=words) if told else warnings.catch_warnings(action="error"):
-                engine.forward_backward(inputs, targets, criterion)
-            if kind is not Asks:  # which sees a micro-batch
-                assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+            told = pytest.warns(match=f"because Of {words}")
+            with told if is_told and not step else warnings.catch_warnings(action="error"):
+                assert_step(engine, inputs, targets, LOSS)
     random.setstate(state)
 
 
 @pytest.mark.draws
 def test_a_criterion_that_has_parameters_of_its_own_in_a_closure_is_refused(two_places):
-    model, inputs, targets = problem("mlp")
+    model, inputs, targets = problem()
     temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64, device=home()))
 
     def criterion(output, targets):
         return F.cross_entropy(output * temperature.to(output.device), targets)
 
-    with ScatterOnceParallel(model, 2, two_places, graphs=True, verify=False) as engine:
+    with graphed(model, 2, two_places) as engine:
         with pytest.raises(ValueError, match=r"arrives at temperature, .* functools\.partial"):
             engine.forward_backward(inputs, targets, criterion)
         assert temperature.grad is None
         temperature.requires_grad_(False)
-        engine.forward_backward(inputs, targets, criterion)
-    assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+        assert_step(engine, inputs, targets, criterion)
 
 
 def test_a_criterion_that_is_made_anew_in_every_step_is_given_up(two_places):
-    model, inputs, targets = problem("mlp", rows=8)
-    with ScatterOnceParallel(model, 1, two_places, graphs=True, verify=False) as engine:
+    model, inputs, targets = problem(rows=8)
+    with graphed(model, 1, two_places) as engine:
 
         def steps():
             for _ in range(34):
@@ -380,15 +314,15 @@ def test_a_criterion_that_is_made_anew_in_every_step_is_given_up(two_places):
 
 
 @pytest.mark.draws
-def test_a_step_that_fails_leaves_no_trace(two_places):
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_a_step_that_fails_leaves_no_trace(two_places, kind):
     """In a captured sub-step, and in one that is being captured."""
-    model = mlp(nn.Dropout(0.5)).to(home())
-    inputs, targets = problem("mlp")[1:]
-    boom = threading.Event()
+    model, inputs, targets = problem(mlp, nn.Dropout(0.5))
+    is_failing = False
 
     def output_kept(output):
-        if boom.is_set():
-            raise ValueError("boom")
+        if is_failing:
+            raise kind("boom")
         return output
 
     results = []
@@ -396,78 +330,40 @@ def test_a_step_that_fails_leaves_no_trace(two_places):
         torch.manual_seed(3)
         with engine:
             for rows in (ROWS, 16):
-                boom.set()
-                with pytest.raises(ValueError, match="boom"):
-                    engine.forward_backward(
-                        inputs[:rows], targets[:rows], F.cross_entropy, return_outputs=output_kept
-                    )
+                is_failing, batch = True, (inputs[:rows], targets[:rows])
+                with pytest.raises(kind, match="boom"):
+                    engine.forward_backward(*batch, F.cross_entropy, return_outputs=output_kept)
                 assert all(p.grad is None for p in engine.module.parameters())
-                boom.clear()
+                is_failing = False
             for _ in range(2):
                 engine.forward_backward(inputs, targets, F.cross_entropy)
-        results.append(engine)
-    assert_same(*results)
-
-
-def test_ctrl_c_between_captured_sub_steps_leaves_no_trace(two_places):
-    """A real signal, while replicas are at work."""
-    model, inputs, targets = problem("mlp")
-    strikes = iter([False] * 5 + [True])
-
-    def interrupted(output):
-        if next(strikes, False):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # the caller's thread is told in the meantime
-        return output
-
-    criterion = nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, 4, two_places, graphs=True, verify=False) as engine:
-
-        def steps():
-            for _ in range(2):
-                engine.forward_backward(inputs, targets, criterion, return_outputs=interrupted)
-
-        with pytest.raises(KeyboardInterrupt):
-            steps()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        engine.forward_backward(inputs, targets, criterion)
-        assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
-
-
-class Hungry(nn.Module):
-    """Has no room for more than so many rows, from the call of this number with as many on."""
-
-    calls: ClassVar[Counter[int]] = Counter()
-
-    def __init__(self, rows, call):
-        super().__init__()
-        self.body, self.norm = nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)
-        self.rows, self.call = rows, call
-
-    def forward(self, x):
-        self.calls[len(x)] += 1
-        if len(x) > self.rows and self.calls[len(x)] >= self.call:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return self.norm(self.body(x))
+        results.append(engine.module)
+    assert values_differ(*results) == []
 
 
 @pytest.mark.parametrize("call", [1, 3], ids=["warming up", "captured"])
+@pytest.mark.filterwarnings("error", 'ignore:accum="auto"')
 def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
     """The result is that of the same fixed number of sub-steps, bit for bit."""
-    Hungry.calls.clear()
-    inputs, targets = problem("mlp")[1:]
-    criterion, place = nn.CrossEntropyLoss(), [str(home())]
+    calls = Counter()
+
+    def hungry(model, x):  # has no room for more rows, from the call of this number with as many on
+        calls[len(x)] += 1
+        if len(x) > model.rows and calls[len(x)] >= call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return model.norm(model.body(x))
+
+    _, inputs, targets = problem()
     results = []
     for accum, room in (("auto", 10), (4, ROWS)):
-        model = build(lambda room=room: Hungry(room, call)).to(home())
-        with ScatterOnceParallel(model, accum, place, graphs=True, verify=False) as engine:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message='accum="auto"')  # and no others
-                losses = [engine.forward_backward(inputs, targets, criterion) for _ in range(2)]
+        model = of_body(hungry, norm=nn.BatchNorm1d(CLASSES), rows=room)
+        with graphed(model, accum, [str(home())]) as engine:
+            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(2)]
             assert len(engine.last_step.plan.shares[0].micro_batches) == 4
-        results.append((engine, losses))
-    assert torch.equal(torch.stack(results[0][1]), torch.stack(results[1][1]))
-    assert_same(results[0][0], results[1][0])
+        results.append((model, torch.stack(losses)))
+    (model, losses), (expected, expected_losses) = results
+    assert torch.equal(losses, expected_losses)
+    assert values_differ(model, expected) == []
 
 
 # --- beside other things ---
@@ -475,25 +371,22 @@ def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
 
 def test_autocast_is_captured_too(two_places):
     """With it and without are two graphs."""
-    model, inputs, targets = problem("mlp")
-    model, inputs = model.float(), inputs.float()
+    model, inputs, targets = problem()
     found = []
-    for engine in engines(model, two_places, 3):
+    for engine in engines(model.float(), two_places, 3):
         with engine:
             for is_on in (True, True, False, True):
                 with torch.autocast(home().type, torch.bfloat16, enabled=is_on):
-                    found.append(engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()))
-    half = len(found) // 2
-    assert torch.equal(torch.stack(found[:half]), torch.stack(found[half:]))
+                    found.append(engine.forward_backward(inputs.float(), targets, LOSS))
+    assert torch.equal(torch.stack(found[:4]), torch.stack(found[4:]))
     assert found[0] == found[1] == found[3] != found[2]
 
 
 def test_copies_of_an_engine_capture_for_themselves(two_places):
-    model, inputs, targets = problem("mlp")
-    criterion = nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, 2, two_places, graphs=True, verify=False) as engine:
-        engine.forward_backward(inputs, targets, criterion)
+    model, inputs, targets = problem()
+    with graphed(model, 2, two_places) as engine:
+        engine.forward_backward(inputs, targets, LOSS)
         with copy.deepcopy(engine) as other:
             other.module.zero_grad()
-            other.forward_backward(inputs, targets, criterion)
-            assert_same(engine, other)
+            other.forward_backward(inputs, targets, LOSS)
+            assert values_differ(model, other.module) == []

@@ -6,12 +6,12 @@ import itertools
 import json
 import re
 import time
-import warnings
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
 import pytest
 import torch
+from faults.state import values_differ
 from harness.notes import beginning_of_note
 from harness.pages import blocks, namespace, read, run
 from torch import nn
@@ -22,6 +22,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.torch_private import PROFILE_ALL_THREADS
 
 pytestmark = pytest.mark.draws
+CE = nn.CrossEntropyLoss()
 LAYOUTS = [["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu"]]
 
 
@@ -34,23 +35,23 @@ def batch(rows=12):
     return torch.randn(rows, 4), torch.arange(rows) % 2
 
 
-def traced(engine, *given, steps=1, **options):
-    with engine.trace() as trace:
+def engine_of(devices=LAYOUTS[0], accum=3, **options):
+    return ScatterOnceParallel(network(), accum, devices, **options)
+
+
+def traced(engine, criterion=CE, steps=1, **options):
+    with engine, engine.trace() as trace:
         for _ in range(steps):
-            engine.forward_backward(*given, **options)
+            engine.forward_backward(*batch(), criterion, **options)
     return trace
-
-
-def events(trace, tmp_path):
-    trace.save(tmp_path / "step.json")
-    return json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
 def counted(trace, tmp_path):
     """How many complete events of each name each thread has, by the threads' names."""
-    found = events(trace, tmp_path)
-    threads = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
-    complete = [e for e in found if e["ph"] == "X"]
+    trace.save(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    complete = [e for e in events if e["ph"] == "X"]
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
     return Counter((threads[e["tid"]], e["name"]) for e in complete)
 
@@ -71,9 +72,7 @@ def counted(trace, tmp_path):
 )
 def test_every_sub_step_has_one_forward_and_one_backward(devices, how, options, tmp_path):
     """What is captured, warmed up or checked is no sub-step of the step."""
-    with ScatterOnceParallel(network(), 3, devices, **how) as engine:
-        trace = traced(engine, *batch(), nn.CrossEntropyLoss(), steps=2, **options)
-    found = counted(trace, tmp_path)
+    found = counted(traced(engine_of(devices, **how), steps=2, **options), tmp_path)
     for replica, device in enumerate(devices):
         thread = f"replica {replica}, {device}"
         assert (found[thread, "forward"], found[thread, "backward"]) == (6, 6)
@@ -83,28 +82,8 @@ def test_every_sub_step_has_one_forward_and_one_backward(devices, how, options, 
     assert [found["caller", n] for n in ("step", "replicate", "reduce", "commit")] == [2] * 4
 
 
-def test_a_loss_that_is_pulled_later_is_recorded_where_it_is_computed(tmp_path):
-    inputs, targets = batch()
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine, engine.trace() as trace:
-        engine.loss(inputs, targets, nn.CrossEntropyLoss()).backward()
-    found = counted(trace, tmp_path)
-    assert found["replica 1, cpu", "forward"] == found["replica 1, cpu", "backward"] == 3
-
-
-def test_rows_that_are_dealt_by_cost_are_recorded(tmp_path):
-    costs = [1.0] * 6 + [4.0] * 6
-    with ScatterOnceParallel(network(), device_ids=["cpu"] * 2, micro_batch_cost=8.0) as engine:
-        trace = traced(engine, *batch(), nn.CrossEntropyLoss(), costs=costs)
-        shares = engine.plan(12, costs).shares
-    found = counted(trace, tmp_path)
-    for share in shares:
-        thread, count = f"replica {share.replica}, cpu", len(share.micro_batches)
-        assert found[thread, "forward"] == found[thread, "backward"] == count
-
-
 def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
-        trace = traced(engine, *batch(), lambda o, t: nn.functional.cross_entropy(o, t), steps=3)
+    trace = traced(engine_of(), lambda o, t: nn.functional.cross_entropy(o, t), steps=3)
     assert [step.number for step in trace.steps] == [0, 1, 2]
     for step in trace.steps:
         assert step.error is None
@@ -119,71 +98,66 @@ def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
 
 
 def test_a_step_that_fails_is_in_it(tmp_path):
-    def criterion(output, targets):
+    """In a sub-step, and before it has a plan."""
+
+    def fails(output, targets):
         raise ValueError("no such loss")
 
     inputs, targets = batch()
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2, verify=False) as engine:
-        with engine.trace() as trace, pytest.raises(ValueError, match="no such loss"):
-            engine.forward_backward(inputs, targets, criterion)
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    assert [step.error for step in trace.steps] == ["ValueError: no such loss"]
+    with engine_of(verify=False) as engine:
+        with engine.trace() as trace:
+            with pytest.raises(ValueError, match="no such loss"):
+                engine.forward_backward(inputs, targets, fails)
+            with pytest.raises(ValueError, match=" rows"):
+                engine.forward_backward(inputs, targets[:5], CE)
+        engine.forward_backward(inputs, targets, CE)
+    first, second = trace.steps
+    assert first.error == "ValueError: no such loss"
     assert counted(trace, tmp_path)["replica 0, cpu", "forward"] == 1
-    assert "step 0 failed: ValueError: no such loss" in str(trace)
-
-
-def test_a_step_that_fails_before_it_has_a_plan_is_in_it():
-    inputs, targets = batch()
-    engine, refused = ScatterOnceParallel(network(), 3, ["cpu"] * 2), " rows"
-    with engine, engine.trace() as trace, pytest.raises(ValueError, match=refused):
-        engine.forward_backward(inputs, targets[:5], nn.CrossEntropyLoss())
-    assert "step 0 failed: ValueError" in str(trace)
+    assert f"step 0 failed: {first.error}\nstep 1 failed: {second.error}" in str(trace)
 
 
 def test_nothing_is_recorded_outside_of_it():
-    inputs, targets = batch()
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
-        trace = traced(engine, inputs, targets, nn.CrossEntropyLoss())
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    with engine_of() as engine:
+        with engine.trace() as trace:
+            engine.forward_backward(*batch(), CE)
+        engine.forward_backward(*batch(), CE)
         with engine.trace() as other:
-            engine.check(inputs, targets, nn.CrossEntropyLoss())
-            engine.eval()(inputs)
+            engine.check(*batch(), CE)
+            engine.eval()(batch()[0])
     assert (len(trace.steps), len(other.steps)) == (1, 0)
     assert str(other) == "No step was recorded."
 
 
 def test_one_trace_at_a_time():
     refused = pytest.raises(RuntimeError, match="traced already")
-    engine = ScatterOnceParallel(network(), 3, ["cpu"] * 2)
-    with engine, engine.trace(), refused, engine.trace():
+    with engine_of() as engine, engine.trace(), refused, engine.trace():
         pass
 
 
 def test_gradients_are_the_same_bits_with_it():
     inputs, targets = batch()
-    plain, seen = network(), network()
-    for model in (plain, seen):
-        with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:
-            if model is seen:
-                traced(engine, inputs, targets, nn.CrossEntropyLoss())
-            else:
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    gradients = [[parameter.grad for parameter in model.parameters()] for model in (plain, seen)]
-    assert all(map(torch.equal, *gradients))
+    plain, seen = engine_of(), engine_of()
+    with plain, seen, seen.trace():
+        for engine in (plain, seen):
+            engine.forward_backward(inputs, targets, CE)
+    assert values_differ(plain.module, seen.module) == []
 
 
 # --- what is shown ------------------------------------------------------------------------------
 
 
 def test_the_table_has_a_line_per_replica():
-    with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
-        shown = str(traced(engine, *batch(), nn.CrossEntropyLoss(), steps=2))
+    shown = str(traced(engine_of(LAYOUTS[1]), steps=2))
     title, head, *lines, once, shares = shown.splitlines()
     assert re.fullmatch(r"2 steps of [\d.]+ ms, [\d.]+ ms between steps; in ms per step:", title)
     assert head.split() == ["replica", "device", "arrival", "forward", "backward", "waited"]
     assert [line.split()[:2] for line in lines] == [["0", "cpu:0"], ["1", "cpu:1"]]
     assert once.startswith("for all: scatter ")
-    assert sum(map(int, re.findall(r"(\d+)%", shares))) in range(90, 104)  # rounded, and gaps
+    percent = [int(part) for part in re.findall(r"(\d+)%", shares)]
+    assert percent == sorted(percent, reverse=True)
+    assert len(percent) == 4
+    assert sum(percent) <= 103  # rounded
 
 
 def test_a_replica_that_is_done_early_has_waited():
@@ -193,21 +167,21 @@ def test_a_replica_that_is_done_early_has_waited():
             return output.sum()
 
     inputs, targets = torch.randn(4, 4), torch.tensor([0, 0, 1, 1])
-    with ScatterOnceParallel(network(), 1, ["cpu:0", "cpu:1"], verify=False) as engine:
+    with engine_of(LAYOUTS[1], 1, verify=False) as engine:
         engine.forward_backward(inputs, targets, SlowOnTheSecond(), reduction="sum")
-        table = str(traced(engine, inputs, targets, SlowOnTheSecond(), reduction="sum"))
-    waited = [float(line.split()[-1]) for line in table.splitlines()[2:4]]
+        with engine.trace() as trace:
+            engine.forward_backward(inputs, targets, SlowOnTheSecond(), reduction="sum")
+    waited = [float(line.split()[-1]) for line in str(trace).splitlines()[2:4]]
     assert waited[0] > 150 > waited[1]
 
 
 def test_the_time_between_steps_is_the_callers():
-    inputs, targets = batch()
-    with ScatterOnceParallel(network(), 2, ["cpu"] * 2) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    with engine_of() as engine:
+        engine.forward_backward(*batch(), CE)
         with engine.trace() as trace:
             for _ in range(2):
                 time.sleep(0.3)
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                engine.forward_backward(*batch(), CE)
     between = re.search(r"([\d.]+) ms between steps", str(trace))
     assert 300 <= float(between[1]) < 600
     assert engine.last_step.waited >= 0.3
@@ -216,19 +190,16 @@ def test_the_time_between_steps_is_the_callers():
 def test_removed_names_say_what_to_use():
     with pytest.raises(AttributeError, match=r"removed in 0\.3\.0; engine\.trace\(\) yields"):
         scatterpar.Trace  # noqa: B018
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine, engine.trace() as trace:
-        pass
     with pytest.raises(AttributeError, match=r"plot was removed in 0\.3\.0; call trace\.save"):
-        trace.plot()
+        traced(engine_of()).plot()
 
 
 def test_the_last_step_is_a_table_in_a_notebook():
-    with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
-        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
-        assert engine.last_step.waited == 0.0
-        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
+    with engine_of(LAYOUTS[1]) as engine:
+        for step in range(2):
+            engine.forward_backward(*batch(), CE)
+            assert (engine.last_step.waited > 0) == (step > 0)
     report = engine.last_step
-    assert report.waited > 0
     assert len(report.replica_seconds) == 2
     assert min(report.replica_seconds) > 0
     shown = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")
@@ -240,16 +211,16 @@ def test_the_last_step_is_a_table_in_a_notebook():
 
 
 def profiled(engine, **options):
-    with profile(activities=[ProfilerActivity.CPU], **options) as found:
-        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
+    with engine, profile(activities=[ProfilerActivity.CPU], **options) as found:
+        engine.forward_backward(*batch(), CE)
     return Counter({entry.key: entry.count for entry in found.key_averages()})
 
 
 def test_a_profiler_of_all_threads_sees_the_operators_of_replicas():
     config = eval(PROFILE_ALL_THREADS.partition("=")[2])  # what the page and the warning say
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2, verify=False) as engine:
-        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
-        found = profiled(engine, experimental_config=config)
+    engine = engine_of(verify=False)
+    engine.forward_backward(*batch(), CE)
+    found = profiled(engine, experimental_config=config)
     assert found["aten::addmm"] == 2 * 3 * 2  # layers, sub-steps, replicas
     assert found["AddmmBackward0"] == 2 * 3 * 2
     for number in range(3):
@@ -258,17 +229,14 @@ def test_a_profiler_of_all_threads_sees_the_operators_of_replicas():
 
 
 def test_a_profiler_of_one_thread_is_told():
-    told = pytest.warns(UserWarning, match=re.escape(PROFILE_ALL_THREADS))
-    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine, told:
-        found = profiled(engine)
+    with pytest.warns(UserWarning, match=re.escape(PROFILE_ALL_THREADS)):
+        found = profiled(engine_of())
     assert found["scatterpar compute"] == 1
 
 
+@pytest.mark.filterwarnings("error")
 def test_one_replica_is_in_the_callers_thread():
-    engine = ScatterOnceParallel(network(), 3, ["cpu"], verify=False)
-    with engine, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = profiled(engine)
+    found = profiled(engine_of(LAYOUTS[2], verify=False))
     assert found["aten::addmm"] == 2 * 3
 
 
@@ -280,7 +248,7 @@ def test_batch_normalisation_of_one_row_says_what_to_pass():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     with ScatterOnceParallel(model, 4, ["cpu"] * 2) as engine:
         with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
-            engine.forward_backward(*batch(7), nn.CrossEntropyLoss())
+            engine.forward_backward(*batch(7), CE)
         where, *others = caught.value.__notes__
         notes = "\n".join(others)
         assert "a micro-batch of one row: use a smaller accum=, or micro_batch_size=" in notes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import NoReturn
-
-import torch
 
 import scatterpar
 
@@ -26,6 +25,7 @@ def main(arguments: list[str]) -> int:
 
         return doctor(options)
     if command == "--version":
+        torch = importlib.import_module("torch")
         print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
         return 0
     if command in ("-h", "--help"):
@@ -55,8 +55,18 @@ def _tool(command: str, options: list[str]) -> int:
     return code
 
 
+def _end(number: int, _: object) -> NoReturn:
+    """End at once, with a line. An exception could be lost in the middle of an import."""
+    name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    os.write(2, f"scatterpar: {name}\n".encode())
+    os._exit(128 + number)
+
+
 def run() -> NoReturn:
     """Be the program: `scatterpar` and `python -m scatterpar`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background job
+            signal.signal(number, _end)
     try:
         try:
             sys.exit(main(sys.argv[1:]))
@@ -65,9 +75,6 @@ def run() -> NoReturn:
     except BrokenPipeError:  # of `| head`, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at exit, too
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("scatterpar: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.train import options as opt
-from scatterpar.train.data import TEST, Files, find_files, make_pictures
-from scatterpar.train.feed import Feed, Request
+from scatterpar.train.data import TEST, Files, Request, find_files, make_pictures
+from scatterpar.train.feed import Feed
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
 from scatterpar.train.options import UsageError, words_of
-from scatterpar.train.records import load, written
+from scatterpar.train.records import BEST_FILE, load, written
 from scatterpar.train.training import choose_devices, scored
 
 _KNOWN = (BUILT_IN, "torchvision.models", "timm")  # their models need no --model
@@ -34,9 +34,9 @@ class PredictOptions:
     """Write the classes of pictures, with their scores, as CSV: one line per file."""
 
     examples: ClassVar[str] = """examples:
-  python -m scatterpar predict runs/photos/best.pt photos/new --out classes.csv --top 5"""
+  python -m scatterpar predict runs/photos photos/new --out classes.csv --top 5"""
 
-    checkpoint: tyro.conf.Positional[Path]  # best.pt or checkpoint.pt of a training run
+    checkpoint: tyro.conf.Positional[Path]  # folder of a training run: its best.pt; or a checkpoint
     # a picture, or a folder of pictures, which is searched recursively
     folder: tyro.conf.Positional[Path]
     out: opt.Folder = None  # write there (default: standard output)
@@ -65,9 +65,8 @@ def predict(options: PredictOptions) -> int:
     model, about = _load_model(options)
     classes, size = tuple(about["class_names"]), about["image_shape"][1]
     data = make_pictures(opt.Options(image_size=size, augment="none"), files, files, classes)
-    devices = choose_devices(
-        options.devices or (() if torch.accelerator.is_available() else ("cpu",))
-    )
+    is_plain = not options.devices and not torch.accelerator.is_available()
+    devices = choose_devices("cpu" if is_plain else options.devices)
     coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(_BATCH))
     model, rows = model.to(devices[0]).eval(), options.micro_batch_size
     warn = functools.partial(print, file=sys.stderr)
@@ -95,12 +94,14 @@ def predict(options: PredictOptions) -> int:
 
 def _load_model(options: PredictOptions) -> tuple[OnPixels, dict[str, Any]]:
     """Build the model of a checkpoint, with the weights that its run would test."""
-    state = load(options.checkpoint)
+    path = options.checkpoint
+    path = path / BEST_FILE if path.is_dir() else path
+    state = load(path)
     about, name = state["about"], state["about"]["model"]
     if name != options.model and name.partition(":")[0] not in _KNOWN:
         raise UsageError(
-            f"{options.checkpoint} is of --model {name}, which is code from elsewhere: give "
-            f"--model {name} if it may be called"
+            f"{path} is of --model {name}, which is code from elsewhere: give --model {name} if it "
+            "may be called"
         )
     shape, classes = tuple(about["image_shape"]), len(about["class_names"])
     model = build_model(name, shape, classes, about["mean"], about["std"])
@@ -109,6 +110,6 @@ def _load_model(options: PredictOptions) -> tuple[OnPixels, dict[str, Any]]:
     try:
         model.network.load_state_dict(state["model"] | averaged)
     except RuntimeError as error:
-        words = f"{options.checkpoint} does not fit --model {name}: {words_of(error):.200}"
+        words = f"{path} does not fit --model {name}: {words_of(error):.200}"
         raise UsageError(words) from error
     return model, about

@@ -11,6 +11,7 @@ from harness.runs import Small
 from scatterpar.__main__ import main as command
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
+ALONE = ["--workers", "0"]
 
 
 class Elsewhere(Small):
@@ -30,7 +31,7 @@ def finished(folder, tmp_path_factory):
     """A run that has learned its three classes."""
     out = tmp_path_factory.mktemp("out") / "run"
     options = ["--data", str(folder), "--batch", "48", "--epochs", "6", "--base-lr", "0.1"]
-    options += ["--devices", "cpu:0,cpu:1", "--workers", "0", "--augment", "none"]
+    options += ["--devices", "cpu:0,cpu:1", *ALONE, "--augment", "none"]
     with torch.random.fork_rng():
         assert command(["train", *options, "--out", str(out)]) == 0
     return out
@@ -43,7 +44,7 @@ def predicted(capsys, *arguments):
 
 
 def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
-    found = predicted(capsys, finished / "best.pt", folder / "test", "--top", "2", "--workers", "0")
+    found = predicted(capsys, finished / "best.pt", folder / "test", "--top", "2", *ALONE)
     assert [row["file"] for row in found] == sorted(row["file"] for row in found)
     assert len(found) == 24
     right = sum(row["file"].split("/")[0] == row["class"] for row in found)
@@ -51,15 +52,15 @@ def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
     for row in found:
         assert 1 >= float(row["score"]) >= float(row["score_2"]) >= 0
         assert row["class"] != row["class_2"]
-    out = tmp_path / "found.csv"
+    out = tmp_path / "found.csv"  # a folder of a run is its best.pt
     options = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "2", "--workers", "1", "--out"]
-    assert predicted(capsys, finished / "best.pt", folder / "test", *options, out) == []
+    assert predicted(capsys, finished, folder / "test", *options, out) == []
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [(r["file"], r["class"]) for r in rows] == [(r["file"], r["class"]) for r in found]
     one = folder / "test" / found[5]["file"]
-    (alone,) = predicted(capsys, finished / "best.pt", one, "--top", "2", "--workers", "0")
+    (alone,) = predicted(capsys, finished, one, "--top", "2", *ALONE)
     assert alone == found[5] | {"file": one.name}
-    last = predicted(capsys, finished / "checkpoint.pt", folder / "test", "--workers", "0")
+    last = predicted(capsys, finished / "checkpoint.pt", folder / "test", *ALONE)
     assert len(last) == 24
 
 
@@ -68,7 +69,7 @@ def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, 
     """The default run's model, of MNIST-family data, takes one channel."""
     options = ["--epochs", "1", "--devices", "cpu", "--base-lr", "0.05", "--batch", "512"]
     assert command(["train", *options, "--out", str(tmp_path)]) == 0
-    found = predicted(capsys, tmp_path / "best.pt", folder / "train", "--workers", "0")
+    found = predicted(capsys, tmp_path, folder / "train", *ALONE)
     assert sum(row["file"].split("/")[0] == row["class"] for row in found) > 80
 
 
@@ -84,13 +85,13 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
         ("empty contains no pictures", best, tmp_path / "empty"),
         ("nowhere contains no pictures", best, tmp_path / "nowhere"),
         ("is not a checkpoint that can be read", folder / "absent.pt", folder),
+        ("best.pt is not a checkpoint that can be read", tmp_path / "empty", folder),
         (f"code from elsewhere: give --model {name} if it may be called", other, folder),
         (f"does not fit --model {name}", other, folder / "test", "--model", name),
-        ("cannot be read as an image: .*truncated", best, broken, "--workers", "0"),
+        ("cannot be read as an image: .*truncated", best, broken, *ALONE),
     ):
         assert command(["predict", *map(str, arguments)]) == 2
         printed = capsys.readouterr().err
         assert re.search(words, printed)
         assert re.fullmatch("scatterpar predict: error: .*\n", printed)
-    skipping = ["--workers", "0", "--skip-broken", "1"]
-    assert len(predicted(capsys, best, broken, *skipping)) == 8
+    assert len(predicted(capsys, best, broken, *ALONE, "--skip-broken", "1")) == 8

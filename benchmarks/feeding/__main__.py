@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import TRAIN, Source, open_data
-from scatterpar.train.feed import Feed, Request
+from scatterpar.train.data import TRAIN, Request, Source, open_data
+from scatterpar.train.feed import Feed
 from scatterpar.train.models import build_model
 from scatterpar.train.options import Options
 from scatterpar.train.training import choose_devices

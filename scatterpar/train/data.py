@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gzip
 import importlib
+import itertools
 import os
 import random
 import sys
@@ -30,12 +31,19 @@ _STD = (58.395, 57.12, 57.375)
 _HAS_TESTS = "it has images to test on; leave out --val"
 _NO_SPLIT = "class folders, no split: --val 0.1 tests on a tenth of each class; or make train/ and "
 _NO_SPLIT += "test/ (or val/) with the classes in each"
-_SMALL = 128  # pixels; smaller images usually have no edges that can be cut off
 _INSTALL, _WHEELS = "pip install -c constraints.txt", "https://download.pytorch.org/whl/cpu"
 OTHER_BUILD = (
     "this torchvision was built for another torch; the one for torch's CPU build: "
     f"pip install torchvision --index-url {_WHEELS}"
 )
+
+
+class Request(NamedTuple):
+    """Rows of a part, `TRAIN` or `TEST`, to be read as one batch, varied as in that epoch."""
+
+    part: str
+    rows: Any  # a tensor; a list of a piece that is sent to a worker
+    epoch: int = 0
 
 
 class Images(NamedTuple):
@@ -100,17 +108,17 @@ class Source:
         """Whether images are tensors, which need neither workers nor transforms."""
         return isinstance(self.train, Split)
 
-    def __getitem__(self, piece: tuple[str, Sequence[int], int]) -> Images:
-        """Return rows of a part, `TRAIN` or `TEST`, varied as in an epoch."""
-        part, rows, epoch = piece
+    def __getitem__(self, request: Request) -> Images:
+        """Read the images of a request, or of a piece of one."""
+        part, epoch, rows = request.part, request.epoch, torch.as_tensor(request.rows)
         pairs = self.train if part == TRAIN else self.test
         if self.in_memory:
-            numbers = torch.tensor(rows)
-            return Images(pairs.images[numbers], pairs.labels[numbers], numbers)
+            return Images(pairs.images[rows], pairs.labels[rows], rows)
         seed, size, classes = self.options.seed, self.image_shape[1], len(self.class_names)
         transform, mix = _transforms(size, self.options, classes)[part]
-        found, broken = list[tuple[Tensor, int, int]](), list[tuple[str, str]]()
-        for row in rows:
+        images = torch.empty(len(rows), *self.image_shape, dtype=torch.uint8)
+        found, broken = list[tuple[int, int]](), list[tuple[str, str]]()
+        for row in rows.tolist():
             try:
                 picture, label = _opened(pairs, row)
             except MemoryError:
@@ -121,12 +129,12 @@ class Source:
                 broken.append((name, words_of(error)))
             else:
                 seed_host("image", seed, epoch, row)
-                found.append((transform(picture), label, row))
-        labels, numbers = (torch.tensor([x[i] for x in found], dtype=torch.int64) for i in (1, 2))
-        images = torch.empty(0, *self.image_shape, dtype=torch.uint8)
-        images = torch.stack([x[0] for x in found]) if found else images
+                images[len(found)] = transform(picture)
+                found.append((label, row))
+        images = images[: len(found)]
+        labels, numbers = torch.tensor(found, dtype=torch.int64).view(-1, 2).unbind(1)
         if mix is not None and found:
-            seed_host("piece", seed, epoch, rows[0])
+            seed_host("piece", seed, epoch, int(rows[0]))
             mixed, labels = mix(images.float(), labels)
             images = mixed.round_().to(torch.uint8)
         return Images(images, labels, numbers, broken)
@@ -165,9 +173,10 @@ def seed_host(*parts: object) -> int:
 
 def load() -> Source:
     """Load the images that are included; a part of them is for testing."""
-    whole, rows = read_split(Path(__file__).parent / "embedded", "t10k"), 8192
-    train = Split(whole.images[:rows], whole.labels[:rows])
-    test = Split(whole.images[rows:], whole.labels[rows:])
+    whole = read_split(Path(__file__).parent / "embedded", "t10k")
+    train, test = (
+        Split(whole.images[rows], whole.labels[rows]) for rows in (slice(8192), slice(8192, None))
+    )
     return make_dataset("embedded Fashion-MNIST", train, test, tuple(_FASHION.split(",")))
 
 
@@ -192,8 +201,7 @@ def read_split(folder: Path, part: str) -> Split:
 def library(module: str) -> Any:
     """Import a module of torchvision or timm, even if torchvision was built for another torch.
 
-    Then its operators for object detection cannot be loaded. The tool does not need them, and the
-    import succeeds if their names are defined.
+    Then its operators for object detection are missing; the import succeeds if their names exist.
     """
     try:
         importlib.import_module("torchvision.ops")
@@ -214,13 +222,10 @@ def library(module: str) -> Any:
 
 @functools.cache
 def _transforms(size: int, options: Options, classes: int) -> dict[str, tuple[Any, Any]]:
-    """Return the transforms of a picture and of a piece by part. Pictures become uint8.
-
-    Of test pictures, scaled to 8/7 of the size (below 128 to the size itself), the middle is used.
-    """
+    """Return the transforms of a picture and of a piece, by part. Pictures become uint8."""
     create, v2 = library("timm.data").create_transform, library("torchvision.transforms.v2")
     make = functools.partial(create, size, interpolation="bilinear", normalize=False)
-    test = varied = make(crop_pct=1.0 if size < _SMALL else 7 / 8)
+    test = varied = make(crop_pct=1.0 if size < 128 else 7 / 8)  # small ones have no edges to cut
     policy = options.augment if options.augment != "crop" else None
     if policy != "none":
         try:
@@ -253,10 +258,8 @@ def open_data(options: Options) -> Source:
             return make_pictures(options, *_of_library(options))
         varied = options.augment not in (None, "none")
         if options.image_size or varied or options.erase or options.mixup or options.cutmix:
-            raise UsageError(
-                "it is used as it is: --image-size, --augment, --erase, --mixup and --cutmix are "
-                "for pictures in files"
-            )
+            names = "--image-size, --augment, --erase, --mixup and --cutmix"
+            raise UsageError(f"it is used as it is: {names} are for pictures in files")
         return load()
     except UsageError as error:
         raise UsageError(f"--data {options.data}: {error}") from error
@@ -295,26 +298,21 @@ def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:
         if is_wrong:
             raise UsageError(words)
     files = find_files(train, names)
-    if val is not None:
-        return *_split(files, val), names
-    return files, find_files(tests[0], names, allow_empty=True), names
-
-
-def _split(files: Files, part: float) -> tuple[Files, Files]:
-    """Split each class into files to train on and to test on, in the same way in every run."""
-    is_test, generator = torch.zeros(len(files)), torch.Generator().manual_seed(0)
-    for label in files.labels.unique():
-        rows = (files.labels == label).nonzero().flatten()
-        number = max(1, round(len(rows) * part))
-        if number == len(rows):
-            name = Path(files[int(rows[0])][0]).parent
-            raise UsageError(f"{name} has too few pictures ({len(rows)}) for --val {part}")
-        is_test[rows[torch.randperm(len(rows), generator=generator)[:number]]] = 1
-    training, testing = (
-        Files([files[row] for row in (is_test == part).nonzero().flatten().tolist()])
-        for part in (0, 1)
-    )
-    return training, testing
+    if val is None:
+        return files, find_files(tests[0], names, allow_empty=True), names
+    # Each class is split, in the same way in every run.
+    training, testing = list[tuple[str, int]](), list[tuple[str, int]]()
+    generator = torch.Generator().manual_seed(0)
+    for _, group in itertools.groupby(map(files.__getitem__, range(len(files))), lambda x: x[1]):
+        pairs = list(group)
+        number = max(1, round(len(pairs) * val))
+        if number == len(pairs):
+            name = Path(pairs[0][0]).parent
+            raise UsageError(f"{name} has too few pictures ({number}) for --val {val}")
+        tests_of_class = {*torch.randperm(len(pairs), generator=generator)[:number].tolist()}
+        for row, pair in enumerate(pairs):
+            (testing if row in tests_of_class else training).append(pair)
+    return Files(training), Files(testing), names
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Files:

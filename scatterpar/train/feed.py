@@ -1,8 +1,7 @@
 """Prefetch batches: worker processes read the next one while the engine computes.
 
 Workers read pieces of a batch, which torch's DataLoader yields in order, and one thread joins them.
-So memory has the engine's batch, the next one, and a few pieces, for any number of workers. The
-requests for training and testing are one stream, so that workers are busy between epochs, too.
+So memory has the engine's batch, the next one, and a few pieces, for any number of workers.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, tee
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from scatterpar.train.data import Images, Source
+from scatterpar.train.data import Images, Request, Source
 from scatterpar.train.options import UsageError, words_of
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
@@ -34,20 +31,10 @@ class FeedError(UsageError):
     """A request cannot be read: an image is broken, or a worker process has ended."""
 
 
-class Request(NamedTuple):
-    """Rows of a part, to be read as one batch, varied as in that epoch."""
-
-    part: str
-    rows: Tensor
-    epoch: int = 0
-
-    def pieces(self) -> Iterator[tuple[str, list[int], int]]:
-        """Yield the part, row numbers and epoch of each piece."""
-        for rows in self.rows.split(PIECE) if len(self.rows) else ():
-            yield self.part, rows.tolist(), self.epoch
+_Batches = Generator[tuple[Request, Images], None, None]
 
 
-class Feed(AbstractContextManager["Feed"]):
+class Feed:
     """Reads the requested batches, in order, with worker processes unless there are 0 `workers`.
 
     Up to `skip_broken` unreadable images are left out; `warn` gets a line for each. `broken` counts
@@ -68,28 +55,19 @@ class Feed(AbstractContextManager["Feed"]):
             affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
             workers = min(_MOST_WORKERS, len(affinity(0)))
         self._workers = 0 if source.in_memory else workers
-        self._thread: ThreadPoolExecutor | None = None
         self._batches = self._read(iter(()))
         self.request(requests)
 
     def request(self, requests: Iterable[Request]) -> None:
         """Read these requests from now on, and drop batches that were prefetched."""
-        self.close()
-        self._closed, self._batches = False, self._read(iter(requests))
-        if self._workers and requests:
-            # The thread starts the workers: in the main thread torch would install a signal handler
-            # that raises an error anywhere when a worker ends by itself.
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="next batch")
-            self._next: Future[Any] = self._thread.submit(next, self._batches)
+        self._batches.close()
+        self._closed, batches = False, self._read(iter(requests))
+        self._batches = self._ahead(batches) if self._workers else batches
 
     def take(self) -> tuple[Request, Images]:
         """Return the next request, and its images, without unreadable ones."""
         start = time.perf_counter()
-        if self._thread is None:
-            request, images = next(self._batches)
-        else:
-            request, images = self._next.result()
-            self._next = self._thread.submit(next, self._batches)
+        request, images = next(self._batches)
         self.waited += time.perf_counter() - start
         for name, reason in images.broken:
             words = f"{name} cannot be read as an image: {reason}"
@@ -101,18 +79,27 @@ class Feed(AbstractContextManager["Feed"]):
             self.broken[name] += 1
         return request, images
 
-    def close(self) -> None:
-        """End the thread and the workers; these end with torch's iterator."""
-        self._closed = True
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
-        self._batches.close()
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._batches.close()
 
-    def _read(self, requests: Iterator[Request]) -> Generator[tuple[Request, Images], None, None]:
+    def _ahead(self, batches: _Batches) -> _Batches:
+        """Read the next batch in a thread while this one is used."""
+        # The thread starts the workers: in the main thread torch would install a signal handler
+        # that raises an error anywhere when a worker ends by itself.
+        with ThreadPoolExecutor(1, thread_name_prefix="next batch") as thread:
+            following = thread.submit(next, batches, None)
+            try:
+                while (batch := following.result()) is not None:
+                    following = thread.submit(next, batches, None)
+                    yield batch
+            finally:
+                self._closed = True  # the thread stops within a batch
+                thread.submit(batches.close).result()  # the workers end with torch's iterator
+
+    def _read(self, requests: Iterator[Request]) -> _Batches:
         """Read one batch after the other."""
         requests, to_cut = tee(requests)
         # A private generator, so that the DataLoader does not draw from the process's.
@@ -120,14 +107,14 @@ class Feed(AbstractContextManager["Feed"]):
         if self._workers:
             options |= {"multiprocessing_context": _context(), "prefetch_factor": _PIECES_AHEAD}
             options["worker_init_fn"] = _end_with_main_process
-        sampler: Any = (piece for request in to_cut for piece in request.pieces())
+        sampler: Any = (piece for request in to_cut for piece in _pieces(request))
         source: Any = self.source
         # `chain` starts the workers with the first piece: a signal may end their server then.
         pieces = chain.from_iterable(
             [DataLoader(source, batch_size=None, sampler=sampler, **options)]
         )
         for request in requests:
-            of_batch = (self._piece(pieces) for _ in request.pieces())
+            of_batch = (self._piece(pieces) for _ in _pieces(request))
             yield request, _joined(of_batch, len(request.rows), self.source.image_shape)
 
     def _piece(self, pieces: Iterator[Images]) -> Images:
@@ -146,6 +133,12 @@ class Feed(AbstractContextManager["Feed"]):
                 f"a worker process that reads images has ended by itself ({words}); the system "
                 "ends processes where memory runs out: fewer --workers need less"
             ) from error
+
+
+def _pieces(request: Request) -> Iterator[Request]:
+    # As lists: tensors would go to a worker through shared memory, each by a thread.
+    rows_of_pieces = request.rows.split(PIECE) if len(request.rows) else ()
+    return (request._replace(rows=rows.tolist()) for rows in rows_of_pieces)
 
 
 def _joined(pieces: Iterable[Images], rows: int, shape: tuple[int, int, int]) -> Images:
@@ -173,10 +166,8 @@ def _context() -> Any:
 
 
 def _end_with_main_process(_: int) -> None:
-    """Make a worker end with the main process, and not before, by a signal to all processes.
-
-    Torch's workers watch their parent, but that is the fork server, which waits for them.
-    """
+    """Make a worker end with the main process, and not before, by a signal to all processes."""
+    # Torch's workers watch their parent, but that is the fork server, which waits for them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     main: Any = multiprocessing.parent_process()

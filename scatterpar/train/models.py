@@ -25,23 +25,23 @@ class SmallCNN(nn.Sequential):
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         channels, height, width = image_shape
-        convolutions = _convolution(channels, 16), _convolution(16, 32), _convolution(32, 64)
+        convolutions = [
+            nn.Sequential(
+                nn.Conv2d(before, after, 3, padding=1, bias=False),
+                *(nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)),
+            )
+            for before, after in ((channels, 16), (16, 32), (32, 64))
+        ]
         hidden = nn.Linear(64 * (height // 8) * (width // 8), 128, bias=False)
         head = hidden, nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, classes)
         super().__init__(*convolutions, nn.Flatten(), *head)
 
 
-def _convolution(before: int, after: int) -> nn.Sequential:
-    convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2))
-
-
 class OnPixels(nn.Module):
-    """Standardises pixels from 0 to 255 for a network, on the device.
+    """Standardises pixels from 0 to 255 for a network, on the device: bytes are copied there.
 
-    So bytes are copied to the devices, a quarter of the traffic of floating-point numbers. Grey
-    images are repeated for a network that takes coloured ones; coloured images are averaged for a
-    network that takes grey ones.
+    Grey images are repeated for a network that takes coloured ones; coloured images are averaged
+    for a network that takes grey ones.
     """
 
     mean: Tensor
@@ -89,10 +89,8 @@ def build_model(
             scores = model.eval()(torch.zeros(1, *image_shape, dtype=torch.uint8))
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         if not isinstance(scores, Tensor) or scores.ndim != 2 or scores.shape[1] < classes:
-            raise UsageError(
-                f"it should make a score for each of {classes} classes, but makes {shape} of one "
-                "image"
-            )
+            wanted = f"a score for each of {classes} classes"
+            raise UsageError(f"it should make {wanted}, but makes {shape} of one image")
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from error
     except Exception as error:

@@ -60,9 +60,7 @@ Devices = Annotated[tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE
 
 
 @dataclass(frozen=True)
-class ImageOptions:
-    """The images, and how they are varied."""
-
+class _Images:
     # folder of images in train/CLASS/ and test/CLASS/ (or val), or in CLASS/ with --val; or a name:
     # torch/NAME, one of torchvision's sets such as torch/fashion_mnist; hfds/NAME, one of Hugging
     # Face's or a folder for its datasets; or embedded (Fashion-MNIST's test set, in two parts)
@@ -82,9 +80,7 @@ class ImageOptions:
 
 
 @dataclass(frozen=True)
-class TrainingOptions:
-    """The network, and how it is trained."""
-
+class _Training:
     # cnn, timm:NAME such as timm:resnet50, or package.module:callable such as
     # torchvision.models:resnet101, called with num_classes if it has that parameter
     model: str = "cnn"
@@ -109,9 +105,7 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
-    """The devices, and how they compute."""
-
+class _Devices:
     # a device for each replica, such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU; without
     # any, two replicas on the CPU)
     devices: Devices = ()
@@ -124,9 +118,7 @@ class DeviceOptions:
 
 
 @dataclass(frozen=True)
-class FileOptions:
-    """What is read and written."""
-
+class _Files:
     config: Folder = None  # options from a TOML file; those of the command line override it
     # folder for what is written (default: a new one in runs/)
     out: OutFolder = field(default_factory=lambda: Path(time.strftime("runs/train-%Y%m%d-%H%M%S")))
@@ -135,7 +127,7 @@ class FileOptions:
 
 
 @dataclass(frozen=True)
-class Options(FileOptions, DeviceOptions, TrainingOptions, ImageOptions):
+class Options(_Files, _Devices, _Training, _Images):
     """Train a network on large batches, with all GPUs of this machine, in one process."""
 
     examples: ClassVar[str] = """examples:
@@ -177,9 +169,7 @@ def parse(arguments: Sequence[str]) -> Options:
     return dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup, measure_noise=noise)
 
 
-def _grouped(
-    images: ImageOptions, training: TrainingOptions, device: DeviceOptions, file: FileOptions
-) -> Options:
+def _grouped(images: _Images, training: _Training, device: _Devices, file: _Files) -> Options:
     """Join the groups that `--help` shows."""
     return Options(**vars(images), **vars(training), **vars(device), **vars(file))
 

@@ -93,7 +93,7 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
                 if record["kind"] != "summary" and record["step"] <= earlier_steps:
                     self.records.append(record)
         with written(path) as file:
-            file.write("".join(json.dumps(record) + "\n" for record in self.records).encode())
+            file.writelines(f"{json.dumps(record)}\n".encode() for record in self.records)
         self._file, self._board = path.open("a", encoding="utf-8"), None
         with contextlib.suppress(ImportError):
             module = importlib.import_module("torch.utils.tensorboard")
@@ -128,17 +128,18 @@ def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
     names = "scatterpar", "torch", "torchvision", "timm", "numpy", "pillow"
     versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
     gpus = {d: torch.cuda.get_device_name(d) for d in devices if d.type == "cuda"}
-    git, commit = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], None
+    git, commit = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(git, capture_output=True, encoding="utf-8", timeout=10)
-        commit = found.stdout.strip() or None
+        commit = subprocess.run(
+            git, capture_output=True, encoding="utf-8", timeout=10
+        ).stdout.strip()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "versions": versions | {"python": platform.python_version()},
         "devices": [f"{d} {gpus.get(d, '')}".strip() for d in devices],
         "system": platform.platform(),
-        "commit": commit,
+        "commit": commit or None,
     }
 
 

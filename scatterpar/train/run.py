@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -43,24 +42,18 @@ def run(options: Options) -> int:
     training = Training(options, source, devices)
     with training.engine:
         _resume(training)
-        step = training.position.step
-        if training.position.tested >= training.epochs and (out / "curves.png").exists():
-            print(
-                f"{out}: finished before, after {training.epoch} epochs and {step} steps; "
-                "--out starts a new run in another folder"
-            )
+        position = training.position
+        if position.tested >= training.epochs and (out / "curves.png").exists():
+            reached = f"after {training.epoch} epochs and {position.step} steps"
+            print(f"{out}: finished before, {reached}; --out starts a new run in another folder")
             return 0
         with (
-            Metrics(out / "metrics.jsonl", step) as metrics,
+            Metrics(out / "metrics.jsonl", position.step) as metrics,
             Feed(source, (), options.workers, options.skip_broken, tqdm.write) as feed,
         ):
             about = {"options": options.record(), **records.provenance(devices)}
-            metrics.write("run", step=step, **about)
-            this = Run(training, feed, metrics)
-            this.announce()
-            code, ending = this.train()
-            this.finish(ending)
-            return code
+            metrics.write("run", step=position.step, **about)
+            return Run(training, feed, metrics).train()
 
 
 def _resume(training: Training) -> None:
@@ -68,15 +61,16 @@ def _resume(training: Training) -> None:
     options, path = training.options, training.options.out / FILE
     if path.exists() and not options.resume:
         raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
-    if options.resume and not path.exists():
+    if not options.resume:
+        return
+    if not path.exists():
         raise UsageError(f"--resume: there is no {path}; --out names the folder of the run")
-    state = records.load(path) if options.resume else {"settings": {}}
+    state = records.load(path)
     for name, saved in state["settings"].items():
         if (value := options.settings().get(name)) != saved:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{path} is of a run with {option} {saved}, not {value}")
-    if options.resume:
-        training.load_state_dict(state)
+    training.load_state_dict(state)
 
 
 class Stopped(Exception):
@@ -91,8 +85,6 @@ class Stopping:
     def __enter__(self) -> Self:
         numbers = signal.SIGINT, signal.SIGTERM  # a background job of a shell ignores SIGINT
         self._before = {n: h for n in numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
-        if threading.current_thread() is not threading.main_thread():
-            self._before = {}
         for number in self._before:
             signal.signal(number, self._receive)
         return self
@@ -119,14 +111,7 @@ class Run:
 
     def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
         self.training, self.feed, self.metrics = training, feed, metrics
-        self.options, self.stopping, self.model = training.options, Stopping(), training.model
-        self._about = {  # `predict` needs these
-            "model": self.options.model,
-            "image_shape": list(feed.source.image_shape),
-            "class_names": list(feed.source.class_names),
-            "mean": self.model.mean.flatten().tolist(),
-            "std": self.model.std.flatten().tolist(),
-        }
+        self.options, self.stopping = training.options, Stopping()
         self._saved, self._said = training.position.step, time.perf_counter()
         earlier = max((r.get("elapsed", 0.0) for r in metrics.records), default=0.0)
         self._start = self._said - earlier  # of all sessions
@@ -134,27 +119,10 @@ class Run:
         self._total, shown = training.epochs * training.images, {"unit_scale": True, "miniters": 1}
         self._bar = tqdm(total=self._total, disable=None, unit=" images", leave=False, **shown)
 
-    def announce(self) -> None:
-        """Print the model, the data, and how the work is divided."""
-        training, options, position = self.training, self.options, self.training.position
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        images, steps = training.images, training.steps_per_epoch
-        rows = -(-images // steps)
-        print(f"writing to {options.out}\n{self.feed.source}")
-        print(f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}")
-        if position.step:
-            print(f"resumed after {position.step} steps, {position.consumed:,} images")
-        elif isinstance(options.batch, int) and options.batch > images:
-            told = f"--batch {options.batch} is more than the {images:,} images to train on"
-            print(f"{told}: each step takes all of them, and the learning rate is theirs")
-        else:
-            more = "the gradient's noise scale doubles it" if training.grows else "--batch sets it"
-            print(f"batches of {rows:,}, for {steps} steps an epoch of {images:,}; {more}")
-        sys.stdout.flush()
-
-    def train(self) -> tuple[int, str]:
-        """Train all epochs. Returns the exit code, and a text that says how the run ended."""
-        training = self.training
+    def train(self) -> int:
+        """Train all epochs, print and write what was reached, and return the exit code."""
+        training, code, ending = self.training, 0, "finished"
+        self._announce()
         self.feed.request(training.requests())
         try:
             with self.stopping:
@@ -163,25 +131,27 @@ class Run:
                 while training.epoch < training.epochs:
                     self._train_epoch()
                 self._save(0)  # a test may have come since the last step was saved
-        except Stopped:
-            return self._stop()
         except FloatingPointError as error:
-            return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
-        except UsageError as error:
+            code = 1
+            ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
+        except (Stopped, UsageError) as error:
+            stopped = isinstance(error, Stopped)
             if isinstance(error, FeedError):
-                if self.stopping.signal:  # a signal may have ended the workers, too
-                    return self._stop()
+                stopped = self.stopping.signal > 0  # the signal may have ended the workers, too
+            if stopped or isinstance(error, FeedError):
                 self._save()
-            kept = f"the checkpoint after step {self._saved} is kept: --resume goes on from it"
-            kept = kept if self._saved else "no checkpoint was written yet"
-            raise UsageError(f"{error}; {kept}") from error
+            if not stopped:
+                kept = f"the checkpoint after step {self._saved} is kept: --resume goes on from it"
+                kept = kept if self._saved else "no checkpoint was written yet"
+                raise UsageError(f"{error}; {kept}") from error
+            code, ending = self._stopped()
         finally:
             self._bar.close()
-        return 0, "finished"
+        self._finish(ending)
+        return code
 
-    def _stop(self) -> tuple[int, str]:
-        """Save a checkpoint, and print the command that resumes the run."""
-        self._save()
+    def _stopped(self) -> tuple[int, str]:
+        """Print the command that resumes the run. Returns the exit code, and how the run ended."""
         number = self.stopping.signal
         if self._saved:
             words = [word for word in sys.orig_argv if word != "--resume"]
@@ -195,6 +165,24 @@ class Run:
     def _say(self, line: str) -> None:
         """Print a line, beside the progress bar."""
         self._bar.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def _announce(self) -> None:
+        """Print the model, the data, and how the work is divided."""
+        training, options, position = self.training, self.options, self.training.position
+        parameters = sum(parameter.numel() for parameter in training.model.parameters())
+        images, steps = training.images, training.steps_per_epoch
+        rows = -(-images // steps)
+        print(f"writing to {options.out}\n{self.feed.source}")
+        print(f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}")
+        if position.step:
+            print(f"resumed after {position.step} steps, {position.consumed:,} images")
+        elif isinstance(options.batch, int) and options.batch > images:
+            told = f"--batch {options.batch} is more than the {images:,} images to train on"
+            print(f"{told}: each step takes all of them, and the learning rate is theirs")
+        else:
+            more = "the gradient's noise scale doubles it" if training.grows else "--batch sets it"
+            print(f"batches of {rows:,}, for {steps} steps an epoch of {images:,}; {more}")
         sys.stdout.flush()
 
     def _train_epoch(self) -> None:
@@ -241,14 +229,15 @@ class Run:
     def _end_epoch(self) -> None:
         """Test, record and print the results, keep the best weights, and let the batch grow."""
         training, position, broken = self.training, self.training.position, self.feed.broken
-        number, loss = training.epoch, position.loss
+        number, rows = training.epoch, -(-training.images // training.steps_per_epoch)
         steps = [r for r in self.metrics.of_kind("step") if r["epoch"] == number]
         names = "images", "seconds_whole", "seconds_waited"
         images, seconds, waited = (sum(step[name] for step in steps) for name in names)
-        speed, rows = images / (seconds or 1), -(-training.images // training.steps_per_epoch)
+        loss = sum(step["loss"] * step["images"] for step in steps) / (images or 1)
+        speed, waiting = images / (seconds or 1), waited / (seconds or 1)
         tested = training.test(self.feed, self.stopping.check)
         accuracy, top5 = tested["test_accuracy"], tested["test_accuracy_top5"]
-        position.accuracy, position.tested, position.loss = accuracy, number, 0.0
+        position.tested = number
         took = {"images_per_second": speed, "seconds": seconds, "seconds_waited": waited}
         took |= {"elapsed": time.perf_counter() - self._start, "left_out": broken.total()}
         where = {"epoch": number, "step": position.step, "batch": rows, "train_loss": loss}
@@ -259,7 +248,7 @@ class Run:
             f"test loss {tested['test_loss']:.4f}, test accuracy {accuracy:.2%}": True,
             f"top-5 accuracy {top5:.2%}": training.classes > 5,
             f"{speed:,.0f} images/s": True,
-            f"waiting {waited / (seconds or 1):.0%}": not self.feed.source.in_memory,
+            f"waiting {waiting:.0%}": not self.feed.source.in_memory,
             f"batch {rows:,}": training.grows,
             f"noise scale {scale:,.0f} images": training.noise,
             f"{len(broken)} broken files left out": broken,
@@ -267,9 +256,9 @@ class Run:
         self._say(", ".join(words for words, is_told in parts.items() if is_told))
         if accuracy > position.best:
             position.best = accuracy
-            best: Any = training.average or training.engine
-            state = {"model": best.module.network.state_dict(), "accuracy": accuracy}
-            records.save(self.options.out / BEST_FILE, **state, about=self._about)
+            best: Any = training.average.module if training.average else training.model
+            state = {"model": best.network.state_dict(), "accuracy": accuracy}
+            records.save(self.options.out / BEST_FILE, **state, about=training.about)
         if number < training.epochs and training.grow():
             self.feed.request(training.requests())
             self._say(f"  batches of {position.batch:,} images from here on")
@@ -277,31 +266,32 @@ class Run:
 
     def _save(self, every: int = 1) -> None:
         """Write a checkpoint if there were `every` steps since the last one."""
-        step = self.training.position.step
+        training, step = self.training, self.training.position.step
         if step - self._saved >= every:
-            state, settings = self.training.state_dict(), self.options.settings()
-            records.save(self.options.out / FILE, **state, settings=settings, about=self._about)
+            about = {"settings": self.options.settings(), "about": training.about}
+            records.save(self.options.out / FILE, **training.state_dict(), **about)
             self._saved = step
 
-    def finish(self, ending: str) -> None:
+    def _finish(self, ending: str) -> None:
         """Print and record the results, and draw them, even if the run ended early."""
-        position, training, out = self.training.position, self.training, self.options.out
-        seconds, metrics = time.perf_counter() - self._start, self.metrics
-        accuracy, sessions = position.accuracy, len(metrics.of_kind("run"))
-        steps = metrics.of_kind("step")
-        sent = steps[0]["bytes"] if steps else {}  # the first step sends everything
-        in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
-        if epochs := metrics.of_kind("epoch"):
+        training, metrics, out = self.training, self.metrics, self.options.out
+        steps, epochs = metrics.of_kind("step"), metrics.of_kind("epoch")
+        seconds, sessions = time.perf_counter() - self._start, len(metrics.of_kind("run"))
+        accuracy, measured = None, "not measured, no epoch was finished"
+        if epochs:
             best = max(epochs, key=lambda r: float(r["test_accuracy"]))  # the first of equal ones
             words = f"best epoch: {best['epoch']}, test accuracy {best['test_accuracy']:.2%}"
             print(f"{words}, in {out / BEST_FILE}")
-        reached = f"{training.epoch} of {training.epochs} epochs, {position.step} steps, {in_all}"
-        measured = "not measured, no epoch was finished" if accuracy is None else f"{accuracy:.2%}"
-        print(f"{ending} after {reached}\ntest accuracy: {measured}")
+            accuracy = epochs[-1]["test_accuracy"]
+            measured = f"{accuracy:.2%}"
+        in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
+        reached = f"{training.epoch} of {training.epochs} epochs, {training.position.step} steps"
+        print(f"{ending} after {reached}, {in_all}\ntest accuracy: {measured}")
+        sent = steps[0]["bytes"] if steps else {}  # the first step sends everything
         crossed = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in sent.items() if size)
         traffic = f"crossed between devices in a step, in MB: {crossed}"
         print(traffic if crossed else "nothing had to cross between devices")
-        done = {"ending": ending, "epochs": training.epoch, "steps": position.step}
+        done = {"ending": ending, "epochs": training.epoch, "steps": training.position.step}
         done |= {"seconds": seconds, "test_accuracy": accuracy, "bytes": sent}
         metrics.write("summary", **done, left_out=dict(self.feed.broken))
         with records.writing(out):

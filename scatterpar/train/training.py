@@ -11,7 +11,6 @@ arXiv:1706.02677, section 2.1).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,27 +27,33 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from scatterpar import ScatterOnceParallel, ShardedOptimizer, StepReport, weight_decay_groups
 from scatterpar.devices.runtime import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
-from scatterpar.train.data import TEST, TRAIN, Images, Source, library, seed_host, seed_of
-from scatterpar.train.feed import Feed, Request
+from scatterpar.train.data import (
+    TEST,
+    TRAIN,
+    Images,
+    Request,
+    Source,
+    library,
+    seed_host,
+    seed_of,
+)
+from scatterpar.train.feed import Feed
 from scatterpar.train.models import build_model
 from scatterpar.train.options import LARGE_BATCH, Options, UsageError, words_of
 
 FIRST = 256  # images; `--base-lr` is the rate for them
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
-_PARTS = ("optimizer", "scaler", "average", "noise")  # attributes with a state dict, or None
 
 
 @dataclass
 class Position:
-    """How far a run has come, and what its report needs."""
+    """How far a run has come."""
 
     batch: int  # images of a step, at most
     consumed: int = 0  # images that steps have used
     step: int = 0
     tested: int = 0  # epochs that ended with a test
-    loss: float = 0.0  # of the present epoch so far, its part of the mean
-    accuracy: float | None = None  # of the last test
-    best: float = -1.0
+    best: float = -1.0  # test accuracy
 
 
 class Training:
@@ -59,20 +64,30 @@ class Training:
         self.options, self.images, self.tests = options, len(source.train), len(source.test)
         self.classes, self.epochs = len(source.class_names), options.epochs or 0
         self.engine = make_engine(options, source, devices)
-        self.model = self.engine.module
+        self.model: Any = self.engine.module
         self.grows = options.batch == "auto"
         size = FIRST if options.batch == "auto" else options.batch or default_batch(self.images)
         self.position = Position(min(size, self.images))  # a step has at most all images
         self.optimizer = plain = make_optimizer(self.model, options)
         if options.shard_optimizer:
             self.optimizer = ShardedOptimizer(self.engine, lambda _: plain)
-        self.scaler = GradScaler(devices[0].type, enabled=options.autocast == "float16")
+        dtype, kind = options.autocast, devices[0].type
+        self.precision = torch.autocast(kind, getattr(torch, dtype or "bfloat16"), bool(dtype))
+        self.scaler = GradScaler(kind, enabled=dtype == "float16")
         self.criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
         self.noise = NoiseScale() if options.measure_noise else None
         self.average: AveragedModel | None = None
         if options.ema is not None:
             function = get_ema_multi_avg_fn(options.ema)
             self.average = AveragedModel(self.model, multi_avg_fn=function, use_buffers=True)
+        # What `predict` needs to build the model.
+        self.about = {
+            "model": options.model,
+            "image_shape": list(source.image_shape),
+            "class_names": list(source.class_names),
+            "mean": self.model.mean.flatten().tolist(),
+            "std": self.model.std.flatten().tolist(),
+        }
 
     @property
     def epoch(self) -> int:
@@ -116,15 +131,12 @@ class Training:
 
     def step(self, rows: int, batch: Images) -> StepReport | None:
         """Train on the readable images of a batch of `rows`. Returns None if there are none."""
-        position, report = self.position, None
-        if len(batch.labels):
-            report = self._update(batch)
-            position.step += 1
-            position.loss += report.loss * rows / self.images
-        position.consumed += rows
+        report = self._update(batch) if len(batch.labels) else None
+        self.position.step += report is not None
+        self.position.consumed += rows
         return report
 
-    def _update(self, batch: Images) -> StepReport:
+    def _update(self, batch: Images) -> StepReport | None:
         torch.manual_seed(seed_host("step", self.options.seed, self.position.consumed))
         optimizer, scaler, rate = self.optimizer, self.scaler, self.rate()
         for group in optimizer.param_groups:
@@ -133,7 +145,7 @@ class Training:
         optimizer.zero_grad()
         data = batch.images, batch.labels, self.criterion
         try:
-            with self._precision():
+            with self.precision:
                 self.engine.forward_backward(*data, scaler=scaler)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
@@ -147,29 +159,34 @@ class Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         scaler.step(optimizer)
         scaler.update()
-        if self.average is not None:
+        if self.average:
             self.average.update_parameters(self.model)
-        report = self.engine.last_step
-        assert report is not None, "a step was made"
-        if self.noise is not None:
-            self.noise.update(report)
-        return report
+        if self.noise and self.engine.last_step:
+            self.noise.update(self.engine.last_step)
+        return self.engine.last_step
 
     @torch.no_grad()
     def test(self, feed: Feed, between: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Test on the feed's next requests, with averaged weights if there are any.
+        """Test on the feed's next requests, with averaged weights and buffers if there are any.
 
         `between` is called after each batch. Returns the mean loss, Top-1 and Top-5 accuracy.
         """
         sums, images = torch.zeros(3, dtype=torch.float64), 0
+        saved = copy.deepcopy(self.model.state_dict()) if self.average else None
         self.engine.eval()
-        with self._tested_weights(), self._precision():
-            for batch, scores in scored(self.engine, feed, self.tests, self.classes):
-                right = scores.topk(min(5, self.classes)).indices == batch.labels[:, None]
-                loss = F.cross_entropy(scores, batch.labels, reduction="sum")
-                sums += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
-                images += len(batch.labels)
-                between()
+        try:
+            if self.average:
+                self.model.load_state_dict(self.average.module.state_dict())
+            with self.precision:
+                for batch, scores in scored(self.engine, feed, self.tests, self.classes):
+                    right = scores.topk(min(5, self.classes)).indices == batch.labels[:, None]
+                    loss = F.cross_entropy(scores, batch.labels, reduction="sum")
+                    sums += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
+                    images += len(batch.labels)
+                    between()
+        finally:
+            if saved is not None:
+                self.model.load_state_dict(saved)
         names = "test_loss", "test_accuracy", "test_accuracy_top5"
         return dict(zip(names, (sums / max(1, images)).tolist(), strict=True))
 
@@ -180,36 +197,23 @@ class Training:
         self.position.batch = twice if grows else self.position.batch
         return grows
 
+    def _parts(self) -> dict[str, Any]:
+        """Return what changes beside the network and the position."""
+        parts = {name: getattr(self, name) for name in ("optimizer", "scaler", "average", "noise")}
+        return {name: part for name, part in parts.items() if part}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what changes while training."""
         state = {"model": self.model.network.state_dict(), "position": asdict(self.position)}
-        parts = {name: getattr(self, name) for name in _PARTS}
-        return state | {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return state | {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state that `state_dict` returned."""
         self.model.network.load_state_dict(state["model"])
-        for name in state.keys() & {name for name in _PARTS if getattr(self, name) is not None}:
-            getattr(self, name).load_state_dict(state[name])
+        for name, part in self._parts().items():
+            if name in state:  # --measure-noise may be new
+                part.load_state_dict(state[name])
         self.position = Position(**state["position"])
-
-    def _precision(self) -> contextlib.AbstractContextManager[object]:
-        dtype = getattr(torch, self.options.autocast or "bfloat16")
-        device = self.engine.device_ids[0].type
-        return torch.autocast(device, dtype, enabled=self.options.autocast is not None)
-
-    @contextlib.contextmanager
-    def _tested_weights(self) -> Iterator[None]:
-        """In the body, the model has the averaged weights and buffers, if there are any."""
-        if self.average is None:
-            yield
-            return
-        saved = copy.deepcopy(self.model.state_dict())
-        self.model.load_state_dict(self.average.module.state_dict())
-        try:
-            yield
-        finally:
-            self.model.load_state_dict(saved)
 
 
 def default_batch(images: int) -> int:
@@ -244,8 +248,9 @@ def make_engine(
 ) -> ScatterOnceParallel:
     """Build the model with its initial weights, on the first device, and its engine."""
     about = source.image_shape, len(source.class_names), source.mean, source.std
-    model = build_model(options.model, *about, pretrained=options.pretrained)
-    layout = torch.channels_last if options.channels_last else torch.preserve_format
+    model: nn.Module = build_model(options.model, *about, pretrained=options.pretrained)
+    if options.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if options.measure_noise and len(devices) < 2:
         raise UsageError(
             "--batch auto and --measure-noise compare the gradients of replicas, and there is one: "
@@ -253,7 +258,7 @@ def make_engine(
         )
     try:
         return ScatterOnceParallel(
-            model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
+            model.to(devices[0]),
             device_ids=devices,
             micro_batch_size=options.micro_batch_size,
             check_finite=True,
@@ -273,9 +278,9 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     if name == "sgd":
         keywords |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
     try:
-        if name in known:
-            return known[name](groups, **keywords)  # type: ignore[no-any-return]
-        return library("timm.optim").create_optimizer_v2(groups, name, **keywords)  # type: ignore[no-any-return]
+        if name not in known:
+            return library("timm.optim").create_optimizer_v2(groups, name, **keywords)  # type: ignore[no-any-return]
+        return known[name](groups, **keywords)  # type: ignore[no-any-return]
     except (UsageError, AssertionError, TypeError, ValueError) as error:
         raise UsageError(
             f"--optimizer {options.optimizer}: {words_of(error)} (it is a class of torch.optim, or "

@@ -117,37 +117,22 @@ def test_a_name_that_leads_to_no_model_is_one_line(zoo, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.fixture
-def gpus(request, monkeypatch):
-    """A machine with so many GPUs, as far as choosing goes."""
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: request.param > 0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: request.param)
-
-
 @pytest.mark.parametrize(
     ("gpus", "given", "chosen"),
     [
         (0, None, ["cpu:0", "cpu:1"]),
         (2, None, ["cuda:0", "cuda:1"]),
         (2, "cuda:1, cpu", ["cuda:1", "cpu"]),
-    ],
-    indirect=["gpus"],
-)
-def test_each_device_has_a_replica(gpus, given, chosen):
-    assert [str(d) for d in choose_devices(given)] == chosen
-
-
-@pytest.mark.parametrize(
-    ("gpus", "given", "words"),
-    [
         (2, "cuda:2", r"^--devices: cuda:2 is not here \(2 cuda devices are"),
-        (2, "meta", "meta is not here"),
-        (0, "cpu:0,gpu7", r"'gpu7' is not a device: .*; name them like cuda:0,cuda:1"),
     ],
-    indirect=["gpus"],
 )
-def test_names_that_are_no_devices_here_are_refused(gpus, given, words):
-    with pytest.raises(UsageError, match=words):
-        choose_devices(given)
+def test_each_device_has_a_replica(monkeypatch, gpus, given, chosen):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    if isinstance(chosen, list):
+        assert [str(d) for d in choose_devices(given)] == chosen
+    else:
+        with pytest.raises(UsageError, match=chosen):
+            choose_devices(given)

@@ -6,8 +6,8 @@ is written into what the first call returned. So branches on values, gradients a
 while the allocator, the streams and the launches are torch's own. Each operator also tells the
 trace what it reads and writes.
 
-Not covered: cuDNN and cuBLAS themselves (off, or computed by the CPU's), sparse tensors, and
-kernels that other libraries launch.
+Not covered: cuDNN and cuBLAS themselves (off, or computed by the CPU's), fused cells of recurrent
+layers, sparse tensors, and kernels that other libraries launch.
 """
 
 from __future__ import annotations
@@ -26,92 +26,26 @@ from nullcuda import card
 __all__ = ["failures", "install"]
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-# Operators that move no values: views, allocations, questions.
-_SHAPES = set(
-    _words("""
+# Operators that move no values (views, allocations, questions), beginnings of those that are not
+# covered, and those whose results have a size that depends on values: the CPU's twin says it first.
+_SHAPES, _NOT_COVERED, _SIZED_BY_VALUES = (
+    tuple(text.split())
+    for text in (
+        """
         empty empty_strided as_strided view set_ resize_ _reshape_alias record_stream is_pinned
         _pin_memory pin_memory view_as_real view_as_complex unfold _local_scalar_dense is_set_to
         _resize_output_ _assert_async _copy_from lift lift_fresh alias detach _efficientzerotensor
         real imag resize_as_ squeeze unsqueeze transpose t permute expand select slice split
         view_copy set_data ones zeros _zerotensor _nested_tensor_from_mask empty_quantized
         _cudnn_init_dropout_state _scaled_dot_product_attention_math _fused_sdp_choice
-    """)
-)
-_NOT_COVERED = tuple(
-    _words("""
-        _cudnn cudnn miopen _nested _sparse sparse _spd mkldnn quantize fake_quant
-    """)
-)
-# What they return has a size that depends on values: the CPU's twin says it first.
-_SIZED_BY_VALUES = set(
-    _words("""
+        """,
+        "_cudnn cudnn miopen _nested _sparse sparse _spd mkldnn quantize fake_quant",
+        """
         nonzero masked_select _unique2 unique_dim unique_consecutive unique_dim_consecutive
         _unique bincount equal is_nonzero repeat_interleave nonzero_static
-    """)
+        """,
+    )
 )
-
-
-def _lstm_cell(
-    gates: Tensor,
-    hidden: Tensor,
-    cx: Tensor,
-    bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What comes out, the cell, and the gates as the backward pass takes them."""
-    gates = gates + hidden + (0 if bias is None else bias + hidden_bias)
-    i, f, g, o = gates.chunk(4, 1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    cy = f * cx + i * g
-    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
-
-
-def _lstm_cell_backward(
-    of_hy: Tensor | None, of_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, biased: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    i, f, g, o = gates.chunk(4, 1)
-    of_hy = torch.zeros_like(cy) if of_hy is None else of_hy
-    cell = of_hy * o * (1 - cy.tanh() ** 2) + (0 if of_cy is None else of_cy)
-    of_o = of_hy * cy.tanh() * o * (1 - o)
-    parts = [cell * g * i * (1 - i), cell * cx * f * (1 - f), cell * i * (1 - g**2), of_o]
-    of_gates = torch.cat(parts, 1)
-    return of_gates, cell * f, of_gates.sum(0) if biased else None
-
-
-def _gru_cell(
-    gates: Tensor,
-    hidden: Tensor,
-    hx: Tensor,
-    bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if bias is not None and hidden_bias is not None:
-        gates, hidden = gates + bias, hidden + hidden_bias
-    (r, z, n), (hr, hz, hn) = gates.chunk(3, 1), hidden.chunk(3, 1)
-    r, z = (r + hr).sigmoid(), (z + hz).sigmoid()
-    n = (n + r * hn).tanh()
-    return n + z * (hx - n), torch.cat([r, z, n, hx, hn], 1)
-
-
-def _gru_cell_backward(of_hy: Tensor, kept: Tensor, biased: bool) -> tuple[Tensor | None, ...]:
-    r, z, n, hx, hn = kept.chunk(5, 1)
-    of_n, of_z = of_hy * (1 - z) * (1 - n**2), of_hy * (hx - n) * z * (1 - z)
-    of_r = of_n * hn * r * (1 - r)
-    each = torch.cat([of_r, of_z, of_n], 1), torch.cat([of_r, of_z, of_n * r], 1)
-    return *each, of_hy * z, *(one.sum(0) if biased else None for one in each)
-
-
-# The CPU has no operator of these names.
-_OWN: dict[str, Callable[..., Any]] = {
-    "_thnn_fused_lstm_cell": _lstm_cell,
-    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
-    "_thnn_fused_gru_cell": _gru_cell,
-    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
-}
 
 failures: dict[str, str] = {}  # operators without a twin that were called, and why
 _graphs: dict[int, list[Callable[[int, int], None]]] = {}  # by the stream that captures one
@@ -125,13 +59,13 @@ def install() -> int:
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
-        if namespace != "aten" or base in _SHAPES or base.startswith(tuple(_NOT_COVERED)):
+        if namespace != "aten" or base in _SHAPES or base.startswith(_NOT_COVERED):
             continue
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if not (has(name, "CUDA") or name == "aten::copy_"):  # copy_ has one for all devices
             continue
         on_cpu = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
-        if not on_cpu and base not in _OWN:
+        if not on_cpu:
             continue
         packet = getattr(torch.ops.aten, base)
         if (overload or "default") in packet.overloads():
@@ -194,7 +128,6 @@ class _Twin:
 
     def __init__(self, operator: Any, kernel: Any, base: str) -> None:
         self._operator = operator
-        self._on_cpu = _OWN.get(base, operator)
         self._kernel = kernel
         self._base = base
         self._schema = operator._schema
@@ -255,7 +188,7 @@ class _Twin:
         with torch.no_grad():
             if self._base == "native_dropout":
                 return _dropout(generator, *on_cpu)
-            return self._on_cpu(*on_cpu, **named)
+            return self._operator(*on_cpu, **named)
 
     def _again(self, out: Any, args: Any, kwargs: Any, number: int) -> Callable[[int, int], None]:
         """What computes the values at every launch of the graph that is being captured."""

@@ -2,7 +2,7 @@
 
     tests/nullcuda/run python -m nullcuda.mutations
 
-``MUTATIONS`` says what is changed and what has to find it. Every line of the engine that waits has
+``TABLE`` says what is changed and what has to find it. Every line of the engine that waits has
 to be in it, so a new wait needs a test that fails without it; so do a synchronisation too many,
 rows on a wrong card, memory that is let go of too early, and what graphs leave behind. ``trace.py``
 waits to read times, in steps that are traced.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,214 +28,193 @@ ENGINE = (".", "devices", "replicas", "step", "threads", "verify", "pair", "dist
 # Not `Transfers.synchronize`, which waits by events of its own.
 WAITS = re.compile(r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_pinned\[0\])\.synchronize\(")
 MEASURES = "scatterpar/trace.py"
-PATH, GRAPHS = "tests/nullcuda/test_the_path.py::", "tests/test_graphs.py::"
-STREAMS = "tests/nullcuda/test_streams.py::"
+FILES = (
+    "tests/nullcuda/test_the_path.py",
+    "tests/nullcuda/test_streams.py",
+    "tests/test_graphs.py",
+)
 
 
 class Mutation(NamedTuple):
-    """What is changed in the engine, the test that fails then, and its words."""
+    """What is changed in the engine, and the test that fails then, with these words."""
 
     what: str
-    text: str
+    changes: list[tuple[str, str]]  # each text, and the one in its place
     test: str
-    instead: str = "pass"
-    words: str = RACE
-    also: tuple[tuple[str, str], ...] = ()
+    words: str
 
 
-MUTATIONS = [
-    Mutation(
-        "the computation does not wait for its rows",
-        "current.wait_event(self._copied.pop(number))",
-        PATH + "test_pinned_memory_may_be_written_after_a_step",
-        instead="self._copied.pop(number)",
-    ),
-    Mutation(
-        "copies do not wait for what reads the memory that they write",
-        "self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))",
-        PATH + "test_side_streams_of_the_caller",
-    ),
-    Mutation(
-        "copies do not wait for the rows that another card computes",
-        "sender.wait_stream(torch.accelerator.current_stream(source))",
-        PATH + "test_a_batch_that_a_card_has_just_been_told_to_compute",
-    ),
-    Mutation(
-        "a step that fails does not wait for rows that are under way",
-        "copied.synchronize()",
-        PATH + "test_pinned_memory_may_be_written_after_a_step_that_failed",
-    ),
-    Mutation(
-        "any number of micro-batches is staged",
-        "self._pinned[0].synchronize()",
-        PATH + "test_the_host_waits_before_it_stages_more",
-        words="staged",
-    ),
-    Mutation(
-        "inference does not wait until pinned memory was read",
-        "_, event = self._pending.popitem()\n            event.synchronize()",
-        PATH + "test_pinned_memory_may_be_written_after_inference",
-        instead="self._pending.popitem()",
-    ),
-    Mutation(
-        "the host waits for the losses awake",
-        "event = record_event(device)\n        event.synchronize()",
-        PATH + "test_the_host_sleeps_until_the_losses_are_there",
-        words="awake",
-    ),
-    Mutation(
-        "a graph is captured before its stream waits",
-        "stream.wait_stream(current)",
-        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
-    ),
-    Mutation(
-        "what comes after a capture does not wait for its stream",
-        "with restored(partial(current.wait_stream, stream)), stream:",
-        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
-        instead="with stream:",
-    ),
-    Mutation(
-        "the host waits for every micro-batch",
-        "self._targets.pop(number, None)",
-        PATH + "test_few_waits_whatever_the_model_and_the_sub_steps",
-        instead="current.synchronize()",
-        words="AssertionError",
-    ),
-    Mutation(
-        "rows go to the first card, whatever the replica",
-        "torch.empty_like(tensor, device=device)",
-        PATH + "test_nothing_is_launched_on_a_wrong_card",
-        instead="torch.empty_like(tensor, device='cuda:0')",
-        words="same device",
-    ),
-    Mutation(
-        "streams are taken anew from torch's pool",
-        "_taken[device, use] = next(stream for stream in streams if stream not in others)",
-        STREAMS + "test_engines_take_their_streams_once",
-        instead="return next(streams)",
-        words="AssertionError",
-    ),
-    Mutation(
-        "memory that a copy writes is let go of when the copy is asked for",
-        "self._targets[number] = [target for _, target in requested]",
-        STREAMS + "test_memory_that_a_copy_still_writes_is_not_given_out",
-        instead="self._targets[number] = []",
-    ),
-    Mutation(
-        "copies that are dropped are not waited for",
-        "if self._targets:\n                self.synchronize()",
-        STREAMS + "test_memory_that_a_copy_still_writes_is_not_given_out",
-    ),
-    Mutation(
-        "settling waits for the stream that computes, not for the copies",
-        "with self._lock, use_device(device, ()), self._stream:",
-        PATH + "test_pinned_memory_may_be_written_after_a_step_that_failed",
-        instead="with self._lock, use_device(device, ()):",
-    ),
-    Mutation(
-        "copies are told to be done before they are asked for",
-        "            is_pinned_copy = False\n",
-        PATH + "test_pinned_memory_may_be_written_after_a_step",
-        instead="            is_pinned_copy = False\n"
-        "            early = self._stream.record_event()\n",
-        also=(
-            ("self._copied[number] = self._stream.record_event()", "self._copied[number] = early"),
-        ),
-    ),
-    Mutation(
-        "rows leave a card on its current stream",
-        "for stream in (*self._senders, self._stream):",
-        STREAMS + "test_rows_leave_a_card_beside_its_computation",
-        instead="for stream in (self._stream,):",
-        words="AssertionError",
-    ),
-    Mutation(
-        "the stream that waits is not the one that sends",
-        "self._senders.append(sender)",
-        PATH + "test_a_batch_that_a_card_has_just_been_told_to_compute",
-        instead="self._senders.append(torch.Stream(source))",
-    ),
-    Mutation(
-        "rows that are not pinned are not staged",
-        "return torch.empty_like(tensor, pin_memory=True).copy_(tensor)",
-        STREAMS + "test_rows_that_are_not_pinned_are_staged",
-        instead="return tensor",
-        words="AssertionError",
-    ),
-    Mutation(
-        "staged rows are not counted",
-        "self._pinned.append(record_event(self._stream.device))",
-        PATH + "test_the_host_waits_before_it_stages_more",
-        words="staged",
-    ),
-    Mutation(
-        "workers are on their default streams, not on the caller's",
-        "stack.enter_context(_duplicate(stream))",
-        PATH + "test_side_streams_of_the_caller",
-    ),
-    Mutation(
-        "gradients of a graph are not copied out",
-        "for i, gradient in zip(used, copies, strict=True):",
-        STREAMS + "test_gradients_may_be_read_on_another_stream_during_the_next_captured_step",
-        instead="for i, gradient in used.items():",
-    ),
-    Mutation(
-        "the loss of a graph is not copied out",
-        "return graph.loss.clone(), output",
-        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
-        instead="return graph.loss, output",
-        words="AssertionError",
-    ),
-    Mutation(
-        "the weight of a micro-batch comes after its graph is launched",
-        "graph.factor.fill_(weight * self._request.scale)",
-        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
-        words="AssertionError",
-    ),
-    Mutation(
-        "a sub-step warms up in other memory than it is captured with",
-        "with torch_private.allocating(stream, self._pool) as release:\n"
-        "                        stack.callback(release)",
-        STREAMS + "test_graphs_do_not_need_the_activations_twice",
-        instead="if True:",
-        words="OutOfMemoryError",
-    ),
-    Mutation(
-        "cached memory is not given back before a capture",
-        "    empty_cache()\n    with _counting:",
-        STREAMS + "test_graphs_do_not_need_the_activations_twice",
-        instead="    with _counting:",
-        words="Error",
-    ),
-    Mutation(
-        "replicas of one card share the memory of their graphs",
-        "self._pool or module.graph_pool_handle()",
-        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
-        instead="self._pool or _POOLS.setdefault(0, torch.cuda.graph_pool_handle())",
-        words="already recording to mempool_id",
-        also=(("\n_RECORDING: dict[", "\n_POOLS: Any = {}\n_RECORDING: dict["),),
-    ),
-    Mutation(
-        "the host reads what has not arrived",
-        "to_device(torch.cat(parts), HOST).split(",
-        STREAMS + "test_what_the_host_reads_has_arrived",
-        instead="to_device(torch.cat(parts), HOST, non_blocking=True).split(",
-        words="AssertionError",
-    ),
-    Mutation(
-        "a capture that failed is not ended",
-        "torch_private.give_up_capture(kernels, self._device, self._pool)",
-        STREAMS + "test_a_failed_capture_leaves_allocator_and_generator_as_they_were",
-        words="Error",
-    ),
-    Mutation(
-        "flags that choose kernels are not asked",
-        "[each.fp32_precision for each in _PRECISIONS],",
-        GRAPHS + "test_flags_that_choose_kernels_are_captured_anew",
-        instead="",
-        words="AssertionError",
-    ),
-]
+def read(entry: str) -> Mutation:
+    """An entry of ``TABLE``: a line that says what, a patch, a test, and the words unless ``RACE``.
+
+    A text without another one in its place becomes ``pass``.
+    """
+    what, *patch, seen = entry.splitlines()
+    changes: list[tuple[str, str]] = []
+    for sign, lines in groupby(patch, lambda line: line[0]):
+        text = "\n".join(line[1:] for line in lines)
+        changes.append((text, "pass") if sign == "-" else (changes.pop()[0], text))
+    name, _, words = seen.partition(": ")
+    (file,) = [file for file in FILES if f"\ndef {name}(" in (ROOT / file).read_text()]
+    return Mutation(what, changes, f"{file}::{name}", words or RACE)
+
+
+TABLE = """
+the computation does not wait for its rows
+-current.wait_event(self._copied.pop(number))
++self._copied.pop(number)
+test_pinned_memory_may_be_written_after_a_step
+
+copies do not wait for what reads the memory that they write
+-self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+test_side_streams_of_the_caller
+
+copies do not wait for the rows that another card computes
+-sender.wait_stream(torch.accelerator.current_stream(source))
+test_a_batch_that_a_card_has_just_been_told_to_compute
+
+a step that fails does not wait for rows that are under way
+-copied.synchronize()
+test_pinned_memory_may_be_written_after_a_step_that_failed
+
+any number of micro-batches is staged
+-self._pinned[0].synchronize()
+test_the_host_waits_before_it_stages_more: staged
+
+inference does not wait until pinned memory was read
+-_, event = self._pending.popitem()
+-            event.synchronize()
++self._pending.popitem()
+test_pinned_memory_may_be_written_after_inference
+
+the host waits for the losses awake
+-event = record_event(device)
+-        event.synchronize()
+test_the_host_sleeps_until_the_losses_are_there: awake
+
+a graph is captured before its stream waits
+-stream.wait_stream(current)
+test_gradients_are_those_of_the_whole_batch
+
+what comes after a capture does not wait for its stream
+-with restored(partial(current.wait_stream, stream)), stream:
++with stream:
+test_gradients_are_those_of_the_whole_batch
+
+the host waits for every micro-batch
+-self._targets.pop(number, None)
++current.synchronize()
+test_few_waits_whatever_the_model_and_the_sub_steps: AssertionError
+
+rows go to the first card, whatever the replica
+-torch.empty_like(tensor, device=device)
++torch.empty_like(tensor, device='cuda:0')
+test_nothing_is_launched_on_a_wrong_card: same device
+
+streams are taken anew from torch's pool
+-_taken[device, use] = next(stream for stream in streams if stream not in others)
++return next(streams)
+test_engines_take_their_streams_once: AssertionError
+
+memory that a copy writes is let go of when the copy is asked for
+-self._targets[number] = [target for _, target in requested]
++self._targets[number] = []
+test_memory_that_a_copy_still_writes_is_not_given_out
+
+copies that are dropped are not waited for
+-if self._targets:
+-                self.synchronize()
+test_memory_that_a_copy_still_writes_is_not_given_out
+
+settling waits for the stream that computes, not for the copies
+-with self._lock, use_device(device, ()), self._stream:
++with self._lock, use_device(device, ()):
+test_pinned_memory_may_be_written_after_a_step_that_failed
+
+copies are told to be done before they are asked for
+-            is_pinned_copy = False
+-
++            is_pinned_copy = False
++            early = self._stream.record_event()
++
+-self._copied[number] = self._stream.record_event()
++self._copied[number] = early
+test_pinned_memory_may_be_written_after_a_step
+
+rows leave a card on its current stream
+-for stream in (*self._senders, self._stream):
++for stream in (self._stream,):
+test_rows_leave_a_card_beside_its_computation: AssertionError
+
+the stream that waits is not the one that sends
+-self._senders.append(sender)
++self._senders.append(torch.Stream(source))
+test_a_batch_that_a_card_has_just_been_told_to_compute
+
+rows that are not pinned are not staged
+-return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
++return tensor
+test_rows_that_are_not_pinned_are_staged: AssertionError
+
+staged rows are not counted
+-self._pinned.append(record_event(self._stream.device))
+test_the_host_waits_before_it_stages_more: staged
+
+workers are on their default streams, not on the caller's
+-stack.enter_context(_duplicate(stream))
+test_side_streams_of_the_caller
+
+gradients of a graph are not copied out
+-for i, gradient in zip(used, copies, strict=True):
++for i, gradient in used.items():
+test_gradients_may_be_read_on_another_stream_during_the_next_captured_step
+
+the loss of a graph is not copied out
+-return graph.loss.clone(), output
++return graph.loss, output
+test_gradients_are_those_of_the_whole_batch: AssertionError
+
+the weight of a micro-batch comes after its graph is launched
+-graph.factor.fill_(weight * self._request.scale)
+test_gradients_are_those_of_the_whole_batch: AssertionError
+
+a sub-step warms up in other memory than it is captured with
+-with torch_private.allocating(stream, self._pool) as release:
+-                        stack.callback(release)
++if True:
+test_graphs_do_not_need_the_activations_twice: OutOfMemoryError
+
+cached memory is not given back before a capture
+-    empty_cache()
+-    with _counting:
++    with _counting:
+test_graphs_do_not_need_the_activations_twice: Error
+
+replicas of one card share the memory of their graphs
+-self._pool or module.graph_pool_handle()
++self._pool or _POOLS.setdefault(0, torch.cuda.graph_pool_handle())
+-
+-_RECORDING: dict[
++
++_POOLS: Any = {}
++_RECORDING: dict[
+test_gradients_are_those_of_the_whole_batch: already recording to mempool_id
+
+the host reads what has not arrived
+-to_device(torch.cat(parts), HOST).split(
++to_device(torch.cat(parts), HOST, non_blocking=True).split(
+test_what_the_host_reads_has_arrived: AssertionError
+
+a capture that failed is not ended
+-torch_private.give_up_capture(kernels, self._device, self._pool)
+test_a_failed_capture_leaves_allocator_and_generator_as_they_were: Error
+
+flags that choose kernels are not asked
+-[each.fp32_precision for each in _PRECISIONS],
++
+test_flags_that_choose_kernels_are_captured_anew: AssertionError
+"""
+MUTATIONS = [read(entry) for entry in TABLE.strip().split("\n\n")]
 
 
 def main() -> None:
@@ -257,8 +237,7 @@ def sources() -> dict[Path, str]:
 def faults_of_the_table() -> list[str]:
     """Texts that are not once in the engine, and lines that wait and that nothing takes out."""
     found = []
-    changes = [((m.text, m.instead), *m.also) for m in MUTATIONS]
-    texts = [text for each in changes for text, _ in each]
+    texts = [text for mutation in MUTATIONS for text, _ in mutation.changes]
     for text in texts:
         count = sum(source.count(text) for source in sources().values())
         if count != 1:
@@ -283,7 +262,7 @@ def trial(mutation: Mutation) -> tuple[str, float]:
         copy = Path(folder)
         shutil.copytree(ROOT / "scatterpar", copy / "scatterpar")
         for file, source in sources().items():
-            for text, instead in ((mutation.text, mutation.instead), *mutation.also):
+            for text, instead in mutation.changes:
                 source = source.replace(text, instead)
             (copy / file).write_text(source)
         pytest = ["-m", "pytest", "-p", "nullcuda.plugin", "-p", "no:cacheprovider", "-xq"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from scatterpar.batch import nested
-from scatterpar.devices.coalescing import copy_coalesced, copy_each, flat_view
+from scatterpar.devices.coalescing import copy_coalesced, flat_view
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
@@ -90,9 +90,6 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
         self.state = self._plain.state
-        if self.state:  # some classes have state from the start
-            with self._copies() as (copies, _):
-                self._assign_owners(list(self.state), copies)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -136,7 +133,7 @@ class ShardedOptimizer(Optimizer):
             updated = [p for p in parameters if p.grad is not None]
             stand_ins = self._assign_owners(updated, copies)
             self._send_gradients(stand_ins)
-            with self._undo_on_error(updated), self._plain_optimizer_on(stand_ins) as plain:
+            with self._undo_on_error(updated, copies), self._plain_optimizer_on(stand_ins) as plain:
                 step_without_hooks(plain)
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # frees memory for the new values
@@ -203,7 +200,7 @@ class ShardedOptimizer(Optimizer):
                 stand_ins[owned[i]].grad = gradient
 
     @contextlib.contextmanager
-    def _undo_on_error(self, updated: Sequence[Tensor]) -> Iterator[None]:
+    def _undo_on_error(self, updated: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:
         """If the body fails, restore the optimizer's state and the parameters the master owns.
 
         The other owners write only to their copies, which the next refresh overwrites. Gradients
@@ -213,16 +210,19 @@ class ShardedOptimizer(Optimizer):
         if len(self._memories) == 1:
             yield
             return
-        written = [p for p in updated if self._owners[p] == self._memories[0]]
-        gradients = [p.grad for p in written if p.grad is not None]
-        written += [gradient for gradient in gradients if gradient.layout == torch.strided]
-        values = [tensor.clone() for tensor in written]
+        master, other = self._memories[:2]
+        saved = []
+        for p in (p for p in updated if self._owners[p] == master):
+            saved.append((p, copies[p][other] if p in copies else p.clone()))
+            if p.grad is not None and p.grad.layout == torch.strided:
+                saved.append((p.grad, p.grad.clone()))
         state = nested.map_tensors(Tensor.clone, dict(self.state))
         try:
             yield
         except BaseException as error:
             self.state = defaultdict(dict, state)
-            copy_each(written, values)
+            for target, value in saved:
+                self._transfers.copy_into(target, value, "replicate")
             add_note(error, "optimizer.step(): parameters and state are as they were before it")
             raise
 
@@ -265,18 +265,11 @@ class ShardedOptimizer(Optimizer):
         loaded = dict(state_dict)
         for hook in before:
             loaded = hook(self, loaded) or loaded
-        numbers = [n for group in loaded["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=False))  # else refused below
         with self._copies() as (copies, _):
-            needed = [by_number[n] for n in loaded["state"] if n in by_number]
-            stand_ins = self._assign_owners(needed, copies)
-            state = {
-                n: self._moved(value, self._owners.get(by_number.get(n), self._memories[0]))
-                for n, value in loaded["state"].items()
-            }
+            stand_ins = self._assign_owners(parameters, copies)
             with self._plain_optimizer_on(stand_ins) as plain:
-                plain.load_state_dict(loaded | {"state": state})
+                plain.load_state_dict(self._moved(loaded, HOST))  # to where each stand-in is
         for hook in after:
             hook(self)
 

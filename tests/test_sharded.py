@@ -122,8 +122,6 @@ def test_no_operation_mixes_memories(kind, options, monkeypatch):
             optimizer.zero_grad()
             engine.forward_backward(*batch(number), nn.CrossEntropyLoss())
             optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.step()
 
 
 def test_each_device_has_its_part_of_the_state():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,8 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
-from scatterpar.replicas.buffers import BufferValue
-from scatterpar.replicas.replicas import Statistics, sum_dtype
+from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step.reduce import Outcome
-from scatterpar.step.substeps import Gradient
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -26,30 +25,28 @@ _Piece = tuple[torch.dtype, torch.Size, Any, Tensor | None]
 class Buckets:
     """The part of this rank in the step's all-reduce: ``flats`` has one 1-D tensor per dtype.
 
-    They contain the gradients, zero if this rank has none; one flag per gradient, which says
-    whether this rank has one; buffers, from rank 0 only; and, in one row per rank, the statistics
-    that are pooled. What has no gradient's dtype is sent as bytes. They are allocated before any
-    exchange, so that an allocation fails while the other ranks can still be informed. ``kind`` must
-    be equal on all ranks.
+    They contain the gradients, zero if this rank has none; a flag per gradient, whether this rank
+    has one; buffers, from rank 0 only; and, in one row per rank, the statistics that are pooled.
+    What has no gradient's dtype is sent as bytes. An allocation fails here, while the other ranks
+    can still be informed. ``kind`` must be equal on all ranks.
     """
 
     def __init__(
         self, outcome: Outcome, rank: int, size: int, accumulate_dtype: torch.dtype | None
     ) -> None:
-        self._leaves = [leaf for leaf, _ in outcome.gradients]
-        self._first = [(at, name, v.detach()) for at, name, v in outcome.buffers if v is not None]
-        self._gone = [buffer for buffer in outcome.buffers if buffer[2] is None]
-        self._statistics = outcome.statistics
-        self._rows = self._statistics.to_pool() if self._statistics else []
+        self._outcome = outcome
+        gradients, statistics = outcome.gradients, outcome.statistics
+        buffers = [value.detach() for *_, value in outcome.buffers if value is not None]
+        self._rows = statistics.to_pool() if statistics else []
         pieces: list[_Piece] = []
-        for leaf, gradient in outcome.gradients:
+        for leaf, gradient in gradients:
             dense = None if gradient is None else gradient.to_dense()
             pieces.append((sum_dtype(leaf, accumulate_dtype), leaf.shape, ..., dense))
         if pieces:
-            flags = torch.tensor([gradient is not None for _, gradient in outcome.gradients])
+            flags = torch.tensor([gradient is not None for _, gradient in gradients])
             pieces.append((pieces[0][0], flags.shape, ..., flags))
         dtypes = {piece[0] for piece in pieces}
-        for *_, value in self._first:
+        for value in buffers:
             value = value if value.dtype in dtypes else as_bytes(value)
             pieces.append((value.dtype, value.shape, ..., None if rank else value))
         for value in self._rows:
@@ -57,7 +54,7 @@ class Buckets:
             pieces.append((value.dtype, torch.Size([size, *value.shape]), rank, value))
         names = [(name, value is None or value.dtype) for _, name, value in outcome.buffers]
         self.kind = str([names, *(piece[:2] for piece in pieces)])
-        tensors = (*self._leaves, *(value for *_, value in self._first), *self._rows)
+        tensors = *(leaf for leaf, _ in gradients), *buffers, *self._rows
         self.flats: list[Tensor] = []
         self._views: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(dtype for dtype, *_ in pieces):
@@ -72,20 +69,24 @@ class Buckets:
 
     def weigh(self, factor: float) -> None:
         """Scale this rank's gradients; called when the counts of the other ranks are known."""
-        if self._leaves and factor != 1:
-            torch._foreach_mul_([self._views[i] for i in range(len(self._leaves))], factor)
+        if self._outcome.gradients and factor != 1:
+            views = [self._views[i] for i in range(len(self._outcome.gradients))]
+            torch._foreach_mul_(views, factor)
 
-    def of_all(self) -> tuple[list[Gradient], list[BufferValue], Statistics | None]:
-        """The results of all ranks, after the all-reduce."""
-        views = (self._views[i] for i in range(len(self._views)))
-        totals = [next(views) for _ in self._leaves]
+    def of_all(self) -> Outcome:
+        """The outcome with the gradients, buffers and statistics of all ranks' all-reduce."""
+        outcome, views = self._outcome, (self._views[i] for i in range(len(self._views)))
+        totals = [next(views) for _ in outcome.gradients]
         flags = to_numbers(next(views)) if totals else []
-        found = zip(self._leaves, totals, flags, strict=True)
-        gradients = [(leaf, total if flag else None) for leaf, total, flag in found]
-        buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
+        found = zip(outcome.gradients, totals, flags, strict=True)
+        gradients = [(leaf, total if flag else None) for (leaf, _), total, flag in found]
+        buffers = [
+            (at, name, None if value is None else _like(next(views), value))
+            for at, name, value in outcome.buffers
+        ]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
-        statistics = self._statistics.pooled(rows) if self._statistics else None
-        return gradients, [*buffers, *self._gone], statistics
+        statistics = outcome.statistics.pooled(rows) if outcome.statistics else None
+        return replace(outcome, gradients=gradients, buffers=buffers, statistics=statistics)
 
 
 def pack(tensors: Sequence[Tensor], *numbers: int) -> Tensor:

@@ -1,12 +1,9 @@
 """Data parallelism between processes: one gradient collective per step and dtype.
 
-All ranks take part in the collectives of every step, also if they failed. A small collective
-exchanges which ranks failed and how many rows each has, and adds their losses and numbers of terms.
-If no rank failed, one collective per dtype adds gradients and buffers.
-
-The small collective uses host memory if the group has a backend for it, such as
-``"cpu:gloo,cuda:nccl"``. Then a rank that waits for a lost rank gets an error within the group's
-timeout; NCCL would end the process.
+All ranks take part in the collectives of every step, also if they failed. A small one exchanges
+which ranks failed and how many rows each has, and adds losses and numbers of terms. It uses host
+memory if the group has a backend for it, such as ``"cpu:gloo,cuda:nccl"``: then a lost rank is an
+error within the group's timeout, where NCCL would end the process.
 """
 
 from __future__ import annotations
@@ -110,17 +107,8 @@ class Ranks:
         buckets.weigh(factor)
         for flat in buckets.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
-        gradients, buffers, statistics = buckets.of_all()
-        return replace(
-            outcome,
-            loss=loss,
-            terms=terms,
-            rows=rows,
-            observed=(observed[0], observed[1]),
-            gradients=gradients,
-            buffers=buffers,
-            statistics=statistics,
-        )
+        sums = observed[0], observed[1]
+        return replace(buckets.of_all(), loss=loss, terms=terms, rows=rows, observed=sums)
 
     def _prepare(self, outcome: Outcome) -> tuple[Buckets, int]:
         """The tensors that ranks add, and a checksum of their shapes."""

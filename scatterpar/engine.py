@@ -393,6 +393,7 @@ class ScatterOnceParallel(Wrapper):
             with attempt.phase("scatter"):  # 2
                 data = in_order(schedule.data(request), plan, self.dim)
                 pieces = micro_batches(data, plan, self.dim) if have_losses else None
+                # First: it may read labels from a device, and would wait for copies in the queue.
                 attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
             with attempt.phase("replicate"):  # 3

@@ -130,6 +130,7 @@ class Attempt:
         restores = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
         restores += [partial(write, tensor, value) for tensor, value in self._values]
         restores += [partial(generator.set_state, state) for generator, state in self._states]
+        # The wait comes last: on a device that has failed it raises, and all else is restored.
         with torch.no_grad():
             restore_after(error, self.generators.rollback, *restores, self.transfers.synchronize)
 

@@ -90,7 +90,7 @@ Observer = Callable[[Attempt], None]
 
 def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Outcome:
     """Combine what the replicas have; the results of the step are in the master's memory."""
-    if observe is not None:
+    if observe is not None:  # first: sums are made in place, in the gradients of replica 0
         observe(attempt)
     buffers, statistics = reduce_buffers(attempt)
     written = attempt.written()  # buffers that the criterion has written keep its values
@@ -169,7 +169,7 @@ def sum_in_order(
     """
     sums = [dict(each) for each in gradients]
     for target, source in sum_pairs(len(sums)):
-        others, sums[source] = sums[source], {}
+        others, sums[source] = sums[source], {}  # freed with this pair, not with the last one
         if devices[target] == devices[source]:
             _add(sums[target], others, in_place)
         elif in_place:
@@ -193,7 +193,7 @@ def _add_received(
     }
     alike = {i: flat for i, flat in flats.items() if flat is not None}
     sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
-    for message, flat in iter_messages(alike):
+    for message, flat in iter_messages(alike):  # one message has memory at a time
         arrived = transfers.copy(flat, device, "reduce")
         del flat
         torch._foreach_add_(message.of(sums), arrived.split(message.sizes))

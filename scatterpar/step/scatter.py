@@ -62,7 +62,7 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
             loaders.append(ShareLoader(batch, share, dim))
             continue
         ahead = Prefetcher(device, sources)
-        transfers.follow(ahead)
+        transfers.follow(ahead)  # from now on a step that fails waits for its copies, too
         if device not in moved:
             moved[device] = nested.map_leaves(partial(mover.move_rowless, device), batch)
         copies = is_marked or device in sources

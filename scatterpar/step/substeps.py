@@ -221,7 +221,7 @@ class Substeps:
         task = self._task
         output, loss = forward(task, task.rows_of(number) if rows is None else rows, number)
         returned = detached_output(output, self._return_outputs) if self._return_outputs else None
-        del output
+        del output  # the graph has what the backward pass needs: a large output is freed before it
         if weight and self._request.backward:
             if not loss.requires_grad:
                 require_trainable(task.module)

@@ -123,20 +123,15 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
 
 
 def not_replicated(leaf: Tensor, criterion: Any) -> ValueError:
-    """The error for a gradient of a leaf that no replica has."""
-    return ValueError(
-        f"a gradient arrives at {_name_in(criterion, leaf)}, which is no replica's: bind its "
-        f"network with functools.partial(criterion, net=net), or make it a part of an nn.Module, "
-        f"and replicas train it; if it is not to be trained, call net.requires_grad_(False). "
-        f"Nothing was changed"
-    )
-
-
-def _name_in(function: Any, leaf: Tensor) -> str:
-    """The name by which ``function`` refers to ``leaf``; otherwise its shape."""
-    for name, value in named_values(function).items():
+    """The error for a gradient of a leaf that no replica has; names it as the criterion does."""
+    name = f"a parameter of shape {tuple(leaf.shape)}"
+    for holder, value in named_values(criterion).items():
         named = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
         for inner, tensor in named:
             if tensor is leaf:
-                return f"{name}.{inner}" if inner else name
-    return f"a parameter of shape {tuple(leaf.shape)}"
+                name = f"{holder}.{inner}" if inner else holder
+    return ValueError(
+        f"a gradient arrives at {name}, which is no replica's: bind its network with "
+        f"functools.partial(criterion, net=net), or make it a part of an nn.Module, and replicas "
+        f"train it; if it is not to be trained, call net.requires_grad_(False). Nothing was changed"
+    )

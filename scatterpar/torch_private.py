@@ -12,7 +12,6 @@ them too. This file checks that they exist.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import sys
@@ -324,6 +323,16 @@ class OperatorMode(TorchDispatchMode):
 # same, but costs some microseconds for every operator. The key costs nothing for operators that
 # draw no random numbers.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
+try:
+    _KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
+except RuntimeError as error:
+    raise Missing(f"dispatch key {_KEY_NAME}") from error
+
+_Switch = Callable[[], contextlib.AbstractContextManager[Any]]
+# In the body, random operators of this thread are sent to the registered kernels.
+random_key_on: _Switch = partial(torch._C._IncludeDispatchKeyGuard, _KEY)
+# In the body, the key is off in this thread: for the call inside a registered kernel.
+random_key_off: _Switch = partial(torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_KEY))
 
 # Control flow traces its branches in every call, forward and backward, and torch's tracing is not
 # thread-safe (https://github.com/pytorch/pytorch/issues/118260): two replicas at once break it
@@ -331,8 +340,17 @@ _KEY_NAME = "TESTING_ONLY_GenericMode"
 _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
 
-def random_operators() -> Iterator[tuple[Any, int]]:
-    """Torch's operators that take a generator, each with the position of that argument."""
+def register_random_kernels(
+    kernel_of: Callable[[Any, int], Callable[..., Any]],
+) -> tuple[Library, ...]:
+    """Send random operators to ``kernel_of(operator, position)`` in threads that have the key on.
+
+    They are torch's that take a generator, as the argument at ``position``.
+    All other operators fall through the key. So do higher-order operators such as ``torch.cond`` or
+    a custom ``autograd.Function`` under ``vmap``, including those registered later.
+    """
+    fallback, operators = Library("_", "IMPL"), Library("aten", "IMPL")
+    fallback.fallback(fallthrough_kernel, _KEY_NAME)
     for schema in torch._C._jit_get_all_schemas():
         # str() is one call of C++; reading each argument of 4,000 schemas would take 15 ms more.
         if schema.name.startswith("aten::") and "Generator? generator" in str(schema):
@@ -340,50 +358,16 @@ def random_operators() -> Iterator[tuple[Any, int]]:
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
             operator = getattr(packet, schema.overload_name or "default", None)
             if operator is not None:  # else only TorchScript has it
-                yield operator, names.index("generator")
-
-
-def register_random_kernels(
-    kernel_of: Callable[[Any, int], Callable[..., Any]],
-) -> tuple[Library, ...]:
-    """Send random operators to ``kernel_of(operator, position)`` in threads that have the key on.
-
-    All other operators fall through the key. So do higher-order operators such as ``torch.cond`` or
-    a custom ``autograd.Function`` under ``vmap``, including those registered later.
-    """
-    key, fallback, operators = _key(), Library("_", "IMPL"), Library("aten", "IMPL")
-    fallback.fallback(fallthrough_kernel, _KEY_NAME)
-    for operator, position in random_operators():
-        operators.impl(operator, kernel_of(operator, position), _KEY_NAME)
+                kernel = kernel_of(operator, names.index("generator"))
+                operators.impl(operator, kernel, _KEY_NAME)
     # The Python table of higher-order operators has no fallbacks. For those registered later:
-    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
     for name, operator in torch._ops._higher_order_ops.items():
         if name in _TRACING:
-            operator.py_impl(key)(partial(_refuse, operator))
+            operator.py_impl(_KEY)(partial(_refuse, operator))
         else:
-            operator.fallthrough(key)
+            operator.fallthrough(_KEY)
     return fallback, operators
-
-
-def random_key_on() -> contextlib.AbstractContextManager[Any]:
-    """In the body, random operators of this thread are sent to the registered kernels."""
-    guard: contextlib.AbstractContextManager[Any] = torch._C._IncludeDispatchKeyGuard(_key())
-    return guard
-
-
-def random_key_off() -> contextlib.AbstractContextManager[Any]:
-    """In the body, the key is off in this thread: for the call inside the registered kernel."""
-    keys, guard = torch._C.DispatchKeySet(_key()), torch._C._ExcludeDispatchKeyGuard
-    off: contextlib.AbstractContextManager[Any] = guard(keys)
-    return off
-
-
-@functools.cache
-def _key() -> Any:
-    try:
-        return torch._C._dispatch_key_parse(_KEY_NAME)
-    except RuntimeError as error:
-        raise Missing(f"dispatch key {_KEY_NAME}") from error
 
 
 def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ def to_numbers(tensor: Tensor) -> Any:
 class Transfers:
     """Copies between memories, counted by phase: all go through ``copy`` or ``copy_into``.
 
-    Copies from pinned memory are asynchronous: leaving the context waits for them.
+    Copies from pinned memory are asynchronous: ``synchronize`` waits for them.
     """
 
     def __init__(self) -> None:
@@ -115,13 +115,6 @@ class Transfers:
         self.messages = dict.fromkeys(PHASES, 0)
         self._pending: dict[torch.device, torch.Event] = {}
         self._followed: list[Transfers] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        with contextlib.suppress(Exception) if error else contextlib.nullcontext():
-            self.synchronize()
 
     def synchronize(self) -> None:
         """Wait until no pending copy reads its source."""

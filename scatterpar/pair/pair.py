@@ -44,7 +44,7 @@ from scatterpar.step.request import (
     resolve_reduction,
 )
 from scatterpar.step.substeps import call_inputs, criterion_lock, note_replica, scalar_loss
-from scatterpar.threads.workers import Workers
+from scatterpar.threads.workers import Workers, restored
 from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.wrapper import Wrapper
 
@@ -166,7 +166,8 @@ class DataParallelModel(_OfPair):
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, refuse_grad=False)
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
-        with self._workers.exclusive(), AutogradTransfers() as transfers:
+        transfers = AutogradTransfers()
+        with self._workers.exclusive(), restored(transfers.synchronize):
             check_links(self.device_ids)
             calls = scatter_owned(call_inputs(inputs, kwargs), plan, self.dim, transfers)
 
@@ -241,7 +242,8 @@ class DataParallelCriterion(_OfPair):
             check_function("count", count)
         if self._workers.count < len(outputs):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
-        with self._workers.exclusive(), AutogradTransfers() as transfers:
+        transfers = AutogradTransfers()
+        with self._workers.exclusive(), restored(transfers.synchronize):
             reduction = resolve_reduction(self.module, reduction)
             batches = [(0, (outputs, targets))]
             request = Request(

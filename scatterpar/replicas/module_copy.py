@@ -159,7 +159,7 @@ class Snapshot:
     """The contents of some containers, by identity, and ``facts``; detects any change of them.
 
     The comparison runs in C loops: a tree of 287 modules has eight thousand entries. It reads all
-    of them each time, because no Python API reports reliably which dictionaries were written.
+    of them, because no Python API reports reliably which dictionaries were written.
     """
 
     def __init__(
@@ -360,13 +360,10 @@ def _refill(container: Any, items: Any) -> None:
 
 
 def is_leaf(tensor: Tensor) -> bool:
-    """Whether the tensor is a leaf, which accumulates gradients in ``.grad``.
-
-    torch raises an error for chunks of a weight that was written since; these are not leaves.
-    """
+    """Whether the tensor is a leaf, which accumulates gradients in ``.grad``."""
     try:
         return tensor.is_leaf
-    except RuntimeError:
+    except RuntimeError:  # of a chunk of a weight that was written since
         return False
 
 
@@ -409,10 +406,7 @@ def module_of(function: Any) -> nn.Module | None:
 
 
 def root_to_replicate(function: Any) -> Any:
-    """``module_of(function)``, or a partial that binds modules or tensors; else ``None``.
-
-    ``None`` also for a loss of torch without state, which replicas share.
-    """
+    """``module_of(function)`` unless replicas share it; a partial that binds modules or tensors."""
     if type(function) is not functools.partial:
         module = module_of(function)
         return None if module is None or _is_stateless(module) else module

@@ -51,14 +51,11 @@ class ParameterGuard:
     def read_only(
         self, mode: Hashable, check_once: Callable[[], object] = lambda: None
     ) -> Iterator[None]:
-        """Refuse forward passes in the body that write a parameter.
+        """Raise ``RuntimeError`` if a forward pass in the body writes a parameter.
 
         Versions and storages are compared in every pass. In the first pass of each ``mode`` the
         fingerprints of the parameters in every memory are compared, too, because writes through
         ``.data`` change no version. ``check_once`` is called after the first pass.
-
-        Raises:
-            RuntimeError: a parameter was written. The error says whether its values are lost.
         """
         is_first = mode not in self.checked_modes
         values = self._fingerprints() if is_first else {}

@@ -60,15 +60,12 @@ class StatisticsPolicy(Protocol):
 
 
 class ReplicaOptions(NamedTuple):
-    """How replicas are made; ``compile_fn`` compiles the whole module.
-
-    ``make_compiler`` is called if a module is compiled.
-    """
+    """How replicas are made."""
 
     accumulate_dtype: torch.dtype | None = None
     statistics_policy: StatisticsPolicy | None = None
-    compile_fn: CompileFn | None = None
-    make_compiler: Callable[[], Compiler] | None = None
+    compile_fn: CompileFn | None = None  # compiles the whole module
+    make_compiler: Callable[[], Compiler] | None = None  # called if a module is compiled
 
 
 class Replicas:
@@ -86,16 +83,12 @@ class Replicas:
         self.criteria: list[Any] = []  # one per replica
 
     def refresh(
-        self,
-        module: nn.Module,
-        criterion: Callable[..., Any] | None,
-        transfers: Transfers,
-        num_criteria: int | None = None,
+        self, module: nn.Module, criterion: Any, transfers: Transfers, number: int | None = None
     ) -> None:
         """Update all replicas to match the user's modules.
 
         A criterion that is a module, or a method of one, is replicated like the model, or only
-        ``num_criteria`` times, on the first devices. So are the modules and tensors that a
+        ``number`` times, on the first devices. So are the modules and tensors that a
         ``functools.partial`` binds. Any other callable is called unchanged.
         """
         root, device_ids = root_to_replicate(criterion), self._device_ids
@@ -103,7 +96,7 @@ class Replicas:
         with torch.inference_mode(False), torch.no_grad():
             self.of_model.refresh(module, device_ids, transfers)
             if root is not None and not self.of_model.contains_all_of(root):
-                self._of_criterion.refresh(root, device_ids[:num_criteria], transfers)
+                self._of_criterion.refresh(root, device_ids[:number], transfers)
                 self.replica_sets.append(self._of_criterion)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
@@ -168,7 +161,7 @@ class ReplicaSet:
                 replica.tensors[i].grad = None
 
     def _update_in_place(self) -> bool:
-        """Copy changed plain values to the replicas, and set which tensors require grad.
+        """Copy changed plain values, and set which tensors require grad.
 
         Returns ``False`` if anything else has changed, so that new replicas are needed. Plain
         values are numbers, strings and flags: schedules change these at every step.
@@ -252,10 +245,7 @@ class ReplicaSet:
 def parameter_writes_refused(
     replica_sets: Sequence[ReplicaSet], *, second_pass: bool = False
 ) -> Iterator[None]:
-    """Refuse forward passes in the body that write or create parameters.
-
-    The second passes of ``whole_batch=True`` are checked as a separate mode.
-    """
+    """Refuse forward passes in the body that write or create parameters, in each pass's modes."""
     with contextlib.ExitStack() as stack:
         for each in replica_sets:
             mode = each.flags, second_pass

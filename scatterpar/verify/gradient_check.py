@@ -73,16 +73,9 @@ def compare(
     workers: Workers,
     compute_step: Callable[[], Outcome],
 ) -> GradientCheck:
-    """Compare ``compute_step``, a step without its commit, with a plain one, and change nothing.
-
-    ``autograd.grad`` is used, since ``backward()`` would write ``.grad`` and run hooks on
-    parameters, which may step an optimizer.
-    """
+    """Compare ``compute_step``, a step without its commit, with a plain one, and change nothing."""
     if len(request.sizes) > 1:
-        raise ValueError(
-            f"check takes one batch, which a plain backward sees whole, got {len(request.sizes)} "
-            f"in one; pass one of them"
-        )
+        raise ValueError(f"check takes one batch, got {len(request.sizes)} in one; pass one of them")
     outcome = compute_step()
     drawn = outcome.attempt.generators.drawn
     outcome.attempt.undo()
@@ -97,28 +90,23 @@ def compare(
     worst, position = relative_difference(found, expected)
     place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
     dtypes = {dtype, *map(torch.get_autocast_dtype, autocast_types()), *(t.dtype for t in tensors)}
-    reasons = {
-        "nan": not all(map(math.isfinite, _magnitudes(expected))),
-        "drawn": drawn or state.drawn,
-        "statistics": any(map(uses_batch_statistics, module.modules())),
-        "rows": request.whole_batch,
-        "loss": True,
-    }
-    meaning = next(_MEANINGS[reason] for reason, holds in reasons.items() if holds)
     limit = max(_LIMITS.get(each, 0.0) for each in dtypes)
-    return GradientCheck(request.rows, worst, place, limit, meaning)
+    has_nan = not all(map(math.isfinite, _magnitudes(expected)))
+    has_statistics = any(map(uses_batch_statistics, module.modules()))
+    reasons = has_nan, drawn or state.drawn, has_statistics, request.whole_batch, True
+    return GradientCheck(request.rows, worst, place, limit, _MEANINGS[reasons.index(True)])
 
 
-_MEANINGS = {
-    "nan": "The plain backward pass has NaN or infinite gradients, too.",
-    "drawn": "The module drew random numbers (dropout?): call engine.eval() first.",
-    "statistics": "Batch normalisation ties rows to each other: call engine.eval() first.",
-    "rows": "Outputs without rows differ between micro-batches, or the module ties the rows of a "
+_MEANINGS = (  # of a difference; the first that holds
+    "The plain backward pass has NaN or infinite gradients, too.",
+    "The module drew random numbers (dropout?): call engine.eval() first.",
+    "Batch normalisation ties rows to each other: call engine.eval() first.",
+    "Outputs without rows differ between micro-batches, or the module ties the rows of a "
     "micro-batch to each other.",
-    "loss": "The loss is no mean over rows: pass count=, its number of terms (labels are ignored? "
+    "The loss is no mean over rows: pass count=, its number of terms (labels are ignored? "
     'scatterpar.count_labels()), reduction="sum" for a sum, whole_batch=True if it compares rows '
     "with each other. Or a row's result depends on its padding or on other rows: mask the padding.",
-}
+)
 
 
 def uses_batch_statistics(layer: nn.Module) -> bool:
@@ -132,9 +120,7 @@ def relative_difference(
 ) -> tuple[float, int]:
     """The largest relative difference between gradients of the same tensors, and its position.
 
-    For each tensor: the largest absolute difference over the largest absolute expected entry. If
-    that entry is below ``least`` times the largest entry of all tensors, over that floor instead.
-    Infinite for NaN, or if only one gradient exists and is not zero.
+    For each tensor as ``GradientCheck.worst`` says, with ``least`` in place of the hundredth.
     """
     pairs = [*zip(found, expected, strict=True)]
     both = [mine is not None and other is not None for mine, other in pairs]
@@ -167,7 +153,7 @@ def moved_to(device: torch.device, value: Any) -> Any:
 def _plain(
     module: nn.Module, request: Request, device: torch.device, tensors: Sequence[Tensor]
 ) -> tuple[torch.dtype, Gradients]:
-    """The result of plain user code: the loss's dtype, and each tensor's gradient."""
+    """The loss's dtype and each tensor's gradient. ``backward()`` would run the user's hooks."""
     with torch.inference_mode(False), torch.enable_grad():
         inputs, targets = moved_to(device, request.batches[0][1])
         args, kwargs = as_call(inputs)

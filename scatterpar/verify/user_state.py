@@ -69,9 +69,9 @@ class UserState:
         self._variables: list[Saved] = [(get, put, get(), is_) for get, put in reach.variables]
         generators = [*_generators(devices), *reach.generators]
         self._generators: list[Saved] = [(get, put, get(), _same) for get, put in generators]
-        # In place, and without a comparison.
-        puts = [(partial(array.__setitem__, ...), array.copy()) for array in reach.arrays]
-        self._tensors: list[Saved] = [(int, put, value, lambda *_: False) for put, value in puts]
+        self._tensors: list[Saved] = [  # arrays are restored in place, without a comparison
+            (int, partial(a.__setitem__, ...), a.copy(), lambda *_: False) for a in reach.arrays
+        ]
         self._versions: list[tuple[Tensor, int]] = []
         buffers = {id(buffer) for m in reach.modules.values() for buffer in m._buffers.values()}
         few = _MOST_BYTES
@@ -83,8 +83,8 @@ class UserState:
                     continue
                 self._tensors += _memory_of(tensor)
                 if weights if is_weight else is_buffer or few >= 0:
-                    put = partial(_write, tensor)
-                    self._tensors.append((tensor.detach, put, tensor.detach().clone(), same_bits))
+                    now = tensor.detach()
+                    self._tensors.append((now.detach, partial(write, now), now.clone(), same_bits))
                 elif not is_weight:
                     self._versions.append((tensor, version(tensor)))
 
@@ -110,25 +110,18 @@ class UserState:
 
 def _restore(saved: Iterable[Saved]) -> bool:
     """Restore what has changed. Returns whether anything had."""
-    has_changed = False
-    for get, put, value, same in saved:
-        if not same(get(), value):
-            put(value)
-            has_changed = True
-    return has_changed
+    changed = [(put, value) for get, put, value, same in saved if not same(get(), value)]
+    for put, value in changed:
+        put(value)
+    return bool(changed)
 
 
 def _memory_of(tensor: Tensor) -> list[Saved]:
     """The memory of a dense tensor, which forward passes may exchange."""
     of_torch = Tensor, nn.Parameter, nn.Buffer
-    if not (tensor.is_leaf and type(tensor) in of_torch and tensor.layout == torch.strided):
-        return []
+    is_plain = tensor.is_leaf and type(tensor) in of_torch and tensor.layout == torch.strided
     get, put = (partial(each, tensor, "data") for each in (getattr, setattr))
-    return [(get, put, tensor.data, Tensor.is_set_to)]
-
-
-def _write(tensor: Tensor, value: Tensor) -> None:
-    write(tensor.detach(), value)
+    return [(get, put, tensor.data, Tensor.is_set_to)] if is_plain else []
 
 
 class _Reach(ModuleContents):
@@ -173,12 +166,13 @@ class _Reach(ModuleContents):
             self._visit(value.queue)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value)
+        elif _is_foreign(home):
+            return
         elif isinstance(value, nn.Module):
-            file = getattr(sys.modules.get(home), "__file__", None)
-            if not _is_foreign(home) and "-packages" not in str(file):
+            if "-packages" not in str(getattr(sys.modules.get(home), "__file__", None)):
                 self._visit_class(value)
         # An object that holds a lock is shared with other threads: left alone.
-        elif not _is_foreign(home) and _LOCKS.isdisjoint(type(v).__module__ for v in own.values()):
+        elif _LOCKS.isdisjoint(type(v).__module__ for v in own.values()):
             self._visit(own)
             self._visit_class(value)
 

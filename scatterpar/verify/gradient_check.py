@@ -75,7 +75,7 @@ def compare(
 ) -> GradientCheck:
     """Compare ``compute_step``, a step without its commit, with a plain one, and change nothing."""
     if len(request.sizes) > 1:
-        raise ValueError(f"check takes one batch, got {len(request.sizes)} in one; pass one of them")
+        raise ValueError(f"check takes one batch, got {len(request.sizes)}; pass one of them")
     outcome = compute_step()
     drawn = outcome.attempt.generators.drawn
     outcome.attempt.undo()

@@ -70,13 +70,10 @@ class Inconclusive(Exception):
 
 @dataclass
 class Verdict:
-    """The result of a look.
+    """The result of a look."""
 
-    ``kind`` is empty if nothing differs. Refused are ``"combination"``, ``"replica"``, and with
-    ``whole_batch`` ``"joined"`` (the criterion finds something else) and ``"order"`` (of entries).
-    Told are ``"rows"`` and ``"state"``.
-    """
-
+    # Empty if nothing differs. Refused are "combination", "replica", and with whole_batch "joined"
+    # (the criterion finds something else) and "order" (of entries). Told are "rows" and "state".
     kind: str
     parts: Parts
     error: float = math.inf  # relative
@@ -120,21 +117,20 @@ class Look:
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """In the body user code may run; afterwards all that it changed is restored."""
-        self._require_time()
         request, task, criterion = self._request, self._task, self._request.criterion
         of_replicas = (replica.root for replica in task.replicas)
         roots = self._model, module_of(criterion), *closure_contents(criterion), *of_replicas
         layers = chain(*(root.modules() for root in roots if isinstance(root, nn.Module)))
         self._fixed = [n for n in layers if uses_batch_statistics(n) and n.running_mean is not None]
-        self._undo.callback(self._set_training, True)
-        self._set_training(False)  # before state is saved: it is no change of the user's
         markers = [leaf for leaf in nested.leaves(request.batches) if isinstance(leaf, Marker)]
-        self._state = UserState([self._model, *(marker.collate for marker in markers)])
-        of_criterion = task.criterion, criterion, request.count
-        self._criterion_state = UserState(of_criterion, [task.share.device])
-        self._undo.callback(self._restore)
         mode = torch.inference_mode(False), torch.enable_grad()
         with note_replica(task.share), restored(self.end), uncompiled(), mode[0], mode[1]:
+            self._undo.callback(self._set_training, True)
+            self._set_training(False)  # before state is saved: it is no change of the user's
+            self._state = UserState([self._model, *(marker.collate for marker in markers)])
+            of_criterion = task.criterion, criterion, request.count
+            self._criterion_state = UserState(of_criterion, [task.share.device])
+            self._undo.callback(self._restore)
             yield
 
     def end(self) -> None:
@@ -191,8 +187,14 @@ class Look:
             self._draws = True
             expected = self._own(rows)
         calls = self._numbers.calls
-        sums = self._in_parts(parts, weights)
-        if sums is None:
+        # With one sub-step per replica, each part is another replica's.
+        between = self._refresh if len(self._task.share.micro_batches) == 1 else None
+        self._states.clear()
+        try:
+            sums = self._run(parts, weights, between=between, watch=True)
+        except Exception as error:
+            if isinstance(error, Inconclusive) or is_out_of_memory(error) or self._computes(rows):
+                raise
             return Verdict("replica", parts, losses=(expected[0], math.nan))
         found, is_steady = _sum(sums), self._numbers.calls - calls == calls * len(parts)
         if not (_is_finite(expected) and _is_finite(found)) and self._scale != 1:
@@ -202,33 +204,22 @@ class Look:
             raise Inconclusive("a gradient is NaN or infinite")
         if not _is_finite(found) and len(parts) > 2 and (larger := self._of_larger(rows)):
             return larger
-        nonzero = sum(any(g.any() for g in each) for _, each in sums)
-        if expected[1] and not nonzero and not any(each.any() for each in expected[1]):
+        if expected[1] and not _num_nonzero([*sums, expected]):
             raise Inconclusive("all gradients are zero")
         verdict = Verdict("", parts, _error(found, expected), (expected[0], found[0]))
         verdict.moved, verdict.lost = moved_between(self._states), self._state.lost()
         verdict.shares_state = self._shares_state
         if verdict.error > self._tolerance:
             self._explain(verdict, weights, expected, is_steady)
-        elif not (request.is_mean or request.whole_batch) and nonzero < len(parts):
+        elif not (request.is_mean or request.whole_batch) and _num_nonzero(sums) < len(parts):
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
 
-    def _in_parts(self, parts: Parts, weights: Weights) -> list[Sum] | None:
-        """The replica's results for the parts; ``None`` if it fails, also for all rows at once."""
-        self._states.clear()
-        # With one sub-step per replica, each part is another replica's.
-        between = self._refresh if len(self._task.share.micro_batches) == 1 else None
-        try:
-            return self._run(parts, weights, between=between, watch=True)
-        except Exception as error:
-            if isinstance(error, Inconclusive) or is_out_of_memory(error):
-                raise
-            try:
-                self._run([[*chain(*parts)]])
-            except Exception:
-                return None
-            raise
+    def _computes(self, rows: Sequence[int]) -> bool:
+        """Whether the replica computes these rows at once without an error."""
+        with contextlib.suppress(Exception):
+            return bool(self._run([rows]))
+        return False
 
     def _of_larger(self, rows: Sequence[int]) -> Verdict | None:
         """The verdict on larger parts, if it says more than NaN, which one row may have."""
@@ -272,7 +263,7 @@ class Look:
             verdict.kind, verdict.error = "rows", error
         verdict.shapes = _broadcast_shapes(outputs[0], self._move(self._targets, rows))
         # Other weights, which are not the engine's, may explain it.
-        is_split = len([True for _, each in sums if any(g.any() for g in each)]) > 1
+        is_split = _num_nonzero(sums) > 1
         verdict.fits = lambda factors: (
             is_split
             and not all(map(math.isclose, factors, weights))
@@ -317,19 +308,18 @@ class Look:
 
         If ``count=`` leaves some rows out, these are a part of their own: they must add nothing.
         """
-        request, rows = self._request, [*chain(*parts)]
+        request, rows = self._request, [*chain(*parts)][:_UNCOUNTED]
         if not request.is_mean or request.whole_batch:
             return parts, [1.0] * len(parts)
 
         def counts(parts: Parts) -> list[float]:
-            batch, spans = (self._inputs, self._targets), accumulate(map(len, parts), initial=0)
-            each = [unwrap_markers(_select(batch, one, request.dim), copy=True) for one in parts]
-            targets = _select(self._targets, [*chain(*parts)], request.dim)
-            few = replace(request, batches=[(0, (None, targets))])
-            return term_counts(few, [*pairwise(spans)], each)
+            spans = pairwise(accumulate(map(len, parts), initial=0))
+            few = [_select((self._inputs, self._targets), part, request.dim) for part in parts]
+            pieces = [unwrap_markers(each, copy=True) for each in few]
+            return term_counts(replace(request, batches=[(0, (None, None))]), [*spans], pieces)
 
         if request.count is not None and len(parts) > 1:
-            of_rows = zip(rows, counts([[row] for row in rows[:_UNCOUNTED]]), strict=False)
+            of_rows = zip(rows, counts([[row] for row in rows]), strict=True)
             without = [row for row, count in of_rows if not count]
             rest = [[row for row in part if row not in without] for part in parts]
             if without and any(rest):
@@ -561,6 +551,10 @@ def _error(found: Sum, expected: Sum) -> float:
     size = max(abs(found[0]), abs(expected[0]), _LEAST)
     of_loss = abs(found[0] - expected[0]) / size if math.isfinite(found[0]) else math.inf
     return max(of_loss, relative_difference(found[1], expected[1], _LEAST)[0])
+
+
+def _num_nonzero(sums: Sequence[Sum]) -> int:
+    return sum(any(gradient.any() for gradient in gradients) for _, gradients in sums)
 
 
 def _is_finite(result: Sum) -> bool:

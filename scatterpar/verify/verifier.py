@@ -451,14 +451,12 @@ _TEXTS = {
     "reads what forward leaves on the module, such as an auxiliary loss, or asks for gradients by "
     f"your own parameters. Return it: {_RETURN}; forward can compute gradients. No count=, "
     f"reduction= or whole_batch= says that.{_OFF}",
-    "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what forward "
-    "passes leave behind (a hook?), and finds what the last micro-batch left, or an output that "
-    "has as many entries as a micro-batch has rows, and is taken for rows; "
-    f"{_RETURN}, with one entry per row. No count= or reduction= says that.{_OFF}",
+    "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what the last "
+    "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
+    f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.{_OFF}",
     "order": "the module's output has {misplaced} entries for {rows} rows, not in the order of the "
-    "rows, so outputs of micro-batches cannot be joined. Return one entry per row: "
-    "torch.stack([a, b], 1) in the place of torch.cat([a, b]), or .view(rows, k, -1) of k samples "
-    f"per row.{_OFF}",
+    "rows, so those of micro-batches cannot be joined. Return torch.stack([a, b], 1) in the place "
+    f"of torch.cat([a, b]), or .view(rows, k, -1) of k samples per row.{_OFF}",
     "drawn": "the function draws random numbers and returns several entries per row, whose order "
     "cannot be compared with that of one call: return .view(rows, k, -1) of k entries per row",
     "sum": 'It seems to be a sum: pass reduction="sum".',
@@ -479,22 +477,19 @@ _TEXTS = {
     'reduction="sum". Or make it a mean of one loss per row.',
     "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
     f"run one after the other, which is slower; {_RETURN}, or pass verify=False",
-    "moved": "forward passes move {}: at each of the {} sub-steps, and on each replica apart; one "
-    "pass over the batch moves it once. Move it once per step, outside of forward, or keep it in a "
-    "buffer and train with one sub-step (docs/limits.md, State in modules)",
-    "state": " gives another result when it is called again with the same rows: every micro-batch "
-    "changes state that it keeps. Return a module's from forward, and pass it as an input "
-    "(docs/limits.md, State in modules). Change a criterion's once per step, or pass "
-    "whole_batch=True, which calls it once",
+    "moved": "forward passes move {}: at each of the {} sub-steps, and on each replica apart. Move "
+    "it once per step, outside of forward, or keep it in a buffer and train with one sub-step "
+    "(docs/limits.md, State in modules)",
+    "state": " gives another result when it is called again with the same rows. Return a module's "
+    "state from forward, and pass it as an input (docs/limits.md, State in modules). Change a "
+    "criterion's once per step, or pass whole_batch=True, which calls it once",
     "rows": " gives other outputs for {} rows than for parts of them: they differ by {:.2g} of the "
-    "largest entry. If the loss uses them, the gradient is not the whole batch's. Is "
-    "batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a list "
-    "with an entry per row as Rows(list). Compute what compares rows in the criterion, with "
-    "whole_batch=True. If it is meant (a home-made batch normalisation), ignore this",
+    "largest entry. Is batch_first=True forgotten, or dim=? Pass a value without rows as "
+    "Replicated(value), a list with an entry per row as Rows(list). Compute what compares rows in "
+    "the criterion, with whole_batch=True. A home-made batch normalisation may ignore this",
     "lost": "your code writes a tensor of shape {}, above 64 MiB, which a look at a few rows did "
     "not save: keep it in a buffer of the module, or pass verify=False",
     "unchecked": "could not check how {} combines micro-batches ({}). The engine assumes {}. Pass "
-    "count= for a mean over something else, such as scatterpar.count_labels(), "
-    'reduction="sum" for a sum, whole_batch=True if it compares rows with each other. '
-    "verify=False does not check",
+    "count= for a mean over something else, such as scatterpar.count_labels(), reduction="
+    '"sum" for a sum, whole_batch=True if it compares rows. verify=False does not check',
 }

@@ -207,7 +207,8 @@ class Look:
         if expected[1] and not _num_nonzero([*sums, expected]):
             raise Inconclusive("all gradients are zero")
         verdict = Verdict("", parts, _error(found, expected), (expected[0], found[0]))
-        verdict.moved, verdict.lost = moved_between(self._states), self._state.lost()
+        verdict.moved = moved_between(self._states)
+        verdict.lost = [*self._state.lost(), *self._criterion_state.lost()]
         verdict.shares_state = self._shares_state
         if verdict.error > self._tolerance:
             self._explain(verdict, weights, expected, is_steady)

@@ -126,7 +126,7 @@ class Verifier:
                 if is_told and kind.inconclusive >= error.patience:
                     self._warn_once(question.unchecked(error))
             finally:
-                kind.looks += 1
+                kind.looks += not kind.is_refused  # the same rows again: fewer may not show it
                 for each in attempt.replicas.replica_sets:  # user code may compute gradients
                     each.clear_gradients()
                 for leaf in attempt.user_leaves:
@@ -414,7 +414,7 @@ class _Question:
         elif verdict.kind == "state" and not verdict.moved:
             yield f"{module} or {self._name}" + _TEXTS["state"]
         if verdict.kind == "rows":
-            yield module + _TEXTS["rows"].format(sum(map(len, verdict.parts)), verdict.error)
+            yield module + _TEXTS["rows"].format(verdict.error, sum(map(len, verdict.parts)))
         if verdict.lost:
             yield _TEXTS["lost"].format(tuple(verdict.lost[0]))
 
@@ -483,10 +483,10 @@ _TEXTS = {
     "state": " gives another result when it is called again with the same rows. Return a module's "
     "state from forward, and pass it as an input (docs/limits.md, State in modules). Change a "
     "criterion's once per step, or pass whole_batch=True, which calls it once",
-    "rows": " gives other outputs for {} rows than for parts of them: they differ by {:.2g} of the "
-    "largest entry. Is batch_first=True forgotten, or dim=? Pass a value without rows as "
-    "Replicated(value), a list with an entry per row as Rows(list). Compute what compares rows in "
-    "the criterion, with whole_batch=True. A home-made batch normalisation may ignore this",
+    "rows": " gives other outputs for a few rows than for parts of them: they differ by {:.2g} of "
+    "the largest entry (of {} rows). Is batch_first=True forgotten, or dim=? Pass a value without "
+    "rows as Replicated(value), a list with an entry per row as Rows(list). Compute what compares "
+    "rows in the criterion, with whole_batch=True. A home-made batch normalisation may ignore this",
     "lost": "your code writes a tensor of shape {}, above 64 MiB, which a look at a few rows did "
     "not save: keep it in a buffer of the module, or pass verify=False",
     "unchecked": "could not check how {} combines micro-batches ({}). The engine assumes {}. Pass "

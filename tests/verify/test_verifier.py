@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import itertools
 import pickle
 import random
 import threading
 import weakref
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,13 +16,7 @@ import torch
 from faults.state import nothing_changes
 from harness import leak_checks
 from harness.isolation import guarded
-from harness.models import CLASSES, FEATURES, Returns, mlp
-from harness.oracle import assert_step, build, randint, randn
-from harness.rank_processes import run_on_ranks
-from harness.weighted import CLASS_WEIGHTS, classes, padded
-from torch import nn
-from torch.nn import functional as F
-from verify.test_look import (
+from harness.looks import (
     INPUTS,
     ROWS,
     VALUES,
@@ -35,6 +27,12 @@ from verify.test_look import (
     squares,
     step,
 )
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import assert_step, build, randint, randn
+from harness.rank_processes import run_on_ranks
+from harness.weighted import CLASS_WEIGHTS, classes
+from torch import nn
+from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.verify import verifier
@@ -191,10 +189,7 @@ LOOKED_AT = {
     "NumPy's random numbers": lambda o, t: o.mean() * (1 + np.random.rand()),
     "keeps a state": Fed(),
 }
-UNTOLD = {
-    "NaN": lambda o, t: (o * float("nan")).std(),
-    "no gradient": lambda o, t: (o * 0).std(),
-}
+UNTOLD = {"NaN": lambda o, t: (o * float("nan")).std(), "no gradient": lambda o, t: (o * 0).std()}
 
 
 @pytest.mark.contract
@@ -320,102 +315,6 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
     batch = (INPUTS, VALUES, MeetingLoss()) if place == "criterion" else (INPUTS,)
     with ScatterOnceParallel(build(lambda: Meets(FEATURES, CLASSES)), 1, devices(3)) as engine:
         assert_agreed(engine, lambda: engine.forward_backward(*batch))
-
-
-# --- rounding is no reason, and no excuse ---
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "autocast"])
-@pytest.mark.parametrize("halved", [False, True])
-def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, halved):
-    def loss(output, targets):
-        if halved:
-            output = (output.half() * 1.1).to(output.dtype)
-        return F.cross_entropy(output, targets)
-
-    autocast = dtype == "autocast"
-    inputs = INPUTS.float() if autocast else INPUTS.to(getattr(torch, dtype))
-    engine = ScatterOnceParallel(mlp().to(inputs.dtype), 3, ["cpu"] * 2)
-    with engine, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        assert_agreed(engine, lambda: step(engine, loss, classes(ROWS), inputs))
-        with pytest.raises(ValueError, match="count="):
-            step(engine, loss, padded(ROWS), inputs)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_inside_a_module_is_no_reason(devices, dtype):
-    class Inside(nn.Sequential):
-        def forward(self, inputs, targets):
-            with torch.autocast("cpu", torch.bfloat16):
-                return F.cross_entropy(super().forward(inputs), targets)
-
-    model = build(lambda: Inside(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, CLASSES))).to(dtype)
-    with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        inputs, targets = randn(9, ROWS, 64).to(dtype), randint(CLASSES, 9, ROWS)
-        batches = [*zip(inputs, targets, strict=True)]
-        assert_agreed(engine, lambda: engine.forward_backward(batches[0]))
-        for batch in batches[1:]:
-            engine.forward_backward(batch)
-
-
-def test_a_criterion_meets_no_dtype_that_is_not_its_own():
-    class Notes:
-        met: ClassVar = set()
-
-        def __call__(self, output, targets):
-            self.met.add(output.dtype)
-            return F.mse_loss(output, targets)
-
-    with ScatterOnceParallel(mlp().float(), 3, ["cpu"] * 2) as engine:
-        step(engine, Notes(), VALUES.float(), INPUTS.float())
-    assert Notes.met == {torch.float32}
-
-
-def by_rows(logits, inputs):
-    """Kernels whose error depends on the size of the batch, as with TF32, and in convolutions."""
-    return F.mse_loss(logits * (1 + 1e-3 * (len(inputs) % 7) / 7), inputs[:, :CLASSES])
-
-
-def student(logits, inputs):
-    """It begins as its teacher, and so its gradient is nothing but rounding."""
-    size = 1 + len(inputs) / 7
-    return F.mse_loss(logits * size / size, logits.detach())
-
-
-@pytest.mark.parametrize("loss", [by_rows, student])
-def test_what_rounds_is_no_reason(loss):
-    with ScatterOnceParallel(build(lambda: Returns(loss)).float(), 3, ["cpu"]) as engine:
-        engine.forward_backward(INPUTS.float())
-
-
-def test_rounding_that_opens_a_relu_is_no_reason():
-    """One ResNet in float32 of thirty was refused: a ReLU at zero is open for nine rows alone."""
-
-    class AtZero(nn.Linear):
-        def __init__(self):
-            super().__init__(FEATURES, CLASSES)
-            self.edge = nn.Parameter(torch.ones(()))
-
-        def forward(self, inputs):
-            rounded = self.edge * (1 + torch.finfo(torch.float32).eps * (len(inputs) > 4))
-            return super().forward(inputs) * self.edge + 0.02 * F.relu(rounded - 1)
-
-    with ScatterOnceParallel(build(AtZero).float(), 3, ["cpu"]) as engine:
-        assert_agreed(engine, lambda: step(engine, F.mse_loss, VALUES.float(), INPUTS.float()))
-
-
-def test_what_differs_each_time_is_no_reason():
-    """It is not told right from wrong by chance: that it cannot be checked is said."""
-    calls = itertools.count()  # which nothing puts back
-
-    def drifts(output, targets):
-        return F.mse_loss(output, targets) * (1 + 0.01 * (next(calls) % 7))
-
-    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
-        step(engine, drifts, VALUES)
-        with pytest.warns(UserWarning, match="could not check.*.it gives another result each time"):
-            step(engine, drifts, VALUES)
 
 
 def test_a_call_that_waits_for_ever_is_told_once_and_the_step_goes_on(monkeypatch):

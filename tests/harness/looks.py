@@ -1,0 +1,120 @@
+"""Programs for the tests of looks, in a few lines each, and what a step says of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.nn import functional as F
+
+from harness.agree import Case
+from harness.models import CLASSES, FEATURES, mlp
+from harness.oracle import randint, randn, seeded
+from harness.weighted import classes
+from scatterpar import ScatterOnceParallel
+
+ROWS, LENGTH = 24, 5
+INPUTS, VALUES, LABELS = randn(ROWS, FEATURES), randn(ROWS, CLASSES), randint(CLASSES, ROWS)
+SEQUENCES = randn(ROWS, LENGTH, FEATURES)
+
+
+class Net(nn.Module):
+    """Calls ``function(net, *inputs)``; has a linear layer, dropout, ``parts``, and attributes."""
+
+    def __init__(self, function: Any, *parts: nn.Module, **attributes: Any) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(FEATURES, CLASSES), nn.Dropout(0.3)
+        self.function, self.parts = function, nn.ModuleList(parts)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
+
+
+def net(function: Any, *makers: Any, **attributes: Any) -> Any:
+    """Makes a ``Net`` whose parts the ``makers`` make."""
+    return lambda: Net(function, *(make() for make in makers), **attributes)
+
+
+def loss_of(
+    criterion: Any, targets: Any = classes, *, model: Any = mlp, accum: int = 3, **options: Any
+) -> Case:
+    """A case of this criterion, the same one for every module."""
+    batch = INPUTS, targets(ROWS) if callable(targets) else targets
+    return Case(model, batch, lambda _: criterion, accum=accum, options=options)
+
+
+def module_case(model: Any, inputs: Any = INPUTS, targets: Any = VALUES, **how: Any) -> Case:
+    """A case of a module, with the mean of squares unless ``how`` has another criterion."""
+    criterion = how.pop("criterion", F.mse_loss)
+    accum, engine = how.pop("accum", 2), how.pop("engine", {})
+    return Case(
+        model, (inputs, targets), lambda _: criterion, accum=accum, engine=engine, options=how
+    )
+
+
+def own_loss(model: Any, inputs: Any, accum: int = 3, **options: Any) -> Case:
+    """A case of a module that computes its loss."""
+    return Case(model, (inputs, None), lambda _: None, accum=accum, options=options)
+
+
+def train(engine: Any, case: Case, batch: Any = None) -> Any:
+    """A step, on the case's batch or another one."""
+    criterion = case.criterion(engine.module)
+    return engine.forward_backward(*(batch or case.batch), criterion, **case.options)
+
+
+def step(engine: Any, criterion: Any, targets: Any, inputs: Any = INPUTS, **options: Any) -> Any:
+    return engine.forward_backward(inputs, targets, criterion, **options)
+
+
+def said(engine: Any, case: Case, steps: int) -> list[str]:
+    """The texts of all warnings in some steps."""
+    criterion = case.criterion(engine.module)
+    with warnings.catch_warnings(record=True) as caught, seeded(0):
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            engine.forward_backward(*case.batch, criterion, **case.options)
+    return [str(each.message) for each in caught]
+
+
+class Calls:
+    """Counts where a look does not restore it: in a class of this harness."""
+
+    number = 0
+
+
+def counted(criterion: Any) -> Any:
+    def calls(output: Any, targets: Any) -> Any:
+        Calls.number += 1
+        return criterion(output, targets)
+
+    return calls
+
+
+def assert_agreed(engine: ScatterOnceParallel, step: Any, looks: bool = True) -> None:
+    """The first of two steps has a look (more calls), which agrees; without ``looks`` neither."""
+
+    def note(*_: Any) -> None:
+        Calls.number += 1
+
+    numbers = []
+    handle = engine.module.register_forward_pre_hook(note)
+    for _ in range(2):
+        Calls.number = 0
+        step()
+        numbers.append(Calls.number)
+    handle.remove()
+    sub_steps = len(engine.last_step.plan.substep_rows)
+    assert looks or numbers[1] == sub_steps
+    assert (numbers[0] > sub_steps) == looks
+
+
+def in_a_def(output: Any, targets: Any) -> Any:
+    return F.cross_entropy(output, targets)
+
+
+def squares(output: Any, targets: Any) -> Any:
+    return (output - targets).square().sum()

@@ -147,7 +147,9 @@ class _Criterion(nn.Module):
         self.func = loss_func.func if isinstance(loss_func, BaseLoss) else None
         of_torch = loss_func if self.func is None else self.func
         self.reduction = getattr(of_torch, "reduction", "mean")
-        self.count = partial(_num_terms, of_torch) if is_cross_entropy(of_torch) else None
+        self.count = None
+        if is_cross_entropy(of_torch):
+            self.count = lambda _, targets: terms_of_rows(of_torch, targets[0], 0).sum()
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
@@ -156,10 +158,6 @@ class _Criterion(nn.Module):
             loss_func = copy.copy(loss_func)
             loss_func.func = self.func  # the replica's
         return loss_func(to_float(output) if self.mixes else output, *targets)
-
-
-def _num_terms(criterion: Any, _: Any, targets: tuple[Any, ...]) -> Tensor:
-    return terms_of_rows(criterion, targets[0], 0).sum()
 
 
 def _are_same(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:

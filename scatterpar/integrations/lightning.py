@@ -29,16 +29,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import metrics
-from scatterpar.integrations.loop import (
-    Additions,
-    Modules,
-    as_rows,
-    each_call,
-    num_rows,
-    overridden,
-    refuse,
-)
+from scatterpar.integrations import loop, metrics
 
 __all__ = ["ScatterOnceStrategy"]
 
@@ -82,7 +73,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         reason = "it replays kernels without Python, and so without self.log; leave graphs out"
-        refuse("ScatterOnceStrategy", {"graphs=True": options.get("graphs")}, reason)
+        loop.refuse("ScatterOnceStrategy", {"graphs=True": options.get("graphs")}, reason)
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets its devices=
         self._device_ids, self._options = device_ids, {"accum": accum, **options}
         self._count, self._reduction = count, reduction
@@ -111,7 +102,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             compile = self._compiled["_compiler_ctx"]["dynamo_ctx"]
             module._compiled_call_impl = compile(module._call_impl)
         devices = self._device_ids or self.parallel_devices
-        self._engine = ScatterOnceParallel(Modules([module]), device_ids=devices, **self._options)
+        modules = loop.Modules([module])
+        self._engine = ScatterOnceParallel(modules, device_ids=devices, **self._options)
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
@@ -164,14 +156,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         by_path = metrics.metrics_of(module)
         with metrics.placed(module, dict.fromkeys(by_path, metrics.ABSENT)):
             empty = {path: metrics.emptied(metric) for path, metric in by_path.items()}
-            call = {"work": _call, "step": step, "rest": list(rest), "count": self._count}
-            rows = {"batch": as_rows(batch), "rows": Rows(range(num_rows(batch)))}
-            yield {**call, **rows, "empty_metrics": empty}
+            call = {"work": self._call, "step": step, "rest": list(rest), "empty": empty}
+            rows = {"batch": loop.as_rows(batch), "rows": Rows(range(loop.num_rows(batch)))}
+            yield call | rows
 
     def _finish(self, outputs: Any) -> Any:
         """Transfer what calls left on replicas to the module. Returns their outputs, joined."""
         module, device = self.lightning_module, self.root_device
-        calls = sorted(each_call(outputs), key=attrgetter("rows"))
+        calls = sorted(loop.each_call(outputs), key=attrgetter("rows"))
         by_path = metrics.single(metrics.metrics_of(module))
         for path, metric in by_path.items():
             copies = [call.metrics[path] for call in calls if path in call.metrics]
@@ -184,49 +176,57 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 logged[name, times[name]].append((call, value, options))
                 times[name] += 1
         for (name, _), entries in logged.items():
-            _log(module, name, entries, by_path, device)
+            self._log(name, entries, by_path)
         outputs = [nested.map_tensors(lambda t: t.to(device), call.output) for call in calls]
         weights = [float(call.weight) for call in calls]
         return _joined(outputs, weights, [len(call.rows) for call in calls])
 
+    def _call(self, modules: Any, batch: Any, rows: Any, step: str, rest: Any, empty: Any) -> Any:
+        """Call a step function for one micro-batch, on a replica of the LightningModule.
 
-def _call(
-    modules: Modules,
-    batch: Any,
-    rows: Sequence[int],
-    step: str,
-    rest: Sequence[Any],
-    empty_metrics: Mapping[str, Any],
-    count: Callable[[Any], Any] | None,
-) -> dict[str, Any]:
-    """Call a step function for one micro-batch, on a replica of the LightningModule.
+        Returns its loss, and what it left on the replica and in metrics, without graphs.
+        """
+        module: Any = modules.parts[0]
+        device = next((p.device for p in module.parameters()), module.device)
+        by_path = {path: metric.clone().to(device) for path, metric in empty.items()}
+        additions, logged, loss = loop.Additions(module), [], None
+        count = self._count or (lambda _: len(rows))  # the terms of a mean over the call
 
-    Returns its loss, and what it left on the replica and in metrics, without graphs.
-    """
-    module: Any = modules.parts[0]
-    device = next((p.device for p in module.parameters()), module.device)
-    by_path = {path: metric.clone().to(device) for path, metric in empty_metrics.items()}
-    additions, logged, loss = Additions(module), [], None
+        def log(*args: Any, **options: Any) -> None:  # later, once for all calls
+            bound = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
+            del bound["self"]
+            logged.append((bound.pop("name"), bound.pop("value"), bound))
 
-    def log(*args: Any, **options: Any) -> None:  # later, once for all calls
-        bound = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
-        del bound["self"]
-        logged.append((bound.pop("name"), bound.pop("value"), bound))
+        with loop.overridden(module, log=log, _device=device), metrics.placed(module, by_path):
+            output = getattr(module, step)(batch, *rest)
+        if step == "training_step":
+            loss, output = _split(output)
+        paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
+        call = SimpleNamespace(
+            rows=rows,
+            additions=additions.end(module),
+            metrics=metrics.updated(by_path),
+            output=nested.map_tensors(Tensor.detach, output),
+            logged=[(name, paths.get(id(v)) or _number(v), options) for name, v, options in logged],
+            weight=count(batch),
+        )
+        return {"loss": loss, "call": call}
 
-    with overridden(module, log=log, _device=device), metrics.placed(module, by_path):
-        output = getattr(module, step)(batch, *rest)
-    if step == "training_step":
-        loss, output = _split(output)
-    paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
-    call = SimpleNamespace(
-        rows=rows,
-        additions=additions.end(module),
-        metrics=metrics.updated(by_path),
-        output=nested.map_tensors(Tensor.detach, output),
-        logged=[(name, paths.get(id(v)) or _number(v), options) for name, v, options in logged],
-        weight=len(rows) if count is None else count(batch),  # terms of a mean over the call
-    )
-    return {"loss": loss, "call": call}
+    def _log(self, name: str, entries: Sequence[Any], by_path: Mapping[str, Metric]) -> None:
+        """Log once, for the whole batch, what calls logged under ``name``: values, or a metric."""
+        calls, logged, options_of_calls = zip(*entries, strict=True)
+        options = options_of_calls[-1]
+        if isinstance(logged[0], str):  # the path of a metric
+            self.lightning_module.log(name, by_path[logged[0]], **options)
+            return
+        values = [value.to(self.root_device) for value in logged]
+        user_sizes = [one.get("batch_size") for one in options_of_calls]
+        sizes = [n or len(call.rows) for n, call in zip(user_sizes, calls, strict=True)]
+        weights = [float(n or call.weight) for n, call in zip(user_sizes, calls, strict=True)]
+        reduction = options.get("reduce_fx", "mean")
+        reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
+        value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)
+        self.lightning_module.log(name, value, **options | {"batch_size": sum(sizes)})
 
 
 def _split(output: Any) -> tuple[Tensor, Any]:
@@ -241,34 +241,11 @@ def _split(output: Any) -> tuple[Tensor, Any]:
     return loss, extras
 
 
-def _log(
-    module: LightningModule,
-    name: str,
-    entries: Sequence[tuple[Any, Any, dict[str, Any]]],
-    by_path: Mapping[str, Metric],
-    device: torch.device,
-) -> None:
-    """Log once, for the whole batch, what calls logged under ``name``: values, or a metric."""
-    calls, logged, options_of_calls = zip(*entries, strict=True)
-    options = options_of_calls[-1]
-    if isinstance(logged[0], str):  # the path of a metric
-        module.log(name, by_path[logged[0]], **options)
-        return
-    values = [value.to(device) for value in logged]
-    user_sizes = [one.get("batch_size") for one in options_of_calls]
-    sizes = [n or len(call.rows) for n, call in zip(user_sizes, calls, strict=True)]
-    weights = [float(n or call.weight) for n, call in zip(user_sizes, calls, strict=True)]
-    reduction = options.get("reduce_fx", "mean")
-    reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
-    value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)
-    module.log(name, value, **options | {"batch_size": sum(sizes)})
-
-
 def _number(value: Any) -> Tensor:
     """A logged number as a 0-dim tensor, as Lightning's ``log`` makes it."""
-    is_tensor = isinstance(value, Tensor)
-    dtype = torch.get_default_dtype()
-    return value.detach().squeeze() if is_tensor else torch.tensor(value, dtype=dtype, device="cpu")
+    if isinstance(value, Tensor):
+        return value.detach().squeeze()
+    return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
 
 
 def _joined(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
@@ -299,11 +276,10 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         "training_step(dataloader_iter)": is_param_in_hook_signature(step, "dataloader_iter", True),
     }
     reason = "it trains one whole model in one process, by the losses that training_step returns"
-    refuse("ScatterOnceStrategy", given, f"{reason}; use a strategy of Lightning's")
+    loop.refuse("ScatterOnceStrategy", given, f"{reason}; use a strategy of Lightning's")
 
 
 _BATCH_NORM = (
-    "the model has batch normalisation, which sees one micro-batch at a time; pass "
-    'buffers="batch" to move running statistics once per batch, with all its rows, or '
-    'buffers="master" to move them with each micro-batch of replica 0'
+    "the model has batch normalisation, which sees one micro-batch at a time; pass buffers="
+    '"batch" for running statistics of all rows of a batch, or "master" for those of replica 0'
 )

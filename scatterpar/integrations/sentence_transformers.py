@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike
 from scatterpar.integrations.loop import num_rows, overridden, refuse, replaced
-from scatterpar.integrations.transformers import ROWS, ScatterOnceMixin
+from scatterpar.integrations.steps import ROWS
+from scatterpar.integrations.transformers import ScatterOnceMixin
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
 
@@ -100,7 +101,9 @@ class _WholeBatch(ScatterOnceMixin):
         accum = self._user_args["gradient_accumulation_steps"]
         loss: Tensor = self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
         if not recorded.was_called:
-            raise ValueError(_NOT_CALLED.format(type(self).__name__))
+            reason = "needs a loss that calls the model which is trained: this one did not; pass"
+            remedy = "whole_batch=False, for the mean of the losses of the replicas' batches"
+            raise ValueError(f"{type(self).__name__} {reason} {remedy}")
         return loss
 
     def _columns(self, batch: Any, on_master: Any, recorded: Any) -> tuple[list[Any], Any]:
@@ -254,9 +257,3 @@ def _divisible(column: Mapping[str, Any]) -> Any:
 def _bags(words: Sequence[Tensor]) -> dict[str, Tensor]:
     sizes = torch.tensor([0, *(len(bag) for bag in words[:-1])], device=words[0].device)
     return {"input_ids": torch.cat(list(words)), "offsets": sizes.cumsum(0)}
-
-
-_NOT_CALLED = (
-    "{} needs a loss that calls the model which is trained: this one did not; pass "
-    "whole_batch=False, for the mean of the losses of the replicas' batches"
-)

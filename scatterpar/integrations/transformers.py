@@ -7,7 +7,6 @@ The loader collates all rows of an optimizer step as a list of batches, for whic
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import operator
@@ -21,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from scatterpar.batch.markers import Rows
-from scatterpar.costs import check_budget, plan_by_cost
+from scatterpar.costs import check_budget
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import loop
+from scatterpar.integrations import loop, steps, towers
+from scatterpar.integrations.steps import ROWS, SUM, Step
 from scatterpar.pair.pair import gather
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.torch_private import unwrapped
@@ -37,24 +36,18 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 # Not replicated: "model_wrapped" is the model.
 _NOT_REPLICATED = ("_engine", "_parts", "model_wrapped", "train_dataset", "eval_dataset")
+_FIRST, _BESIDE = operator.itemgetter(0), operator.itemgetter("beside")
 _ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
 # TRL's trainers whose losses of batches combine into that of all, except with these loss types.
 _OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
 _OF_TRL["DPOTrainer"] = ["sft", "aot", "aot_unpaired", "bco_pair"]
-# How losses of batches combine into that of all: as means over these numbers, or as a sum.
-LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
-_LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
-_FIRST = operator.itemgetter(0)
+
 
 if TYPE_CHECKING:  # the subclasses have a Trainer among their other bases
     _Base = transformers.Trainer
 else:
     _Base = object
-
-
-class Step(list[Any]):
-    """The batches of a step."""
 
 
 class ScatterOnceMixin(_Base):
@@ -76,8 +69,6 @@ class ScatterOnceMixin(_Base):
     _engine: ScatterOnceParallel | None = None
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
-    _candidates: Sequence[str] = ()
-    _steps_asked: Sequence[int] = ()
     _predicts_on_master = False
 
     def __init__(
@@ -91,23 +82,22 @@ class ScatterOnceMixin(_Base):
         if micro_batch_cost is not None:
             check_budget(micro_batch_cost)
         self._device_ids, self._shard_optimizer = device_ids, shard_optimizer
-        self._micro_batch_cost = micro_batch_cost
-        others = ("trl.", "sentence_transformers.")  # they compute more than outputs
-        modules = [base.__module__ for base in type(self).__mro__]
-        self._evaluates_on_all = not any(name.startswith(others) for name in modules)
-        copied = {n: _copied(value) for n, value in kwargs.items()}
+        self._micro_batch_cost, self._combination = micro_batch_cost, steps.Combination()
+        libraries = {base.__module__.partition(".")[0] for base in type(self).__mro__}
+        self._evaluates_on_all = not libraries & {"trl", "sentence_transformers"}
+        copied = {name: _copied(value) for name, value in kwargs.items()}
         super().__init__(*map(_copied, args), **copied)
-        _refuse_losses_of_trl(self)
+        _refuse_losses(self)
 
     # The arguments: those of one device that takes all rows of a step at once.
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, with arguments for one process that has one device."""
+        _refuse(self.args, self.model)
         args = vars(self.args)
         self._devices = _devices(self._device_ids, self.args.device)
         self._user_args = {name: args[name] for name in (_ROWS, _EVAL_ROWS, _BATCHES)}
         self._num_batches = len(self._devices) * args[_BATCHES]  # in a step; one replica has each
-        _refuse(self.args, self.model, self._num_batches)
         if not args.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
             args[_REFERENCE_ROWS] = args[_ROWS]
         args[_ROWS], args[_BATCHES] = args[_ROWS] * self._num_batches, 1
@@ -132,19 +122,19 @@ class ScatterOnceMixin(_Base):
     def _step_collator(self, collate: Any) -> Any:
         """Returns a collator of all rows of a step, whose result is a ``Step``."""
         size = math.ceil(self._train_batch_size / self._num_batches)  # which may get smaller
-        collator: Any = partial(_by_number, collate, size)
+        collator: Any = partial(steps.by_number, collate, size)
         if self._micro_batch_cost is not None:
             name = getattr(self.model, "main_input_name", "input_ids")
-            collator = partial(_by_cost, collate, name, self._micro_batch_cost, self._devices)
+            collator = partial(steps.by_cost, collate, name, self._micro_batch_cost, self._devices)
         vars(collator).update(getattr(collate, "__dict__", {}))  # some loaders read attributes
         return collator
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The Trainer's number, of all batches of a step."""
-        return sum(map(super().floating_point_ops, _batches_of(inputs)))
+        return sum(map(super().floating_point_ops, steps.batches_of(inputs)))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        for batch in _batches_of(inputs):
+        for batch in steps.batches_of(inputs):
             super()._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
 
     # The engine, and the modules that it replicates.
@@ -159,17 +149,14 @@ class ScatterOnceMixin(_Base):
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        parts, args = list(dict.fromkeys(self._modules())), self.args
+        parts, args = list(dict.fromkeys(self._modules())), vars(self.args)
         if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
             self._close_engine()
         if self._engine is None:
             self._parts, model = parts, parts[0]
-            if args.torch_compile:
-                options: Any = {
-                    "backend": args.torch_compile_backend,
-                    "mode": args.torch_compile_mode,
-                }
-                model = torch.compile(model, **options)
+            if args["torch_compile"]:
+                how = {name: args[f"torch_compile_{name}"] for name in ("backend", "mode")}
+                model = torch.compile(model, **how)
             # verify=False: the Trainer asks batch by batch how losses combine.
             work = loop.Modules([model, *parts[1:]])
             self._engine = ScatterOnceParallel(work, 1, self._devices, verify=False)
@@ -178,7 +165,6 @@ class ScatterOnceMixin(_Base):
         return self._engine
 
     def _modules(self) -> list[Any]:
-        """The model, and the modules among the Trainer's attributes, or in lists or dicts there."""
         values = [value for name, value in vars(self).items() if name not in _NOT_REPLICATED]
         return [self.model, *chain.from_iterable(map(loop.modules_in, values))]
 
@@ -210,24 +196,19 @@ class ScatterOnceMixin(_Base):
         return Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Tensor:
-        batches, is_step = _batches_of(step), isinstance(step, Step)
-        if _towers(self.model) and any(batch.get("return_loss") for batch in batches):
+        batches, is_step = steps.batches_of(step), isinstance(step, Step)
+        if towers.of(self.model) and any(batch.get("return_loss") for batch in batches):
             return self._loss_of_towers(batches)
-        how = self._how_losses_combine(step)
-        accum = len(step) if is_step else self._user_args[_BATCHES]
-        loss, calls = self._run(_compute_loss, step, accum, how)
-        self._collect(calls, _weights(how, step) if is_step else None)
+        how, accum = self._how_losses_combine(step), self._user_args[_BATCHES]
+        loss, calls = self._run(_compute_loss, step, len(step) if is_step else accum, how)
+        self._collect(calls, steps.weights(how, step) if is_step else None)
         return loss
 
     def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> tuple[Tensor, Any]:
-        """The loss of a step, and what ``call`` returns beside the loss of each micro-batch.
-
-        Each batch of a ``Step`` is a micro-batch of one replica. Any other batch is cut by rows.
-        """
+        """The loss of a step, and what ``call`` returns beside the loss of each micro-batch."""
         batch = Rows(step, _FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
-        inputs = self._inputs(call, batch, _batches_of(step), how)
-        beside = operator.itemgetter("beside")
-        loss, parts = self._engine_loss(inputs, accum, return_outputs=beside, **_options(how))
+        inputs, options = self._inputs(call, batch, steps.batches_of(step), how), steps.options(how)
+        loss, parts = self._engine_loss(inputs, accum, return_outputs=_BESIDE, **options)
         return loss, parts
 
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
@@ -278,71 +259,36 @@ class ScatterOnceMixin(_Base):
                 metric[:] = [vars(self)["_total_train_tokens"]]
 
     def _loss_of_towers(self, batches: Sequence[Any]) -> Tensor:
-        """The loss of a step of a model that compares images with texts, as CLIP does.
-
-        Its encoders run on the replicas. The rest runs once, with their outputs for all rows.
-        """
+        """The loss of a model such as CLIP: once, with the towers' outputs for all rows."""
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for tower, parts in zip(
-                    _towers(self.model), zip(*pooled, strict=True), strict=True
-                ):
-                    output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
-                    forward = lambda *_, output=output, **__: output  # noqa: E731
-                    stack.enter_context(loop.replaced(tower, forward=forward))
+            with towers.returning(self.model, pooled):
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
-        inputs = {"work": _pooled, "batch": Rows(batches, _FIRST)}
+        inputs = {"work": towers.pooled, "batch": Rows(batches, _FIRST)}
         loss: Tensor = self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
         return loss
 
     def _how_losses_combine(self, step: Any) -> str:
-        """How the losses of a step's batches, or of parts of its only batch, combine.
-
-        The first candidate that fits a few rows. Candidates are tried in steps 1, 2, 4, 8, …, and
-        eight times in steps in which it matters which of them fits.
-        """
         if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
             return ROWS
-        asked, number, batches = self._steps_asked, self.state.global_step + 1, _batches_of(step)
-        if not asked:
-            labels = [SHIFTED, LABELS] if self._loss_shifts_labels else [LABELS, SHIFTED]
-            self._candidates = [*labels, ROWS, SUM]
-        is_due = not number & (number - 1) and number not in asked
-        is_due |= len(asked) < _LOOKS and _differ(self._candidates, step)
-        if is_due and len(_weights(ROWS, step)) > 1:
-            self._steps_asked = [*asked, number]
-            telling = (batch for batch in batches if _differ(self._candidates, batch))
-            self._candidates = self._fitting(dict(next(telling, batches[0])))
-            if _differ(self._candidates, step):
-                warnings.warn(_INCONCLUSIVE, stacklevel=3)
-        name = f"{_loss_class(self).__name__} here"
-        loop.refuse("ScatterOnceMixin", {name: not self._candidates}, _NOTHING_FITS)
-        return self._candidates[0]
+        number, shifts = self.state.global_step + 1, self._loss_shifts_labels
+        how = self._combination.of(step, number, self._fits, shifts=shifts)
+        is_refused = {f"{_loss_class(self).__name__} here": how is None}
+        loop.refuse("ScatterOnceMixin", is_refused, _NOTHING_FITS)
+        return str(how)
 
-    def _fitting(self, batch: dict[str, Any]) -> Sequence[str]:
-        """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
-        engine, training, asked = self._engine_of_the_model(), self.model.training, self._candidates
-        rows: dict[str, Any] = {"batch": loop.as_rows(batch)}
-        if is_single := loop.num_rows(batch) == 1:  # twice the items halve a loss divided by them
-            asked, rows = [SUM], {"batch": Rows([batch] * 2, _FIRST), "row": torch.arange(2)}
-        answers: dict[str, bool | None] = {}
+    def _fits(self, how: str, batch: Any, rows: dict[str, Any]) -> bool | None:
+        """Whether losses of ``rows`` of a batch combine like this."""
+        inputs = self._inputs(_compute_loss, None, [batch], how) | rows
+        if how == SUM and inputs["items"] is None:  # a row whose own loss is NaN looks like a sum
+            return False
+        training = self.model.training
         self.model.eval()
         try:
-            for how in asked:
-                inputs = self._inputs(_compute_loss, None, [batch], how) | rows
-                # Without items a sum is not asked: a row whose own loss is NaN looks like one.
-                if how != SUM or inputs["items"] is not None:
-                    answers[how] = fits(engine, inputs, **_options(how))
+            return fits(self._engine_of_the_model(), inputs, **steps.options(how))
         finally:
             self.model.train(training)
-        if answers.get(SUM):  # a loss that divides by the items of all batches is exactly this sum
-            return [SUM]
-        if is_single:
-            return self._candidates
-        confirmed = [how for how, answer in answers.items() if answer]
-        return confirmed or [how for how, answer in answers.items() if answer is None]
 
     # Evaluation and prediction: on all replicas if the outputs have rows, else on the master.
 
@@ -425,56 +371,6 @@ def _compute_loss(trainer: Any, batch: Mapping[str, Any]) -> tuple[Any]:
     return (trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items),)
 
 
-def _terms(how: str, batch: Mapping[str, Any]) -> Tensor:
-    """The number of terms in each row's loss; in that of the batch, if labels have other rows."""
-    labels, terms = batch.get("shift_labels", batch.get("labels")), torch.ones(loop.num_rows(batch))
-    if not isinstance(labels, Tensor) or not labels.ndim:
-        return terms
-    is_alike = len(labels) == len(terms)
-    if how in (LABELS, SHIFTED):
-        skips = how == SHIFTED and "shift_labels" not in batch and labels.ndim > 1
-        labels = labels[..., 1:] if skips else labels
-        terms = labels.ne(-100).reshape(len(labels), -1).sum(1)
-    return terms if is_alike else terms.sum()[None]
-
-
-def _weights(how: str, step: Any) -> list[float]:
-    """The weights of the losses of a ``Step``'s batches, or of any other batch's rows."""
-    each = [_terms(how, b).sum() for b in step] if isinstance(step, Step) else _terms(how, step)
-    counts = [*map(float, each)]
-    total = sum(counts) or 1.0
-    return [1.0 if how == SUM else count / total for count in counts]
-
-
-def _differ(candidates: Sequence[str], step: Any) -> bool:
-    """Whether candidates give these losses different weights."""
-    return len({tuple(round(w, 9) for w in _weights(one, step)) for one in candidates}) > 1
-
-
-def _options(how: str) -> dict[str, Any]:
-    """The engine's options for losses that combine like this."""
-    count = lambda inputs, _: _terms(how, inputs["batch"]).sum()  # noqa: E731
-    return {"reduction": "sum"} if how == SUM else {"count": count}
-
-
-def _towers(model: nn.Module) -> list[nn.Module]:
-    """The encoders of a contrastive model, for images and for texts; empty for other models."""
-    names = ("vision_model", "text_model")
-    parts = (dict(part.named_children()) for part in model.modules())
-    return next(([part[n] for n in names] for part in parts if part.keys() >= {*names}), [])
-
-
-def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
-    """The pooled outputs of a replica's towers for one batch: a list with one entry per batch."""
-    towers, outputs = _towers(work.parts[0]), dict[nn.Module, Tensor]()
-    with contextlib.ExitStack() as stack:
-        for tower in towers:
-            store = lambda tower, _, output: outputs.update({tower: output.pooler_output})  # noqa: E731
-            stack.enter_context(tower.register_forward_hook(store))
-        work.parts[0](**{**batch, "return_loss": False})
-    return [[outputs[tower] for tower in towers]]
-
-
 class _Placed:
     """An accelerator on another device."""
 
@@ -483,28 +379,6 @@ class _Placed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
-
-
-def _batches_of(step: Any) -> Sequence[Any]:
-    return step if isinstance(step, Step) else [step]
-
-
-def _by_number(collate: Any, size: int, rows: Sequence[Any]) -> Step:
-    return Step(collate(rows[start : start + size]) for start in range(0, len(rows), size))
-
-
-def _by_cost(
-    collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Sequence[Any]
-) -> Step:
-    """Batches of rows whose entries ``name`` have similar lengths, replica by replica."""
-    try:
-        costs = [len(row[name]) for row in rows]
-    except (KeyError, TypeError):
-        needed = f"micro_batch_cost needs the length of each row's {name!r}, the model's main input"
-        raise ValueError(f"{needed}; got {rows[0]!r:.80}; leave micro_batch_cost out") from None
-    plan = plan_by_cost(len(rows), costs, devices, budget, [1.0] * len(devices))
-    numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
-    return Step(collate([rows[row] for row in part]) for part in numbers)
 
 
 def _copied(value: Any) -> Any:
@@ -523,9 +397,9 @@ def _devices(device_ids: Any, main: torch.device) -> tuple[torch.device, ...]:
     return devices
 
 
-def _refuse(args: Any, model: Any, num_batches: int) -> None:
-    """Refuse what needs other processes, another owner of the model, or a loss of all rows."""
-    optimizer, kind = str(getattr(args.optim, "value", args.optim)), getattr(model, "loss_type", "")
+def _refuse(args: Any, model: Any) -> None:
+    """Refuse what needs other processes, or another owner of the model or its gradients."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
     devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     given = {
         "torchrun (several processes)": args.world_size > 1,
@@ -536,23 +410,25 @@ def _refuse(args: Any, model: Any, num_batches: int) -> None:
     }
     reason = "it trains one whole model in one process; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", given, reason)
-    name = f"several batches per step of {type(model).__name__} (loss_type={kind!r})"
+
+
+def _refuse_losses(trainer: Any) -> None:
+    """Refuse losses of batches that do not combine into that of all: detectors', some of TRL's."""
+    kind = str(getattr(trainer.model, "loss_type", None))
+    detector = f"several batches per step of {type(trainer.model).__name__} (loss_type={kind!r})"
+    given = {detector: "Detection" in kind and trainer._num_batches > 1}
     reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
-    loop.refuse("ScatterOnceTrainer", {name: num_batches > 1 and "Detection" in str(kind)}, reason)
-
-
-def _refuse_losses_of_trl(trainer: Any) -> None:
+    loop.refuse("ScatterOnceTrainer", given, reason)
     base = _loss_class(trainer, "trl.")
     if base is None:
         return
-    refused = _OF_TRL.get(base.__name__, [])
     types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
-    whys = {f"loss_type={t!r} has terms over a whole batch": t in refused for t in types}
+    refused, here = _OF_TRL.get(base.__name__, []), f"{_loss_class(trainer).__name__} here: "
+    given = {f"{here}loss_type={t!r} has terms over a whole batch": t in refused for t in types}
     has_aux = getattr(trainer, "aux_loss_enabled", False)
-    whys["the auxiliary loss of a mixture of experts is a term over a batch"] = has_aux
-    whys["its loss is not known to be made up of its batches'"] = base.__name__ not in _OF_TRL
-    name = f"{_loss_class(trainer).__name__} here"
-    given = {f"{name}: {why}": is_given for why, is_given in whys.items()}
+    given[f"{here}the auxiliary loss of a mixture of experts is a term over a batch"] = has_aux
+    is_unknown = base.__name__ not in _OF_TRL
+    given[f"{here}its loss is not known to be made up of its batches'"] = is_unknown
     loop.refuse("ScatterOnceMixin", given, "use the stock class on one device")
 
 
@@ -563,13 +439,8 @@ def _loss_class(trainer: Any, module: str = "") -> Any:
 
 
 _NOTHING_FITS = (
-    "the losses of batches do not combine into the loss of all, as a mean over labels or rows or "
-    "as a sum (does it compare rows, is it NaN for a single row, has it a term over a whole "
-    "batch?); use the stock class on one device"
-)
-_INCONCLUSIVE = (
-    "this step's rows do not show how the losses of batches combine (a batch of one row does not); "
-    "they are averaged, weighted by the number of labels, or of rows if there are no labels"
+    "the losses of batches do not combine into the loss of all, as a mean over labels or rows or a "
+    "sum (does it compare rows, is it NaN for a single row?); use the stock class on one device"
 )
 _ONE_DEVICE = (
     "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: metrics are "

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.models import Of
-from harness.oracle import assert_close, assert_parameters, build, randint, randn
-from harness.tiny_transformers import ROWS, inputs_of, tiny, tiny_config
-from torch import Tensor, nn
+from harness.oracle import assert_close, assert_parameters, build
+from harness.tiny_transformers import inputs_of, tiny, tiny_config
+from torch import Tensor
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch import nested
@@ -50,96 +49,6 @@ def assert_two_steps(make, inputs, devices, relative=1e-10):
                 optimizer.step()
                 optimizer.zero_grad()
             assert_parameters(model, plain, relative)
-
-
-# --- torch's own modules ---
-
-IMAGE, SEQUENCE = (4, 8, 8), (5, 4)
-
-
-def outputs_of(layer):
-    """A recurrent layer's outputs, without the state whose rows lie along dimension 1."""
-    return Of(lambda module, inputs: module.layer(inputs)[0], layer=layer)
-
-
-def to_itself(layer, times):
-    """Attention of a sequence to itself, or any module that takes its input several times."""
-    return Of(lambda module, inputs: module.layer(*[inputs] * times), layer=layer)
-
-
-ROWS_FIRST = {"batch_first": True}
-
-
-def layer(**options):
-    return nn.TransformerEncoderLayer(4, 2, 8, 0.0, **ROWS_FIRST, **options)
-
-
-TORCH = {
-    "Conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding_mode="reflect", padding=1), IMAGE),
-    "Conv2d, channels last": (
-        lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
-        IMAGE,
-    ),
-    "BatchNorm2d, eval": (lambda: nn.BatchNorm2d(4).eval(), IMAGE),
-    "SyncBatchNorm, eval": (lambda: nn.SyncBatchNorm(4).eval(), IMAGE),
-    "LSTM": (lambda: outputs_of(nn.LSTM(4, 3, 2, bidirectional=True, **ROWS_FIRST)), SEQUENCE),
-    "LSTM, projected": (lambda: outputs_of(nn.LSTM(4, 3, proj_size=2, **ROWS_FIRST)), SEQUENCE),
-    "MultiheadAttention": (
-        lambda: to_itself(nn.MultiheadAttention(4, 2, bias=False, **ROWS_FIRST), 3),
-        SEQUENCE,
-    ),
-    "TransformerEncoder": (
-        lambda: nn.TransformerEncoder(layer(norm_first=True), 2, enable_nested_tensor=False),
-        SEQUENCE,
-    ),
-    "Transformer": (
-        lambda: to_itself(nn.Transformer(4, 2, 1, 1, 8, 0.0, **ROWS_FIRST), 2),
-        SEQUENCE,
-    ),
-    "Sequential": (
-        lambda: nn.Sequential(nn.Conv2d(4, 2, 3), nn.Flatten(), nn.LazyLinear(3)),
-        IMAGE,
-    ),
-    "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU())), IMAGE),
-    "export": (
-        lambda: torch.export.export(
-            *(layer(), (torch.randn(3, 5, 4),)), dynamic_shapes=({0: torch.export.Dim.AUTO},)
-        ).module(),
-        SEQUENCE,
-    ),
-}
-TABLES = {
-    "Embedding": lambda: nn.Embedding(20, 4, padding_idx=0),
-    "Embedding, sparse": lambda: nn.Embedding(20, 4, sparse=True),
-    "EmbeddingBag": lambda: nn.EmbeddingBag(20, 4),
-}
-QUICK_TORCH = ["Conv2d, channels last", "LSTM", "fx"]
-
-
-def selection(names, quick):
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize("name", selection(TORCH, QUICK_TORCH))
-def test_modules_of_torch(devices, name):
-    make, shape = TORCH[name]
-    assert_two_steps(lambda: ready(make(), shape), (randn(ROWS, *shape),), devices(2))
-
-
-def ready(model, shape):
-    """Lazy modules get their shapes from a first call."""
-    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
-        model(torch.randn(2, *shape))
-    return model
-
-
-@pytest.mark.parametrize("name", selection(TABLES, ["Embedding"]))
-def test_tables(devices, name):
-    assert_two_steps(TABLES[name], (randint(20, ROWS, 3),), devices(2))
-
-
-# --- transformers ---
 
 
 def words(text):

@@ -21,9 +21,7 @@ from torch.nn import functional as F
 from scatterpar import ScatterOnceParallel, count_labels
 
 CLASSES, FEATURES, LENGTH, VOCABULARY = 6, 5, 7, 13
-STEPS = 8
 WRONG, RIGHT = 1e-2, 1e-8
-SWITCHES = {"noise": True}  # off where the true gradient is computed
 
 
 def words(text):
@@ -43,7 +41,6 @@ LOSSES = {
         "dice, quantile, penalty, per row masked"
     ),
 }
-EXTRAS = words("none, none, last, buffer, noise, dropout, lists")
 COUNTED = words("ignored, ignored literal, class weights, sample weights, masked, shifted")
 
 
@@ -57,13 +54,13 @@ def draw(seed):
         program.passed = "sum"
     if program.loss in COUNTED and pick.random() < 0.5:
         program.passed = "count"
-    program.place = pick.choice(words("function, function, module, own loss"))
-    program.extra = pick.choice(EXTRAS)
+    program.owns_loss = pick.random() < 0.25
     program.layers = pick.sample(words("dropout, batch norm, layer norm"), pick.randint(0, 2))
     program.rows = pick.choice([6, 8, 13, 24, 24, 48, 97, 200])
     program.replicas, program.accum = pick.choice([1, 2, 3]), pick.choice([2, 3, 4])
     program.holes = pick.choice(words("none, some, some, many, few rows"))
     program.index, program.scale = pick.randrange(CLASSES), pick.choice([0.1, 1.0, 7.0])
+    program.weights = torch.rand(CLASSES, generator=torch.Generator().manual_seed(seed)) + 0.05
     return program
 
 
@@ -85,31 +82,6 @@ class Net(nn.Module):
         hidden = self.norm(hidden.flatten(0, -2)).view(hidden.shape)
         output = self.last(self.drop(torch.tanh(self.flat(hidden))))
         return output if targets is None else self.loss(output, targets)
-
-
-class Module(nn.Module):
-    """A criterion with a state."""
-
-    def __init__(self, function, extra):
-        super().__init__()
-        self.function, self.extra, self.last, self.history = function, extra, None, []
-        self.register_buffer("steps", torch.zeros(()))
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, output, targets):
-        self.steps += self.extra == "buffer"
-        if self.extra == "dropout" and SWITCHES["noise"]:
-            output = self.drop(output)
-        loss = self.function(output, targets)
-        if self.extra == "last":
-            self.last = loss.detach()
-        if self.extra == "lists":
-            self.history.append(float(loss))
-        return loss
-
-
-def weights_of(program):
-    return torch.rand(CLASSES, generator=torch.Generator().manual_seed(program.seed)) + 0.05
 
 
 def average(each, weight):
@@ -148,7 +120,7 @@ def of_classes(program, output, targets):
         "sum": lambda: entropy(reduction="sum"),
         "sum over constant": lambda: entropy(reduction="sum") / 64,
         "ignored literal": lambda: entropy(ignore_index=program.index),
-        "class weights": lambda: entropy(weight=weights_of(program).to(output)),
+        "class weights": lambda: entropy(weight=program.weights.to(output)),
         "smoothed": lambda: entropy(label_smoothing=0.1),
         "root": lambda: entropy().sqrt(),
         "penalty": lambda: entropy() + 0.1 * output.square().mean(),
@@ -184,17 +156,6 @@ def of_values(program, output, targets):
     return losses.get(program.loss, error.mean)()
 
 
-def function_of(program):
-    """The loss itself, of outputs and a dict of targets."""
-
-    def loss(output, targets):
-        if program.extra == "noise" and SWITCHES["noise"]:
-            output = output + 0.1 * torch.randn_like(output)
-        return (of_values if program.task == "values" else of_classes)(program, output, targets)
-
-    return loss
-
-
 def count_of(program):
     def count(inputs, targets):
         targets = targets if targets is not None else inputs[1]
@@ -204,7 +165,7 @@ def count_of(program):
         if program.loss in ("sample weights", "masked"):
             return targets["mask" if program.loss == "masked" else "weights"].sum()
         if program.loss == "class weights":
-            return weights_of(program)[labels.clamp(min=0)].where(labels >= 0, 0).sum()
+            return program.weights[labels.clamp(min=0)].where(labels >= 0, 0).sum()
         ignored = program.index if program.loss == "ignored literal" else -100
         return count_labels(ignored, shifted=program.loss == "shifted")(None, labels)
 
@@ -237,15 +198,13 @@ def batch_of(program, seed, dtype):
 
 def parts_of(program, dtype):
     """The module, the criterion and the options of its call."""
-    function = function_of(program)
-    criterion = Module(function, program.extra) if program.place == "module" else function
+    loss = partial(of_values if program.task == "values" else of_classes, program)
     torch.manual_seed(program.seed)
-    owns = program.place == "own loss"
-    model = Net(program, criterion if owns else None).to(dtype)
+    model = Net(program, loss if program.owns_loss else None).to(dtype)
     options = {"reduction": "sum"} if program.passed == "sum" else {}
     if "count" in program.passed:
         options["count"] = count_of(program)
-    return model, None if owns else criterion, options
+    return model, None if program.owns_loss else loss, options
 
 
 def step(engine, criterion, batch, options):
@@ -271,44 +230,38 @@ def off_by(program, seed):
     return float((one - other).norm() / max(float(other.norm()), 1e-12))
 
 
-def told(program, steps):
+def told(program, steps=8):
     """``refused``, ``warned``, ``not checked`` or nothing."""
     model, criterion, options = parts_of(program, torch.float32)
-    ids, said = [f"cpu:{k % 2}" for k in range(program.replicas)], ""
-    with ScatterOnceParallel(model, program.accum, ids) as engine:
-        for number in range(1, steps + 1):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    step(engine, criterion, batch_of(program, number, torch.float32), options)
-                except ValueError as error:
-                    if "verify=False" not in str(error):
-                        raise
-                    return "refused"
-            texts = [str(each.message) for each in caught]
-            if any("verify=False" in text and "not be checked" not in text for text in texts):
-                return "warned"
-            if any("not be checked" in text for text in texts):
-                said = "not checked"
-    return said
+    ids = [f"cpu:{k % 2}" for k in range(program.replicas)]
+    with (
+        ScatterOnceParallel(model, program.accum, ids) as engine,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        try:
+            for number in range(1, steps + 1):
+                step(engine, criterion, batch_of(program, number, torch.float32), options)
+        except ValueError as error:
+            if "verify=False" not in str(error):
+                raise
+            return "refused"
+    texts = [str(each.message) for each in caught]
+    if any("verify=False" in text and "not be checked" not in text for text in texts):
+        return "warned"
+    return "not checked" if any("not be checked" in text for text in texts) else ""
 
 
 def judge(seed):
     """What one program is and what was told of it; ``None`` if it is neither right nor wrong."""
     program = draw(seed)
-    SWITCHES["noise"] = False
     try:
         off = [off_by(program, number) for number in range(1, 7)]
-    except Exception:  # such as a loss of rows that are all left out
-        return None
-    finally:
-        SWITCHES["noise"] = True
-    is_right, is_wrong = max(off) < RIGHT, min(off) > WRONG
-    if not (is_right or is_wrong):  # NaN is neither
-        return None
-    try:
-        return vars(program) | {"right": is_right, "off": off[0], "said": told(program, STEPS)}
-    except Exception:  # such as batch normalisation of a micro-batch of one row
+        is_right, is_wrong = max(off) < RIGHT, min(off) > WRONG
+        if not (is_right or is_wrong):  # NaN is neither
+            return None
+        return vars(program) | {"right": is_right, "off": off[0], "said": told(program)}
+    except Exception:  # such as a loss or a normalisation of no rows, or of one
         return None
 
 
@@ -320,4 +273,4 @@ def test_wrong_programs_are_told_and_right_ones_are_not(seeds):
     assert len(found) > seeds // 2
     assert not [each for each in found if each["right"] and each["said"] in ("refused", "warned")]
     wrong = [each for each in found if not each["right"]]
-    assert len([each for each in wrong if not each["said"]]) <= 0.01 * len(wrong), wrong
+    assert not [each for each in wrong if not each["said"]]

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from harness.models import Of
 from harness.oracle import randint, randn
 from harness.pairwise import all_pairs, pairwise
 from torch import nn
@@ -22,53 +23,37 @@ LAYOUTS = ["00001111", "00112233", "01234567", "00011122", "01111111", "01010101
 QUICK = ["00001111", "01234567", "00112234"]
 
 
-class Recurrent(nn.Module):
+def recurrent():
     """Sizes that are odd: one after the other, weights would lie anywhere in their memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 33)
-        self.lstm = nn.LSTM(33, 5, 2, batch_first=True, dropout=0.2)
-        self.last = nn.Linear(5, CLASSES)
-
-    def forward(self, inputs):
-        return self.last(self.lstm(self.first(inputs))[0][:, -1])
+    first, last = nn.Linear(FEATURES, 33), nn.Linear(5, CLASSES)
+    lstm = nn.LSTM(33, 5, 2, batch_first=True, dropout=0.2)
+    parts = {"first": first, "lstm": lstm, "last": last}
+    return Of(lambda m, inputs: m.last(m.lstm(m.first(inputs))[0][:, -1]), **parts)
 
 
-class Convolved(nn.Module):
-    def __init__(self, dropout=0.0, checkpoints=False, normalises=False):
-        super().__init__()
-        self.conv = nn.Conv1d(FEATURES, 13, 2)
-        self.norm = nn.BatchNorm1d(13) if normalises else nn.Identity()
-        self.dropout = nn.Dropout(dropout)
-        self.last = nn.Linear(13, CLASSES)
-        self.checkpoints = checkpoints
-
-    def middle(self, inputs):
-        return self.dropout(self.norm(self.conv(inputs)).relu()).mean(2)
-
-    def forward(self, inputs):
+def convolved(dropout=0.0, checkpoints=False, normalises=False):
+    def forward(m, inputs):
         inputs = inputs.transpose(1, 2)
-        if self.checkpoints:
-            return self.last(checkpoint(self.middle, inputs, use_reentrant=False))
-        return self.last(self.middle(inputs))
+        if checkpoints:
+            return m.last(checkpoint(m.middle, inputs, use_reentrant=False).mean(2))
+        return m.last(m.middle(inputs).mean(2))
+
+    norm = nn.BatchNorm1d(13) if normalises else nn.Identity()
+    middle = nn.Sequential(nn.Conv1d(FEATURES, 13, 2), norm, nn.ReLU(), nn.Dropout(dropout))
+    return Of(forward, middle=middle, last=nn.Linear(13, CLASSES))
 
 
-class Everything(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = Recurrent(), Convolved(0.3, checkpoints=True, normalises=True)
-
-    def forward(self, inputs):
-        return self.one(inputs) + self.other(inputs)
+def everything():
+    both = {"one": recurrent(), "other": convolved(0.3, checkpoints=True, normalises=True)}
+    return Of(lambda m, inputs: m.one(inputs) + m.other(inputs), **both)
 
 
 MODELS = {
-    "everything": Everything,
-    "dropout": lambda: Convolved(0.5),
-    "LSTM": Recurrent,
-    "checkpoints": lambda: Convolved(0.5, checkpoints=True),
-    "batch norm": lambda: Convolved(normalises=True),
+    "everything": everything,
+    "dropout": lambda: convolved(0.5),
+    "LSTM": recurrent,
+    "checkpoints": lambda: convolved(0.5, checkpoints=True),
+    "batch norm": lambda: convolved(normalises=True),
 }
 
 

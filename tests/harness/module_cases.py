@@ -266,23 +266,19 @@ class TakesPart(nn.Parameter):
             return result * 3 if function is nn.functional.linear else result
 
 
-class OwnParameters(Classifier):
+def own_parameters(slotted):
     """Asks what its parameters and buffers are: replicas once had plain ones."""
 
-    def __init__(self, slotted):
-        super().__init__()
-        self.doubled = Doubled(torch.randn(CLASSES), 2.0)
-        self.linear.weight = TakesPart(self.linear.weight.detach())
-        self.slotted = slotted(torch.randn(CLASSES))
-        self.buffer = nn.Buffer(torch.ones(()))
+    def forward(m, inputs):
+        outputs = m.linear(inputs) + m.doubled.scaled()
+        if type(m.slotted) is not nn.Parameter:
+            outputs = outputs * m.slotted
+        return outputs * (5 if isinstance(m.buffer, nn.Buffer) else 1)
 
-    def forward(self, inputs):
-        outputs = self.linear(inputs)
-        if isinstance(self.doubled, Doubled):
-            outputs = outputs + self.doubled.scaled()
-        if type(self.slotted) is not nn.Parameter:
-            outputs = outputs * self.slotted
-        return outputs * (5 if isinstance(self.buffer, nn.Buffer) else 1)
+    parts = {"doubled": Doubled(torch.randn(CLASSES), 2.0), "buffer": nn.Buffer(torch.ones(()))}
+    model = Of(forward, linear=linear(), slotted=slotted(torch.randn(CLASSES)), **parts)
+    model.linear.weight = TakesPart(model.linear.weight.detach())
+    return model
 
 
 def masked():
@@ -597,6 +593,8 @@ MODELS = {
     "spectral norm, old, eval": lambda: nn.utils.spectral_norm(linear()).eval(),
     "spectral norm, eval": lambda: parametrizations.spectral_norm(linear()).eval(),
     "orthogonal": lambda: parametrizations.orthogonal(linear()),
+    "SyncBatchNorm, eval": lambda: nn.Sequential(linear(), nn.SyncBatchNorm(CLASSES)).eval(),
+    "bags": lambda: nn.Sequential(Of(lambda _, x: x.abs().long()), nn.EmbeddingBag(99, CLASSES)),
 }
 
 # A criterion that trains the module through its closure is refused unless it is called once.
@@ -643,9 +641,9 @@ CASES = {
         )
         for last in (torch.float64, torch.float32)
     },
-    "own parameters": Case(lambda: OwnParameters(OfAnotherLayout), unless=("pair",)),
+    "own parameters": Case(lambda: own_parameters(OfAnotherLayout), unless=("pair",)),
     "own parameters of a tensor's layout": Case(
-        lambda: OwnParameters(lambda values: Doubled(values, 1.0))
+        lambda: own_parameters(lambda values: Doubled(values, 1.0))
     ),
     "attributes of tensors": Case(
         masked, batch=(BATCH[0], randint(FEATURES, 9)), unless=("check",), **ONCE

@@ -7,13 +7,13 @@ import gc
 import threading
 import traceback
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from faults.state import nothing_changes
 from harness.freed import in_time
-from harness.models import CLASSES, FEATURES, Classifier, Columns, Returns, mlp
+from harness.models import CLASSES, FEATURES, Columns, Of, linear, mlp
+from harness.module_cases import with_buffers
 from harness.notes import beginning_of_note
 from harness.oracle import assert_close, build, randint, randn
 from torch import Tensor, nn
@@ -33,21 +33,16 @@ class Shared(list):
 # --- outputs: one entry per replica used, of whatever types the module returns ---
 
 
-def run(pack: Any, device_ids: list[str], rows: int = 9):
-    """The outputs of a model that packs its logits in some way, by the pair and as they are."""
-    model = build(lambda: Returns(lambda logits, _: pack(logits)))
-    return DataParallelModel(model, device_ids)(INPUTS[:rows]), model(INPUTS[:rows])
-
-
 @pytest.mark.parametrize(
     ("replicas", "rows", "sizes"),
     [(1, 9, [9]), (4, 9, [3, 2, 2, 2]), (4, 3, [1, 1, 1]), (4, 1, [1])],
 )
 def test_one_entry_per_replica_used(devices, replicas, rows, sizes):
-    outputs, expected = run(lambda logits: logits, devices(replicas), rows)
+    model = mlp()
+    outputs = DataParallelModel(model, devices(replicas))(INPUTS[:rows])
     assert type(outputs) is tuple
     assert [len(output) for output in outputs] == sizes
-    assert_close(torch.cat(outputs), expected, "outputs")
+    assert_close(torch.cat(outputs), model(INPUTS[:rows]), "outputs")
 
 
 def test_without_device_ids_there_is_a_tuple_too():
@@ -57,13 +52,11 @@ def test_without_device_ids_there_is_a_tuple_too():
 
 
 def test_keyword_inputs_and_parts_without_rows(devices):
-    class Call(Classifier):
-        def forward(self, inputs, *, scale, extra, options):
-            assert scale.ndim == 0
-            output = self.linear(inputs) * scale + extra["deep"][0] * options["factor"]
-            return output, len(inputs)
+    def forward(m, inputs, *, scale, extra, options):
+        assert scale.ndim == 0
+        return m.linear(inputs) * scale + extra["deep"][0] * options["factor"], len(inputs)
 
-    model = build(Call)
+    model = Of(forward, linear=linear())
     extra = {"deep": [randn(9, CLASSES)]}
     call = {"scale": torch.tensor(2.0).double(), "extra": extra, "options": {"factor": 3}}
     outputs = DataParallelModel(model, devices(4))(INPUTS, **call)
@@ -76,12 +69,11 @@ def test_keyword_inputs_and_parts_without_rows(devices):
 def test_an_entry_of_rows_may_be_written(devices):
     """Entries that travel together were views of one memory, and so of one version."""
 
-    class Writes(nn.Linear):
-        def forward(self, entries):
-            first = super().forward(entries[0]).tanh().sum()
-            return torch.stack([first, *(entry.relu_().sum() for entry in entries[1:])])
+    def forward(m, entries):
+        first = m.linear(entries[0]).tanh().sum()
+        return torch.stack([first, *(entry.relu_().sum() for entry in entries[1:])])
 
-    model, leaf = build(lambda: Writes(FEATURES, CLASSES)), INPUTS.clone().requires_grad_()
+    model, leaf = Of(forward, linear=linear()), INPUTS.clone().requires_grad_()
     for entries in (INPUTS, leaf * 1):
         outputs = DataParallelModel(model, devices(2))(Rows([*(entries * 1).unbind()]))
         gather(outputs, "cpu").sum().backward()
@@ -97,11 +89,8 @@ def test_what_has_no_rows_crosses_once_to_each_memory(monkeypatch):
         crossed.extend([] if tensor.ndim else [tensor])
         return to(tensor, *args, **kwargs)
 
-    class Scaled(nn.Module):
-        def forward(self, inputs, factor):
-            return inputs * factor.mul_(2)  # which is this replica's alone
-
-    model = DataParallelModel(Scaled(), ["cpu:1", "cpu:2", "cpu:1", "cpu:2"])
+    scaled = Of(lambda _, inputs, factor: inputs * factor.mul_(2))  # which is this replica's alone
+    model = DataParallelModel(scaled, ["cpu:1", "cpu:2", "cpu:1", "cpu:2"])
     monkeypatch.setattr(Tensor, "to", noting)
     outputs = model(torch.ones(8, 3), torch.tensor(1.5))
     monkeypatch.undo()
@@ -214,19 +203,15 @@ def test_two_forwards_in_training_before_one_backward(devices):
 
 
 def test_buffers_of_the_criterion(devices):
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+    def forward(m, output, targets):
+        m.rows += len(targets)
+        return (output - targets).square().mean()
 
-        def forward(self, output, targets):
-            self.rows += len(targets)
-            return (output - targets).square().mean()
-
-    pair = Pair(nn.Identity(), Counts(), devices(4))
+    counts = with_buffers(Of(forward), rows=torch.zeros((), dtype=torch.long))
+    pair = Pair(nn.Identity(), counts, devices(4))
     for _ in range(2):
         pair.loss(INPUTS, INPUTS)
-    assert pair.plain_criterion.rows == 6
+    assert counts.rows == 6
 
 
 def test_a_failed_forward_leaves_them_as_they_were(devices):
@@ -252,15 +237,14 @@ def test_replicas_run_at_the_same_time(devices, part):
     """Each waits for all the others: one after the other, they would never come to an end."""
     barrier = threading.Barrier(4, timeout=120)
 
-    class Meets(nn.Module):
-        def forward(self, output, targets=None):
-            barrier.wait()
-            return output if targets is None else output.mean()
+    def forward(_, output, targets=None):
+        barrier.wait()
+        return output if targets is None else output.mean()
 
-    model = DataParallelModel(Meets() if part == "model" else nn.Identity(), devices(4))
+    model = DataParallelModel(Of(forward) if part == "model" else nn.Identity(), devices(4))
     outputs = model(EIGHT[0])
     if part == "criterion":
-        loss = DataParallelCriterion(Meets(), devices(4))(outputs, EIGHT[1])
+        loss = DataParallelCriterion(Of(forward), devices(4))(outputs, EIGHT[1])
         assert_close(loss, EIGHT[0].mean(), "loss")
     assert len(outputs) == 4
 
@@ -291,13 +275,12 @@ def test_nothing_of_a_forward_survives_its_outputs(devices):
     """Replicas are not kept, and go with the graph, without waiting for the collector."""
     alive = []
 
-    class Remembers(nn.Linear):
-        def forward(self, inputs):
-            output = super().forward(inputs)
-            alive.extend(map(weakref.ref, (self, output)))
-            return output
+    def forward(m, inputs):
+        output = m.linear(inputs)
+        alive.extend(map(weakref.ref, (m, output)))
+        return output
 
-    pair = Pair(build(lambda: Remembers(FEATURES, CLASSES)), nn.CrossEntropyLoss(), devices(3))
+    pair = Pair(Of(forward, linear=linear()), nn.CrossEntropyLoss(), devices(3))
     gc.collect()
     gc.disable()
     try:
@@ -368,12 +351,8 @@ def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works
 @pytest.mark.parametrize("part", ["model", "criterion"])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_call_from_inside_a_call_is_an_error_and_no_hang(devices, part, replicas):
-    class Again(nn.Module):
-        def forward(self, *_):
-            return wrapper[0](*given)
-
     kind = DataParallelModel if part == "model" else DataParallelCriterion
-    wrapper = [kind(Again(), devices(replicas))]
+    wrapper = [kind(Of(lambda *_: wrapper[0](*given)), devices(replicas))]
     outputs = DataParallelModel(nn.Identity(), devices(replicas))(INPUTS)
     given = (INPUTS,) if part == "model" else (outputs, TARGETS)
     words = rf"this {kind.__name__} is in the middle of a step: another cannot start from inside"

@@ -46,7 +46,7 @@ def loss_of(
     return Case(model, batch, lambda _: criterion, accum=accum, options=options)
 
 
-def module_case(model: Any, inputs: Any = INPUTS, targets: Any = VALUES, **how: Any) -> Case:
+def case_of(model: Any, inputs: Any = INPUTS, targets: Any = VALUES, **how: Any) -> Case:
     """A case of a module, with the mean of squares unless ``how`` has another criterion."""
     criterion = how.pop("criterion", F.mse_loss)
     accum, engine = how.pop("accum", 2), how.pop("engine", {})

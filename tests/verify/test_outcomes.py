@@ -6,10 +6,10 @@ Each program is one that somebody wrote, or that our own advice leads to. Most o
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ from harness.looks import (
     SEQUENCES,
     VALUES,
     assert_agreed,
+    case_of,
     in_a_def,
     loss_of,
-    module_case,
     net,
     own_loss,
     said,
@@ -109,7 +109,7 @@ def penalised(share):
             part = len(output) / ROWS if share else 1.0
             return added_up(output, targets) + part * model[0].weight.square().sum()
 
-        return functools.partial(loss, model=model)
+        return partial(loss, model=model)
 
     return Case(mlp, (INPUTS, classes(ROWS)), of, accum=3, options={"reduction": "sum"})
 
@@ -243,7 +243,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     "the same, called a mean": (loss_of(Focal(CLASS_WEIGHTS), LABELS, reduction="mean"), BY_ROWS),
     "a sum in a lambda": (loss_of(lambda o, t: added_up(o, t)), SUM),
     "a sum by a deprecated name": (
-        loss_of(functools.partial(F.cross_entropy, size_average=False)),
+        loss_of(partial(F.cross_entropy, size_average=False)),
         'reduction="sum"',
     ),
     "a sum divided by a constant": (loss_of(lambda o, t: added_up(o, t) / 256), SUM),
@@ -258,7 +258,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     "pairs of rows": (loss_of(preferences, None, accum=2), "whole_batch=True"),
     "the root of a mean": (loss_of(lambda o, t: o.pow(2).mean().sqrt()), COUPLED),
     "the hardest rows": (
-        module_case(mlp, *FORTY_EIGHT, criterion=hardest, accum=4),
+        case_of(mlp, *FORTY_EIGHT, criterion=hardest, accum=4),
         "whole_batch=True",
     ),
     "a penalty beside a sum": (
@@ -347,7 +347,7 @@ RIGHT = {
     },
     "in a module, counted": own_loss(OwnLoss, tokens(), count=count_labels(shifted=True)),
     "in a module that counts its calls": own(nn.Identity, "mean"),
-    "forces: forward asks for gradients": module_case(
+    "forces: forward asks for gradients": case_of(
         net(
             lambda net, rows: torch.autograd.grad(
                 net.linear(rows := rows.detach().requires_grad_()).square().sum(),
@@ -367,7 +367,7 @@ def test_a_right_one_is_verified_once_and_exact(devices, name):
     model, twin, (inputs, targets) = case.build(), case.build(), case.all()
     loss_of_plain(call(twin, inputs), targets, case.criterion(twin)).backward()
     with ScatterOnceParallel(model, case.accum, devices(2)) as engine:
-        assert_agreed(engine, functools.partial(train, engine, case))
+        assert_agreed(engine, partial(train, engine, case))
         model.zero_grad()
         train(engine, case)
     assert_gradients(model, gradients(twin))
@@ -479,10 +479,27 @@ def with_balance(net, rows):
     return gates, (gates.mean(0) ** 2).sum()
 
 
+def balanced(output, targets):
+    return F.mse_loss(output[0], targets) + output[1]
+
+
+def one_column(net, rows):
+    return net.linear(rows)[:, :1]
+
+
+def own_squares(output, targets):
+    return (output - targets).square().mean()
+
+
+def own_mean(net, rows):
+    return {"loss": net.linear(rows).square().mean()}
+
+
 def first_of_each(net, rows, lengths):
     return net.linear(torch.stack([row[:n].sum(0) for row, n in zip(rows, lengths, strict=False)]))
 
 
+LABELLED = INPUTS, LABELS
 NUMBERS = {
     "a list": [1 + i % LENGTH for i in range(ROWS)],
     "a tuple": tuple(1 + i % LENGTH for i in range(ROWS)),
@@ -532,16 +549,12 @@ class Experts(nn.Module):
         return sum(block.aux for block in self.blocks)
 
 
-def total_of(parts):
-    return sum(getattr(part, "aux") for part in parts)  # noqa: B009
-
-
 class Holds:
     def __init__(self, model):
         self.model = model
 
     def __call__(self, output, targets):
-        return F.cross_entropy(output, targets) + total_of(self.model.blocks)
+        return F.cross_entropy(output, targets) + self.model.balance()
 
 
 def with_gradients(model):
@@ -570,7 +583,7 @@ KEPT = {}
 
 
 def of_file(output, targets):
-    return F.cross_entropy(output, targets) + sum(KEPT["model"].blocks[k].aux for k in range(2))
+    return F.cross_entropy(output, targets) + KEPT["model"].balance()
 
 
 def adds(extra):
@@ -578,82 +591,58 @@ def adds(extra):
 
 
 LEFT_BEHIND = {  # auxiliary losses were dropped; penalties by parameters found nothing
-    "attributes": lambda m: lambda o, t: F.cross_entropy(o, t) + sum(b.aux for b in m.blocks),
-    "a method": lambda m: lambda o, t: F.cross_entropy(o, t) + m.balance(),
+    "attributes": lambda m: adds(lambda: sum(block.aux for block in m.blocks)),
+    "a method": lambda m: adds(m.balance),
     "a global": lambda m: KEPT.update(model=m) or of_file,
-    "a list": lambda m: adds(lambda parts=[*m.blocks]: sum(part.aux for part in parts)),
-    "a helper": lambda m: adds(lambda: total_of(m.blocks)),
     "an object that holds the model": Holds,
     "gradients by parameters": with_gradients,
 }
 
 
-def leaving(value_of):
-    def forward(net, rows):
-        net.kept = value_of(net.linear(rows).square().mean())
-        return net.linear(rows)
-
-    return forward
+def leaving(net, rows):
+    net.kept = [net.linear(rows).square().mean()]
+    return net.linear(rows)
 
 
-LEFT = {  # the error was ``'int' and 'NoneType'``, or an IndexError
-    "instead of None": (lambda aux: aux, None, lambda kept: kept),
-    "in a list": (lambda aux: [aux], [], lambda kept: kept[0]),
-    "in a dict": (lambda aux: {"aux": aux}, {}, lambda kept: kept["aux"]),
-}
 ON_A_REPLICA = (
     "leads to the module.*in plain torch, but.*on a replica.*an auxiliary loss.*Return it.*"
     "count=, reduction= or whole_batch=.*verify="
 )
 A_NUMBER = "a number that is another one for each micro-batch"
 WHOLE: dict[str, Any] = {"whole_batch": True}
+OFF = {"verify": False}
 
 REFUSED: dict[str, tuple[Case, str]] = {
-    "flooding": (module_case(mlp, *FORTY_EIGHT, criterion=flooded, accum=4), "whole_batch=True"),
+    "flooding": (case_of(mlp, *FORTY_EIGHT, criterion=flooded, accum=4), "whole_batch=True"),
     "a subclass that overrides its call": (
         loss_of(Called(), LABELS.where(torch.arange(ROWS) % 5 > 1, -100)),
         r"reduction=|count=",
     ),
     "shapes that broadcast to all pairs": (
-        module_case(
-            net(lambda net, rows: net.linear(rows)[:, :1]),
-            targets=VALUES[:, 0],
-            criterion=lambda o, t: (o - t).square().mean(),
-        ),
+        case_of(net(one_column), INPUTS, VALUES[:, 0], criterion=own_squares),
         r"shape \(\d+, 1\) and the targets \(\d+,\).*all pairs",
     ),
     **{
         f"a number that forward computes from its rows, {accum} sub-steps": (
-            module_case(
-                net(with_balance),
-                criterion=lambda o, t: F.mse_loss(o[0], t) + o[1],
-                accum=accum,
-                engine={"verify": False},
-                **WHOLE,
-            ),
+            case_of(net(with_balance), criterion=balanced, accum=accum, engine=OFF, **WHOLE),
             rf"{A_NUMBER}.*one entry per row.*in the criterion",
         )
         for accum in (1, 3)
     },
     "a loss of each micro-batch": (
-        module_case(
-            net(lambda net, rows: {"loss": net.linear(rows).square().mean()}),
-            targets=None,
-            criterion=lambda output, _: output["loss"],
-            **WHOLE,
-        ),
+        case_of(net(own_mean), criterion=lambda output, _: output["loss"], **WHOLE),
         A_NUMBER,
     ),
     **{
         f"a number for each row in {name}": (
-            module_case(net(first_of_each), (SEQUENCES, numbers)),
+            case_of(net(first_of_each), (SEQUENCES, numbers)),
             r"of 24 numbers.*Rows\(numbers\).*Replicated\(numbers\)",
         )
         for name, numbers in NUMBERS.items()
     },
     **{
         f"two views after each other, {accum} sub-steps": (
-            module_case(Views, targets=None, criterion=agreement, accum=accum, **WHOLE),
+            case_of(Views, targets=None, criterion=agreement, accum=accum, **WHOLE),
             r"not in the order of the rows.*torch.stack",
         )
         for accum in (1, 3)
@@ -664,29 +653,16 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     **{
         f"{name}, left behind{', whole_batch' * whole}": (
-            Case(
-                Experts,
-                (INPUTS, LABELS),
-                criterion,
-                accum=3 if whole else 1,
-                options={"whole_batch": whole},
-            ),
+            Case(Experts, LABELLED, of, accum=1 + 2 * whole, options={"whole_batch": whole}),
             ON_A_REPLICA,
         )
-        for name, criterion in LEFT_BEHIND.items()
+        for name, of in LEFT_BEHIND.items()
         for whole in (False, True)
     },
-    **{
-        f"an attribute {name}": (
-            Case(
-                net(leaving(value), kept=empty),
-                (INPUTS, LABELS),
-                lambda m, read=read: lambda o, t: F.cross_entropy(o, t) + read(m.kept),
-            ),
-            ON_A_REPLICA,
-        )
-        for name, (value, empty, read) in LEFT.items()
-    },
+    "an entry of a list that is empty on the user's module": (  # the error was an IndexError
+        Case(net(leaving, kept=[]), LABELLED, lambda m: adds(lambda: m.kept[0])),
+        ON_A_REPLICA,
+    ),
 }
 
 
@@ -729,6 +705,10 @@ def remembering(net, rows):
     return net.linear(rows) if past is None else net.linear(rows) * past
 
 
+def with_argmax(net, rows):
+    return remembering(net, rows), rows.argmax(1)
+
+
 def private_counter(net, rows):
     net._calls += 1
     return net.linear(rows) * net._calls
@@ -752,91 +732,67 @@ class Queue(Classifier):
         return output
 
 
-MIXED = "other outputs for"
+def last_of_rows(net, rows):
+    """``batch_first=True`` is forgotten."""
+    return net.linear(net.parts[0](rows)[0][:, -1])
+
+
+def last_of_encoder(net, rows):
+    return net.linear(net.parts[0](rows)[:, -1])
+
+
+def by_others(net, rows, others):
+    return net.linear(rows) + net.linear(others).mean(0)
+
+
+def steps_over_time(net, rows):
+    return net.linear(net.parts[0](rows).mean(1))
+
+
+MIXED: dict[str, Case] = {
+    "batch_first": case_of(net(last_of_rows, partial(nn.LSTM, FEATURES, FEATURES)), SEQUENCES),
+    "batch_first, and dropout": case_of(
+        net(last_of_encoder, partial(nn.TransformerEncoderLayer, FEATURES, 1, 8)), SEQUENCES
+    ),
+    "a mean over rows": case_of(net(lambda net, rows: net.linear(rows - rows.mean(0)))),
+    "a tensor without rows that has as many": case_of(net(by_others), (INPUTS, INPUTS)),
+}
 TOLD: dict[str, tuple[Case, str]] = {
-    "batch_first is forgotten": (
-        module_case(
-            net(
-                lambda net, rows: net.linear(net.parts[0](rows)[0][:, -1]),
-                lambda: nn.LSTM(FEATURES, FEATURES),
-            ),
-            SEQUENCES,
-            LABELS,
-            criterion=nn.CrossEntropyLoss(),
-        ),
-        MIXED,
-    ),
-    "the same, with dropout": (
-        module_case(
-            net(
-                lambda net, rows: net.linear(net.parts[0](rows)[:, -1]),
-                lambda: nn.TransformerEncoderLayer(FEATURES, 1, 8),
-            ),
-            SEQUENCES,
-        ),
-        MIXED,
-    ),
-    "a mean over rows": (
-        module_case(net(lambda net, rows: net.linear(rows - rows.mean(0)))),
-        MIXED,
-    ),
-    "a tensor without rows that has as many": (
-        module_case(
-            net(lambda net, rows, others: net.linear(rows) + net.linear(others).mean(0)),
-            (INPUTS, randn(ROWS, FEATURES)),
-            LABELS,
-            criterion=nn.CrossEntropyLoss(),
-        ),
-        MIXED,
-    ),
+    **{name: (case, "other outputs for") for name, case in MIXED.items()},
     "a matrix of scores": (
-        module_case(
-            net(distances), targets=None, criterion=lambda scores, _: scores.square().mean()
-        ),
-        f"{MIXED}|whole_batch=True",
+        case_of(net(distances), criterion=lambda scores, _: scores.square().mean()),
+        "other outputs for|whole_batch=True",
     ),
     "rows over a sum of the micro-batch": (
-        module_case(
-            net(of_sum), targets=None, criterion=lambda o, _: o.log().sum(), accum=3, **WHOLE
-        ),
+        case_of(net(of_sum), criterion=lambda o, _: o.log().sum(), accum=3, **WHOLE),
         "rows",
     ),
     "a criterion that reads its earlier calls": (
-        module_case(net(plain), criterion=Baseline()),
+        case_of(net(plain), criterion=Baseline()),
         "another result when it is called again",
     ),
-    **{
-        f"an attribute that held None, {1 + more} outputs": (
-            module_case(
-                net(
-                    lambda net, rows, more=more: (remembering(net, rows), rows.argmax(1))[
-                        : 1 + more
-                    ],
-                    past=None,
-                ),
-                criterion=lambda o, t: F.mse_loss(o[0], t),
-            ),
-            "move the attribute 'past'",
-        )
-        for more in (0, 1)
-    },
-    "a private attribute": (module_case(net(private_counter, _calls=0)), "the attribute '_calls'"),
+    "an attribute that held None": (
+        case_of(net(remembering, past=None)),
+        "move the attribute 'past'",
+    ),
+    "an attribute that held None, two outputs": (
+        case_of(net(with_argmax, past=None), criterion=lambda o, t: F.mse_loss(o[0], t)),
+        "move the attribute 'past'",
+    ),
+    "a private attribute": (case_of(net(private_counter, _calls=0)), "the attribute '_calls'"),
     "other running statistics": (
-        module_case(
-            net(
-                lambda net, rows: net.linear(net.parts[0](rows).mean(1)),
-                lambda: nn.InstanceNorm1d(LENGTH, track_running_stats=True),
-            ),
+        case_of(
+            net(steps_over_time, partial(nn.InstanceNorm1d, LENGTH, track_running_stats=True)),
             SEQUENCES,
         ),
         "the buffer 'parts.0.running_mean'",
     ),
     "a queue of MoCo's": (
-        module_case(Queue, accum=3),
+        case_of(Queue, accum=3),
         "the buffer 'queue', the attribute 'calls', the attribute 'last': at each of the 6",
     ),
     "a queue, one sub-step per replica": (  # the counter is one device's
-        module_case(Queue, accum=1),
+        case_of(Queue, accum=1),
         "move the buffer 'queue', the attribute 'last': at",
     ),
 }
@@ -951,48 +907,43 @@ def weight_norm():
     return torch.nn.utils.weight_norm(nn.Linear(FEATURES, FEATURES))
 
 
-STEADY: dict[str, tuple[Any, bool]] = {  # none of them moves state; one of them draws
+def by_part(net, rows):
+    return net.linear(net.parts[0](rows))
+
+
+STEADY = {  # none of them moves state
     "a table that grows once": Rotates,
     "a buffer that is filled once": Fills,
-    "weights that each pass computes": net(
-        lambda net, rows: net.linear(net.parts[0](rows)), weight_norm
-    ),
-    "frozen ones": net(
-        lambda net, rows: net.linear(net.parts[0](rows)),
-        lambda: weight_norm().requires_grad_(False),
-    ),
+    "weights that each pass computes": net(by_part, weight_norm),
+    "frozen ones": net(by_part, lambda: weight_norm().requires_grad_(False)),
 }
 
 SILENT = {
     **{
-        f.__name__: module_case(net(f, generator=torch.Generator().manual_seed(0)))
+        f.__name__: case_of(net(f, generator=torch.Generator().manual_seed(0)))
         for f in (masked_by_python, masked_by_a_generator_of_its_own, masked_by_numpy)
     },
-    "padding": module_case(
+    "padding": case_of(
         net(lambda net, rows: net.linear(rows.sum(1))),
         Rows([row[: 2 + i % 4] for i, row in enumerate(SEQUENCES)], pad),
     ),
-    "rows in another dimension": module_case(
+    "rows in another dimension": case_of(
         net(time_first), SEQUENCES, LABELS[:, None] % 2 + 1, criterion=ctc
     ),
-    "dropout": module_case(net(lambda net, rows: net.linear(F.dropout(rows, 0.5)))),
-    "batch normalisation": module_case(
-        net(lambda net, rows: net.linear(net.parts[0](rows)), lambda: nn.BatchNorm1d(FEATURES))
-    ),
-    "a number that no loss reads": module_case(
+    "dropout": case_of(net(lambda net, rows: net.linear(F.dropout(rows, 0.5)))),
+    "batch normalisation": case_of(net(by_part, partial(nn.BatchNorm1d, FEATURES))),
+    "a number that no loss reads": case_of(
         net(with_balance), criterion=lambda o, t: F.mse_loss(o[0], t), accum=3, **WHOLE
     ),
-    "a size is no number for each row": module_case(
+    "a size is no number for each row": case_of(
         net(lambda net, rows, size: net.linear(rows.view(-1, *size).flatten(1))),
         (INPUTS[:2], (1, FEATURES)),
         VALUES[:2],
         accum=1,
     ),
-    "a buffer that is filled once, with graphs": module_case(
-        Fills, accum=3, engine={"graphs": True}
-    ),
+    "a buffer that is filled once, with graphs": case_of(Fills, accum=3, engine={"graphs": True}),
     **{
-        f"{name}, {accum} sub-steps{', whole_batch' * whole}": module_case(
+        f"{name}, {accum} sub-steps{', whole_batch' * whole}": case_of(
             make, accum=accum, whole_batch=whole
         )
         for name, make in STEADY.items()

@@ -37,7 +37,7 @@ from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
 from scatterpar.step.loss_weights import is_cross_entropy
-from scatterpar.step.request import Call, Count, Request, checked, option_of
+from scatterpar.step.request import Call, Count, Request, checked
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
@@ -89,11 +89,6 @@ class _Kind:
         due = self.is_refused or beyond or scheduled or (is_new and often)
         return due and not self.is_given_up
 
-    def agree(self, ranges: list[float]) -> None:
-        """Record that losses agree for labels within ``ranges``."""
-        self.is_refused, self.inconclusive = False, 0
-        self.ranges = [*map(max, self.ranges, ranges)] or ranges
-
 
 class Verifier:
     """Looks at steps, and remembers the results for each kind of criterion and batch."""
@@ -144,7 +139,8 @@ class Verifier:
         self._warned.update(moved)
         for text in question.telling(verdict, moved, kind.is_serial):
             self._warn_once(text)
-        kind.agree(read_ranges(question.ranges))
+        kind.is_refused, kind.inconclusive, ranges = False, 0, read_ranges(question.ranges)
+        kind.ranges = [*map(max, kind.ranges, ranges)] or ranges
 
     def check_join(
         self,
@@ -226,24 +222,6 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
     return hash(frozenset(parts)), str(numbers)
 
 
-def has_known_term_count(request: Request) -> bool:
-    """Whether the weights need no check: the criterion is torch's cross entropy, unchanged."""
-    criterion = request.criterion
-    if request.count is not None or not is_cross_entropy(criterion):
-        return False
-    if request.reduction != (option_of(criterion, "reduction", None) or "mean"):
-        return False
-    deprecated = {"size_average", "reduce"}  # names for a reduction
-    if isinstance(criterion, partial) and deprecated & criterion.keywords.keys():
-        return False
-    loss = module_of(criterion)
-    if loss is None:
-        return True
-    is_hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
-    is_plain = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-    return is_plain and not is_hooked and type(loss).__call__ is nn.Module.__call__
-
-
 def _entries(output: Any, dim: int, rows: int) -> list[Tensor]:
     """The tensors of the output for ``rows`` rows that may have several entries per row."""
     each = [t for t in nested.tensors(output) if -t.ndim <= dim < t.ndim]
@@ -298,9 +276,11 @@ class _Question:
         self, attempt: Attempt, request: Request, tasks: Sequence[ReplicaTask], splits: bool
     ) -> None:
         self._attempt, self.request, self._tasks, self.splits = attempt, request, tasks, splits
-        self.is_known = has_known_term_count(request)
         self.is_shared = len(tasks) > 1 and not request.whole_batch
-        # Labels do not matter if the engine counts as the criterion does.
+        # Of torch's own cross entropy labels do not matter: the engine counts as it does.
+        kind = type(module_of(request.criterion))
+        is_torchs = kind in (nn.CrossEntropyLoss, nn.NLLLoss, type(None))
+        self.is_known = not request.count and is_torchs and is_cross_entropy(request.criterion)
         self.ranges = [] if self.is_known else ranges_of(self._tensors)
 
     @cached_property

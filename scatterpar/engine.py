@@ -367,7 +367,7 @@ class ScatterOnceParallel(Wrapper):
         schedule = self._schedule(call)
         request = checked(call, self.dim, self.device_ids[0], self.check_finite, backward)
         if self._auto_accum:
-            plan_with = partial(self._plan, request.sizes)  # 1
+            plan_with = partial(make_plan, request.sizes, self.device_ids, shares=self.shares)  # 1
             compute = partial(self._compute, schedule)
             replicas, release = len(self.device_ids), self._workers.release
             outcome = self._auto_accum.fit(request, replicas, plan_with, compute, release)
@@ -432,9 +432,7 @@ class ScatterOnceParallel(Wrapper):
 
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
-        return self._plan(rows, self._auto_accum.accum if self._auto_accum else self.accum)
-
-    def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
+        accum = self._auto_accum.accum if self._auto_accum else self.accum
         return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

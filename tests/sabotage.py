@@ -156,8 +156,8 @@ pad= of engine.map is ignored
 +outputs, lists)
 inference leaves rows in the order of a plan by cost
   join_on_master -> test_inference_puts_back_whatever_goes_by_row
--"order": plan.order
-+"order": ()
+-order=plan.order
++order=()
 accumulate_dtype= is ignored for float16
   sum_dtype -> test_the_sum_is_rounded_once
 -dtype if accumulate_dtype is None else
@@ -267,7 +267,7 @@ replicas keep the gradients of the last step
 +pass
 # all or nothing
 a rollback forgets .grad
-  Attempt.undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
+  Attempt.save_for_undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
 -partial(setattr, leaf, "grad", value)
 +(lambda: None)
 a rollback forgets values
@@ -276,11 +276,11 @@ a rollback forgets values
 +(lambda: None)
 a rollback forgets torch's generators
   Attempt.undo -> test_a_failed_step_leaves_the_generator_as_it_was
--self.generators.rollback,
-+
+-self.generators.rollback, *self
++*self
 a rollback forgets the user's generators
-  Attempt.undo -> test_a_failed_step_restores_a_generator_that_the_criterion_closes_over
--partial(generator.set_state, state)
+  Attempt.save_for_undo -> test_a_failed_step_restores_a_generator_that_the_criterion_closes_over
+-partial(each.set_state, each.get_state())
 +(lambda: None)
 a loss that is not finite is committed in spite of check_finite=True
   Substeps.train -> test_names_replica_and_sub_step_and_changes_nothing

@@ -79,8 +79,7 @@ class Attempt:
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
         self.clock = self.clock or (profiler_block if torch_private.profiler_is_on() else None)
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._states: list[tuple[torch.Generator, Tensor]] = []
+        self._restores: list[Callable[[], object]] = []  # besides those of values
 
     def __enter__(self) -> Self:
         return self
@@ -114,8 +113,8 @@ class Attempt:
         Pass whatever user code may write before the commit is complete.
         """
         self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
-        self._gradients += gradients
-        self._states += [(generator, generator.get_state()) for generator in generators]
+        self._restores += [partial(setattr, leaf, "grad", value) for leaf, value in gradients]
+        self._restores += [partial(each.set_state, each.get_state()) for each in generators]
 
     def written(self) -> set[int]:
         """The ids of the saved tensors that have other values now."""
@@ -126,13 +125,11 @@ class Attempt:
 
         With ``error``, a failure becomes a note on it and the rest is restored.
         """
-        restores: list[Callable[[], object]]
-        restores = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
+        restores = [self.generators.rollback, *self._restores]
         restores += [partial(write, tensor, value) for tensor, value in self._values]
-        restores += [partial(generator.set_state, state) for generator, state in self._states]
-        # The wait comes last: on a device that has failed it raises, and all else is restored.
         with torch.no_grad():
-            restore_after(error, self.generators.rollback, *restores, self.transfers.synchronize)
+            # The wait comes last: on a device that has failed it raises, and all else is restored.
+            restore_after(error, *restores, self.transfers.synchronize)
 
     @contextlib.contextmanager
     def isolated(self, task: Any) -> Iterator[None]:

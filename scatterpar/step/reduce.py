@@ -243,8 +243,8 @@ def join_on_master(
         for share, of_share in zip(plan.shares, outputs, strict=True)
         for output in of_share
     ]
-    options: dict[str, Any] = {"lists": lists, "order": plan.order, "pad": pad}
-    return nested.join_rows(pieces, attempt.request.dim, weights, plan.substep_rows, **options)
+    dim, rows = attempt.request.dim, plan.substep_rows
+    return nested.join_rows(pieces, dim, weights, rows, lists=lists, order=plan.order, pad=pad)
 
 
 def returned_outputs(attempt: Attempt, outputs: Sequence[Sequence[Any]]) -> tuple[Any, ...]:

@@ -97,8 +97,8 @@ def _check_types(call: Call) -> None:
     criterion, targets = call.criterion, call.targets
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
-            f"got targets={_shown(targets)} and criterion={_shown(criterion)}, which look swapped "
-            f"or misplaced; call forward_backward(inputs, targets, criterion), or pass criterion= "
+            f"got targets={targets!r:.60} and criterion={criterion!r:.60}, which look swapped or "
+            f"misplaced; call forward_backward(inputs, targets, criterion), or pass criterion= "
             f"by name if there are no targets"
         )
     for name, function in (("criterion", criterion), ("count", call.count)):
@@ -116,13 +116,6 @@ def _check_types(call: Call) -> None:
             f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
             f"images, which a micro-batch has not; pass whole_batch=True"
         )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    name = getattr(value, "__name__", None)
-    return name if isinstance(name, str) else repr(value)
 
 
 def check_cuts(

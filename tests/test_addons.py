@@ -69,6 +69,7 @@ ADDONS = {
     "compiled": "step(compile={'backend': 'eager'})",
     "costs": "step(micro_batch_cost=8, call={'costs': [1, 2] * 6})",
     "distributed": "one_rank()",
+    "graphs": "step(graphs=True)",
     "noise": "step(measure_noise=True)",
     "pair": "pair()",
     "recipe": "scatterpar.linear_scaled_lr(0.1, 512)",

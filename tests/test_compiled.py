@@ -14,6 +14,7 @@ from collections import Counter
 
 import pytest
 import torch
+from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import (
     assert_close,
@@ -83,10 +84,10 @@ def network():
     return nn.Sequential(nn.Linear(6, 6), Block(), nn.Linear(6, 3))
 
 
-def compiled(way, how, device_ids, make=network, **options):
-    """The module and an engine whose replicas run compiled, with a backend or these keywords."""
+def compiled(graphs, device_ids=DEVICES[1], make=network, way="option", **options):
+    """The module and an engine whose replicas run compiled with this backend, or these keywords."""
+    how = graphs if isinstance(graphs, dict) else {"backend": graphs}
     model = given = build(make)
-    how = how if isinstance(how, dict) else {"backend": how}
     if way == "option":
         options["compile"] = how
     elif way == "torch.compile":
@@ -102,13 +103,17 @@ def compiled(way, how, device_ids, make=network, **options):
     return model, engine
 
 
-def eager_twin(device_ids, make=network, **options):
+def eager_twin(device_ids=DEVICES[1], make=network):
     model = build(make)
-    return model, ScatterOnceParallel(model, 3, device_ids, **options)
+    return model, ScatterOnceParallel(model, 3, device_ids)
 
 
 def batch(rows=ROWS):
     return randn(rows, 6), randint(3, rows)
+
+
+def step(engine, rows=ROWS):
+    return engine.forward_backward(*batch(rows), CRITERION)
 
 
 def assert_same(model, other):
@@ -130,7 +135,7 @@ QUICK = {("option", 0), ("torch.compile", 1), ("method", 2), ("method, later", 1
     ],
 )
 def test_it_trains_as_the_eager_engine_does(way, place, graphs):
-    model, engine = compiled(way, graphs, DEVICES[place])
+    model, engine = compiled(graphs, DEVICES[place], way=way)
     twin, other = eager_twin(DEVICES[place])
     for parameter in (*model.parameters(), *twin.parameters()):
         parameter.grad = torch.ones_like(parameter)  # which compiling leaves there
@@ -139,8 +144,7 @@ def test_it_trains_as_the_eager_engine_does(way, place, graphs):
         assert engine.module is model
         assert list(engine.state_dict()) == list(other.state_dict())
         for _ in range(3):
-            loss = engine.forward_backward(*batch(), CRITERION)
-            assert_close(loss, other.forward_backward(*batch(), CRITERION), "loss", 1e-12)
+            assert_close(step(engine), step(other), "loss", 1e-12)
             counts.append(graphs.count)
         assert_same(model, twin)
     assert 1 <= counts[0] <= 2  # sub-steps of two sizes
@@ -149,20 +153,19 @@ def test_it_trains_as_the_eager_engine_does(way, place, graphs):
 
 @pytest.mark.parametrize("device_ids", DEVICES[1:], ids=str)
 def test_all_replicas_share_the_graphs(device_ids, graphs):
-    _, engine = compiled("option", graphs, device_ids * 2)
+    _, engine = compiled(graphs, device_ids * 2)
+    counts = []
     with engine:
-        engine.forward_backward(*batch(48), CRITERION)
-        assert graphs.count == 1
-        engine.forward_backward(*batch(44), CRITERION)
-        assert graphs.count == 2
-        engine.forward_backward(*batch(36), CRITERION)
-        assert graphs.count == 2  # dynamic by now
+        for rows in (48, 44, 36):
+            step(engine, rows)
+            counts.append(graphs.count)
+    assert counts == [1, 2, 2]  # dynamic by now
 
 
 def test_the_option_leaves_the_users_module_as_it_is(graphs):
-    model, engine = compiled("option", graphs, ["cpu"] * 2)
+    model, engine = compiled(graphs)
     with engine:
-        engine.forward_backward(*batch(), CRITERION)
+        step(engine)
     count = graphs.count
     model(batch()[0])
     assert graphs.count == count
@@ -176,24 +179,24 @@ def test_compiling_draws_no_numbers(graphs):
         return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
 
     states = []
-    engines = compiled("option", graphs, ["cpu"] * 2, dropping), eager_twin(["cpu"] * 2, dropping)
+    engines = compiled(graphs, make=dropping), eager_twin(make=dropping)
     for _, engine in engines:
         with seeded(3), engine:
             before = torch.get_rng_state()
             for _ in range(2):
-                engine.forward_backward(*batch(), CRITERION)
+                step(engine)
             states.append(torch.get_rng_state())
     assert torch.equal(*states)
-    assert not torch.equal(*states[:1], before)
+    assert not torch.equal(states[0], before)
     (model, _), (twin, _) = engines
     assert_same(model, twin)
     assert model[1].num_batches_tracked == twin[1].num_batches_tracked == 6
 
 
 def test_evaluation_and_the_way_back(graphs):
-    model, engine = compiled("option", graphs, ["cpu:0", "cpu:1"])
+    model, engine = compiled(graphs, DEVICES[2])
     with engine:
-        engine.forward_backward(*batch(), CRITERION)
+        step(engine)
         before = gradients(model)
         engine.eval()
         assert_close(engine(batch()[0]), model(batch()[0]), "outputs")
@@ -201,19 +204,19 @@ def test_evaluation_and_the_way_back(graphs):
         engine(batch()[0])
         assert_gradients(model, before)  # what a replica rehearses took them along
         engine.train()
-        engine.forward_backward(*batch(), CRITERION)
+        step(engine)
         assert graphs.count == count
 
 
 def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
-    model, engine = compiled("option", graphs, ["cpu"] * 2)
-    twin, other = eager_twin(["cpu"] * 2)
+    model, engine = compiled(graphs)
+    twin, other = eager_twin()
     with engine, other:
 
         def graphs_after(change):
             for each in (engine, other):
                 change(each.module)
-                each.forward_backward(*batch(), CRITERION)
+                step(each)
             return graphs.count
 
         count = graphs_after(lambda module: None)
@@ -223,28 +226,25 @@ def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
         assert_same(model, twin)
 
 
-@pytest.mark.parametrize("device_ids", DEVICES[2:])
-def test_attributes_of_parameters_are_obeyed_without_new_replicas(device_ids, graphs):
+def test_attributes_of_parameters_are_obeyed_without_new_replicas(graphs):
     """Replicas that are made anew would compile again; torch's own marks stay on their tensors."""
 
-    class Scaled(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs) * self.bias.scale
+    def forward(model, inputs):
+        return model.linear(inputs) * model.linear.bias.scale
 
-    model = build(lambda: Scaled(6, 3))
-    with ScatterOnceParallel(model, 1, device_ids, compile={"backend": graphs}) as engine:
+    model = build(lambda: Of(forward, linear=nn.Linear(6, 3)))
+    bias, twin = model.linear.bias, copy.deepcopy(model)
+    with ScatterOnceParallel(model, 1, DEVICES[2], compile={"backend": graphs}) as engine:
         for scale in (1.0, 2.0, 2.0):
-            model.bias.scale = scale
-            twin = copy.deepcopy(model)
-            twin.bias.scale = scale
+            bias.scale = twin.linear.bias.scale = scale
+            model.zero_grad(), twin.zero_grad()
+            step(engine, 8)
             CRITERION(twin(batch(8)[0]), batch(8)[1]).backward()
-            model.zero_grad()
-            engine.forward_backward(*batch(8), CRITERION)
             assert_gradients(model, gradients(twin))
-            marks = [name for replica in engine.replicas for name in vars(replica.bias)]
+            marks = [name for replica in engine.replicas for name in vars(replica.linear.bias)]
             assert any(name.startswith("_dynamo") for name in marks)
     assert graphs.count == 2
-    assert vars(model.bias) == {"scale": 2.0}
+    assert vars(bias) == {"scale": 2.0}
 
 
 class Checkpoints(nn.Sequential):
@@ -289,28 +289,28 @@ def test_a_compiled_criterion(graphs):
 
 
 def test_autocast(graphs):
-    model, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3).float())
+    model, engine = compiled(graphs, make=lambda: nn.Linear(6, 3))
     model.float()
+    inputs, targets = batch()
     with engine, torch.autocast("cpu", torch.bfloat16):
-        _, outputs = engine.forward_backward(
-            batch()[0].float(), batch()[1], CRITERION, return_outputs=True
+        _, (output, _) = engine.forward_backward(
+            inputs.float(), targets, CRITERION, return_outputs=True
         )
-    assert outputs[0].dtype == torch.bfloat16
+    assert output.dtype == torch.bfloat16
 
 
 def test_a_users_error_arrives_as_it_is(graphs):
-    class Fails(Exception):
-        pass
+    """And does not keep the lock."""
 
-    def criterion(outputs, targets):
-        raise Fails("mine")
+    def fails(outputs, targets):
+        raise ZeroDivisionError("mine")
 
-    _, engine = compiled("option", graphs, ["cpu"] * 2)
+    _, engine = compiled(graphs)
     with engine:
-        with pytest.raises(Fails, match="mine") as caught:
-            engine.forward_backward(*batch(), criterion)
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            engine.forward_backward(*batch(), fails)
         assert beginning_of_note(0, "cpu", 0, of=3) in "".join(caught.value.__notes__)
-        engine.forward_backward(*batch(), CRITERION)
+        step(engine)
 
 
 def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
@@ -326,7 +326,7 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
             barrier.wait(60)
             return CRITERION(outputs, targets)
 
-    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
+    _, engine = compiled(graphs, make=lambda: nn.Linear(6, 3))
     with engine:
         engine.forward_backward(*batch(24), Waits())
 
@@ -356,27 +356,22 @@ def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
     assert graphs.calls == {here: 1}, "after both, and in none"
 
 
-class Looks:
-    """Counts where a look does not put it back: it leaves classes alone."""
-
-    number = 0
-
-
 def test_nothing_compiles_for_a_look(graphs):
     """In the workers too, which the look is made in."""
+    looks = itertools.count()  # a look puts back plain values
 
     def criterion(outputs, targets):
         if not torch.compiler.is_compiling():
-            Looks.number += 1
+            next(looks)
         return CRITERION(outputs, targets)
 
     counts = []
     for verify in (False, True):
-        _, engine = compiled("option", graphs, ["cpu:0", "cpu:1"], verify=verify)
-        Looks.number = 0
+        _, engine = compiled(graphs, DEVICES[2], verify=verify)
+        before = next(looks)
         with engine:
             engine.forward_backward(*batch(), torch.compile(criterion, backend=graphs))
-        assert (Looks.number > 0) == verify, "it is called as it is written"
+        assert (next(looks) - before > 1) == verify, "it is called as it is written"
         counts.append((graphs.count, sum(graphs.calls.values())))
         torch._dynamo.reset()
     (first, calls), (both, all_calls) = counts
@@ -385,21 +380,21 @@ def test_nothing_compiles_for_a_look(graphs):
 
 
 def test_a_check_runs_the_users_module_as_it_is_written(graphs):
-    _, engine = compiled("method", graphs, ["cpu"] * 2)
+    _, engine = compiled(graphs, way="method")
     with engine:
         engine.eval()
-        engine.forward_backward(*batch(), CRITERION)
+        step(engine)
         before = sum(graphs.calls.values())
         assert engine.check(*batch(), CRITERION).passed
         assert sum(graphs.calls.values()) == before + 6  # sub-steps
 
 
 def test_copies_compile_too(graphs):
-    _, engine = compiled("option", graphs, ["cpu"] * 2)
+    _, engine = compiled(graphs)
     for copied in (copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))):
         with copied(engine) as other:
             backend = Graphs.made[-1]
-            other.forward_backward(*batch(), CRITERION)
+            step(other)
             assert backend is not graphs
             assert backend.count >= 1
     engine.close()
@@ -408,12 +403,12 @@ def test_copies_compile_too(graphs):
 @pytest.mark.parametrize("way", ["torch.compile", "method", "a block"])
 def test_cuda_graphs_are_refused_however_the_module_was_compiled(way, monkeypatch):
     """They went through where they were not asked for by ``compile=``."""
-    model, engine = compiled(way, {"options": {"triton.cudagraphs": True}}, ["cpu"] * 2)
+    model, engine = compiled({"options": {"triton.cudagraphs": True}}, way=way)
     name = "Block" if way == "a block" else "Sequential"
     with engine:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         with pytest.raises(ValueError, match=f"{name} was compiled with CUDA graphs, which repl"):
-            engine.forward_backward(*batch(), CRITERION)
+            step(engine)
         assert model[0].weight.grad is None
 
 
@@ -436,7 +431,7 @@ def test_with_torchs_own_compiler(device_ids, monkeypatch, tmp_path):
     for each, compiles in ((model, True), (twin, None)):
         with ScatterOnceParallel(each, 3, device_ids, compile=compiles) as engine:
             for _ in range(3):
-                engine.forward_backward(*batch(), CRITERION)
+                step(engine)
     assert_gradients(model, gradients(twin), 1e-12)
 
 
@@ -449,5 +444,5 @@ def test_a_step_that_compiles_draws_what_a_later_one_draws():
     with ScatterOnceParallel(model, 1, DEVICES[2], compile=True) as engine:
         for _ in range(2):
             with seeded(3):
-                losses.append(engine.forward_backward(*batch(), CRITERION))
+                losses.append(step(engine))
     assert losses[0] == losses[1]

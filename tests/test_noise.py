@@ -44,12 +44,6 @@ def by_hand(model, pieces, criterion, counts, rows):
     return whole.dot(whole).item() - variance / terms, variance * rows / terms
 
 
-def check(noise, expected, relative=1e-9):
-    assert (noise.signal, noise.noise) == pytest.approx(expected, rel=relative)
-    scale = expected[1] / expected[0] if expected[0] > 0 else math.inf
-    assert noise.scale == pytest.approx(scale, rel=relative)
-
-
 def step(model, inputs, targets, criterion, device_ids, options=None, **call):
     options = {"accum": 2, "measure_noise": True, **(options or {})}
     with ScatterOnceParallel(model, device_ids=device_ids, **options) as engine:
@@ -76,12 +70,14 @@ def scaled():
 
 
 CE = nn.CrossEntropyLoss
-CASES = {  # the model, the criterion, the criterion of the formula, how many labels are ignored
-    "rows": (mlp, CE(), CE(), 0),
-    "complex gradients, by both parts": (phases, CE(), CE(), 0),
-    "ignored labels are no terms": (mlp, CE(), CE(), 5),
-    "a sum is taken per row": (mlp, CE(reduction="sum"), CE(), 0),
-    "the criterion's own parameters": (mlp, own := scaled(), own, 0),
+SCALED = {"options": {"accumulate_dtype": torch.float64}, "scaler": torch.amp.GradScaler("cpu")}
+CASES = {  # the model, the criterion, the criterion of the formula, ignored labels, options
+    "rows": (mlp, CE(), CE(), 0, {}),
+    "complex gradients, by both parts": (phases, CE(), CE(), 0, {}),
+    "ignored labels are no terms": (mlp, CE(), CE(), 5, {}),
+    "a sum is taken per row": (mlp, CE(reduction="sum"), CE(), 0, {}),
+    "the criterion's own parameters": (mlp, own := scaled(), own, 0, {}),
+    "a scaler and a wide sum": (mlp, CE(), CE(), 0, SCALED),
 }
 
 
@@ -89,48 +85,36 @@ CASES = {  # the model, the criterion, the criterion of the formula, how many la
 @pytest.mark.parametrize("shares", [None, [1, 4, 2]], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_formula(device_ids, shares, case):
-    make, criterion, mean, ignored = CASES[case]
+    """A gradient that is there already does not count."""
+    make, criterion, mean, ignored, call = CASES[case]
     model, inputs, targets = build(make), randn(ROWS, 6), randint(3, ROWS)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     targets[ROWS - ignored :] = IGNORED
-    report = step(model, inputs, targets, criterion, device_ids, {"shares": shares})
+    call = call | {"options": {"shares": shares, **call.get("options", {})}}
+    report = step(model, inputs, targets, criterion, device_ids, **call)
     sizes = [share.rows for share in report.plan.shares]
     pieces = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
     counts = [(y != IGNORED).sum().item() for _, y in pieces]
     expected = by_hand(model, pieces, mean, counts, ROWS)
-    check(report.noise, expected, 1e-5 if "complex" in case else 1e-9)
+    relative = 1e-5 if "complex" in case else 1e-9
+    assert (report.noise.signal, report.noise.noise) == pytest.approx(expected, rel=relative)
+    scale = expected[1] / expected[0] if expected[0] > 0 else math.inf
+    assert report.noise.scale == pytest.approx(scale, rel=relative)
 
 
-def test_a_scaler_and_a_wide_sum_change_nothing():
-    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
-    plain = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise
-    model.zero_grad()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    options = {"accumulate_dtype": torch.float64}
-    scaled = step(
-        model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0], options, scaler=scaler
-    ).noise
-    check(scaled, (plain.signal, plain.noise))
-
-
-def test_a_gradient_that_is_there_already_does_not_count():
-    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
-    first = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise
-    assert step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise == first
-
-
-@pytest.mark.parametrize("case", ["one row", "overflow", "all ignored"])
+@pytest.mark.parametrize("case", ["one row", "overflow", "all ignored", "one loss of all rows"])
 def test_a_step_with_nothing_to_compare_has_nan(case):
     model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
     if case == "one row":
         inputs, targets = inputs[:1], targets[:1]
     elif case == "overflow":
         inputs[3] = math.inf
-    else:
+    elif case == "all ignored":
         targets[:] = IGNORED
-    noise = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise
-    assert math.isnan(noise.signal)
-    assert math.isnan(noise.noise)
-    assert math.isnan(noise.scale)
+    is_one = case == "one loss of all rows"
+    noise = step(model, inputs, targets, CE(), DEVICES[0], whole_batch=is_one).noise
+    assert all(map(math.isnan, (noise.signal, noise.noise, noise.scale)))
 
 
 def _ranks(group):

@@ -7,7 +7,6 @@ longest one. A row that costs more than the limit is a micro-batch of its own.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.plan import Plan, Share, make_plan, shown
+from scatterpar.plan import Plan, Share, check_number, make_plan, shown
 
 _HALVINGS = 20  # steps of the bisection for the smallest limit
 
@@ -51,14 +50,6 @@ def has_costs_argument(module: nn.Module) -> bool:
     """Whether the module's ``forward`` takes an argument ``costs`` or any keyword argument."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(p.name == "costs" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def check_budget(budget: Any) -> None:
-    """Refuse an impossible ``micro_batch_cost``."""
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"micro_batch_cost must be a number, got {budget!r}")
-    if not 0 < budget < math.inf:
-        raise ValueError(f"micro_batch_cost must be positive and finite, got {budget!r}")
 
 
 def plan_by_cost(
@@ -128,10 +119,7 @@ def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
         raise ValueError(f"costs has {len(values)} numbers for {rows} rows; pass one per row")
     numbers = [value.item() if hasattr(value, "item") else value for value in values]
     for row, cost in enumerate(numbers):
-        if isinstance(cost, bool) or not isinstance(cost, (int, float)):
-            raise TypeError(f"costs must be numbers, got {cost!r} for row {row}")
-        if not 0 <= cost < math.inf:
-            raise ValueError(f"costs must be finite and not negative, got {cost!r} for row {row}")
+        check_number("each of costs", cost, f" for row {row}", zero=True)
     return tuple(numbers)
 
 

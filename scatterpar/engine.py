@@ -32,7 +32,7 @@ from scatterpar.batch.markers import count_rows
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.runtime import DeviceLike, resolve
 from scatterpar.devices.transfers import Transfers
-from scatterpar.plan import Plan, check_shares, make_plan
+from scatterpar.plan import Plan, check_number, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import Compiler
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
@@ -185,9 +185,7 @@ class ScatterOnceParallel(Wrapper):
         check_options(self.dim, self.buffer_policy, self.accumulate_dtype)
         check_synchronised(self.module)
         if self.micro_batch_cost is not None:
-            from scatterpar.costs import check_budget
-
-            check_budget(self.micro_batch_cost)
+            check_number("micro_batch_cost", self.micro_batch_cost)
         check_placement(self.module, self.device_ids, lazy=True)
 
     def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:

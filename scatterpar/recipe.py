@@ -87,15 +87,14 @@ def gradual_warmup(
     _require_positive("the first group's learning rate", float(optimizer.param_groups[0]["lr"]))
     if isinstance(after, ReduceLROnPlateau):
         raise TypeError(
-            "`after` is a ReduceLROnPlateau, which needs a metric at every step: "
-            "warm up without `after`, then step the ReduceLROnPlateau yourself"
+            "`after` is a ReduceLROnPlateau, which needs a metric at every step: warm up without "
+            "`after`, then step the ReduceLROnPlateau yourself"
         )
-    if after is not None and after.optimizer is not optimizer:
-        raise ValueError("`after` belongs to another optimizer: build it on the one given here")
-    if after is not None and after.last_epoch != 0:
+    if after is not None and (after.optimizer is not optimizer or after.last_epoch != 0):
+        which = "this" if after.optimizer is optimizer else "another"
         raise ValueError(
-            f"`after` must be at its step 0, but is at step {after.last_epoch}: "
-            "build it right before the warm-up and do not step it"
+            f"`after` is of {which} optimizer and at step {after.last_epoch}, not of this one and "
+            f"at step 0: build it on this optimizer right before the warm-up and do not step it"
         )
     return _GradualWarmup(optimizer, warmup_steps, start_lr, after)
 
@@ -138,21 +137,19 @@ class _GradualWarmup(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this scheduler, with that of `after` under `"after"`."""
-        state = super().state_dict()
-        state["after"] = None if self.after is None else self.after.state_dict()
-        return state
+        after = None if self.after is None else self.after.state_dict()
+        return {**super().state_dict(), "after": after}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, and set the optimizer's rates to those of the state."""
-        state = dict(state_dict)
-        after_state = state.pop("after")
+        after_state = state_dict["after"]
         if (after_state is None) != (self.after is None):
             saved = "without" if after_state is None else "with"
             raise ValueError(
-                f"the state is of a warm-up {saved} an `after` scheduler, and this one is not: "
-                f"build it as the saved one was"
+                f"the state is of a warm-up {saved} `after`, unlike this one: build it as the "
+                f"saved one was"
             )
-        super().load_state_dict(state)
+        super().load_state_dict({**state_dict, "after": self.after})
         if self.after is not None:
             self.after.load_state_dict(after_state)
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):

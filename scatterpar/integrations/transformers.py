@@ -22,12 +22,12 @@ import transformers
 from torch import Tensor, nn
 
 from scatterpar.batch.markers import Rows
-from scatterpar.costs import check_budget
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop, steps, towers
 from scatterpar.integrations.steps import ROWS, SUM, Step
 from scatterpar.pair.pair import gather
+from scatterpar.plan import check_number
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.torch_private import unwrapped
 from scatterpar.verify import fits
@@ -80,7 +80,7 @@ class ScatterOnceMixin(_Base):
         **kwargs: Any,
     ) -> None:
         if micro_batch_cost is not None:
-            check_budget(micro_batch_cost)
+            check_number("micro_batch_cost", micro_batch_cost)
         self._device_ids, self._shard_optimizer = device_ids, shard_optimizer
         self._micro_batch_cost, self._combination = micro_batch_cost, steps.Combination()
         libraries = {base.__module__.partition(".")[0] for base in type(self).__mro__}

@@ -106,10 +106,13 @@ def test_the_scripts_run_and_print_the_same(name, capsys, images):
     assert printed[0] == printed[1]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_a_script_imports_public_names_alone(path):
+PUBLIC = [*ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]
+
+
+@pytest.mark.parametrize("path", PUBLIC, ids=lambda path: path.stem)
+def test_scripts_and_notebooks_import_public_names_alone(path):
     source = path.read_text(encoding="utf-8")
-    modules = re.findall(r"^\s*(?:from|import) (scatterpar[\w.]*)", source, re.MULTILINE)
+    modules = re.findall(r'^[\s"]*(?:from|import) (scatterpar[\w.]*)', source, re.MULTILINE)
     assert modules
     for module in modules:
         assert re.fullmatch(r"scatterpar(\.recipe|\.integrations\.\w+)?", module), module

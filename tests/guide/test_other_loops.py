@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import socket
 from importlib.util import find_spec
 
@@ -11,9 +10,12 @@ import torch
 from faults.processes import run
 from harness.models import Of
 from harness.oracle import assert_close, assert_parameters, build, randint, randn
-from harness.pages import World, blocks, read, sections
+from harness.pages import blocks, read, sections
+from harness.pages import run as run_snippet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from scatterpar import ScatterOnceParallel
 
 pytestmark = [pytest.mark.loops, pytest.mark.draws]  # loaders draw their seeds
 SNIPPETS = {t: blocks(text, "python") for t, text in sections("docs/other-loops.md").items()}
@@ -29,22 +31,43 @@ def network():
     return build(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
 
 
-def world(model, **names):
+def given(model, **names):
     """What a snippet takes for granted, around ``model``."""
     data = TensorDataset(IMAGES, LABELS)
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    own = {"model": model, "optimizer": optimizer, "loader": DataLoader(data, 16)}
-    own |= {"images": IMAGES, "labels": LABELS, "criterion": nn.CrossEntropyLoss(), "nn": nn}
-    return World(SNIPPETS, **own | names)
+    own = {"model": model, "optimizer": optimizer, "loader": DataLoader(data, 16), "nn": nn}
+    own |= {"images": IMAGES, "labels": LABELS, "criterion": nn.CrossEntropyLoss(), "torch": torch}
+    own |= {"ScatterOnceParallel": ScatterOnceParallel, "device_ids": ["cpu:0", "cpu:1"]}
+    return own | {"device": torch.device("cpu")} | names
+
+
+def follow(title, model, **names):
+    """Run a snippet around ``model``. Returns its names."""
+    names = given(model, **names)
+    run_snippet(SNIPPETS[title][0], names)
+    return names
 
 
 def test_the_first_snippet():
-    model = network()
-    names = world(model)
-    exec(blocks(read("docs/other-loops.md"), "python")[0], names)
-    names["engine"].close()
-    loss = nn.CrossEntropyLoss()(copy.deepcopy(model)(IMAGES), LABELS)
-    assert_close(names["loss"].detach(), loss.detach(), "loss")
+    model, plain = network(), network()
+    SNIPPETS[""] = blocks(read("docs/other-loops.md"), "python")
+    loss = nn.CrossEntropyLoss()(plain(IMAGES), LABELS)
+    assert_close(follow("", model)["loss"].detach(), loss.detach(), "loss")
+
+
+@needs("lightning_fabric")
+def test_fabric():
+    model, plain = network().float(), network().float()
+    loader = [(IMAGES[part].float(), LABELS[part]) for part in (slice(30), slice(30, 53))]
+    ours, stock = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain))
+    follow("Fabric", model, loader=loader, optimizer=ours)
+    for images, labels in loader:
+        stock.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(plain(images), labels)
+        loss.backward()
+        stock.step()
+    assert_parameters(model, plain, 2e-3)
 
 
 @needs("accelerate")
@@ -52,9 +75,9 @@ def test_accelerate():
     from accelerate import Accelerator
 
     model, plain = network(), network()
-    world(model).follow("accelerate")
+    follow("accelerate", model)
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    names = world(plain)
+    names = given(plain)
     _, optimizer, loader = accelerator.prepare(plain, names["optimizer"], names["loader"])
     for images, labels in loader:
         with accelerator.accumulate(plain):
@@ -71,8 +94,8 @@ def test_ignite():
     from ignite.engine import create_supervised_trainer
 
     model, plain = network(), network()
-    losses = world(model).follow("ignite")["trainer"].state.output
-    names = world(plain)
+    losses = follow("ignite", model)["trainer"].state.output
+    names = given(plain)
     trainer = create_supervised_trainer(plain, names["optimizer"], names["criterion"])
     trainer.run(names["loader"], max_epochs=3)
     assert losses == pytest.approx(trainer.state.output, rel=1e-9)
@@ -84,7 +107,7 @@ def test_skorch():
     import skorch
 
     model, plain = network(), network()
-    net = world(model, images=IMAGES.numpy(), labels=LABELS.numpy()).follow("skorch")["net"]
+    net = follow("skorch", model, images=IMAGES.numpy(), labels=LABELS.numpy())["net"]
     options = {"criterion": nn.CrossEntropyLoss, "batch_size": 64, "max_epochs": 3, "verbose": 0}
     other = skorch.NeuralNetClassifier(plain, **options).fit(IMAGES.numpy(), LABELS.numpy())
     for name in ("train_loss", "valid_loss", "valid_acc"):
@@ -110,8 +133,8 @@ def test_torch_geometric():
         for n in [3, 8, 5, 4, 6, 7, 3, 5, 8, 4, 6] * 3
     ]
     model, plain = build(make), build(make)
-    world(model, dataset=dataset).follow("PyTorch Geometric")
-    names = world(plain)
+    follow("PyTorch Geometric", model, dataset=dataset)
+    names = given(plain)
     for start in range(0, len(dataset), 16):
         batch = Batch.from_data_list(dataset[start : start + 16])
         names["optimizer"].zero_grad()
@@ -134,12 +157,12 @@ def test_monai(pooled):
         for image, label in zip(images, labels, strict=True)
     ]
     model, plain = (build(lambda: UNet(2, 1, 1, (4, 8), (2,), norm="instance")) for _ in "ab")
-    given = {"loader": DataLoader(rows, 4), "criterion": DiceLoss(sigmoid=True, batch=pooled)}
-    world(model, **given).follow("MONAI")
-    names = world(plain, **given)
-    given = {"network": plain, "optimizer": names["optimizer"], "loss_function": names["criterion"]}
+    own = {"loader": DataLoader(rows, 4), "criterion": DiceLoss(sigmoid=True, batch=pooled)}
+    follow("MONAI", model, **own)
+    names = given(plain, **own)
+    own = {"network": plain, "optimizer": names["optimizer"], "loss_function": names["criterion"]}
     how = {"device": torch.device("cpu"), "max_epochs": 2, "train_data_loader": names["loader"]}
-    SupervisedTrainer(**how, **given).run()
+    SupervisedTrainer(**how, **own).run()
     assert_parameters(model, plain, 1e-9)
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
 from harness.models import Of
 from harness.oracle import assert_close, build, randint, randn, seeded
-from harness.pages import blocks, read, sections
+from harness.pages import Checked, blocks, read, sections
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar
 from scatterpar import Replicated, Rows, ScatterOnceParallel, count_labels
-from scatterpar.batch.markers import batches_of
 
 PAGES = {
     page: {title: blocks(text, "python") for title, text in sections(f"docs/{page}.md").items()}
@@ -35,26 +33,6 @@ SEQUENCES = [randn(n, 3, seed=n) for n in LENGTHS]
 FEW = randint(4, 5)
 MASKS = randint(3, 9, 6, 6)
 MASKS[2], MASKS[5, :4] = -100, -100  # images without a labelled pixel
-
-
-class Checked(ScatterOnceParallel):
-    """An engine that first compares each step's gradient with that of plain torch."""
-
-    engines: ClassVar[list[Any]] = []
-    compared = 0
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.engines.append(self)
-
-    def forward_backward(self, inputs, targets=None, criterion=None, **options):
-        if len(batches_of(inputs, targets, 0)[0]) == 1:  # ``check`` takes one batch
-            kept = ("reduction", "count", "whole_batch", "costs")
-            same = {name: options[name] for name in kept if name in options}
-            report = self.check(inputs, targets, criterion, **same)
-            assert report.passed, report
-        self.compared += 1
-        return super().forward_backward(inputs, targets, criterion, **options)
 
 
 def classifier(columns=3):

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import re
 import sys
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, mlp
-from harness.oracle import assert_gradients, assert_parameters, build, gradients, randint, randn
-from harness.pages import ROOT, blocks, namespace, read, run, sections
+from harness.oracle import assert_gradients, build, gradients, randint, randn
+from harness.pages import ROOT, Checked, blocks, namespace, read, run, sections
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.plan import make_plan
 from scatterpar.step.reduce import sum_pairs
 
 START = blocks(read("docs/start.md"), "python")
-
-
-@pytest.mark.draws
-def test_the_first_step_of_the_page():
-    names, plain = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, namespace()
-    run(START[0], names)
-    plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
-    assert_gradients(names["model"], gradients(plain["model"]))
 
 
 # --- debug ---
@@ -88,29 +79,6 @@ def test_anomaly_detection_and_the_check(debugged, capsys):
     assert "only rounding differs" in capsys.readouterr().out
 
 
-# --- recipes run ---
-
-
-def test_the_recipe_for_fabric():
-    pytest.importorskip("lightning_fabric")
-    (code,) = blocks(sections("docs/other-loops.md")["Fabric"], "python")
-    model = build(mlp).float()
-    twin = copy.deepcopy(model)
-    loader = [(randn(9, FEATURES, seed=n).float(), randint(CLASSES, 9, seed=n)) for n in range(3)]
-    names = {"model": model, "loader": loader, "criterion": nn.CrossEntropyLoss()}
-    names["optimizer"], plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
-    for inputs, targets in loader:
-        plain.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = names["criterion"](twin(inputs), targets)
-        loss.backward()
-        plain.step()
-    names["device_ids"] = ["cpu:0", "cpu:1"]
-    exec(code, names)
-    names["engine"].close()
-    assert_parameters(model, twin, 2e-3)
-
-
 # --- snippets, tables and messages of the other pages ---
 
 PAIR = blocks(read("docs/pair.md"), "python")
@@ -124,15 +92,18 @@ SNIPPETS = {
 @pytest.mark.draws
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
-    names, code = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, SNIPPETS[name]
+    names, code = namespace() | {"ScatterOnceParallel": Checked}, SNIPPETS[name]
+    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)  # for those that import it
     if "engine." in code and "engine =" not in code:
-        names["engine"] = ScatterOnceParallel(names["model"], accum=2)
+        names["engine"] = Checked(names["model"], accum=2)
     if "process_group" in code:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
         store = f"file://{tmp_path}/store"  # what torchrun tells by environment variables
         code = code.replace('("gloo")', f'("gloo", init_method="{store}", rank=0, world_size=1)')
     run(code, names)
+    compared = getattr(names.get("engine"), "compared", 0)
+    assert compared or "engine.forward_backward" not in code
     assert not torch.distributed.is_initialized()
     assert ("print(" in code) == bool(capsys.readouterr().out)
     gc.collect()

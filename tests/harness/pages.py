@@ -6,13 +6,14 @@ import copy
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar
+from scatterpar.batch.markers import batches_of
 
 ROOT = Path(__file__).parent.parent.parent
 CLASSES = 3
@@ -60,19 +61,24 @@ def namespace() -> dict[str, Any]:
     return names | rows | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
 
 
-class World(dict[str, Any]):
-    """Names that the snippets of a page take for granted, made anew for each of them."""
+class Checked(scatterpar.ScatterOnceParallel):
+    """An engine that first compares each step's gradient with that of plain torch."""
 
-    def __init__(self, snippets: dict[str, list[str]], **names: Any) -> None:
-        super().__init__(torch=torch, scatterpar=scatterpar, device=torch.device("cpu"), **names)
-        self["ScatterOnceParallel"] = scatterpar.ScatterOnceParallel
-        self["device_ids"] = ["cpu:0", "cpu:1"]
-        self._snippets = snippets
+    engines: ClassVar[list[Any]] = []
+    compared = 0
 
-    def follow(self, title: str, number: int = 0) -> Any:
-        """Run a snippet, and end its engine."""
-        run(self._snippets[title][number], self)
-        return self
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.engines.append(self)
+
+    def forward_backward(self, inputs, targets=None, criterion=None, **options):
+        if len(batches_of(inputs, targets, 0)[0]) == 1:  # ``check`` takes one batch
+            kept = ("reduction", "count", "whole_batch", "costs")
+            same = {name: options[name] for name in kept if name in options}
+            report = self.check(inputs, targets, criterion, **same)
+            assert report.passed, report
+        self.compared += 1
+        return super().forward_backward(inputs, targets, criterion, **options)
 
 
 def run(code: str, names: dict[str, Any]) -> None:

@@ -6,11 +6,12 @@ import contextlib
 import contextvars
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Classifier, mlp
-from harness.module_cases import linear
+from faults.state import nothing_changes
+from harness.models import CLASSES, FEATURES, Returns, linear, mlp
 from harness.oracle import (
     assert_close,
     assert_gradients,
@@ -29,48 +30,30 @@ from scatterpar import ScatterOnceParallel
 pytestmark = pytest.mark.core
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+LOSS = nn.CrossEntropyLoss()
 
 
-class Asks(Classifier):
-    """Writes down, in every call, what ``question`` answers there."""
+def asked(devices, question, context=contextlib.nullcontext, *, inference=False, count=3):
+    """The answers in ``count`` workers, one call each, in a step or inference in the context."""
+    answers = []
 
-    def __init__(self, question):
-        super().__init__()
-        self.question = question
-        self.answers = Answers()
+    def answer(logits, _):
+        answers.append((threading.current_thread().name, question()))
+        return logits
 
-    def forward(self, inputs):
-        self.answers.found.append((threading.current_thread().name, self.question()))
-        return self.linear(inputs)
-
-
-class Answers:
-    """Shared by all replicas, as any object that the engine cannot look into."""
-
-    def __init__(self):
-        self.found = []
-
-
-def asked(devices, question, *, count=3, inference=False):
-    """The answers in ``count`` workers, one call each, while the caller's context holds."""
-    with torch.inference_mode(False):
-        model = Asks(question).double()
-    with ScatterOnceParallel(model, 1, devices(count)) as engine:
-        if inference:
-            engine.eval()
-            engine(BATCH[0])
-        else:
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    threads = {name for name, _ in model.answers.found}
+    with ScatterOnceParallel(build(lambda: Returns(answer)), 1, devices(count)) as engine:
+        engine.train(not inference)
+        with context():
+            engine(BATCH[0]) if inference else engine.forward_backward(*BATCH, LOSS)
+    threads = {name for name, _ in answers}
     assert len(threads) == count
-    assert threading.current_thread().name not in threads or count == 1
-    return [answer for _, answer in model.answers.found]
+    assert threading.current_thread().name not in threads
+    return [found for _, found in answers]
 
 
-@pytest.fixture(autouse=True)
-def _weights_from_elsewhere():
-    with torch.random.fork_rng(devices=[]):
-        yield
+def of_autocast():
+    names = torch.is_autocast_enabled, torch.get_autocast_dtype
+    return *(name("cpu") for name in names), torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.contract
@@ -78,18 +61,10 @@ def _weights_from_elsewhere():
 @pytest.mark.parametrize("cache", [True, False])
 def test_autocast_dtype_without_its_cache(devices, dtype, cache):
     """Torch's ``parallel_apply`` loses the dtype: bfloat16 turns into float16 there."""
-
-    def question():
-        return (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-        )
-
     with torch.autocast("cpu", dtype=dtype, cache_enabled=cache):
-        assert asked(devices, question) == [(True, dtype, False)] * 3
+        assert asked(devices, of_autocast) == [(True, dtype, False)] * 3
         assert torch.is_autocast_cache_enabled() is cache
-    assert asked(devices, question) == [(False, torch.bfloat16, False)] * 3
+    assert asked(devices, of_autocast) == [(False, torch.bfloat16, False)] * 3
 
 
 class Twice(nn.Module):
@@ -124,37 +99,29 @@ def test_autocast_gives_the_same_bits_every_time(devices, region):
 
 @pytest.mark.contract
 def test_autocast_computes_in_bfloat16_and_trains_as_one_device_does(devices):
-    model = mlp().float()
-    dtypes = []
+    model, dtypes = mlp().float(), []
     model[0].register_forward_hook(lambda m, args, output: dtypes.append(output.dtype))
     engine = ScatterOnceParallel(model, 3, devices(3))
     with engine, torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_step(engine, BATCH[0].float(), BATCH[1], nn.CrossEntropyLoss(), relative=2e-2)
+        assert_step(engine, BATCH[0].float(), BATCH[1], LOSS, relative=2e-2)
     assert dtypes == [torch.bfloat16] * 10  # plain torch's is one
 
 
+def of_gradients():
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
-def test_inference_builds_no_graph(devices, mode):
-    with mode():
-        assert asked(devices, torch.is_grad_enabled, inference=True) == [False] * 3
+def test_inference_builds_no_graph_and_is_in_the_caller_s_mode(devices, mode):
+    expected = False, mode is torch.inference_mode
+    assert asked(devices, of_gradients, mode, inference=True) == [expected] * 3
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_without_grad_is_torch_s_own_error(devices, mode):
-    with (
-        ScatterOnceParallel(mlp(), 2, devices(3)) as engine,
-        mode(),
-        pytest.raises(RuntimeError, match="grad"),
-    ):
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert all(parameter.grad is None for parameter in engine.parameters())
-
-
-def test_inference_mode_reaches_the_workers(devices):
-    question = torch.is_inference_mode_enabled
-    with torch.inference_mode():
-        assert asked(devices, question, inference=True) == [True] * 3
-    assert asked(devices, question, inference=True) == [False] * 3
+    engine = ScatterOnceParallel(mlp(), 2, devices(3))
+    with engine, nothing_changes(engine.module), mode(), pytest.raises(RuntimeError, match="grad"):
+        engine.forward_backward(*BATCH, LOSS)
 
 
 def test_a_module_made_in_inference_mode_can_infer(devices):
@@ -169,11 +136,19 @@ def test_training_works_after_inference_mode(devices):
     """Replicas built or refreshed under inference mode must still be fit for training."""
     with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
         with torch.inference_mode():
-            engine.eval()
-            output = engine(BATCH[0])
-            assert output.is_inference()
+            assert engine.eval()(BATCH[0]).is_inference()
         engine.train()
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        assert_step(engine, *BATCH, LOSS)
+
+
+@contextlib.contextmanager
+def other_defaults():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_default_dtype_and_device(devices):
@@ -182,22 +157,13 @@ def test_default_dtype_and_device(devices):
         return torch.get_default_device().type, made.device.type, made.dtype
 
     assert asked(devices, question) == [("cpu", "cpu", torch.float32)] * 3
-    model = Asks(question).double()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with ScatterOnceParallel(model, 1, devices(3)) as engine, torch.device("meta"):
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert {answer for _, answer in model.answers.found} == {("meta", "meta", torch.float64)}
+    assert {*asked(devices, question, other_defaults)} == {("meta", "meta", torch.float64)}
 
 
 class Counts(TorchDispatchMode):
     """Counts matrix products, as torch's own counter of operations does."""
 
-    def __init__(self):
-        super().__init__()
-        self.found = 0
+    found = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.found += function is torch.ops.aten.addmm.default
@@ -211,19 +177,15 @@ class Passes(TorchFunctionMode):
 
 @pytest.mark.parametrize("mode", [Counts, Passes])
 def test_a_mode_that_replicas_lack_is_told(devices, mode):
-    words = f"^{mode.__name__}: active in the caller's thread"
-    with (
-        ScatterOnceParallel(build(linear), 2, devices(3)) as engine,
-        mode(),
-        pytest.warns(UserWarning, match=words),
-    ):
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+    told = pytest.warns(UserWarning, match=f"^{mode.__name__}: active in the caller's thread")
+    with ScatterOnceParallel(linear(), 2, devices(3)) as engine, mode(), told:
+        assert_step(engine, *BATCH, LOSS)
 
 
 def test_a_mode_sees_what_a_single_replica_computes(recwarn):
     counts = Counts()
-    with ScatterOnceParallel(build(linear), 2, ["cpu"], verify=False) as engine, counts:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    with ScatterOnceParallel(linear(), 2, ["cpu"], verify=False) as engine, counts:
+        engine.forward_backward(*BATCH, LOSS)
     assert counts.found == 2, "one for each sub-step"
     assert not recwarn.list
 
@@ -246,38 +208,35 @@ def test_contextvars(devices):
 
 def test_saved_tensors_hooks(devices):
     """Every worker packs what it saves, and unpacks it for its backward."""
-    packed, unpacked = [], []
+    calls = []
 
-    def pack(tensor):
-        packed.append(1)
+    def counted(name, tensor):
+        calls.append(name)
         return tensor.clone()
 
-    def unpack(tensor):
-        unpacked.append(1)
-        return tensor
-
+    hooks = partial(counted, "pack"), partial(counted, "unpack")
     with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
-        _, expected = whole_batch(engine.module, *BATCH, nn.CrossEntropyLoss())
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        assert (count := len(packed)) >= 6 * 3
-        assert unpacked
+        _, expected = whole_batch(engine.module, *BATCH, LOSS)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            engine.forward_backward(*BATCH, LOSS)
+        assert calls.count("pack") >= 6 * 3
+        assert "unpack" in calls
         assert_gradients(engine.module, expected)
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert len(packed) == count
+        calls.clear()
+        engine.forward_backward(*BATCH, LOSS)
+    assert calls == []
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_activations_in_host_memory(devices, joined):
+@pytest.mark.parametrize("method", ["forward_backward", "loss"])
+def test_activations_in_host_memory(devices, method, joined):
     with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
-        _, expected = whole_batch(engine.module, *BATCH, nn.CrossEntropyLoss())
-        for step in (engine.forward_backward, engine.loss):
-            engine.module.zero_grad()
-            with torch.autograd.graph.save_on_cpu(pin_memory=True):
-                loss = step(*BATCH, nn.CrossEntropyLoss(), whole_batch=joined)
-            if loss.requires_grad:
-                loss.backward()  # after the body
-            assert_gradients(engine.module, expected)
+        _, expected = whole_batch(engine.module, *BATCH, LOSS)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            loss = getattr(engine, method)(*BATCH, LOSS, whole_batch=joined)
+        if loss.requires_grad:
+            loss.backward()  # after the body
+        assert_gradients(engine.module, expected)
 
 
 def test_workers_share_the_caller_s_threads(devices):

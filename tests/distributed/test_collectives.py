@@ -16,8 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults.forked import run_forked
-from faults.processes import SILENCE
+from faults.processes import SILENCE, run_forked
 from faults.state import nothing_changes
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.notes import beginning_of_note

@@ -12,11 +12,10 @@ from collections import Counter
 
 import pytest
 
-from faults.forked import start_forked
 from faults.grid import LAYOUTS, UNDER_A_LOCK
 from faults.kinds import KINDS
 from faults.places import PLACES
-from faults.processes import finish_all, start
+from faults.processes import finish_all, start, start_forked
 
 pytestmark = pytest.mark.core
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from faults.forked import run_forked
+from faults.processes import run_forked
 
 TESTS = Path(__file__).parent.parent
 

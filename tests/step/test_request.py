@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from faults.bad_inputs import attempt, bad_inputs
-from faults.forked import run_forked
+from faults.processes import run_forked
 from faults.state import nothing_changes
 from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from harness.oracle import assert_gradients, assert_step, build, gradients, randint, randn, seeded

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from faults.forked import run_forked
+from faults.processes import run_forked
 
 from scatterpar.train.options import UsageError
 from scatterpar.train.records import FILE, Metrics, draw_curves, load, save

@@ -15,8 +15,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 import torch
-from faults.forked import start_forked
-from faults.processes import finish, run
+from faults.processes import finish, run, start_forked
 from harness.pictures import truncate, write_folder
 from harness.runs import Small, assert_same_run, records, steps, stop_after, wait_until
 from torch import nn

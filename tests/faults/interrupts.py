@@ -1,0 +1,165 @@
+"""Ctrl-C in a step: the state is that of before it or of a whole one, and the next step is exact.
+
+``python -m faults.interrupts shared 300 [PLACE [FILES]]`` takes 300 steps of a place, each with an
+interrupt between two other instructions that the engine (or these files of it) executes in the main
+thread. ``python -m faults.interrupts virtual 40 signals`` sends real signals at random moments,
+every second time two in a row: they nearly always hit the long waits, and hardly ever the two
+instructions that matter. Tracing cannot interrupt C code, so both are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import scatterpar
+from faults.grid import SECONDS_EACH, Bench, bench_on, say
+from faults.places import PLACES
+from faults.state import capture, differences
+
+PACKAGE = Path(scatterpar.__file__).parent
+WATCHED = (str(PACKAGE), contextlib.__file__, threading.__file__)
+FIRST_LINE = "forward, first line"
+
+
+class At:
+    """Counts instructions of the engine, and interrupts before the one of a given number."""
+
+    def __init__(self, number: int, watched: tuple[str, ...] = WATCHED) -> None:
+        self.number, self.watched = number, watched
+        self.seen = 0
+        self.where = "nowhere"
+        self.forked = False
+
+    def __enter__(self) -> At:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self.watched):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.seen += 1
+            if self.seen - 1 == self.number:
+                name = Path(frame.f_code.co_filename).name
+                self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+                self.forked = _is_under(frame, "fork_rng", "recompute_fn")
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def _is_under(frame: FrameType | None, *names: str) -> bool:
+    """Whether one of the functions is being executed in ``frame`` or further out."""
+    while frame is not None and frame.f_code.co_name not in names:
+        frame = frame.f_back
+    return frame is not None
+
+
+def between_instructions(
+    bench: Bench, times: int, name: str = FIRST_LINE, *files: str
+) -> Iterator[dict[str, Any]]:
+    """Interrupt one step after another, each a little later."""
+    place = PLACES[name]
+    watched = tuple(str(PACKAGE / file) for file in files) or WATCHED
+    bench.back_to_start(bench.subject, accumulate=True)
+    with At(-1, watched) as count:
+        bench.step(bench.engine, place)
+    for i in range(times):
+        accumulate = i % 2 == 0
+        whole = bench.expected(place, accumulate)[0]
+        bench.back_to_start(bench.subject, accumulate=accumulate)
+        before, raised = capture(bench.subject), "nothing"
+        with At(count.seen * i // times, watched) as at:
+            try:
+                bench.step(bench.engine, place)
+            except BaseException as error:
+                raised = type(error).__name__
+        if at.where == "nowhere":  # this step executed fewer instructions than the counted one
+            continue
+        wrong = [] if raised == "KeyboardInterrupt" else [f"raised {raised}"]
+        # Cut off, torch's fork_rng puts back what it found once the error is let go.
+        wrong += bench.half_a_step(before, whole, ("torch's generator",) if at.forked else ())
+        is_whole = bool(differences(before, capture(bench.subject)))
+        bench.back_to_start(bench.subject, accumulate=accumulate)
+        wrong += [f"next step: {name}" for name in bench.good_step(place, accumulate)]
+        yield {"where": at.where, "whole": is_whole, "wrong": wrong}
+
+
+class Signals:
+    """Sends Ctrl-C to this process after each delay; ``attempt`` alone lets them through."""
+
+    def __init__(self, delays: list[float]) -> None:
+        self.inside = 0
+        signal.signal(signal.SIGINT, self._ignore)
+        self.thread = threading.Thread(target=self._send, args=(delays,))
+        self.thread.start()
+
+    def _send(self, delays: list[float]) -> None:
+        for delay in delays:
+            time.sleep(delay)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def _ignore(self, *_: object) -> None:
+        pass
+
+    def attempt(self, bench: Bench) -> None:
+        """Take a step with the usual reaction to Ctrl-C."""
+        try:
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                bench.step(bench.engine, PLACES[FIRST_LINE])
+            finally:
+                signal.signal(signal.SIGINT, self._ignore)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, self._ignore)
+            self.inside += 1
+
+
+def at_random_moments(bench: Bench, times: int) -> Iterator[dict[str, Any]]:
+    """Interrupt steps at ``times`` moments, every second time twice in a row."""
+    draw, place = random.Random(7), PLACES[FIRST_LINE]
+    whole = bench.expected(place, True)[0]
+    for i in range(times):
+        wrong: list[str] = []
+        signals = Signals([draw.uniform(0, 0.01) for _ in range(1 + i % 2)])
+        while signals.thread.is_alive():
+            bench.back_to_start(bench.subject, accumulate=True)
+            before = capture(bench.subject)
+            signals.attempt(bench)
+            # Struck twice: threads given up draw on from their accelerator's generator.
+            wrong += bench.half_a_step(before, whole, ("generator of",) if i % 2 else ())
+        bench.back_to_start(bench.subject, accumulate=True)
+        wrong += [f"next step: {name}" for name in bench.good_step(place, True)]
+        yield {"inside": signals.inside, "wrong": wrong}
+
+
+def run(layout: str, times: str, *place: str) -> Iterator[dict[str, Any]]:
+    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
+    way, place = (at_random_moments, ()) if place == ("signals",) else (between_instructions, place)
+    strikes = way(bench_on(layout), int(times), *place)
+    faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
+    for found in strikes:
+        faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
+        yield {"layout": layout} | found
+        faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    say(run(*sys.argv[1:]))

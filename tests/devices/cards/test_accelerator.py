@@ -9,15 +9,16 @@ import contextlib
 import copy
 import functools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.models import Of
 from harness.oracle import assert_step, seeded
 from harness.watch import Watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import scatterpar.devices.runtime
 from scatterpar import (
     DataParallelCriterion,
     DataParallelModel,
@@ -25,7 +26,7 @@ from scatterpar import (
     ShardedOptimizer,
     gather,
 )
-from scatterpar.devices import coalescing, fingerprints
+from scatterpar.devices import coalescing, fingerprints, runtime
 from scatterpar.step.reduce import sum_pairs
 from scatterpar.torch_private import uncompiled
 
@@ -37,6 +38,7 @@ pytestmark = [
 ]
 ROWS, FEATURES, CLASSES = 37, 8, 3
 PLACES = [[0], [0, 0], [0, 0, 0], [0, 1], [0, 1, 0, 1], [0, 1, 2, 3]]
+LOSS = nn.CrossEntropyLoss()
 
 
 @pytest.fixture(params=PLACES, ids=str)
@@ -59,10 +61,11 @@ def problem(*layers, dtype=torch.float64):
 
 
 def whole_batch(model, inputs, targets):
-    """Loss and gradients of a copy of the model, on the one card."""
+    """Loss and gradients of a copy of the model, on the one card, which has ended."""
     other = copy.deepcopy(model)
-    loss = nn.CrossEntropyLoss()(other(inputs.to(kind())), targets.to(kind()))
+    loss = LOSS(other(inputs.to(kind())), targets.to(kind()))
     loss.backward()
+    torch.accelerator.synchronize()
     return loss.detach(), gradients(other)
 
 
@@ -71,74 +74,71 @@ def gradients(model):
 
 
 def assert_close(found, expected, rtol=1e-10, atol=1e-12):
-    torch.testing.assert_close(list(found), list(expected), rtol=rtol, atol=atol)
+    found, expected = ([each.cpu() for each in tensors] for tensors in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def assert_bits(found, expected):
     assert_close(found, expected, 0, 0)
 
 
+def moved(place, *tensors):
+    """These tensors in pageable or pinned memory, or on the first card."""
+    if place == "pinned":
+        return [tensor.pin_memory() for tensor in tensors]
+    return [tensor.to(f"{kind()}:0" if place == "device" else "cpu") for tensor in tensors]
+
+
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_exact_from_any_memory(device_ids, place):
-    model, inputs, targets = problem()
-    batch = [moved(tensor, place) for tensor in (inputs, targets)]
+    model, *plain = problem()
+    batch, plain = moved(place, *plain), moved("device", *plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ScatterOnceParallel(model, 3, device_ids) as engine:
         for move in (lambda: None, optimizer.step, optimizer.step):
             move()
             for is_new in (True, False):
-                plain = inputs.to(kind()), targets.to(kind())
-                assert_step(engine, *batch, nn.CrossEntropyLoss(), plain=plain)
+                assert_step(engine, *batch, LOSS, plain=plain)
                 wanted = crossed(engine.last_step.plan, model, batch)
                 if not is_new:  # what the other devices have already does not travel
                     wanted["replicate"] = 0
                 assert engine.last_step.bytes == wanted
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_activations_in_host_memory(device_ids, pinned):
-    model, *batch = problem()
-    plain = [tensor.to(kind()) for tensor in batch]
-    saving = torch.autograd.graph.save_on_cpu(pinned, kind())
-    with ScatterOnceParallel(model, 3, device_ids) as engine, saving:
-        assert_step(engine, *batch, nn.CrossEntropyLoss(), plain=plain)
-
-
-def moved(tensor, place):
-    if place == "pinned":
-        return tensor.pin_memory()
-    return tensor.to(kind()) if place == "device" else tensor
-
-
 def crossed(plan, model, batch):
     """What a step has to bring from one memory to another, in bytes by phase."""
-    rows = plan.rows
-    row = sum(tensor.nbytes // rows for tensor in batch)
+    row = sum(tensor.nbytes // plan.rows for tensor in batch)
     here = batch[0].device
     weights = sum(parameter.nbytes for parameter in model.parameters())
     places = [share.device for share in plan.shares]
-    others = {*places} - {places[0]}
     return {
         "scatter": sum(share.rows * row for share in plan.shares if share.device != here),
-        "replicate": weights * len(others),
+        "replicate": weights * len({*places} - {places[0]}),
         "compute": 0,
         "reduce": weights * sum(places[a] != places[b] for a, b in sum_pairs(len(places))),
     }
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_activations_in_host_memory(device_ids, pinned):
+    model, *batch = problem()
+    saving = torch.autograd.graph.save_on_cpu(pinned, kind())
+    with ScatterOnceParallel(model, 3, device_ids) as engine, saving:
+        assert_step(engine, *batch, LOSS, plain=moved("device", *batch))
+
+
 @contextlib.contextmanager
 def streams_of_the_users():
     """Another current stream on every device."""
-    count = torch.accelerator.device_count()
     with contextlib.ExitStack() as stack:
-        for index in reversed(range(count)):
+        for index in reversed(range(torch.accelerator.device_count())):
             stack.enter_context(torch.Stream(f"{kind()}:{index}"))
         yield
 
 
 def by_engine(model, device_ids, inputs, targets, spoil, **options):
     with ScatterOnceParallel(model, 3, device_ids) as engine:
-        loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), **options)
+        loss = engine.forward_backward(inputs, targets, LOSS, **options)
         spoil(inputs), spoil(targets)
         return loss
 
@@ -147,11 +147,10 @@ def by_pair(model, device_ids, inputs, targets, spoil):
     inputs, labels = inputs.detach().requires_grad_(), targets.clone()
     outputs = DataParallelModel(model, device_ids)(inputs)
     spoil(inputs)
-    loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
+    loss = DataParallelCriterion(LOSS)(outputs, targets)
     spoil(targets)
     loss.backward()
-    together = nn.functional.cross_entropy(gather(outputs, "cpu"), labels)
-    assert_close([together], [loss.cpu()])
+    assert_close([LOSS(gather(outputs, "cpu"), labels)], [loss])
     return loss.detach()
 
 
@@ -159,7 +158,7 @@ def by_inference(model, device_ids, inputs, targets, spoil):
     with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
         output = engine(inputs)
         spoil(inputs)
-        return nn.functional.cross_entropy(output, targets.to(kind()))
+        return LOSS(output, targets.to(kind()))
 
 
 WAYS = {
@@ -173,9 +172,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_pinned_memory_may_be_overwritten_after_a_call(device_ids, way):
     """A copy from pinned memory reads it some time after it was asked for."""
-    model, inputs, targets = problem()
-    loss, expected = whole_batch(model, inputs, targets)
-    batch = [moved(tensor, "pinned") for tensor in (inputs, targets)]
+    model, *batch = problem()
+    loss, expected = whole_batch(model, *batch)
+    batch = moved("pinned", *batch)
     found = WAYS[way](model, device_ids, *batch, lambda tensor: tensor.data.zero_())
     assert_close([found], [loss])
     if way != "inference":
@@ -186,19 +185,18 @@ def test_pinned_memory_may_be_overwritten_after_a_call(device_ids, way):
 def test_on_the_users_stream_of_every_device(device_ids, way):
     model, inputs, targets = problem()
     loss, expected = whole_batch(model, inputs, targets)
-    torch.accelerator.synchronize()
     with streams_of_the_users():
         inputs = inputs.to(kind()) * 2 / 2
-        found = WAYS[way](model, device_ids, inputs, targets, lambda _: None).cpu()
-        grads = [] if way == "inference" else [gradient.cpu() for gradient in gradients(model)]
-    assert_close([found, *grads], [each.cpu() for each in (loss, *expected)][: 1 + len(grads)])
+        found = [WAYS[way](model, device_ids, inputs, targets, lambda _: None).cpu()]
+        if way != "inference":
+            found += [gradient.cpu() for gradient in gradients(model)]
+    assert_close(found, [loss, *expected][: len(found)])
 
 
 def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
     """Nothing reads the caller's memory any more, which may be freed, or be another batch's."""
     model, inputs, targets = problem()
-    inputs = moved(inputs, "pinned")
-    seen = []
+    (inputs,), seen = moved("pinned", inputs), []
 
     def fails(scores, labels):
         seen.append(scores)
@@ -211,63 +209,31 @@ def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
         assert all(scores.isfinite().all() for scores in seen)
 
 
-def test_workers_are_on_the_users_stream_of_every_device(device_ids):
-    """A criterion may use what the caller has just computed on another device."""
+@pytest.mark.parametrize("can_enter", [True, False])
+def test_workers_are_on_the_users_stream_of_every_device(device_ids, monkeypatch, can_enter):
+    """A criterion may use what the caller has just computed on another device.
+
+    In torch 2.11 a stream object that a second thread entered raised, so each makes its own.
+    """
+    if not can_enter:
+        names, current = ("stream_id", "device_index", "device_type"), runtime.current_streams
+
+        def parts():
+            return [SimpleNamespace(**{n: getattr(s, n) for n in names}) for s in current()]
+
+        monkeypatch.setattr(runtime, "current_streams", parts)
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
     first = torch.device(kind(), 0)
-    torch.accelerator.synchronize()
     with ScatterOnceParallel(model, 3, device_ids) as engine, streams_of_the_users():
         factor = torch.full((), 2.0, device=first, dtype=inputs.dtype)
 
         def criterion(scores, labels):
-            return factor * nn.functional.cross_entropy(scores.to(first), labels.to(first))
+            return factor * LOSS(scores.to(first), labels.to(first))
 
         engine.forward_backward(inputs, targets, criterion)
         found = [gradient.cpu() / 2 for gradient in gradients(model)]
-    assert_close(found, [gradient.cpu() for gradient in expected])
-
-
-def test_no_two_threads_enter_one_stream_object(device_ids, monkeypatch):
-    """In torch 2.11 a second entry set the stream, and then raised."""
-
-    class Once:
-        """What ``torch.Stream`` was: an object that can be entered once at a time."""
-
-        def __init__(self, stream):
-            self.stream_id, self.device_index = stream.stream_id, stream.device_index
-            self.device_type, self.device = stream.device_type, stream.device
-            self._stream, self._is_entered = stream, threading.Lock()
-
-        def __getattr__(self, name):
-            return getattr(self._stream, name)
-
-        def __enter__(self):
-            assert self._is_entered.acquire(blocking=False), "it was entered already"
-            self._stream.__enter__()
-
-        def __exit__(self, *error):
-            self._stream.__exit__(*error)
-            self._is_entered.release()
-
-    model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
-    torch.accelerator.synchronize()
-    meet = threading.Barrier(len(set(device_ids)), timeout=60)
-    if len(set(device_ids)) == len(device_ids):  # else some take turns
-
-        def wait(*_):
-            meet.wait()
-
-        model.register_forward_pre_hook(wait)
-    runtime = scatterpar.devices.runtime
-    current = runtime.current_streams
-    monkeypatch.setattr(runtime, "current_streams", lambda: tuple(map(Once, current())))
-    engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
-    with engine, streams_of_the_users():
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        found = [gradient.cpu() for gradient in gradients(model)]
-    assert_close(found, [gradient.cpu() for gradient in expected])
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -278,7 +244,7 @@ def test_autocast_reaches_every_replica(device_ids, dtype):
 
     def criterion(scores, labels):
         seen.append(scores.dtype)
-        return nn.functional.cross_entropy(scores, labels)
+        return LOSS(scores, labels)
 
     engine = ScatterOnceParallel(model, 2, device_ids, verify=False)  # it would be seen too
     with engine, torch.autocast(kind(), dtype):
@@ -290,7 +256,7 @@ def test_autocast_reaches_every_replica(device_ids, dtype):
 @pytest.mark.parametrize("factor", [1, 0.5])
 def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids, factor):
     """Autograd's thread hands the gradients over, after the step, and before what comes next."""
-    model, inputs, targets = problem()
+    model, *batch = problem()
     plain = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
     step, end = torch.Stream(kind()), torch.Stream(kind())
@@ -298,8 +264,8 @@ def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids,
     with ScatterOnceParallel(model, 2, device_ids) as engine:
         for _ in range(3):
             with step:
-                engine.loss(inputs, targets, nn.CrossEntropyLoss())  # dropped
-                losses = [engine.loss(inputs, targets, nn.CrossEntropyLoss()) for _ in range(2)]
+                engine.loss(*batch, LOSS)  # dropped
+                losses = [engine.loss(*batch, LOSS) for _ in range(2)]
             end.wait_stream(step)
             with end:
                 for loss in losses:
@@ -308,51 +274,53 @@ def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids,
             step.wait_stream(end)
             ours.zero_grad()  # not before: that memory is the step's stream's
             for _ in losses:
-                loss = nn.CrossEntropyLoss()(plain(inputs.to(kind())), targets.to(kind()))
-                (loss * factor).backward()
+                inputs, targets = moved("device", *batch)
+                (LOSS(plain(inputs), targets) * factor).backward()
             theirs.step()
             theirs.zero_grad()
     torch.accelerator.current_stream().wait_stream(end)
-    assert_close(list(model.parameters()), list(plain.parameters()))
+    assert_close(model.parameters(), plain.parameters())
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def states_of(devices):
+    """Of the generators of devices that have these numbers."""
+    module = torch.get_device_module(kind())
+    return [module.get_rng_state(torch.device(kind(), index)) for index in sorted(devices)]
 
 
 @pytest.mark.draws
 def test_the_masters_generator_decides_a_step(device_ids):
     """So a checkpoint of it is enough: what follows a restart is what would have followed."""
-    model, inputs, targets = problem(nn.Dropout(0.5))
-    device = torch.get_device_module()
+    model, *batch = problem(nn.Dropout(0.5))
     steps, states = [], []
     for start in (0, 2):
         with ScatterOnceParallel(model, 3, device_ids) as engine:
             torch.manual_seed(9 if start else 1)
             if start:
-                device.set_rng_state(states[start], f"{kind()}:0")
+                torch.get_device_module().set_rng_state(states[start], f"{kind()}:0")
             for _ in range(start, 4):
-                states.append(device.get_rng_state(f"{kind()}:0"))
+                states += states_of({0})
                 model.zero_grad()
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                engine.forward_backward(*batch, LOSS)
                 steps.append(gradients(model))
     assert_bits(steps[2] + steps[3], steps[4] + steps[5])
     assert any(not torch.equal(a, b) for a, b in zip(steps[2], steps[3], strict=True))
 
 
-class DrawsElsewhere(nn.Module):
-    """Dropout on all devices but the master's."""
-
-    def forward(self, features):
-        return nn.functional.dropout(features) if features.device.index else features
-
-
 @pytest.mark.draws
 def test_steps_differ_though_the_master_draws_nothing(device_ids):
-    model, inputs, targets = problem(DrawsElsewhere())
+    dropout = nn.functional.dropout
+    model, *batch = problem(Of(lambda _, rows: dropout(rows) if rows.device.index else rows))
     found = []
     with ScatterOnceParallel(model, 1, device_ids) as engine:
         for seed in (1, None, 1):
             if seed is not None:
                 torch.manual_seed(seed)
             model.zero_grad()
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            engine.forward_backward(*batch, LOSS)
             found.append(gradients(model))
     assert_bits(found[0], found[2])
     same = all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
@@ -369,78 +337,152 @@ def test_replicas_draw_different_masks(device_ids):
     assert len(masks) == len(device_ids)
 
 
-class Draws(nn.Module):
+def draws(_, features):
     """With operators that take a generator, which must be the card's own."""
-
-    def forward(self, features):
-        noise = torch.rand(len(features), 1, device=features.device) - 0.5
-        order = torch.randperm(len(features), device=features.device)
-        kept = nn.functional.dropout1d(features.unsqueeze(0), 0.5, self.training).squeeze(0)
-        return kept + noise[order] * torch.randn_like(features)
+    noise = torch.rand(len(features), 1, device=features.device) - 0.5
+    order = torch.randperm(len(features), device=features.device)
+    kept = nn.functional.dropout1d(features.unsqueeze(0), 0.5).squeeze(0)
+    return kept + noise[order] * torch.randn_like(features)
 
 
 @pytest.mark.draws
 def test_every_kind_of_draw_works_on_the_card(device_ids):
-    model, inputs, targets = problem(Draws())
+    model, *batch = problem(Of(draws))
     before = torch.get_rng_state()
     with ScatterOnceParallel(model, 3, device_ids) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        engine.forward_backward(*batch, LOSS)
     assert all(gradient.isfinite().all() for gradient in gradients(model))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Remembers(nn.Module):
-    """Dropout by hand, on the card or on the host, checkpointed or not."""
-
-    def __init__(self, where, again):
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
         super().__init__()
-        self.where, self.again = where, again
+        self.inner, self.reentrant = inner, reentrant
 
-    def forward(self, features):
-        if self.again:
-            return checkpoint(self.drop, features, use_reentrant=self.again == "reentrant")
-        return self.drop(features)
+    def forward(self, inputs):
+        return checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
 
-    def drop(self, features):
-        device = "cpu" if self.where == "host" else features.device
-        mask = torch.rand(features.shape, device=device) < 0.5
-        return features * mask.to(features.device)
+
+def remembers(where, reentrant):
+    """Dropout by hand, on the card or the host, checkpointed unless ``reentrant`` is ``None``."""
+
+    def drop(_, features):
+        device = "cpu" if where == "host" else features.device
+        return features * (torch.rand(features.shape, device=device) < 0.5).to(features.device)
+
+    return Of(drop) if reentrant is None else Checkpointed(Of(drop), reentrant)
 
 
 @pytest.mark.draws
 @pytest.mark.parametrize("loss_on", ["host", "device"])
 @pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
-def test_checkpointing_draws_the_same_numbers_again(device_ids, where, again, loss_on):
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_draws_the_same_numbers_again(device_ids, where, reentrant, loss_on):
     """Backward passes run in threads of torch's own, which belong to no replica by themselves."""
 
     def criterion(scores, labels):
-        if loss_on == "host":
-            scores, labels = scores.cpu(), labels.cpu()
-        return nn.functional.cross_entropy(scores, labels)
+        return LOSS(scores.cpu(), labels.cpu()) if loss_on == "host" else LOSS(scores, labels)
 
     found = []
-    for how in (None, again):
-        model, inputs, targets = problem(Remembers(where, how))
+    for how in (None, reentrant):
+        model, *batch = problem(remembers(where, how))
         states = []
         with ScatterOnceParallel(model, 3, device_ids) as engine:
             for _ in range(3):
                 model.zero_grad()
                 torch.manual_seed(5)
-                engine.forward_backward(inputs, targets, criterion)
+                engine.forward_backward(*batch, criterion)
                 states.append(torch.get_rng_state())
             found.append([*gradients(model), *states])
     assert_bits(found[0], found[1])
+
+
+def of_pairs(scores, labels):
+    """A loss of all pairs of rows, which draws too."""
+    scores = nn.functional.dropout(scores, 0.2)
+    return ((scores @ scores.T).tanh() - (labels[:, None] == labels).double()).square().mean()
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_both_passes_draw_the_same_numbers(device_ids, where, reentrant):
+    """What is drawn is written down in the outputs: the loss is of them, and so is the gradient."""
+    found = []
+    for accum in (1, 4):  # in one pass, and in two
+        model, inputs, targets = problem(remembers(where, reentrant))
+        losses = []
+        with ScatterOnceParallel(model, accum, device_ids) as engine:
+            for _ in range(2):
+                model.zero_grad()
+                torch.manual_seed(5)
+                losses.append(engine.forward_backward(inputs, targets, of_pairs, whole_batch=True))
+            shares = engine.last_step.plan.shares
+        assert torch.equal(*losses)
+        found.append((gradients(model), [torch.get_rng_state(), *states_of({0})]))
+    assert max(len(share.micro_batches) for share in shares) == 4
+    if len(device_ids) == 1:  # what a plain loop draws, sub-step by sub-step
+        model, inputs, targets = problem(remembers(where, reentrant))
+        torch.manual_seed(5)
+        rows = shares[0].micro_batches
+        scores = torch.cat([model(inputs[a:b].to(kind())) for a, b in rows])
+        of_pairs(scores, targets.to(kind())).backward()
+        assert_close(found[1][0], gradients(model))
+        assert_bits(found[1][1], [torch.get_rng_state(), *states_of({0})])
+
+
+class Noisy(nn.Module):
+    """On the accelerator and on the CPU, also in what a backward pass computes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.4)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, inputs):
+        noise = torch.rand(len(inputs), 1, dtype=inputs.dtype).to(inputs.device)
+        return self.dropout(self.mix(inputs)) + noise
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("accum", [1, 3])
+def test_the_same_bits_on_any_number_of_cards(accum):
+    layouts = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 1], [0, 1, 0, 1]]
+    layouts = [ids for ids in layouts if max(ids) < torch.accelerator.device_count()]
+    first = steps_on(layouts[0], accum)
+    for ids in layouts[1:]:
+        assert_bits(steps_on(ids, accum), first)
+
+
+def steps_on(ids, accum):
+    """The losses, parameters and random states that some steps leave."""
+    with seeded():
+        noisy = Noisy()
+    model, inputs, targets = problem(Checkpointed(noisy, False), dtype=torch.float32)
+    torch.manual_seed(3)
+    others = states_of({*ids} - {0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    with ScatterOnceParallel(model, accum, ids) as engine:
+        for rows in (ROWS, 5, 3, ROWS):
+            optimizer.zero_grad()
+            losses.append(engine.forward_backward(inputs[:rows], targets[:rows], LOSS))
+            optimizer.step()
+    assert_bits(states_of({*ids} - {0}), others)
+    return [*losses, *model.parameters(), torch.get_rng_state(), *states_of({0})]
+
+
+# ---- checkpoints, memory, statistics -------------------------------------------------------------
 
 
 def test_what_is_looked_at_uncompiled_stays_so_in_autograd_s_own_thread():
     """A checkpoint computes again in that thread, and must not come to other code there."""
     if not hasattr(torch._C, "_remove_obj_from_tls"):
         return  # this torch does not take the caller's context to that thread
-    compiled = []
+    compiled, threads = [], []
     function = torch.compile(torch.nn.Tanh().forward, backend=lambda *given: compiled.append(given))
     features = torch.ones(3, device=kind(), requires_grad=True)
-    threads = []
 
     def again(rows):
         threads.append(threading.get_ident())
@@ -453,87 +495,38 @@ def test_what_is_looked_at_uncompiled_stays_so_in_autograd_s_own_thread():
     torch.testing.assert_close(features.grad, 1 - features.detach().tanh() ** 2)
 
 
-def of_pairs(scores, labels):
-    """A loss of all pairs of rows, which draws too."""
-    scores = nn.functional.dropout(scores, 0.2)
-    return ((scores @ scores.T).tanh() - (labels[:, None] == labels).double()).square().mean()
-
-
-@pytest.mark.draws
-@pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("again", [None, "reentrant", "not reentrant"])
-def test_both_passes_draw_the_same_numbers(device_ids, where, again):
-    """What is drawn is written down in the outputs: the loss is of them, and so is the gradient."""
-    found = []
-    for accum in (1, 4):  # in one pass, and in two
-        model, inputs, targets = problem(Remembers(where, again))
-        with ScatterOnceParallel(model, accum, device_ids) as engine:
-            losses = []
-            for _ in range(2):
-                model.zero_grad()
-                torch.manual_seed(5)
-                losses.append(engine.forward_backward(inputs, targets, of_pairs, whole_batch=True))
-            states = [torch.get_rng_state(), *states_of({0})]
-            assert torch.equal(*losses)
-            found.append((gradients(model), states))
-            shares = engine.last_step.plan.shares
-    assert max(len(share.micro_batches) for share in shares) == 4
-    if len(device_ids) == 1:  # what a plain loop draws, sub-step by sub-step
-        model, inputs, targets = problem(Remembers(where, again))
-        torch.manual_seed(5)
-        rows = shares[0].micro_batches
-        scores = torch.cat([model(inputs[a:b].to(kind())) for a, b in rows])
-        of_pairs(scores, targets.to(kind())).backward()
-        assert_close(found[1][0], gradients(model))
-        assert_bits(found[1][1], [torch.get_rng_state(), *states_of({0})])
-
-
-def states_of(devices):
-    """Of the generators of devices that have these numbers."""
-    module = torch.get_device_module(kind())
-    return [module.get_rng_state(torch.device(kind(), index)) for index in sorted(devices)]
-
-
 def test_by_default_every_accelerator_has_a_replica():
-    model, inputs, targets = problem()
+    model, *batch = problem()
     count = torch.accelerator.device_count()
     with ScatterOnceParallel(model) as engine:
         assert engine.device_ids == tuple(torch.device(kind(), i) for i in range(count))
-        plain = inputs.to(kind()), targets.to(kind())
-        assert_step(engine, inputs, targets, nn.CrossEntropyLoss(), plain=plain)
+        assert_step(engine, *batch, LOSS, plain=moved("device", *batch))
         assert [next(r.parameters()).device for r in engine.replicas] == list(engine.device_ids)
 
 
-OUT_OF_MEMORY = {
-    "allocator": torch.OutOfMemoryError("pretended"),
-    "cuBLAS": RuntimeError(
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
-    ),
-}
+CUBLAS = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
 
 
-@pytest.mark.parametrize("who", OUT_OF_MEMORY)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("pretended"), RuntimeError(CUBLAS)])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_memory_that_runs_out(device_ids, where, who, monkeypatch):
+def test_memory_that_runs_out(device_ids, where, error, monkeypatch):
     """Backward passes run, and fail, in threads of torch's own."""
-    model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
-    monkeypatch.setattr(scatterpar.devices.runtime, "empty_cache", lambda: released.append(1))
+    model, *batch = problem()
+    _, expected = whole_batch(model, *batch)
     released = []
+    monkeypatch.setattr(runtime, "empty_cache", lambda: released.append(1))
+
+    def run_out(_):
+        raise copy.copy(error)
 
     def criterion(scores, labels):
-        def run_out(_):
-            raise copy.copy(OUT_OF_MEMORY[who])
-
         if len(labels) > 4:
-            if where == "forward":
-                run_out(None)
-            scores.register_hook(run_out)
-        return nn.functional.cross_entropy(scores, labels)
+            run_out(None) if where == "forward" else scores.register_hook(run_out)
+        return LOSS(scores, labels)
 
     with ScatterOnceParallel(model, "auto", device_ids) as engine:
         with pytest.warns(UserWarning, match="ran out of memory"):
-            engine.forward_backward(inputs, targets, criterion)
+            engine.forward_backward(*batch, criterion)
         assert_close(gradients(model), expected)
         sizes = [b - a for share in engine.last_step.plan.shares for a, b in share.micro_batches]
         assert max(sizes) <= 4
@@ -544,91 +537,22 @@ def test_memory_that_runs_out(device_ids, where, who, monkeypatch):
 def test_statistics_of_the_whole_batch(device_ids, reentrant):
     """Checkpoints compute anew in the threads of autograd, which counts nothing twice."""
     inner = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh())
-    first = inner if reentrant is None else Checkpointed(inner, reentrant)
-    model, inputs, targets = problem(first)
+    model, inputs, targets = problem(inner if reentrant is None else Checkpointed(inner, reentrant))
     twin = copy.deepcopy(model)
     with ScatterOnceParallel(model, 2, device_ids, buffers="batch") as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        engine.forward_backward(inputs, targets, LOSS)
     twin(inputs.to(kind()))
     assert_close(model.buffers(), twin.buffers())
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, inputs):
-        return checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
-
-
-class Noisy(nn.Module):
-    """On the accelerator and on the CPU, also in what a backward pass computes anew."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = nn.Dropout(0.4)
-        self.mix = nn.Linear(16, 16)
-
-    def middle(self, inputs):
-        noise = torch.rand(len(inputs), 1, dtype=inputs.dtype).to(inputs.device)
-        return self.dropout(self.mix(inputs)) + noise
-
-    def forward(self, inputs):
-        return checkpoint(self.middle, inputs, use_reentrant=False)
-
-
-LAYOUTS = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 1], [0, 1, 0, 1]]
-
-
-@pytest.mark.draws
-@pytest.mark.parametrize("accum", [1, 3])
-def test_the_same_bits_on_any_number_of_cards(accum):
-    layouts = [ids for ids in LAYOUTS if max(ids) < torch.accelerator.device_count()]
-    first = steps_on(layouts[0], accum)
-    for ids in layouts[1:]:
-        assert_bits(steps_on(ids, accum), first)
-
-
-def steps_on(ids, accum):
-    """The losses, parameters and random states that some steps leave."""
-    with seeded():
-        noisy = Noisy()
-    model, inputs, targets = problem(noisy, dtype=torch.float32)
-    torch.manual_seed(3)
-    others = states_of({*ids} - {0})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    with ScatterOnceParallel(model, accum, ids) as engine:
-        for rows in (ROWS, 5, 3, ROWS):
-            optimizer.zero_grad()
-            batch = inputs[:rows], targets[:rows]
-            losses.append(engine.forward_backward(*batch, nn.CrossEntropyLoss()))
-            optimizer.step()
-    assert_bits(states_of({*ids} - {0}), others)
-    return [*losses, *model.parameters(), torch.get_rng_state(), *states_of({0})]
-
-
-def step_of_both(sharded, plain, model, twin):
-    """With the same gradients, to the same bits; what is saved then, in the host's memory."""
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        other.grad = one.grad.clone()
-    sharded.step()
-    plain.step()
-    assert_bits(model.parameters(), twin.parameters())
-    saved = sharded.state_dict()
-    for kept in saved["state"].values():
-        for value in kept.values():
-            assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
-    return saved
+# ---- an optimizer on all cards, and replicas beside each other -----------------------------------
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
-    model, inputs, targets = problem(dtype=torch.float32)
+    model, *batch = problem(dtype=torch.float32)
     twin = copy.deepcopy(model)
-    plain = make(twin.parameters())
-    saved = None
+    plain, saved = make(twin.parameters()), None
     for devices in (device_ids, [0], device_ids):  # the state goes from one number to another
         with ScatterOnceParallel(model, 1, devices) as engine:
             sharded = ShardedOptimizer(engine, make)
@@ -636,9 +560,16 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
                 sharded.load_state_dict(saved)
             for number in range(3):
                 sharded.zero_grad()
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                engine.forward_backward(*batch, LOSS)
                 assert not number or engine.last_step.bytes["replicate"] == 0
-                saved = step_of_both(sharded, plain, model, twin)
+                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                    other.grad = one.grad.clone()
+                sharded.step()
+                plain.step()
+                assert_bits(model.parameters(), twin.parameters())
+            saved = sharded.state_dict()
+            values = [value for kept in saved["state"].values() for value in kept.values()]
+            assert {v.device.type for v in values if isinstance(v, torch.Tensor)} <= {"cpu"}
 
 
 def peaks_of(make, *devices):
@@ -673,42 +604,27 @@ def test_a_sharded_optimizer_takes_as_much_on_each_device(monkeypatch):
     assert max(sharded) < 0.75 * max(plain)
 
 
-class Crowd(nn.Module):
-    """A forward pass that counts how many are in it; ``meets``: and waits for all others."""
-
-    def __init__(self, cards, meets):
-        super().__init__()
-        self.body = nn.Linear(FEATURES, CLASSES)
-        self.watch, self.barrier = Watch(), threading.Barrier(cards if meets else 1)
+class Crowd(nn.Linear):
+    """A forward pass that waits for those of all others, and counts how many are in it."""
 
     def forward(self, rows):
         with self.watch:
             self.barrier.wait(60)
-            for _ in range(200):
-                rows = rows + 0
-        return self.body(rows)
+        return super().forward(rows)
 
 
-def crowd(meets, *, criterion=None, **options):
-    """The most replicas that were in their forward passes at once, in a step of every card."""
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"whole_batch": True}], ids=str)
+@pytest.mark.draws
+def test_replicas_that_wait_for_each_other_launch_beside_each_other(options):
     cards = torch.accelerator.device_count()
     if cards < 2:
         pytest.skip("needs 2 accelerators")
-    model = Crowd(cards, meets).to(kind(), torch.float64)
-    criterion = criterion or (lambda output, _: output.square().sum())
+    model = Crowd(FEATURES, CLASSES).to(kind(), torch.float64)
+    model.watch, model.barrier = Watch(), threading.Barrier(cards)
+    inputs = torch.randn(6 * cards, FEATURES, dtype=torch.float64, device=kind())
     with ScatterOnceParallel(model, 3, range(cards), verify=False) as engine:
-        inputs = torch.randn(6 * cards, FEATURES, dtype=torch.float64, device=kind())
-        if not options:
-            options["reduction"] = "sum"
-        engine.forward_backward(inputs, torch.zeros(6 * cards), criterion, **options)
-    gradient, model.barrier = model.body.weight.grad, threading.Barrier(1)
-    model.zero_grad()
-    model(inputs).square().sum().backward()
-    assert torch.allclose(gradient, model.body.weight.grad, rtol=1e-10)
-    return model.watch.most
-
-
-@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole_batch"])
-@pytest.mark.draws
-def test_replicas_that_wait_for_each_other_launch_beside_each_other(options):
-    assert crowd(meets=True, **options) == torch.accelerator.device_count()
+        engine.forward_backward(inputs, None, lambda output, _: output.square().sum(), **options)
+    assert model.watch.most == cards
+    model.barrier = threading.Barrier(1)
+    expected = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters()])
+    assert_close(gradients(model), expected)

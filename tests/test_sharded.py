@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 from harness.isolation import guarded
-from harness.models import CLASSES, FEATURES, mlp
+from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.oracle import build, gradients, randint, randn
 from harness.rank_processes import run_on_ranks
 from torch import nn, optim
@@ -301,32 +301,34 @@ def test_groups_are_the_users():
         assert pair.sharded.param_groups[0]["params"][0] is next(pair.model.parameters())
 
 
-class Odd(nn.Module):
+def odd():
     """Parameters of all sorts."""
 
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(9, FEATURES, sparse=True)
-        self.turned = nn.Parameter(torch.randn(FEATURES, FEATURES).T)
-        self.gaps = nn.Parameter(torch.randn(FEATURES, 2 * FEATURES)[:, ::2])
-        self.one = nn.Parameter(torch.randn(FEATURES, FEATURES))
-        self.same = nn.Parameter(self.one.detach())  # in one place with it
-        self.number = nn.Parameter(torch.randn(()))
-        self.none = nn.Parameter(torch.empty(0, FEATURES))
-        self.unused = nn.Parameter(torch.randn(3))
-        self.complex = nn.Parameter(torch.randn(FEATURES, dtype=torch.complex128))
-        self.head = nn.Linear(FEATURES, CLASSES)
+    def forward(m, inputs):
+        hidden = m.words((inputs[:, 0].abs() * 9).long() % 9) + inputs @ m.turned
+        hidden = hidden @ m.gaps + hidden @ m.one + (hidden @ m.same).tanh()
+        hidden = hidden + m.number + m.none.sum() + (hidden * m.complex).abs()
+        return m.head(hidden)
 
-    def forward(self, inputs):
-        hidden = self.words((inputs[:, 0].abs() * 9).long() % 9) + inputs @ self.turned
-        hidden = hidden @ self.gaps + hidden @ self.one + (hidden @ self.same).tanh()
-        hidden = hidden + self.number + self.none.sum() + (hidden * self.complex).abs()
-        return self.head(hidden)
+    one = torch.randn(FEATURES, FEATURES)
+    values = {
+        "turned": torch.randn(FEATURES, FEATURES).T,
+        "gaps": torch.randn(FEATURES, 2 * FEATURES)[:, ::2],
+        "one": one,
+        "same": one,  # in one place with it
+        "number": torch.randn(()),
+        "none": torch.empty(0, FEATURES),
+        "unused": torch.randn(3),
+        "complex": torch.randn(FEATURES, dtype=torch.complex128),
+    }
+    parts = {name: nn.Parameter(value) for name, value in values.items()}
+    parts |= {"words": nn.Embedding(9, FEATURES, sparse=True), "head": linear()}
+    return Of(forward, **parts)
 
 
 @pytest.mark.parametrize("number", [2, 4])
 def test_parameters_of_all_sorts(number):
-    model = build(Odd)
+    model = build(odd)
     model.same.data = model.one.data
     with Pair(model, VIRTUAL[:number], optim.SGD, lr=0.01, momentum=0.5) as pair:
         pair.twin.same.data = pair.twin.one.data

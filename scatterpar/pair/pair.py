@@ -244,11 +244,11 @@ class DataParallelCriterion(_OfPair):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
-            reduction = resolve_reduction(self.module, reduction)
-            batches = [(0, (outputs, targets))]
-            request = Request(
-                batches, self.dim, criterion=self.module, reduction=reduction, count=count
+            reduction, batches = (
+                resolve_reduction(self.module, reduction),
+                [(0, (outputs, targets))],
             )
+            request = Request(batches, self.dim, (), self.module, reduction, count)
             plan = self._plan(outputs, targets)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))

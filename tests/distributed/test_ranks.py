@@ -183,11 +183,6 @@ def test_targets_without_rows_are_rank_0_s(devices):
             assert_close(found[name], its[name], name)
 
 
-class OneByOne(nn.Linear):
-    def forward(self, rows):
-        return [super(OneByOne, self).forward(row) for row in rows]
-
-
 def lists_of(group, where):
     """As many rows on every rank, so that entry by entry all shapes are alike."""
     rows = randn(2, FEATURES, seed=group.rank())
@@ -197,8 +192,12 @@ def lists_of(group, where):
         "texts": Rows(["a", "b"]),
         "collated": Rows(list(rows), torch.stack),
     }[where]
-    model = (OneByOne if where == "outputs" else nn.Linear)(FEATURES, 2).double()
-    inputs = Rows(list(rows)) if where == "outputs" else rows
+    model, inputs = build(lambda: nn.Linear(FEATURES, 2)), rows
+    if where == "outputs":
+        model, inputs = (
+            Of(lambda m, x: [m.linear(row) for row in x], linear=model),
+            Rows(list(rows)),
+        )
 
     def criterion(outputs, _):
         return torch.stack(list(outputs)).sum()
@@ -218,25 +217,22 @@ def test_lists_are_refused_that_ranks_cannot_join(where):
         assert all(gradient is None for gradient in found.values())
 
 
-class Learned(nn.Module):
+def learned(noise):
     """A criterion with a temperature of its own, a queue, and noise."""
 
-    def __init__(self, noise):
-        super().__init__()
-        self.noise = noise
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        self.register_buffer("queue", torch.zeros(3, contrastive.EMBEDDING, dtype=torch.float64))
-
-    def forward(self, outputs, labels):
-        one = outputs["one"] + self.noise * torch.randn_like(outputs["one"])
-        logits = self.scale * one @ torch.cat([outputs["other"], self.queue]).T
-        self.queue.copy_(one.detach()[:3])
+    def forward(m, outputs, labels):
+        one = outputs["one"] + noise * torch.randn_like(outputs["one"])
+        logits = m.scale * one @ torch.cat([outputs["other"], m.queue]).T
+        m.queue.copy_(one.detach()[:3])
         return nn.functional.cross_entropy(logits, torch.arange(len(labels)))
+
+    criterion = Of(forward, scale=nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
+    return with_buffers(criterion, queue=torch.zeros(3, contrastive.EMBEDDING).double())
 
 
 def learn(group, noise):
     torch.manual_seed(group.rank())  # what the criterion draws is the same on all nevertheless
-    model, criterion = two_views(), Learned(noise)
+    model, criterion = two_views(), learned(noise)
     with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group, verify=False) as engine:
         before = torch.get_rng_state()
         batch = part(group, VIEWS)
@@ -253,7 +249,7 @@ def test_the_criterion_counts_once_and_draws_alike(noise):
     assert other_losses == losses
     assert all(g is None or torch.equal(g, other[name]) for name, g in found.items())
     if not noise:
-        model, criterion = two_views(), Learned(noise)
+        model, criterion = two_views(), learned(noise)
         for _ in "ab":
             criterion(model(*VIEWS[0]), VIEWS[1]).backward()
         assert_close(found["scale"], criterion.scale.grad, "scale")
@@ -486,17 +482,15 @@ def test_a_group_of_some_of_the_ranks():
     assert_close(first, CE(mlp(1)(BATCH[0]), BATCH[1]).detach(), "loss")
 
 
-class WritesItsWeight(nn.Linear):
-    def forward(self, inputs):
-        self.weight.data.mul_(0.9)
-        return super().forward(inputs)
-
-
 def written(group):
-    module = build(lambda: WritesItsWeight(FEATURES, CLASSES))
+    def forward(m, inputs):
+        m.linear.weight.data.mul_(0.9)
+        return m.linear(inputs)
+
+    module = Of(forward, linear=build(lambda: nn.Linear(FEATURES, CLASSES)))
     with ScatterOnceParallel(module, process_group=group) as engine:
         found = [failure(engine.forward_backward, *part(group), CE) for _ in range(2)]
-    return found, module.weight.grad
+    return found, module.linear.weight.grad
 
 
 def test_parameters_that_a_forward_pass_writes_are_refused():
@@ -504,6 +498,6 @@ def test_parameters_that_a_forward_pass_writes_are_refused():
     for found, gradient in run_on_ranks(2, written):
         for kind, words in found:
             assert kind == "RuntimeError"
-            assert "the forward pass writes the parameter 'weight'" in words
+            assert "the forward pass writes the parameter 'linear.weight'" in words
             assert "values are lost" in words
         assert gradient is None

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from harness.agree import Case
 from harness.contrastive import FEATURES
-from harness.models import Classifier, Columns, Of, Returns, linear
+from harness.models import Columns, Of, Returns, linear
 from harness.module_cases import InOneMemory, with_buffers
 from harness.oracle import build, randint, randn
 from scatterpar import Replicated, Rows
@@ -35,17 +35,14 @@ def counted():
     return with_buffers(model, seen=torch.zeros((), dtype=torch.long))
 
 
-class Queued(Classifier):
+class Queued(Of):
     """A criterion that is a method of the model, and writes to a buffer of the model's."""
 
     def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.register_buffer("queue", torch.ones(3, 4))
-
-    def forward(self, inputs):
-        return self.linear(self.norm(inputs))
+        parts = {"linear": nn.Linear(FEATURES, 4), "norm": nn.BatchNorm1d(FEATURES)}
+        scale = nn.Parameter(torch.tensor(0.5))
+        super().__init__(lambda m, inputs: m.linear(m.norm(inputs)), scale=scale, **parts)
+        with_buffers(self, queue=torch.ones(3, 4))
 
     def loss(self, outputs, labels):
         logits = self.scale.exp() * outputs @ torch.cat([outputs.detach(), self.queue]).T

@@ -14,10 +14,45 @@ from faults.processes import run_forked
 from faults.state import nothing_changes
 from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from harness.oracle import assert_gradients, assert_step, build, gradients, randint, randn, seeded
-from harness.stop_iteration import RaisesStopIteration, assert_arrives_from_everywhere
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
+
+
+class RaisesStopIteration(torch.Tensor):
+    """Raises when it is looked at for the ``left``-th time."""
+
+    lock = threading.RLock()
+    left = -1
+    raised = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with RaisesStopIteration.lock:
+            RaisesStopIteration.left -= 1
+            if RaisesStopIteration.left == 0:
+                RaisesStopIteration.raised = StopIteration("mine")
+                raise RaisesStopIteration.raised
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def assert_arrives_from_everywhere(step):
+    """``step()`` raises the very ``StopIteration`` that was raised, at every look it takes.
+
+    Inside a generator of ours, Python would make a RuntimeError of it.
+    """
+    tried, caught = 0, RaisesStopIteration
+    while caught is not None:
+        tried += 1
+        RaisesStopIteration.left, RaisesStopIteration.raised, caught = tried, None, None
+        try:
+            step()
+        except BaseException as error:
+            caught = error
+        assert caught is RaisesStopIteration.raised, tried
+    RaisesStopIteration.left = -1
+    assert tried > 20
+
 
 SECONDS = 120
 INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"

@@ -7,7 +7,6 @@ import runpy
 
 import pytest
 import torch
-from torch import nn
 
 from scatterpar import torch_private as private
 
@@ -36,15 +35,6 @@ def test_an_unknown_dispatch_key_is_named(monkeypatch):
     monkeypatch.setattr("torch._C._dispatch_key_parse", lambda name: torch.device(name))
     with pytest.raises(RuntimeError, match=WORDS.format("dispatch key TESTING_ONLY_GenericMode")):
         runpy.run_path(private.__file__)
-
-
-def test_an_optimizer_steps_without_its_hooks():
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the hook ran"))
-    weight.grad = torch.ones(1)
-    private.step_without_hooks(optimizer)
-    assert weight.item() == 0.0
 
 
 def test_a_backward_pass_reaches_nodes_and_leaves():

@@ -79,6 +79,8 @@ def test_exact_in_pieces(tiny_chunks, devices, alone, monkeypatch):
             for one, other in zip(model.parameters(), replica.parameters(), strict=True):
                 assert torch.equal(one, other)
     assert not torch.equal(loss, again)
+    for parameter in model.parameters():  # the gradient has no more memory than it needs
+        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
 
 
 def test_a_message_is_a_chunk_and_each_byte_crosses_once(tiny_chunks):
@@ -307,14 +309,6 @@ def test_a_parameter_takes_the_gradient_s_own_memory(devices, monkeypatch, facto
     for parameter in model.parameters():
         assert parameter.grad.data_ptr() == given[id(parameter)]
         assert parameter.grad.stride() == parameter.stride()
-
-
-def test_a_gradient_has_no_more_memory_than_it_needs(devices):
-    model, inputs = of_mixed()
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(inputs, randint(6, 16), CRITERION)
-    for parameter in model.parameters():
-        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
 
 
 # ---- lists of tensors ---------------------------------------------------------------------------

@@ -77,19 +77,20 @@ def test_replicas_in_one_memory_move_nothing():
         assert report.messages == dict.fromkeys(PHASES, 0)
 
 
-def test_replicas_that_share_a_virtual_device_cost_one_refresh():
-    """Parameters go out to each other device, not to each replica."""
+@pytest.mark.parametrize(
+    ("device_ids", "rows", "refreshed", "reduced"),
+    [
+        (["cpu:0", "cpu:1", "cpu:1", "cpu:0"], 64, 1, 3),  # pairs: 0 + 1, 2 + 3, 0 + 2
+        (["cpu:0", "cpu:0", "cpu:1", "cpu:1"], 64, 1, 1),
+        (VIRTUAL, 2, 3, 1),  # devices without rows send nothing back
+    ],
+)
+def test_parameters_go_out_to_each_other_device_once(device_ids, rows, refreshed, reduced):
     model = mlp()
-    for report, batch in step(model, ["cpu:0", "cpu:1", "cpu:1", "cpu:0"]):
-        assert report.bytes["replicate"] == size(model.parameters())
+    for report, batch in step(model, device_ids, rows=rows):
+        assert report.bytes["replicate"] == refreshed * size(model.parameters())
         assert report.bytes["scatter"] == batch
-
-
-def test_devices_without_rows_send_nothing_back():
-    model = mlp()
-    for report, batch in step(model, VIRTUAL, rows=2):
-        assert report.bytes["scatter"] == batch
-        assert report.bytes["reduce"] == size(model.parameters())
+        assert report.bytes["reduce"] == reduced * size(model.parameters())
 
 
 @pytest.mark.contract

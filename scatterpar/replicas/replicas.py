@@ -266,7 +266,7 @@ class Replica(ModuleCopy):
         self.device, contents = device, of.contents
         storages, sources = of.broadcast.storages(device), of.broadcast.at(device)
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
-        self.tensors = tensors = [
+        self.tensors = [
             parameter_like(original, storage.data)
             if isinstance(original, nn.Parameter)
             else storage.data

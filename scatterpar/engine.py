@@ -350,14 +350,19 @@ class ScatterOnceParallel(Wrapper):
 
     def _step(self, call: Call, *, deferred: bool) -> Any:
         """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""
-        with self._workers.exclusive(self.module), self._timed() as waited:
-            compute = partial(self._fit, call, not deferred or torch.is_grad_enabled())
-            outcome = self._combine(compute) if self._combine else compute()
-            attempt = outcome.attempt
-            with attempt, attempt.span("commit"):
-                noise = self._noise_of(outcome) if self._noise_of else None
-                loss = commit(outcome, deferred=deferred)  # 6
-            self.last_step = outcome.report(noise, waited)
+        waited = max(0.0, time.perf_counter() - self._step_ended)
+        recorded = self._trace.step() if self._trace else contextlib.nullcontext()
+        with self._workers.exclusive(self.module), recorded:
+            try:
+                compute = partial(self._fit, call, not deferred or torch.is_grad_enabled())
+                outcome = self._combine(compute) if self._combine else compute()
+                attempt = outcome.attempt
+                with attempt, attempt.span("commit"):  # a hook that raises undoes the step
+                    noise = self._noise_of(outcome) if self._noise_of else None
+                    loss = commit(outcome, deferred=deferred)  # 6
+                self.last_step = outcome.report(noise, waited)
+            finally:
+                self._step_ended = time.perf_counter()
         return (loss, outcome.outputs) if call.return_outputs else loss
 
     def _fit(self, call: Call, backward: bool) -> Outcome:
@@ -595,16 +600,6 @@ class ScatterOnceParallel(Wrapper):
             yield trace
         finally:
             self._trace = None
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[float]:
-        """The body is a step, recorded in a trace if on. Yields the seconds since the last step."""
-        waited = max(0.0, time.perf_counter() - self._step_ended)
-        try:
-            with self._trace.step() if self._trace else contextlib.nullcontext():
-                yield waited
-        finally:
-            self._step_ended = time.perf_counter()
 
     def replay(self, *_: object, **__: object) -> NoReturn:
         """Removed in 0.3.0."""

@@ -147,7 +147,7 @@ steps are not checked
 -factors = [float(stop - start) for start, stop in spans]
 +pass
 engine.map calls the user's own method for all replicas
-  _work -> test_each_replica_calls_its_own_method
+  _Work.__init__ -> test_each_replica_calls_its_own_method
 -[replica.copy_of(function) for replica in replicas]
 +[function for _ in replicas]
 pad= of engine.map is ignored

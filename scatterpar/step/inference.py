@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ def map_rows(
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
-    work = _work(function, replicas.of_model)
+    work = _Work(function, replicas.of_model)
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.run(work.of_share, tasks)
         attempt.check_join(attempt, tasks[0], outputs, work, function is module)
@@ -56,17 +55,34 @@ def map_rows(
     return output
 
 
-@dataclass
 class _Work:
-    """The function as each replica calls it; ``key`` names its code."""
+    """The function as each replica calls it; ``key`` names its code.
 
-    key: str
-    calls: Sequence[Callable[..., Any]]
+    Each replica calls its own method, or ``function`` with the replica as first argument. Raises
+    ``ValueError`` if ``function`` refers to the user's module, which is on one device.
+    """
+
+    def __init__(self, function: Callable[..., Any], replica_set: ReplicaSet) -> None:
+        inner = function
+        while isinstance(inner, partial):
+            inner = inner.func
+        # Of the code, because a lambda is a new object in each call.
+        self.key = str(getattr(inner, "__code__", type(inner)))
+        replicas = replica_set.replicas
+        self._calls = [partial(function, replica.root) for replica in replicas]
+        if _is_of(inner, replica_set):
+            self._calls = [replica.copy_of(function) for replica in replicas]
+        elif any(_is_of(value, replica_set) for value in named_values(function).values()):
+            raise ValueError(
+                "the function refers to the module itself, which is on one device; use the "
+                "replica, its first argument, as in lambda replica, x: replica.generate(x), or "
+                "pass a method of the module, such as model.generate"
+            )
 
     def __call__(self, task: ReplicaTask, rows: Any) -> Any:
         (args, kwargs), _ = rows
         with torch.no_grad():
-            output = self.calls[task.share.replica](*args, **kwargs)
+            output = self._calls[task.share.replica](*args, **kwargs)
         nested.refuse_generators(output)
         return output
 
@@ -79,27 +95,6 @@ class _Work:
             with note_replica(task.share, number):
                 outputs.append(self(task, task.loader.load(number)))
         return outputs
-
-
-def _work(function: Callable[..., Any], replica_set: ReplicaSet) -> _Work:
-    """Each replica calls its own method, or ``function`` with the replica as first argument.
-
-    Raises ``ValueError`` if ``function`` refers to the user's module, which is on one device.
-    """
-    inner = function
-    while isinstance(inner, partial):
-        inner = inner.func
-    key = str(getattr(inner, "__code__", type(inner)))  # a lambda is a new object in each call
-    replicas = replica_set.replicas
-    if _is_of(inner, replica_set):
-        return _Work(key, [replica.copy_of(function) for replica in replicas])
-    if any(_is_of(value, replica_set) for value in named_values(function).values()):
-        raise ValueError(
-            "the function refers to the module itself, which is on one device; use the replica, "
-            "its first argument, as in lambda replica, x: replica.generate(x), or pass a method "
-            "of the module, such as model.generate"
-        )
-    return _Work(key, [partial(function, replica.root) for replica in replicas])
 
 
 def _is_of(value: Any, replica_set: ReplicaSet) -> bool:

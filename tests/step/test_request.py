@@ -54,7 +54,6 @@ def assert_arrives_from_everywhere(step):
     assert tried > 20
 
 
-SECONDS = 120
 INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"
 
 
@@ -140,26 +139,6 @@ def test_close_from_inside_a_criterion(monkeypatch):
     engine.close()
     with pytest.raises(RuntimeError, match="this engine is closed"):
         step(engine)
-
-
-def test_two_threads_truly_at_once(engine):
-    """The second is refused while the first is known to be inside."""
-    inside, release = threading.Event(), threading.Event()
-
-    def criterion(output, targets):
-        inside.set()
-        assert release.wait(SECONDS)
-        return nn.functional.cross_entropy(output, targets)
-
-    first = threading.Thread(target=lambda: engine.forward_backward(*data(), criterion))
-    first.start()
-    assert inside.wait(SECONDS)
-    with pytest.raises(RuntimeError, match=f"{INSIDE}.* nor from a second thread"):
-        step(engine)
-    release.set()
-    first.join(SECONDS)
-    assert not first.is_alive()
-    assert engine.module[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("part", ["inputs", "targets"])

@@ -369,7 +369,7 @@ class ScatterOnceParallel(Wrapper):
         """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
         schedule = self._schedule(call)
         request = checked(call, self.dim, self.device_ids[0], self.check_finite, backward)
-        if self._auto_accum:
+        if self._auto_accum and call.costs is None:
             plan_with = partial(make_plan, request.sizes, self.device_ids, shares=self.shares)  # 1
             compute = partial(self._compute, schedule)
             replicas, release = len(self.device_ids), self._workers.release

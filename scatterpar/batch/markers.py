@@ -235,8 +235,10 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int
 
 def has_markers(value: Any, *, with_rows: bool = False) -> bool:
     """Whether any leaf of ``value`` is a marker, or a marker ``with_rows``."""
-    markers = [leaf for leaf in nested.leaves(value) if isinstance(leaf, Marker)]
-    return any(not with_rows or marker.num_rows is not None for marker in markers)
+    for leaf in nested.leaves(value):
+        if isinstance(leaf, Marker) and not (with_rows and leaf.num_rows is None):
+            return True
+    return False
 
 
 def all_tensors(value: Any) -> list[Tensor]:

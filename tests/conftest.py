@@ -48,17 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # Packages of extras, by the names under which they are imported.
 EXTRAS = {
     *("accelerate", "datasets", "hypothesis", "matplotlib", "nbformat", "numpy", "peft", "PIL"),
-    *(
-        "psutil",
-        "pytest_timeout",
-        "sentence_transformers",
-        "timm",
-        "torchvision",
-        "tqdm",
-        "transformers",
-        "trl",
-        "tyro",
-    ),
+    *("psutil", "pytest_timeout", "sentence_transformers", "timm", "torchvision", "tqdm"),
+    *("transformers", "trl", "tyro"),
 }
 
 

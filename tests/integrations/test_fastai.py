@@ -82,35 +82,75 @@ def assert_same(ours, stock, tolerance=SAME):
         assert [*one] == pytest.approx([*other], rel=max(tolerance, 1e-6), nan_ok=True)
 
 
-def both(folder, *callbacks, how=None, new=NEW, **options):
-    """Learners that were fitted: with a callback of ours, and the stock one."""
-    return (fitted(learner(folder, *c, *callbacks, **options), how) for c in ([new()], []))
-
-
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
+SIGMOID = {"loss_func": nn.BCEWithLogitsLoss(), "targets": randn(ROWS, CLASSES).sigmoid()}
+IGNORED = randint(CLASSES, ROWS)
+IGNORED[3:20:2] = -100
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        learner,
-        partial(learner, loss_func=nn.functional.cross_entropy, opt_func=SGD),
-        partial(learner, loss_func=nn.CrossEntropyLoss(WEIGHTS.double())),
-        lambda folder, *more: learner(folder, *more, GradientClip(0.05)),
-        lambda folder, *more: learner(folder, *more, GradientAccumulation(24)),
-        partial(learner, loss_func=nn.BCEWithLogitsLoss(), targets=randn(ROWS, CLASSES).sigmoid()),
-    ],
-    ids=["adam", "function", "weights", "clip", "accumulation", "several-labels"],
-)
-def test_a_run_is_that_of_one_device(make, devices, tmp_path):
-    ours = fitted(make(tmp_path, ScatterOnce(devices(2), accum=2)))
-    assert_same(ours, fitted(make(tmp_path)))
+def split(model):
+    return [params(model[:2]), params(model[2:])]
 
 
-@pytest.mark.parametrize("options", [{}, {"weight": WEIGHTS}, {"ignore_index": 1}], ids=str)
-def test_fastais_losses_are_in_single_precision(options, tmp_path):
-    loss = CrossEntropyLossFlat(**options)
-    assert_same(*both(tmp_path, loss_func=loss, opt_func=SGD), 1e-6)
+def thaw(learn):
+    learn.freeze()
+    learn.fit(1)
+    learn.unfreeze()
+    learn.fit(1, 0.1)
+
+
+def halves(pred, target):
+    rows = target > 0
+    return nn.functional.cross_entropy(pred[rows], target[rows])
+
+
+def total(pred, target):
+    return nn.functional.cross_entropy(pred, target, reduction="sum")
+
+
+RUNS = {
+    "adam": {},
+    "function": {"loss_func": nn.functional.cross_entropy, "opt_func": SGD},
+    "weights": {"loss_func": nn.CrossEntropyLoss(WEIGHTS.double())},
+    "clip": {"callbacks": [partial(GradientClip, 0.05)]},
+    "accumulation": {"callbacks": [partial(GradientAccumulation, 24)]},
+    "several labels": SIGMOID,
+    "ignored labels": {"targets": IGNORED},
+    "count": {"loss_func": halves, "own": {"count": lambda _, targets: (targets[0] > 0).sum()}},
+    "a sum": {"loss_func": total, "own": {"reduction": "sum"}},
+    "discriminative rates": {
+        "how": lambda learn: learn.fit_one_cycle(2, slice(1e-3, 1e-1)),
+        "splitter": split,
+    },
+    "frozen": {"how": thaw, "splitter": split},
+    # fastai's losses are in single precision.
+    **{
+        f"fastai's {options}": {
+            "loss_func": CrossEntropyLossFlat(**options),
+            "opt_func": SGD,
+            "tolerance": 1e-6,
+        }
+        for options in ({}, {"weight": WEIGHTS}, {"ignore_index": 1})
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_device(name, devices, tmp_path):
+    options = dict(RUNS[name])
+    more, own = options.pop("callbacks", []), options.pop("own", {})
+    tolerance, how = options.pop("tolerance", SAME), options.pop("how", None)
+    new = partial(ScatterOnce, devices(2), accum=2, **own)
+    ours, stock = (
+        fitted(learner(tmp_path, *(make() for make in [*place, *more]), **options), how)
+        for place in ([new], [])
+    )
+    assert_same(ours, stock, tolerance)
+
+
+def test_a_mean_over_other_terms_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="count="):
+        fitted(learner(tmp_path, NEW(), loss_func=halves))
 
 
 @pytest.mark.parametrize("mix", [MixUp, CutMix])
@@ -120,44 +160,6 @@ def test_mixed_images_have_a_loss_of_the_whole_batch(mix, devices, tmp_path):
         return fitted(learner(tmp_path, mix(0.4), *callbacks, **options))
 
     assert_same(made(ScatterOnce(devices(2), accum=2)), made(), 1e-5)
-
-
-def test_labels_that_are_ignored(tmp_path):
-    targets = randint(CLASSES, ROWS)
-    targets[3:20:2] = -100
-    assert_same(*both(tmp_path, targets=targets))
-
-
-def test_count_and_reduction(tmp_path):
-    def halves(pred, target):
-        kept = target > 0
-        return nn.functional.cross_entropy(pred[kept], target[kept])
-
-    def kept(_, targets):
-        return (targets[0] > 0).sum()
-
-    assert_same(*both(tmp_path, new=partial(NEW, count=kept), loss_func=halves))
-    with pytest.raises(ValueError, match="count="):
-        fitted(learner(tmp_path, NEW(), loss_func=halves))
-    total = partial(nn.functional.cross_entropy, reduction="sum")
-    new = partial(NEW, reduction="sum")
-    assert_same(*both(tmp_path, new=new, loss_func=lambda p, y: total(p, y)))
-
-
-def split(model):
-    return [params(model[:2]), params(model[2:])]
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        lambda learn: learn.fit_one_cycle(2, slice(1e-3, 1e-1)),
-        lambda learn: (learn.freeze(), learn.fit(1), learn.unfreeze(), learn.fit(1, 0.1)),
-    ],
-    ids=["rates", "frozen"],
-)
-def test_discriminative_rates_and_freezing(how, tmp_path):
-    assert_same(*both(tmp_path, how=how, splitter=split))
 
 
 def test_the_learning_rate_finder(tmp_path):

@@ -158,23 +158,62 @@ def assert_logged(ours, stock, tolerance=1e-6):
         assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 3},
-        {"limit_train_batches": 2, "limit_val_batches": 1, "overfit_batches": 2},
-        {"callback": partial(EMAWeightAveraging, decay=0.5)},
-        {"callback": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)},
-        {"callback": partial(EarlyStopping, "val_loss", mode="max", patience=1)},
-    ],
-    ids=str,
-)
-def test_a_run_is_that_of_one_device(options, devices):
-    ours, own = fitted(ScatterOnceStrategy(devices(2), accum=2), **options)
-    stock, one = fitted(**options)
+class Parts(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+def with_step(step):
+    return type("Own", (Classifier,), {"training_step": step})
+
+
+def summed(self, batch, batch_idx):
+    return functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+
+def kept(self, batch, batch_idx):
+    rows = batch[1] > 0
+    return functional.cross_entropy(self(batch[0])[rows], batch[1][rows])
+
+
+class Regressor(Classifier):
+    """Has a metric of means inside of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.many = nn.ModuleList([MeanSquaredError()])
+
+    def training_step(self, batch, batch_idx):
+        self.many[0](self(batch[0])[:, 0].contiguous(), batch[0][:, 0].contiguous())
+        self.log("error", self.many[0], on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+RUNS = {
+    "plain": {},
+    "accum auto": {"strategy": {"accum": "auto"}},  # memory suffices for one sub-step per replica
+    "a sum": {"kind": with_step(summed), "strategy": {"accum": 3, "reduction": "sum"}},
+    "a metric in a list": {"kind": Regressor},
+    "a compiled part": {"kind": Parts},
+    "clipping": {"gradient_clip_val": 0.05},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "overfit_batches": 2},
+    "averages": {"callback": partial(EMAWeightAveraging, decay=0.5)},
+    "stochastic averages": {
+        "callback": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
+    },
+    "stopping": {"callback": partial(EarlyStopping, "val_loss", mode="max", patience=1)},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_device(name, devices):
+    options = dict(RUNS[name])
+    kind, how = options.pop("kind", Classifier), {"accum": 2} | options.pop("strategy", {})
+    ours, own = fitted(ScatterOnceStrategy(devices(2), **how), made(kind), **options)
+    stock, one = fitted(None, made(kind), **options)
     assert own.world_size == 1
     assert own.current_epoch == one.current_epoch
     assert_same(ours, stock)
@@ -184,11 +223,6 @@ def test_a_run_is_that_of_one_device(options, devices):
         assert mine.keys() == other.keys()
         for name, value in mine.items():
             torch.testing.assert_close(value, other[name], msg=name)
-
-
-def test_accum_auto_is_a_run_of_one_device(devices):
-    """Memory suffices here: one sub-step per replica."""
-    assert_same(fitted(ScatterOnceStrategy(devices(2), accum="auto"))[0], fitted()[0])
 
 
 def test_the_trainers_devices_are_replicas():
@@ -267,23 +301,11 @@ def test_the_learning_rate_finder():
     assert rate == pytest.approx(expected)
 
 
-class Parts(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.compile(self.net, backend="eager")
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_compiled_modules(whole):
-    def module():
-        return torch.compile(made(), backend="eager") if whole else made(Parts)
-
-    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, 2), module(), max_epochs=1)
-    stock, _ = fitted(None, made() if whole else made(Parts), max_epochs=1)
-    if whole:
-        assert ours._orig_mod._compiler_ctx is not None  # compiled still
-        ours = ours._orig_mod
-    assert_same(ours, stock)
+def test_compiled_modules():
+    module = torch.compile(made(), backend="eager")
+    fitted(ScatterOnceStrategy(["cpu"] * 2, 2), module, max_epochs=1)
+    assert module._orig_mod._compiler_ctx is not None  # compiled still
+    assert_same(module._orig_mod, fitted(None, made(), max_epochs=1)[0])
 
 
 class Tokens(pl.LightningModule):
@@ -330,28 +352,6 @@ def test_count_says_what_a_mean_is_of(devices):
     assert ours.texts == stock.texts
 
 
-def test_losses_that_do_not_combine_as_said_are_refused():
-    y = torch.full((8, 4), -100)
-    y[:, 0] = y[0] = 1
-    x = randn(8, 4, FEATURES)
-    rows = [{"x": x[i], "y": y[i], "text": ""} for i in range(8)]
-    with pytest.raises(ValueError, match="count="):
-        trainer(ScatterOnceStrategy(["cpu"] * 2)).fit(made(Tokens), DataLoader(rows, 8))
-
-
-def with_step(step):
-    return type("Own", (Classifier,), {"training_step": step})
-
-
-def summed(self, batch, batch_idx):
-    return functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
-
-
-def test_a_sum():
-    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, 3, reduction="sum"), made(with_step(summed)))
-    assert_same(ours, fitted(None, made(with_step(summed)))[0])
-
-
 def test_an_error_is_the_users_and_leaves_the_module_whole():
     class Failing(Classifier):
         def training_step(self, batch, batch_idx):
@@ -391,18 +391,17 @@ class Correlates(Classifier):
         (with_step(lambda self, dataloader_iter: None), {}, "dataloader_iter"),
         (with_step(lambda self, batch, batch_idx: None), {}, "training_step returned None"),
         (Correlates, {}, "PearsonCorrCoef cannot be merged"),
+        (with_step(kept), {}, "count="),
+        (Classifier, {"strategy": {"graphs": True}}, "graphs=True"),
         (Classifier, {"sync_batchnorm": True}, "sync_batchnorm"),
         (Classifier, {"num_nodes": 2}, "num_nodes"),
     ],
 )
 def test_refused_by_name(kind, options, words):
+    own = options.get("strategy", {})
+    options = {name: value for name, value in options.items() if name != "strategy"}
     with pytest.raises(ValueError, match=words):
-        fitted(ScatterOnceStrategy(["cpu"] * 2), made(kind), **options)
-
-
-def test_graphs_are_refused():
-    with pytest.raises(ValueError, match="graphs=True"):
-        ScatterOnceStrategy(graphs=True)
+        fitted(ScatterOnceStrategy(["cpu"] * 2, **own), made(kind), **options)
 
 
 class Normalised(Classifier):
@@ -420,24 +419,6 @@ def test_batch_normalisation_is_told_once(recwarn):
     ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, buffers="batch"), made(Normalised))
     assert not [one for one in recwarn if "batch normalisation" in str(one.message)]
     assert ours.net[1].num_batches_tracked == 8  # once a step
-
-
-def test_a_metric_of_means_and_one_inside_of_a_list():
-    class Regressor(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.many = nn.ModuleList([MeanSquaredError()])
-
-        def training_step(self, batch, batch_idx):
-            self.many[0](self(batch[0])[:, 0].contiguous(), batch[0][:, 0].contiguous())
-            self.log("error", self.many[0], on_step=True, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    (_, own), (_, one) = (
-        fitted(strategy, made(Regressor))
-        for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), None)
-    )
-    assert_logged(own, one)
 
 
 def test_the_page(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ longest one. A row that costs more than the limit is a micro-batch of its own.
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -17,7 +18,7 @@ from torch import nn
 
 from scatterpar.plan import Plan, Share, check_number, make_plan, shown
 
-_HALVINGS = 20  # steps of the bisection for the smallest limit
+_LIMITS = 2**20  # that are tried for the largest cost of a micro-batch, by bisection
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,12 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     falling = [costs[row] for row in rows]
     number = len(_ends(falling, budget, len(rows)))
     number = min(len(rows), -(-number // replicas) * replicas)
-    low, high = 0.0, float(budget)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if _ends(falling, middle, number)[-1] < len(rows):
-            low = middle
-        else:
-            high = middle
-    pieces = [rows[start:stop] for start, stop in pairwise([0, *_ends(falling, high, number)])]
+
+    def cut_within(part: int) -> list[int]:
+        return _ends(falling, budget * part / _LIMITS, number)
+
+    first = bisect_left(range(_LIMITS), len(rows), key=lambda part: cut_within(part)[-1])
+    pieces = [rows[start:stop] for start, stop in pairwise([0, *cut_within(first)])]
     while len(pieces) < number:
         sizes = [(len(piece) > 1, len(piece) * costs[piece[0]], len(piece)) for piece in pieces]
         i = sizes.index(max(sizes))

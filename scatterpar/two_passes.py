@@ -100,10 +100,9 @@ class TwoPasses(Schedule):
 
         The loss is zero in all processes except the first.
         """
-        passes = [Passes(attempt, task) for task in tasks]
         replica_sets = attempt.replicas.replica_sets
         with parameter_writes_refused(replica_sets):
-            attempt.run(Passes.first, passes)
+            passes = attempt.run(partial(Passes, attempt), tasks)
         attempt.check_join(attempt, tasks[0], [each.outputs for each in passes], output_at)
         # A trial runs in this process only.
         ranks = self._ranks if attempt.max_substeps is None else None
@@ -126,26 +125,27 @@ class TwoPasses(Schedule):
 
 
 class Passes:
-    """The two passes of one replica over its share.
+    """The two passes of one replica over its share; the constructor runs the first.
 
     ``outputs`` has those of each micro-batch, without graphs; their tensors get gradients.
     ``returned`` has the parts of them to return, if the user asked for outputs.
     """
 
-    def __init__(self, attempt: Attempt, task: ReplicaTask) -> None:
+    def __init__(self, attempt: Attempt, task: ReplicaTask, *, proceed: Callable[[], None]) -> None:
         self._attempt, self.task, self.share = attempt, task, task.share
         self.outputs: list[Any] = []
         self.returned: list[Any] = []
         self._last: Any = None  # the last output with its graph, until the second pass
         self._states: list[State] = []  # of the generators, before each micro-batch
         self._without_gradient: Sequence[Tensor] = task.leaves
+        self._run_first(task, attempt, proceed)
 
-    def first(self, *, proceed: Callable[[], None]) -> None:
+    def _run_first(self, task: ReplicaTask, attempt: Attempt, proceed: Callable[[], None]) -> None:
         """Run forward, and retain the graph of the last micro-batch only.
 
         All micro-batches run in the caller's grad mode: modules may compute other outputs without.
         """
-        task, share, attempt = self.task, self.share, self._attempt
+        share = self.share
         retain_rows = attempt.retain_rows and len(share.micro_batches) > 1
         return_outputs = attempt.request.return_outputs
         for number in range(len(share.micro_batches)):

@@ -1,8 +1,7 @@
 """Replicas of compiled modules run compiled, and share the compiled code.
 
-``torch.compile(model)`` and ``model.compile()`` compile calls of one module object, so each replica
-needs its own compiled call. All replicas of a class share one code object. torch stores compiled
-graphs per code object, so each size and kind of device is compiled once, not once per replica.
+Each replica has its own compiled call, and all replicas of a class share one code object: torch
+stores compiled graphs per code object, so each size and kind of device is compiled once.
 
 torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
 that see a new size at the same time would each compile it. So a replica that calls its module with

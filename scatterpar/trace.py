@@ -90,23 +90,14 @@ class Event:
 
 @dataclass
 class TracedStep:
-    """One step of a trace.
+    """One step of a trace."""
 
-    Attributes:
-        number: the number of the step in the trace, from 0.
-        zeros: for each accelerator with streams, a mark and its time by the host's clock.
-        events: its parts, in order of their ends.
-        start: when it began, in seconds of ``time.perf_counter()``.
-        end: when it was committed, or failed.
-        error: the exception as text; ``None`` for a step that was committed.
-    """
-
-    number: int
-    zeros: Mapping[torch.device, Zero]
-    events: list[Event] = field(default_factory=list)
+    number: int  # of the step in the trace, from 0
+    zeros: Mapping[torch.device, Zero]  # of each accelerator with streams
+    events: list[Event] = field(default_factory=list)  # its parts, in order of their ends
     start: float = field(default_factory=time.perf_counter)
-    end: float = 0.0
-    error: str | None = None
+    end: float = 0.0  # when it was committed, or failed
+    error: str | None = None  # the exception as text, if the step failed
 
 
 class Trace:

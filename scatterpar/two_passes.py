@@ -164,8 +164,7 @@ class Passes:
 
         The backward pass of the retained graph comes first, because restoring state may write
         tensors of that graph. Then each other micro-batch runs forward again, in order, from the
-        state before the first one. Afterwards the state is that after the first pass and the
-        criterion.
+        state before the first one. Afterwards the state is that after the criterion.
         """
         task, share, attempt = self.task, self.share, self._attempt
         *others, last = range(len(self.outputs))
@@ -221,11 +220,10 @@ class WholeBatch:
     """The outputs and targets of all rows, in row order, in the master's memory.
 
     Outputs are copied once to the master and their gradients once back, counted under ``compute``.
-
-    The criterion is called once, on the master, so the leaves that it refers to need no replicas:
-    ``gradients`` has theirs. With ``ranks``, all ranks need the same list of leaves: those that a
-    search of the criterion finds, in its order. ``counts``: the loss and these gradients are this
-    rank's; other ranks have the same, which count once.
+    The criterion is called once, so the leaves that it refers to need no replicas: ``gradients``
+    has theirs. With ``ranks``, all ranks need the same list of leaves: those that a search of the
+    criterion finds, in its order. All ranks have the same loss and gradients of these leaves, and
+    the first one's ``counts``.
     """
 
     def __init__(self, attempt: Attempt, passes: Sequence[Passes], ranks: Ranks | None) -> None:

@@ -6,23 +6,7 @@ the first GPU at once: a row that starts processes holds no memory of a GPU mean
 A row that takes too long is ended by pytest-timeout with its worker (by a thread, since a signal
 does not interrupt a wait for CUDA), and pytest-xdist starts another worker. This row, and one that
 did not begin in time, is *not reached*, which is no failure. A row whose process ends for another
-reason fails. Seconds alone are never a verdict.
-
-The whole ends within ten minutes by this arithmetic. A group's deadline is the sum of the budgets
-up to it: no row of the group begins later, and none runs longer. Time that a group leaves is for
-the next groups. In seconds; the last two columns are estimates, which nobody has measured yet:
-
-======= ====== ========= ====== ========== ====================================================
-group   budget row limit one T4 eight H100 the estimate for eight H100s
-======= ====== ========= ====== ========== ====================================================
-start       20         -     10         15 the worker imports torch
-machine    140        50     50        105 contexts 8, copies 20, steps 27, 3 processes 50
-bits       150        60     60        145 graphs 4 x 2 x 9, slow copies 30, two processes 25
-times      165        60     85        145 processes and NCCL 25, 4 numbers of GPUs x 2 x 15
-suite      105       all      ?          ? the tests of the repository that need a GPU
-page        20         -     15         20 torch is imported at first, collect_env runs at last
-sum        600
-======= ====== ========= ====== ========== ====================================================
+reason fails. Seconds alone are never a verdict. The arithmetic of the budgets is in README.md.
 """
 
 from collections.abc import Sequence

@@ -28,8 +28,8 @@ def _choose_kernels():
 def train(net, devices, steps, place=Tensor.contiguous, growth=None, **options):
     """Train with SGD. Returns losses, parameters, buffers and the last gradients, on the host.
 
-    The batches depend only on the number of ``devices``. ``place`` moves each of them before the
-    step, for example into pinned memory. With ``growth`` each is larger than the one before.
+    The batches depend only on the number of ``devices``; ``place`` moves each before its step. With
+    ``growth`` each is larger than the one before.
     """
     _choose_kernels()
     module, losses = net.module(devices[0]), []
@@ -95,10 +95,9 @@ def test_steps_with_every_copy_made_slow(setting, say, monkeypatch):
 
 
 def slow_copies(patch):
-    """Let the streams of both devices sleep before each copy between two memories.
+    """Let both devices' streams sleep before each copy: a missing wait gives other bits then.
 
-    So results have other bits if work reads the copy before it has ended, or writes the source
-    before that. Returns a list with the number of copies so far.
+    Returns a list with the number of copies so far.
     """
     count = [0]
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gzip
 import importlib
-import itertools
 import os
 import random
 import sys
@@ -301,18 +300,17 @@ def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:
     if val is None:
         return files, find_files(tests[0], names, allow_empty=True), names
     # Each class is split, in the same way in every run.
-    training, testing = list[tuple[str, int]](), list[tuple[str, int]]()
+    parts: tuple[list[Any], list[Any]] = ([], [])
     generator = torch.Generator().manual_seed(0)
-    for _, group in itertools.groupby(map(files.__getitem__, range(len(files))), lambda x: x[1]):
-        pairs = list(group)
-        number = max(1, round(len(pairs) * val))
-        if number == len(pairs):
-            name = Path(pairs[0][0]).parent
-            raise UsageError(f"{name} has too few pictures ({number}) for --val {val}")
-        tests_of_class = {*torch.randperm(len(pairs), generator=generator)[:number].tolist()}
-        for row, pair in enumerate(pairs):
-            (testing if row in tests_of_class else training).append(pair)
-    return Files(training), Files(testing), names
+    for label, count in enumerate(files.labels.bincount().tolist()):
+        number = max(1, round(count * val))
+        if number == count:
+            name = train / names[label]
+            raise UsageError(f"{name} has too few pictures ({count}) for --val {val}")
+        is_test = torch.randperm(count, generator=generator).argsort() < number
+        for row, chosen in zip((files.labels == label).nonzero(), is_test.tolist(), strict=True):
+            parts[chosen].append(files[int(row)])
+    return Files(parts[0]), Files(parts[1]), names
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Files:

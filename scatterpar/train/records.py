@@ -127,17 +127,16 @@ def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
     """Return the time, the command, versions, devices, and the commit of the current folder."""
     names = "scatterpar", "torch", "torchvision", "timm", "numpy", "pillow"
     versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
-    gpus = {d: torch.cuda.get_device_name(d) for d in devices if d.type == "cuda"}
+    gpus = {d: f" {torch.cuda.get_device_name(d)}" for d in devices if d.type == "cuda"}
     git, commit = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.run(
-            git, capture_output=True, encoding="utf-8", timeout=10
-        ).stdout.strip()
+        done = subprocess.run(git, capture_output=True, encoding="utf-8", timeout=10)
+        commit = done.stdout.strip()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "versions": versions | {"python": platform.python_version()},
-        "devices": [f"{d} {gpus.get(d, '')}".strip() for d in devices],
+        "devices": [f"{d}{gpus.get(d, '')}" for d in devices],
         "system": platform.platform(),
         "commit": commit or None,
     }

@@ -27,16 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from scatterpar import ScatterOnceParallel, ShardedOptimizer, StepReport, weight_decay_groups
 from scatterpar.devices.runtime import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
-from scatterpar.train.data import (
-    TEST,
-    TRAIN,
-    Images,
-    Request,
-    Source,
-    library,
-    seed_host,
-    seed_of,
-)
+from scatterpar.train.data import TEST, TRAIN, Images, Request, Source, library, seed_host, seed_of
 from scatterpar.train.feed import Feed
 from scatterpar.train.models import build_model
 from scatterpar.train.options import LARGE_BATCH, Options, UsageError, words_of

@@ -107,8 +107,7 @@ def whole(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
 def test_a_stopped_run_leaves_no_process_and_goes_on_bit_for_bit(
     folder, whole, tmp_path, capsys, number

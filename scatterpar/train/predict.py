@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import tyro
@@ -36,9 +36,10 @@ class PredictOptions:
     examples: ClassVar[str] = """examples:
   python -m scatterpar predict runs/photos photos/new --out classes.csv --top 5"""
 
-    checkpoint: tyro.conf.Positional[Path]  # folder of a training run: its best.pt; or a checkpoint
+    # folder of a training run, of which best.pt is taken, or one of its checkpoints
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     # a picture, or a folder of pictures, which is searched recursively
-    folder: tyro.conf.Positional[Path]
+    pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
     out: opt.Folder = None  # write there (default: standard output)
     top: int = 1  # classes of each picture
     micro_batch_size: int = 64  # pictures of a sub-step of each device
@@ -59,10 +60,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def predict(options: PredictOptions) -> int:
     """Write the classes of all pictures."""
-    is_one = options.folder.is_file()
-    start = options.folder.parent if is_one else options.folder
-    files = Files([(str(options.folder), 0)]) if is_one else find_files(start, [""], True)
     model, about = _load_model(options)
+    is_one = options.pictures.is_file()
+    start = options.pictures.parent if is_one else options.pictures
+    files = Files([(str(options.pictures), 0)]) if is_one else find_files(start, [""], True)
     classes, size = tuple(about["class_names"]), about["image_shape"][1]
     data = make_pictures(opt.Options(image_size=size, augment="none"), files, files, classes)
     is_plain = not options.devices and not torch.accelerator.is_available()
@@ -94,8 +95,7 @@ def predict(options: PredictOptions) -> int:
 
 def _load_model(options: PredictOptions) -> tuple[OnPixels, dict[str, Any]]:
     """Build the model of a checkpoint, with the weights that its run would test."""
-    path = options.checkpoint
-    path = path / BEST_FILE if path.is_dir() else path
+    path = options.run / BEST_FILE if options.run.is_dir() else options.run
     state = load(path)
     about, name = state["about"], state["about"]["model"]
     if name != options.model and name.partition(":")[0] not in _KNOWN:

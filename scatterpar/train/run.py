@@ -281,7 +281,7 @@ class Run:
         if epochs:
             best = max(epochs, key=lambda r: float(r["test_accuracy"]))  # the first of equal ones
             words = f"best epoch: {best['epoch']}, test accuracy {best['test_accuracy']:.2%}"
-            print(f"{words}, in {out / BEST_FILE}")
+            print(f"{words}, in {out / BEST_FILE}; to use it: predict {out} PICTURES")
             accuracy = epochs[-1]["test_accuracy"]
             measured = f"{accuracy:.2%}"
         in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -83,7 +84,9 @@ class Stopping:
     signal = 0
 
     def __enter__(self) -> Self:
-        numbers = signal.SIGINT, signal.SIGTERM  # a background job of a shell ignores SIGINT
+        is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        # A background job of a shell ignores SIGINT.
         self._before = {n: h for n in numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
         for number in self._before:
             signal.signal(number, self._receive)

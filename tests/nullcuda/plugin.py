@@ -22,7 +22,6 @@ if not card.is_null():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "races: looks for races itself, planted ones")
     with warnings.catch_warnings(action="ignore"):  # torch notes that kernels are replaced
         values.install()
     card.busy(_BUSY)
@@ -63,7 +62,7 @@ def _tell_who_hands_work_over() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_races(request: pytest.FixtureRequest):
+def _no_races():
     for device in range(torch.cuda.device_count()):
         if card.has_context(device):
             torch.cuda.synchronize(device)
@@ -71,8 +70,7 @@ def _no_races(request: pytest.FixtureRequest):
     yield
     card.trace(False)
     found = races(card.records())
-    if request.node.get_closest_marker("races") is None:
-        assert not found, f"accesses that nothing orders: {found[:6]}"
+    assert not found, f"accesses that nothing orders: {found[:6]}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

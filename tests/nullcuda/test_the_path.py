@@ -204,6 +204,17 @@ def test_nothing_is_launched_on_a_wrong_card():
     assert [counts["wrong_device"] for counts in each] == [0] * len(each)
 
 
+def test_a_kernel_on_the_wrong_card_is_counted():
+    first, second = torch.zeros(4, device="cuda:0"), torch.cuda.Stream(1)
+    torch.cuda.synchronize(0)
+    card.reset()
+    with contextlib.suppress(RuntimeError), torch.cuda.device(0):
+        foreign = torch.cuda.ExternalStream(second.cuda_stream, 0)  # card 1's, said to be card 0's
+        with torch.cuda.stream(foreign):
+            first.add_(1)
+    assert card.counts(1)["wrong_device"] > 0
+
+
 def script(code, **variables):
     """Run ``code`` in a process of its own, whose cards ``variables`` describe.
 

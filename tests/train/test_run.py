@@ -348,16 +348,6 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_seed_gives_the_same_run(tmp_path, capsys):
-    losses = []
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        options = ["--devices", "cpu,cpu", "--batch", "4096", "--seed", seed]
-        assert main([*EMBEDDED, *options, "--out", str(tmp_path / name)]) == 0
-        losses.append([r["loss"] for r in steps(tmp_path / name)])
-    assert losses[0] == losses[1] != losses[2]
-    assert capsys.readouterr().out.count("\nnothing had to cross between devices\n") == 3
-
-
 @pytest.mark.pictures
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     options = ["--optimizer", "adamw", "--autocast", "float16", "--channels-last"]

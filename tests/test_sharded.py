@@ -90,6 +90,16 @@ class Pair:
         self.sharded.step()
         self.plain.step()
 
+    def steps(self, count):
+        for number in range(count):
+            self.step(number)
+        self.assert_same()
+
+    def kept(self):
+        """What a failed step must leave alone."""
+        state = self.model.state_dict(), self.sharded.state_dict(), gradients(self.model)
+        return copy.deepcopy(state)
+
     def parameters(self):
         return zip(self.model.parameters(), self.twin.parameters(), strict=True)
 
@@ -138,11 +148,9 @@ def test_each_device_has_its_part_of_the_state():
 def test_the_master_comes_last_and_what_has_no_gradient_has_no_owner():
     model = mlp()
     model[0].requires_grad_(False)
-    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
-        optimizer = ShardedOptimizer(engine, optim.AdamW)
-        engine.forward_backward(*batch(0, torch.float64), nn.CrossEntropyLoss())
-        optimizer.step()
-        master, first, second, third = optimizer.state_bytes.values()
+    with Pair(model, VIRTUAL, optim.AdamW) as pair:
+        pair.step(0)
+        master, first, second, third = pair.sharded.state_bytes.values()
         assert first > second > third == master == 0
 
 
@@ -332,9 +340,7 @@ def test_parameters_of_all_sorts(number):
     model.same.data = model.one.data
     with Pair(model, VIRTUAL[:number], optim.SGD, lr=0.01, momentum=0.5) as pair:
         pair.twin.same.data = pair.twin.one.data
-        for step in range(3):
-            pair.step(step)
-        pair.assert_same()
+        pair.steps(3)
 
 
 def rebound(p):
@@ -389,9 +395,7 @@ class Across(optim.Optimizer):
 
 def test_numbers_of_all_parameters_together():
     with Pair(mlp(), VIRTUAL, Across) as pair:
-        for number in range(3):
-            pair.step(number)
-        pair.assert_same()
+        pair.steps(3)
         assert pair.sharded.param_groups[0]["seen"] > 0
 
 
@@ -423,16 +427,14 @@ def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkey
         if not first:
             pair.step(0)
         pair.backward(1)
-        before = copy.deepcopy((pair.model.state_dict(), pair.sharded.state_dict()))
-        given = gradients(pair.model)
+        before = pair.kept()
         monkeypatch.setattr(Fails, "shape", shape)
         with pytest.raises(torch.OutOfMemoryError, match="on purpose") as raised:
             pair.sharded.step()
         assert raised.value.__notes__ == [
             "optimizer.step(): parameters and state are as they were before it"
         ]
-        assert_same((pair.model.state_dict(), pair.sharded.state_dict()), before)
-        assert_same(gradients(pair.model), given)
+        assert_same(pair.kept(), before)
         monkeypatch.setattr(Fails, "shape", None)
         pair.sharded.step()
         pair.plain.step()
@@ -445,7 +447,7 @@ def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch)
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
         pair.step(0)
         pair.backward(1)
-        before = copy.deepcopy((pair.model.state_dict(), pair.sharded.state_dict()))
+        before = pair.kept()
         calls, whole = [], Transfers.copy
 
         def fails(self, *args):
@@ -460,7 +462,7 @@ def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch)
                 pair.sharded.step()
             except torch.OutOfMemoryError:
                 patch.undo()
-                assert_same((pair.model.state_dict(), pair.sharded.state_dict()), before)
+                assert_same(pair.kept(), before)
                 pair.sharded.step()
         pair.plain.step()
         pair.step(2)
@@ -495,13 +497,11 @@ def test_copies_and_a_closed_engine_are_refused():
 
 
 def test_not_inside_a_step_of_the_engine():
-    model = mlp()
-    with ScatterOnceParallel(model, 1, VIRTUAL[:2]) as engine:
-        optimizer = ShardedOptimizer(engine, optim.AdamW)
-        last = list(model.parameters())[-1]
-        last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with Pair(mlp(), VIRTUAL[:2], optim.AdamW) as pair:
+        last = list(pair.model.parameters())[-1]
+        last.register_post_accumulate_grad_hook(lambda _: pair.sharded.step())
         with pytest.raises(RuntimeError, match="in the middle of a step"):
-            engine.forward_backward(*batch(0, torch.float64), nn.CrossEntropyLoss())
+            pair.backward(0)
 
 
 def test_nothing_is_kept_between_steps():

@@ -1,6 +1,6 @@
 """Whatever the sizes: hypothesis chooses batch, replicas, accumulation, dimension and loss.
 
-And what outputs are made of, how tensors are cut into messages, who adds to whom.
+And what outputs are made of.
 """
 
 from __future__ import annotations
@@ -122,6 +122,3 @@ def test_any_output(setup, rows, wrap):
         assert_same(gather(DataParallelModel(model, devices)(inputs), "cpu"), expected)
     with ScatterOnceParallel(model, device_ids=devices, **options) as engine:
         assert_same(engine(inputs), expected)
-
-
-# --- arithmetic ---

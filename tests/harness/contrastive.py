@@ -7,28 +7,26 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 
 from harness.agree import Case
+from harness.models import Of
 from harness.oracle import build, randint, randn
 
 FEATURES, EMBEDDING = 5, 6
 
 
-class TwoViews(nn.Module):
+def make_two_views(between: nn.Module | None = None) -> Of:
     """Two views of each row to two embeddings, and a temperature that is learned."""
 
-    def __init__(self, between=None):
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 7)
-        self.between = nn.Tanh() if between is None else between
-        self.last = nn.Linear(7, EMBEDDING)
-        self.log_scale = nn.Parameter(torch.tensor(0.7))
+    def forward(m, one, other):
+        one, other = (m.last(m.between(m.first(view))) for view in (one, other))
+        return {"one": one, "other": other, "scale": m.log_scale.exp()}
 
-    def forward(self, one, other):
-        one, other = (self.last(self.between(self.first(view))) for view in (one, other))
-        return {"one": one, "other": other, "scale": self.log_scale.exp()}
+    parts = {"first": nn.Linear(FEATURES, 7), "between": nn.Tanh() if between is None else between}
+    scale = nn.Parameter(torch.tensor(0.7))
+    return Of(forward, last=nn.Linear(7, EMBEDDING), log_scale=scale, **parts)
 
 
-def two_views(*layers, seed=0):
-    return build(lambda: TwoViews(*layers), seed)
+def two_views(*layers: nn.Module, seed: int = 0) -> Of:
+    return build(lambda: make_two_views(*layers), seed)
 
 
 def nt_xent(outputs, labels):
@@ -45,15 +43,6 @@ def clip(outputs, labels):
     logits = outputs["scale"] * one @ other.T
     right = torch.arange(len(labels))
     return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
-
-
-def batch_hard_triplet(outputs, labels):
-    z = outputs["one"]
-    distance = (z[:, None] - z).square().sum(2)
-    same = labels[:, None] == labels
-    furthest = distance.masked_fill(~same, -torch.inf).amax(1)
-    closest = distance.masked_fill(same, 1e9).amin(1)
-    return softplus(furthest - closest).mean()
 
 
 def barlow_twins(outputs, labels):
@@ -74,7 +63,7 @@ def ranking(outputs, labels):
     return pairs.sum() / higher.sum().clamp(min=1)
 
 
-LOSSES = {f.__name__: f for f in (nt_xent, clip, batch_hard_triplet, barlow_twins, ranking)}
+LOSSES = {f.__name__: f for f in (nt_xent, clip, barlow_twins, ranking)}
 
 
 def views(rows):
@@ -85,7 +74,7 @@ def views(rows):
 
 def case(name, rows, accum=3):
     return Case(
-        TwoViews,
+        make_two_views,
         views(rows),
         lambda _: LOSSES[name],
         accum=accum,
@@ -99,7 +88,7 @@ CASES = {
     **{f"{name}, one sub-step": case(name, 9, accum=1) for name in LOSSES},
     **{f"{name}, one row": case(name, 1, accum=16) for name in LOSSES},
     "clip, by cost": Case(
-        TwoViews,
+        make_two_views,
         views(9),
         lambda _: clip,
         engine={"micro_batch_cost": 9},

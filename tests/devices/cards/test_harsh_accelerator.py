@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices.cards import test_accelerator
-from devices.cards.test_accelerator import whole_batch
+from devices.cards.test_accelerator import moved, whole_batch
+from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import seeded
 from simulated import NAME, control
@@ -37,7 +38,7 @@ pytestmark = [
         reason="needs the simulated accelerator: run by test_simulated.py",
     ),
 ]
-CLASSES = test_accelerator.CLASSES
+CLASSES, LOSS = test_accelerator.CLASSES, test_accelerator.LOSS
 FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
 
 
@@ -54,19 +55,6 @@ problem = functools.partial(test_accelerator.problem, dtype=torch.float32)
 def synchronize():
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
-
-
-def put(place, *tensors):
-    """These tensors in pageable or pinned memory, or on the first card."""
-    if place == "pinned":
-        return [tensor.pin_memory() for tensor in tensors]
-    return [tensor.to(FIRST if place == "device" else "cpu") for tensor in tensors]
-
-
-def gradients_of(model, inputs, targets):
-    """The gradients of a plain backward pass."""
-    loss = nn.functional.cross_entropy(model(inputs), targets)
-    return torch.autograd.grad(loss, list(model.parameters()))
 
 
 def assert_near(model, expected, **tolerances):
@@ -197,48 +185,40 @@ def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(late, nu
     with ScatterOnceParallel(model, 2, [FIRST, SECOND], **options) as engine:
         for _ in range(2):
             model.zero_grad()
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            engine.forward_backward(inputs, targets, LOSS)
         before = [p.grad.clone() for p in model.parameters()]
         control.fail_kernel(1, number or 1)
         with pytest.raises(RuntimeError, match="illegal memory access") as caught:
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            engine.forward_backward(inputs, targets, LOSS)
         if number is None:
             assert beginning_of_note(1, SECOND) in "".join(caught.value.__notes__)
         assert_near(model, before, rtol=0, atol=0)
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        engine.forward_backward(inputs, targets, LOSS)
         assert_near(model, [2 * gradient for gradient in before])
 
 
-class FailsBackward(torch.autograd.Function):
+def fails_backward(layer, inputs):
     """A kernel of its backward pass fails, on the second device."""
 
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
+    def fail(gradient):
         if gradient.device.index == 1:
             control.fail_kernel(1)
-        return 2 * gradient
+        return 1 * gradient
 
-
-class Backward(nn.Module):
-    fails = False
-
-    def forward(self, inputs):
-        return FailsBackward.apply(inputs) if self.fails else inputs
+    if layer.fails:
+        inputs.register_hook(fail)
+    return inputs
 
 
 @pytest.mark.parametrize("accum", [1, 2])
 def test_a_kernel_of_a_second_pass_that_fails_is_an_error_of_the_step(late, accum):
     """With one sub-step nothing is read from other cards than the first after the criterion."""
-    fails = Backward()
+    fails = Of(fails_backward, fails=False)
     model, inputs, targets = problem(fails)
     with ScatterOnceParallel(model, accum, [FIRST, SECOND], verify=False) as engine:
 
         def step():
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), whole_batch=True)
+            engine.forward_backward(inputs, targets, LOSS, whole_batch=True)
 
         step()
         before = [p.grad.clone() for p in model.parameters()]
@@ -250,31 +230,6 @@ def test_a_kernel_of_a_second_pass_that_fails_is_an_error_of_the_step(late, accu
         fails.fails = False
         step()
         assert_near(model, [2 * gradient for gradient in before])
-
-
-class Countdown:
-    """Zero after so many forward passes on one device; replicas share it."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def is_over(self):
-        self.number -= 1
-        return self.number == 0
-
-
-class Asserts(nn.Module):
-    """Loses a device in one of its forward passes there, and raises."""
-
-    def __init__(self, index, countdown):
-        super().__init__()
-        self.index, self.countdown = index, countdown
-
-    def forward(self, inputs):
-        if inputs.device.index == self.index and self.countdown.is_over():
-            control.lose(self.index)
-            raise IndexError("an index of the user's")
-        return inputs
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -298,12 +253,20 @@ def test_the_users_error_arrives_though_its_device_is_lost(late, index, options,
     """
 
     def step(number):
-        countdown = Countdown(number)
-        layers = nn.BatchNorm1d(16), nn.Dropout(0.1), Asserts(index, countdown)
-        model, inputs, targets = problem(*layers)
+        """The number of forward passes on the device, which is lost in one of them."""
+        visits = []
+
+        def asserts(_, inputs):
+            visits.extend([1] * (inputs.device.index == index))
+            if inputs.device.index == index and len(visits) == number:
+                control.lose(index)
+                raise IndexError("an index of the user's")
+            return inputs
+
+        model, *batch = problem(nn.BatchNorm1d(16), nn.Dropout(0.1), Of(asserts))
         with ScatterOnceParallel(model, 2, [FIRST, SECOND], **options) as engine:
-            engine.forward_backward(inputs, targets, CRITERIA["function"], **arguments)
-        return -countdown.number
+            engine.forward_backward(*batch, CRITERIA["function"], **arguments)
+        return len(visits)
 
     notes = []
     for number in range(1, 1 + step(0)):
@@ -332,7 +295,7 @@ def test_no_float64_on_the_device(place, loss):
     criterion = copy.deepcopy(LOSSES[loss])
     expected = criterion(model.cpu()(inputs), targets)
     model, criterion = model.to(FIRST), criterion.to(FIRST)
-    inputs, targets = put(place, inputs, targets)
+    inputs, targets = moved(place, inputs, targets)
     with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine, control.incomplete():
         for options in ({}, {"whole_batch": True}):
             found = engine.forward_backward(inputs, targets, criterion, **options)
@@ -369,7 +332,7 @@ def test_no_option_needs_float64_on_the_device(name, dtype):
             torch.zeros(1, dtype=torch.float64, device=FIRST)
         with ScatterOnceParallel(model, device_ids=devices, **options) as engine:
             for arguments in ({}, {"return_outputs": True}, {"scaler": scaler}):
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), **arguments)
+                engine.forward_backward(inputs, targets, LOSS, **arguments)
                 optimizer.step()
             with torch.no_grad():
                 assert engine(inputs).dtype == dtype
@@ -396,7 +359,7 @@ CRITERIA = {
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, place):
     model, inputs, targets = problem(nn.BatchNorm1d(16))
-    batch = put(place, inputs, targets)
+    batch = moved(place, inputs, targets)
     options, arguments = STEPS[step]
     criterion = CRITERIA.get(step, nn.CrossEntropyLoss(ignore_index=1))
     if isinstance(criterion, nn.Module):
@@ -421,7 +384,7 @@ def test_a_replica_reads_once_what_its_second_passes_gave(late, accum):
     with ScatterOnceParallel(model, accum, [FIRST, SECOND, FIRST], verify=False) as engine:
 
         def step():
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), whole_batch=True)
+            engine.forward_backward(inputs, targets, LOSS, whole_batch=True)
 
         for _ in range(2):
             step()
@@ -439,7 +402,7 @@ def test_a_step_after_an_evaluation_costs_what_others_do(late):
     with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
 
         def step():
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            engine.forward_backward(inputs, targets, LOSS)
 
         def evaluate():
             model.eval()
@@ -507,66 +470,46 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
                 optimizer.step()
 
 
-def test_a_broken_link_of_the_broadcast_is_found(late):
-    """Parameters go from the third device to the fourth."""
-    model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
-    with (
-        control.broken_link(2, 3, "altered"),
-        ScatterOnceParallel(model, 1, range(4)) as engine,
-        pytest.warns(UserWarning, match=f"from {NAME}:2 to {NAME}:3 arrived corrupted"),
-    ):
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    assert_near(model, expected)
-
-
-class Rebinds(nn.Module):
+def rebinds(module, features):
     """Exchanges the storages of its parameters for others that hold the same values."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-
-    def forward(self, features):
-        for parameter in self.layers.parameters():
-            parameter.data = parameter.data.clone()
-        return self.layers(features)
+    for parameter in module.layers.parameters():
+        parameter.data = parameter.data.clone()
+    return module.layers(features)
 
 
 def test_storages_that_were_exchanged_are_compared_at_once_in_each_memory(late):
     with seeded():
-        rebinds = Rebinds()
-    model, inputs, targets = problem(rebinds)
+        layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model, inputs, targets = problem(Of(rebinds, layers=layers))
     with ScatterOnceParallel(model, 1, [FIRST, SECOND, FIRST]) as engine:
         for _ in range(3):
-            found = counted(lambda: engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()))
+            found = counted(lambda: engine.forward_backward(inputs, targets, LOSS))
     assert found.synchronizations <= 3 + 2 + 2, found
 
 
 @pytest.mark.parametrize("kind", ["dropped", "altered"])
-@pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["out", "back"])
+@pytest.mark.parametrize("way", [(0, 1), (1, 0), (2, 3)], ids=["out", "back", "broadcast"])
 def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
     """Broken peer access says nothing: the gradient was simply wrong (pytorch #84803)."""
     model, inputs, targets = problem()
-    criterion = nn.CrossEntropyLoss()
     expected_loss, expected = whole_batch(model, inputs, targets)
-    batch = put("device", inputs, targets)  # a batch on a card crosses that way too
+    batch = moved("device", inputs, targets)  # a batch on a card crosses that way too
     source, target = (f"{NAME}:{i}" for i in way)
-    with control.broken_link(*way, kind), ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+    devices = range(max(way) + 1)  # of four devices the third sends parameters to the fourth
+    with control.broken_link(*way, kind), ScatterOnceParallel(model, 2, devices) as engine:
         with pytest.warns(UserWarning, match=f"from {source} to {target} arrived corrupted"):
-            engine.forward_backward(*batch, criterion)
+            engine.forward_backward(*batch, LOSS)
         model.zero_grad()
-        loss = engine.forward_backward(*batch, criterion)
+        loss = engine.forward_backward(*batch, LOSS)
     torch.testing.assert_close(loss, expected_loss)
     assert_near(model, expected)
 
 
 def test_the_pair_looks_for_itself_too_and_only_once():
     model, inputs, targets = problem()
-    criterion = nn.CrossEntropyLoss()
     expected_loss, expected = whole_batch(model, inputs, targets)
     with control.broken_link(0, 1, "altered"):
-        parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(criterion)
+        parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(LOSS)
         with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} arrived corrupted"):
             parallel(inputs)
         with warnings.catch_warnings():
@@ -628,7 +571,7 @@ def test_flags_and_counts_go_through_the_host_and_gradients_do_not(two_backends,
     model, inputs, targets = problem()
     with ScatterOnceParallel(model, 2, [FIRST, SECOND], process_group=two_backends) as engine:
         monkeypatch.setattr(dist, "all_reduce", all_reduce)
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        engine.forward_backward(inputs, targets, LOSS)
         (where, _, size), *large = sent
         assert where == "cpu"
         assert size < 1024
@@ -657,7 +600,7 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
     """Half of the batch is 1 MiB, and the second device has room for a quarter of that."""
     model, inputs, targets, expected = wide_problem()
     batch = inputs.nbytes + targets.nbytes
-    inputs, targets = put(place, inputs, targets)
+    inputs, targets = moved(place, inputs, targets)
     with ScatterOnceParallel(model, accum, [FIRST, SECOND]) as engine:
         engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
         assert engine.last_step.retries == 0
@@ -666,13 +609,13 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
             warnings.simplefilter("ignore")
             for _ in range(4):  # the last is the fifth step, which has no look
                 before = control.counters()
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-                moved = control.counters() - before
+                engine.forward_backward(inputs, targets, LOSS)
+                done = control.counters() - before
                 inputs.add_(1).sub_(1)  # the step has ended: the caller's memory is the caller's
         assert engine.last_step.retries == 0
         crossed = batch // 2 if place == "device" else batch
         assert engine.last_step.bytes["scatter"] == crossed
-        sent = moved.bytes_between_devices if place == "device" else moved.bytes_to_device
+        sent = done.bytes_between_devices if place == "device" else done.bytes_to_device
         assert crossed <= sent < 1.1 * crossed  # weights of the losses, too
         assert_near(model, [4 * gradient for gradient in expected], rtol=1e-4, atol=1e-5)
 
@@ -683,13 +626,13 @@ def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
     monkeypatch.setattr(fingerprints, "_WORDS", 1024)
     model, inputs, targets, _ = wide_problem()
     size, speed = inputs.nbytes // 2, 1e9
-    inputs, targets = put(place, inputs, targets)
+    inputs, targets = moved(place, inputs, targets)
     with ScatterOnceParallel(model, 16, [FIRST, SECOND], verify=False) as engine:
 
         def seconds(link, memory):
             synchronize()
             with control.paced(link, memory):
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                engine.forward_backward(inputs, targets, LOSS)
                 return control.seconds()
 
         seconds(0.0, 0.0)
@@ -773,28 +716,23 @@ def test_memory_is_free_again_though_the_error_is_kept(late, places, use):
         assert caught.value.__traceback__ is not None
 
 
-class Ragged(nn.Module):
-    """Takes a list of tensors of different lengths."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, rows):
-        return torch.stack([self.linear(row).sum(0) for row in rows])
+def ragged(module, rows):
+    """Of a list of tensors of different lengths."""
+    return torch.stack([module.linear(row).sum(0) for row in rows])
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_rows_of_small_tensors_arrive_whole_from_any_memory(late, place):
     """On a card, packing them is work of a stream for which their copy does not wait."""
     with seeded():
-        model = Ragged().to(FIRST)
+        model = Of(ragged, linear=nn.Linear(8, 4)).to(FIRST)
         rows, targets = [torch.randn(1 + i % 3, 8) for i in range(16)], torch.arange(16) % 4
-    expected = gradients_of(model, [row.to(FIRST) for row in rows], targets.to(FIRST))
+    loss = nn.functional.cross_entropy(model([row.to(FIRST) for row in rows]), targets.to(FIRST))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
     with ScatterOnceParallel(model, 2, [FIRST, SECOND], verify=False) as engine:
         for _ in range(2):
             model.zero_grad()
-            engine.forward_backward(Rows(put(place, *rows)), targets, nn.CrossEntropyLoss())
+            engine.forward_backward(Rows(moved(place, *rows)), targets, nn.CrossEntropyLoss())
             assert_near(model, expected)
 
 
@@ -809,7 +747,7 @@ def test_rows_that_nobody_came_for_are_not_written_late(late):
         raise Stops
 
     with ScatterOnceParallel(model, 8, [FIRST, SECOND], verify=False) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        engine.forward_backward(inputs, targets, LOSS)
         pinned = inputs.pin_memory()
         with pytest.raises(Stops):
             engine.forward_backward(pinned, targets, criterion)

@@ -28,7 +28,6 @@ criterion = nn.CrossEntropyLoss()
 TRAIN = """
 print("training", flush=True)
 while True:
-    model.zero_grad()
     engine.forward_backward(inputs, targets, criterion)
 """
 

@@ -42,12 +42,11 @@ def fail(engine):
         raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
-        engine.forward_backward(*data(), criterion)
+        step(engine, criterion)
 
 
 def interrupt(engine):
     """Ctrl-C while the workers compute: the caller raises, and the others end as cancelled."""
-
     first = threading.Lock()
 
     def criterion(output, targets):
@@ -57,13 +56,17 @@ def interrupt(engine):
         return LOSS(output, targets)
 
     with pytest.raises(KeyboardInterrupt):
-        engine.forward_backward(*data(), criterion)
+        step(engine, criterion)
+
+
+def step(engine, criterion=LOSS, **options):
+    return engine.forward_backward(*data(), criterion, **options)
 
 
 LIVES = {
     "never used": lambda engine: None,
-    "a step": lambda engine: engine.forward_backward(*data(), LOSS),
-    "outputs kept": lambda engine: engine.forward_backward(*data(), LOSS, return_outputs=True),
+    "a step": step,
+    "outputs kept": lambda engine: step(engine, return_outputs=True),
     "something replicated": lambda engine: engine.forward_backward(
         data()[0], (data()[1], Replicated(randn(3))), lambda output, both: LOSS(output, both[0])
     ),
@@ -71,13 +74,13 @@ LIVES = {
     "a failed step": fail,
     "an interrupted step": interrupt,
     "replicas looked at": lambda engine: engine.replicas,
-    "a criterion with weights": lambda engine: engine.forward_backward(
-        *data(), nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))
+    "a criterion with weights": lambda engine: step(
+        engine, nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))
     ),
     "a new tree": lambda engine: (
-        engine.forward_backward(*data(), LOSS),
+        step(engine),
         engine.module.append(nn.Identity()),
-        engine.forward_backward(*data(), LOSS),
+        step(engine),
     ),
 }
 
@@ -123,10 +126,10 @@ def test_close_twice_and_close_before_use(devices):
     engine.close()
     engine.close()
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        engine.forward_backward(*data(), LOSS)
+        step(engine)
         engine.close()
         with pytest.raises(RuntimeError, match="this engine is closed"):
-            engine.forward_backward(*data(), LOSS)
+            step(engine)
     assert workers() == []
 
 
@@ -139,23 +142,19 @@ def test_data_loader_workers_fork_beside_a_live_engine(devices):
     )
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         for _ in range(2):
-            seen = 0
             for batch in loader:
                 assert_step(engine, *batch, LOSS)
-                seen += len(batch[0])
-            assert seen == 24
 
 
 def test_a_copy_made_inside_a_step_works(devices):
-    twins = []
-
     with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+        twins = []
 
         def criterion(output, targets):
             twins.append(copy.deepcopy(engine))
-            return nn.functional.cross_entropy(output, targets)
+            return LOSS(output, targets)
 
-        engine.forward_backward(*data(), criterion)
+        step(engine, criterion)
         for twin in twins:
             with twin:
                 assert_step(twin, *data(), LOSS)
@@ -173,10 +172,10 @@ def test_to_another_dtype_is_followed(devices):
 
 def test_to_another_device_is_refused_in_words(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        engine.forward_backward(*data(), LOSS)
+        step(engine)
         engine.to("meta")
         with pytest.raises(ValueError, match=r"must be on device_ids\[0\], which is cpu.* on meta"):
-            engine.forward_backward(*data(), LOSS)
+            step(engine)
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -209,18 +208,17 @@ def test_closed_while_a_step_hands_out_its_work(devices, monkeypatch):
         return queues
 
     monkeypatch.setattr(Workers, "_started", closed_by_another)
-    step = threading.Thread(target=engine.forward_backward, args=(*data(), LOSS), daemon=True)
-    step.start()
-    step.join(120)
-    assert not step.is_alive()
+    thread = threading.Thread(target=step, args=(engine,), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive()
     closer.join()
 
 
 @pytest.mark.parametrize("lingers", [False, True])
 def test_a_worker_keeps_nothing(devices, monkeypatch, lingers):
-    """On a busy machine the caller goes on before a worker lets go of its call. What that led to,
-    outputs and context variables, lived until the worker was scheduled again. Since Python 3.14 a
-    thread may inherit the context variables of whoever starts it."""
+    """Outputs and context variables lived until a worker that lingers was scheduled again. Since
+    Python 3.14 a thread may inherit the context variables of whoever starts it."""
     if lingers and FREE_THREADED:
         pytest.skip("there a thread must run to free what it made")
     run, ends = Job.run, threading.Event()
@@ -238,7 +236,7 @@ def test_a_worker_keeps_nothing(devices, monkeypatch, lingers):
     with ScatterOnceParallel(mlp(), 2, devices(3), verify=False) as engine:  # a look would wait
         try:
             token = variable.set(value)
-            _, outputs = engine.forward_backward(*data(), LOSS, return_outputs=True)
+            _, outputs = step(engine, return_outputs=True)
             variable.reset(token)
             alive = [weakref.ref(made) for made in (value, *outputs)]
             del token, value, outputs
@@ -267,27 +265,52 @@ def when_scattered(monkeypatch, by_reference_counts_alone):
     return calls
 
 
-class Watched(nn.Linear):
-    """Lets others see whether its outputs are alive, and has memory for so many rows."""
-
-    def __init__(self, outputs, rows=10**9):
-        super().__init__(FEATURES, CLASSES)
-        self.outputs = outputs
-        self.rows = rows
-
-    def forward(self, inputs):
-        output = super().forward(inputs)
-        self.outputs.append(weakref.ref(output))
-        if len(inputs) > self.rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return output
-
-
 class Shared(list):
-    """Replicas share any object that is not a plain container."""
+    """What was computed: replicas share any object that is not a plain container."""
+
+    def add(self, tensor):
+        self.append(weakref.ref(tensor))
+        return tensor
 
     def alive(self):
         return sum(reference() is not None for reference in self)
+
+
+class RunsOut(nn.Linear):
+    """Runs out of memory in a ``way``, once it has a graph, for more than so many rows."""
+
+    def __init__(self, outputs, way="never", rows=0):
+        super().__init__(FEATURES, CLASSES)
+        self.outputs, self.way, self.rows = outputs, way, rows
+
+    def forward(self, inputs):
+        hidden = self.outputs.add(self.outputs.add(super().forward(inputs)).sigmoid())
+        if len(inputs) > self.rows:
+            WAYS[self.way](hidden)
+        return hidden
+
+
+def fail_with(kind, text=""):
+    def fail(_):
+        raise kind(text)  # made here: one of the closure would be in a cycle
+
+    return fail
+
+
+def fail_twice(hidden):
+    try:
+        fail_with(MemoryError)(hidden)
+    except MemoryError as error:  # whose traceback alone has this call, and so ``hidden``
+        raise RuntimeError("CUDA error: out of memory") from error
+
+
+WAYS = {
+    "never": lambda hidden: None,
+    "allocator": fail_with(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2 GiB"),
+    "cuBLAS": fail_with(RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+    "cause": fail_twice,
+    "backward": lambda hidden: hidden.register_hook(fail_with(MemoryError)),
+}
 
 
 def of_pairs(outputs, _):
@@ -313,41 +336,13 @@ def test_a_call_leaves_what_it_returns_and_no_more(devices, by_reference_counts_
 
 def test_what_an_error_held_is_gone_when_the_next_step_begins(devices, when_scattered):
     outputs, found = Shared(), []
-    with ScatterOnceParallel(build(lambda: Watched(outputs)), 1, devices(3)) as engine:
+    with ScatterOnceParallel(build(lambda: RunsOut(outputs)), 1, devices(3)) as engine:
         for _ in range(5):
             fail(engine)
             when_scattered[:] = [lambda: found.append(outputs.alive())]
             engine.forward_backward(*data(24), LOSS)
             when_scattered.clear()
     assert found == [0] * 5
-
-
-class RunsOut(Watched):
-    """Runs out of memory, in the ``way`` that it is given, once it has a graph."""
-
-    way = "never"
-
-    def forward(self, inputs):
-        hidden = super().forward(inputs).sigmoid()
-        self.outputs.append(weakref.ref(hidden))
-        if self.way == "allocator":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        if self.way == "cuBLAS":
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
-        if self.way == "cause":
-            self.fail_twice(hidden)
-        if self.way == "backward":
-            hidden.register_hook(self.fail)
-        return hidden
-
-    def fail_twice(self, hidden):
-        try:
-            self.fail(hidden)
-        except MemoryError as error:  # whose traceback alone has this call, and so ``hidden``
-            raise RuntimeError("CUDA error: out of memory") from error
-
-    def fail(self, _):
-        raise MemoryError
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -364,8 +359,7 @@ def test_an_error_of_memory_that_is_kept_keeps_no_activations(
 ):
     """A notebook keeps the last error, so the next try would run out of memory, too."""
     outputs, (inputs, targets) = Shared(), data()
-    model = build(lambda: RunsOut(outputs))
-    model.way = way
+    model = build(lambda: RunsOut(outputs, way))
     with ScatterOnceParallel(model, 2, devices(count), verify=False) as engine:
         call = partial(engine.forward_backward, inputs, targets, LOSS)
         if use == "whole batch":
@@ -386,7 +380,7 @@ def test_a_try_that_ran_out_of_memory_holds_nothing_when_the_next_is_scattered(
     outputs, found = Shared(), []
     when_scattered.append(lambda: found.append(outputs.alive()))
     criterion = of_pairs if whole_batch else LOSS
-    model = build(lambda: Watched(outputs, rows=2))
+    model = build(lambda: RunsOut(outputs, "allocator", rows=2))
     with (
         ScatterOnceParallel(model, "auto", devices(2)) as engine,
         pytest.warns(UserWarning, match="accum=6 is the smallest that fits"),

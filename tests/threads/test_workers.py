@@ -1,8 +1,7 @@
 """Which replicas compute at once when there are more of them than cores.
 
-Four replicas of a tiny model once took four times as long on two cores as one thread would:
-in every operator they took the interpreter's lock from each other. So those that a core is
-there for go first.
+Four replicas of a tiny model once took four times as long on two cores as one thread would: in
+every operator they took the GIL from each other. So those that a core is there for go first.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import time
 import pytest
 import torch
 from faults.processes import run
+from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import assert_step, build, randn, seeded
 from harness.watch import Watch
@@ -44,11 +44,24 @@ def patience(monkeypatch):
     monkeypatch.setattr(scatterpar.threads.workers, "_HEAD_START_SECONDS", SECONDS)
 
 
-class Watched(nn.Linear):
+class Calls(nn.Linear):
+    """A linear layer from 2 features to one, which calls a function first."""
+
+    def __init__(self, function):
+        super().__init__(2, 1)
+        self.function = function
+
     def forward(self, inputs):
-        with self.watch:
-            time.sleep(0.002)
+        self.function(inputs)
         return super().forward(inputs)
+
+
+def watched(watch):
+    def look(_):
+        with watch:
+            time.sleep(0.002)
+
+    return build(lambda: Calls(look))
 
 
 def mean(output, _):
@@ -56,9 +69,8 @@ def mean(output, _):
 
 
 def test_short_work_keeps_to_the_cores(devices, cores, patience):
-    model = build(lambda: Watched(2, 1))
-    model.watch = watch = Watch()
-    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
+    watch = Watch()
+    with ScatterOnceParallel(watched(watch), 1, devices(REPLICAS), verify=False) as engine:
         engine.forward_backward(randn(REPLICAS, 2), criterion=mean)
     assert watch.most <= cores
     names = [f"scatterpar replica {i}, {device}" for i, device in enumerate(devices(REPLICAS))]
@@ -80,35 +92,20 @@ def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
     assert watch.most == 1
 
 
-class Meets(nn.Linear):
-    def forward(self, inputs):
-        self.barrier.wait(SECONDS)
-        return super().forward(inputs)
-
-
 def test_replicas_that_wait_for_each_other_all_start(devices, cores):
-    model = build(lambda: Meets(2, 1))
-    model.barrier = threading.Barrier(REPLICAS)
+    barrier = threading.Barrier(REPLICAS)
+    model = build(lambda: Calls(lambda _: barrier.wait(SECONDS)))
     with ScatterOnceParallel(model, 3, devices(REPLICAS), verify=False) as engine:
         engine.forward_backward(randn(3 * REPLICAS, 2), criterion=mean)
-    assert not model.barrier.broken
+    assert not barrier.broken
 
 
-class Visits(set):
-    """Shared by the replicas: not one of the plain containers that they copy."""
-
-
-class Fails(nn.Linear):
-    lock = threading.Lock()
-
-    def __init__(self):
-        super().__init__(2, 1)
-        self.visits = Visits()
-
-    def forward(self, inputs):
-        with self.lock:
-            self.visits.add(int(inputs[0, 0]))
+def failing(visits):
+    def fail(inputs):
+        visits.append(int(inputs[0, 0]))
         raise ValueError("boom")
+
+    return build(lambda: Calls(fail))
 
 
 NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
@@ -116,7 +113,7 @@ NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.con
 
 def test_when_all_fail_the_first_replica_speaks(devices, cores):
     """The fastest to fail once kept replica 0 from failing, now and then."""
-    model = build(Fails)
+    model = failing([])
     pair = DataParallelModel(model, devices(REPLICAS))
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
         for _ in range(30):
@@ -131,14 +128,15 @@ def test_when_all_fail_the_first_replica_speaks(devices, cores):
 
 
 def test_who_waits_while_another_fails_never_starts(devices, cores, patience):
-    model = build(Fails)
+    visits = []
+    model = failing(visits)
     with pytest.raises(ValueError, match="boom"):
         DataParallelModel(model, devices(REPLICAS))(NUMBERED)
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
         with pytest.raises(ValueError, match="boom"):
             engine.forward_backward(NUMBERED, criterion=mean)
-        assert model.visits <= set(range(cores))
-        model.__class__ = nn.Linear
+        assert {*visits} <= set(range(cores))
+        model.function = lambda _: None
         engine.forward_backward(NUMBERED, criterion=mean)
 
 
@@ -150,16 +148,15 @@ def test_every_accelerator_starts_at_once():
 def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
     """The threads' end once overtook the calls that were still to come: nobody ever ended."""
     monkeypatch.setattr(scatterpar.threads.workers, "_EXIT_SECONDS", 0.5)
-    model = build(lambda: Watched(2, 1))
-    model.watch = Watch()
-    engine = ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False)
+    watch = Watch()
+    engine = ScatterOnceParallel(watched(watch), 1, devices(REPLICAS), verify=False)
 
     def criterion(output, _):
         engine.close()
         return output.mean()
 
     engine.forward_backward(randn(REPLICAS, 2), criterion=criterion)
-    assert len(model.watch.threads) == REPLICAS
+    assert len(watch.threads) == REPLICAS
 
 
 # --- higher-order operators in workers ---
@@ -183,45 +180,44 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-class Vmapped(nn.Linear):
-    def forward(self, rows):
-        return torch.vmap(Doubled.apply)(super().forward(rows))
+def vmapped(layer, rows):
+    return torch.vmap(Doubled.apply)(layer.linear(rows))
 
 
-class Differentiated(nn.Linear):
+def differentiated(layer, rows):
     """The derivative of a row's energy, itself a function of the weights."""
-
-    def forward(self, rows):
-        energy = super().forward
-        return torch.func.grad(lambda x: Doubled.apply(energy(x).square()).sum())(rows)
+    return torch.func.grad(lambda x: Doubled.apply(layer.linear(x).square()).sum())(rows)
 
 
-class Branching(nn.Linear):
-    def forward(self, rows):
-        rows = super().forward(rows)
-        shifted = rows + 100  # the same branch for every micro-batch
-        return torch.cond(shifted.sum() > 0, torch.sin, torch.cos, (rows,))
+def branching(layer, rows):
+    rows = layer.linear(rows)
+    shifted = rows + 100  # the same branch for every micro-batch
+    return torch.cond(shifted.sum() > 0, torch.sin, torch.cos, (rows,))
+
+
+def of(function):
+    return build(lambda: Of(function, linear=nn.Linear(4, 3)))
 
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
-@pytest.mark.parametrize("kind", [Vmapped, Differentiated])
+@pytest.mark.parametrize("kind", [vmapped, differentiated])
 def test_custom_functions_under_transforms(kind, device_ids):
-    with ScatterOnceParallel(build(lambda: kind(4, 3)), 2, device_ids) as engine:
+    with ScatterOnceParallel(of(kind), 2, device_ids) as engine:
         assert_step(engine, randn(11, 4), criterion=mean)
 
 
 CONTROL_FLOW = """
 import pytest
-from harness.oracle import assert_step, build, randn
+from harness.oracle import assert_step, randn
 from scatterpar import ScatterOnceParallel
-from threads.test_workers import Branching, mean
+from threads.test_workers import branching, mean, of
 
-model = build(lambda: Branching(4, 3))
+model = of(branching)
 for device_ids in (["cpu"] * 2, ["cpu:0", "cpu:1"]):
     with ScatterOnceParallel(model, 2, device_ids, verify=False) as engine:
         with pytest.raises(RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"):
             engine.forward_backward(randn(11, 4), criterion=mean)
-        assert model.weight.grad is None
+        assert model.linear.weight.grad is None
 with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
     assert_step(engine, randn(11, 4), criterion=mean)
 print("exact")
@@ -245,33 +241,28 @@ def test_an_operator_that_is_registered_later():
         def __call__(self, rows):
             return super().__call__(rows)
 
-    class Uses(nn.Linear):
-        def forward(self, rows):
-            return later(super().forward(rows))
-
     with ScatterOnceParallel(build(lambda: nn.Linear(4, 3)), 1, ["cpu"] * 2) as engine:
         assert_step(engine, randn(4, 4), criterion=mean)  # the key is routed by now
     later = Later()
     later.py_impl(torch._C.DispatchKey.Autograd)(lambda rows: rows * 3)
-    with ScatterOnceParallel(build(lambda: Uses(4, 3)), 1, ["cpu"] * 2) as engine:
+    with ScatterOnceParallel(
+        of(lambda layer, rows: later(layer.linear(rows))), 1, ["cpu"] * 2
+    ) as engine:
         assert_step(engine, randn(4, 4), criterion=mean)
 
 
 @pytest.mark.draws
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_dropout_under_vmap(randomness):
-    class Dropped(nn.Linear):
-        def forward(self, rows):
-            dropped = torch.vmap(nn.functional.dropout, randomness=randomness)
-            return dropped(super().forward(rows))
+    dropped = torch.vmap(nn.functional.dropout, randomness=randomness)
 
     def gradient():
-        model = build(lambda: Dropped(4, 3))
+        model = of(lambda layer, rows: dropped(layer.linear(rows)))
         with seeded(7), ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
             _, outputs = engine.forward_backward(
                 torch.ones(12, 4).double(), criterion=mean, return_outputs=True
             )
-        return model.weight.grad, outputs
+        return model.linear.weight.grad, outputs
 
     (first, outputs), (second, _) = gradient(), gradient()
     assert torch.equal(first, second)  # the same seed, the same masks

@@ -247,7 +247,7 @@ a parameter written through .data is not sent
 +changed = {
 +            i
 +            for i in set(range(len(self._tensors))) - unchanged
-+            if self._sent.get(i) != now[i]
++            if self._sent.get(i) != self._versions[i]
 +        }
 replicas do not follow training, nor other plain values
   ReplicaSet._update_in_place -> test_the_next_step_obeys

@@ -19,7 +19,7 @@ from scatterpar.devices.coalescing import (
     tree_rounds,
 )
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
-from scatterpar.devices.transfers import Transfers, to_device, to_host, write
+from scatterpar.devices.transfers import Transfers, to_device, write
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents
 
@@ -97,30 +97,38 @@ class Broadcast:
         """Send all tensors the next time, also unchanged ones."""
         self._sent = {}
 
-    def update(self, transfers: Transfers) -> None:
-        """Send the master's values of changed tensors. Call it under ``torch.no_grad()``."""
+    def compare(self) -> list[Fingerprints]:
+        """Returns fingerprints of tensors that may have changed.
+
+        ``update`` needs their ``values`` on the host, which waits once for all objects like this.
+        """
+        self._compared: list[Fingerprints] = []
         if not self._copies:
-            return
-        now = versions(self._tensors)  # read before the values
+            return []
+        now = self._versions = versions(self._tensors)  # read before the values
         parameters = set(self.parameters)
         doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
-        here = self._compare(doubtful) if doubtful else {}  # else an optimizer has updated all
-        unchanged = {i for i, fingerprint in here.items() if fingerprint == self._fingerprints[i]}
+        if doubtful:  # else an optimizer has updated all, and there are no buffers
+            master, other = self.memories[:2]
+            unknown = [i for i in doubtful if i not in self._fingerprints]
+            here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
+            there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
+            # The fingerprints are combined on the master, so the host waits for one copy.
+            there.values = to_device(there.values, master)
+            self._compared = [here, there]
+        return self._compared
+
+    def update(self, transfers: Transfers) -> None:
+        """Send the master's values of changed tensors, after ``compare``."""
+        if not self._copies:
+            return
+        here, there = [each.read(each.values) for each in self._compared] or ({}, {})
+        known = self._fingerprints | there
+        unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(dict.fromkeys(changed, self.memories[0]), transfers)
-        self._sent, self._fingerprints = dict(enumerate(now)), here
-
-    def _compare(self, numbers: Sequence[int]) -> dict[int, Fingerprint]:
-        """The fingerprints on the master. Those of sent values are completed on another device."""
-        master, other = self.memories[:2]
-        unknown = [i for i in numbers if i not in self._fingerprints]
-        here = Fingerprints({i: self._flat(i, master) for i in numbers}, master)
-        there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
-        # Both on the master, so that the host waits for one copy.
-        on_host = to_host([here.values, to_device(there.values, master)])
-        self._fingerprints |= there.read(on_host[1])
-        return here.read(on_host[0])
+        self._sent, self._fingerprints = dict(enumerate(self._versions)), here
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.

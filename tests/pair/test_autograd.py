@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Classifier, mlp
+from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.oracle import gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -27,29 +27,21 @@ def deep():
     return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
 
 
-class Frozen(Classifier):
+def frozen():
     """Takes a copy of a part of itself, without gradient, in every forward pass."""
 
-    def forward(self, inputs):
-        frozen = copy.deepcopy(self.linear)
-        assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in frozen.parameters())
-        return self.linear(inputs) * frozen.requires_grad_(False)(inputs)
+    def forward(m, inputs):
+        copied = copy.deepcopy(m.linear)
+        assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in copied.parameters())
+        return m.linear(inputs) * copied.requires_grad_(False)(inputs)
+
+    return Of(forward, linear=linear())
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(FEATURES, 6)
-        self.first, self.second, self.never = (nn.Linear(6, CLASSES) for _ in range(3))
-
-    def forward(self, inputs):
-        hidden = self.body(inputs).tanh()
-        return self.first(hidden), self.second(hidden)
-
-
-class Hypernetwork(nn.Module):
-    def forward(self, inputs):
-        return inputs @ self.weight
+def two_heads():
+    heads = {name: nn.Linear(6, CLASSES) for name in ("first", "second", "never")}
+    heads["body"] = nn.Linear(FEATURES, 6)
+    return Of(lambda m, x: [head(m.body(x).tanh()) for head in (m.first, m.second)], **heads)
 
 
 def normalised():
@@ -162,7 +154,7 @@ def an_in_place_change_before_backward_is_an_error_as_always(of):
     of.module.zero_grad()
 
 
-@program(Frozen)
+@program(frozen)
 def a_part_is_copied_in_the_forward_pass(of):
     """``copy.deepcopy`` failed: "Only Tensors created explicitly by the user"."""
     of.loss(*BATCH).backward()
@@ -175,7 +167,7 @@ def a_checkpoint_around_all_of_it(of):
         checkpoint(of.loss, *BATCH, use_reentrant=False).backward()
 
 
-@program(TwoHeads, first_head)
+@program(two_heads, first_head)
 def hooks_run_once_with_the_whole_gradient(of):
     """Those of parameters that the loss does not reach do not run, as in plain torch."""
     hooked, accumulated = {}, []
@@ -220,7 +212,7 @@ def an_evaluation_between_two_forwards(of):
     return two_forwards_before_one_backward(of, evaluate)
 
 
-@program(Hypernetwork)
+@program(lambda: Of(lambda m, inputs: inputs @ m.weight))
 def weights_that_another_network_computes(of):
     """A tensor in the place of a parameter passes its gradient on to what it was made of."""
     made_of = randn(FEATURES, CLASSES, seed=4).requires_grad_()

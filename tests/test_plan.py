@@ -90,6 +90,16 @@ def test_each_replica_may_have_a_micro_batch_size_of_its_own(
         assert_step(engine, *batch, nn.CrossEntropyLoss(), whole_batch=whole_batch)
 
 
+def test_equal_lists_of_micro_batch_sizes_give_the_same_bits_on_any_layout():
+    found = []
+    for layout in (["cpu:0", "cpu:1"], ["cpu:0", "cpu:0"]):
+        model = build(lambda: nn.Linear(4, 3))
+        with ScatterOnceParallel(model, device_ids=layout, micro_batch_size=[6, 24]) as engine:
+            engine.forward_backward(randn(31, 4), randint(3, 31), nn.CrossEntropyLoss())
+        found.append(model.weight.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("sizes", [[3], [3, 8, 8], [3, 0], [3, 2.5], [3, True], []])
 def test_micro_batch_sizes_that_do_not_fit_the_replicas_are_refused(sizes):
     with pytest.raises(ValueError, match="one int of at least 1 for each of the 2 replicas"):
@@ -158,6 +168,12 @@ def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, sub
     assert [len(share.micro_batches) for share in plan.shares] == substeps
     largest = max(b - a for share in plan.shares for a, b in share.micro_batches)
     assert largest <= math.ceil(1000 / (2 * accum))
+
+
+def test_the_micro_batch_size_holds_for_every_share():
+    plan = make_plan(100, [torch.device("cpu")] * 2, micro_batch_size=8, shares=[3, 1])
+    assert [share.rows for share in plan.shares] == [75, 25]
+    assert [len(share.micro_batches) for share in plan.shares] == [10, 4]
 
 
 @pytest.mark.contract

@@ -66,13 +66,15 @@ def parse_devices(words: str | Sequence[str]) -> list[str | int]:
 def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
     if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
         raise TypeError(f"device_ids: expected an int, a string or a torch.device, got {entry!r}")
-    if isinstance(entry, int) and accelerator is None:
-        raise ValueError(
-            f"device_ids: {entry} is the ordinal of an accelerator, and none is visible here; "
-            f'for CPU replicas pass strings, such as ["cpu"] * 2 or ["cpu:0", "cpu:1"]'
-        )
+    if isinstance(entry, int):
+        if accelerator is None:
+            raise ValueError(
+                f"device_ids: {entry} is the ordinal of an accelerator, and none is visible here; "
+                f'for CPU replicas pass strings, such as ["cpu"] * 2 or ["cpu:0", "cpu:1"]'
+            )
+        entry = torch.device(accelerator.type, entry)
     try:
-        device = torch.device(entry)  # an ordinal is one of the accelerator
+        device = torch.device(entry)
     except RuntimeError as error:
         raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
     if device.type == "cpu":

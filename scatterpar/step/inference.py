@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,16 +64,19 @@ class _Work:
     """
 
     def __init__(self, function: Callable[..., Any], replica_set: ReplicaSet) -> None:
-        inner = function
+        inner, named = function, list[Any]()
         while isinstance(inner, partial):
+            named += [*inner.args, *inner.keywords.values()]
             inner = inner.func
+        if isinstance(inner, FunctionType):  # a method's object may have the module, and not use it
+            named += named_values(inner).values()
         # Of the code, because a lambda is a new object in each call.
         self.key = str(getattr(inner, "__code__", type(inner)))
         replicas = replica_set.replicas
         self._calls = [partial(function, replica.root) for replica in replicas]
         if _is_of(inner, replica_set):
             self._calls = [replica.copy_of(function) for replica in replicas]
-        elif any(_is_of(value, replica_set) for value in named_values(function).values()):
+        elif any(_is_of(value, replica_set) for value in named):
             raise ValueError(
                 "the function refers to the module itself, which is on one device; use the "
                 "replica, its first argument, as in lambda replica, x: replica.generate(x), or "

@@ -175,6 +175,19 @@ def test_a_function_gets_the_replica_first(engine):
     assert torch.equal(found, expected)
 
 
+def test_a_method_whose_object_has_the_module_gets_the_replica_first(engine):
+    """A trainer holds its model and its engine; that is no reason to refuse its methods."""
+
+    class Trainer:
+        def __init__(self):
+            self.net = engine.module
+
+        def write(self, replica, rows):
+            return replica.write(rows, 1)
+
+    assert torch.equal(engine.map(Trainer().write, FOURS, pad=-1), written(engine.module, 1))
+
+
 def test_the_forward_pass_is_a_map_of_the_module(engine):
     engine.eval()
     expected = engine.module(FOURS).detach()

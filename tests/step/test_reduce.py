@@ -82,6 +82,18 @@ def test_a_users_own_grad_dtype_is_followed(device_ids):
     assert model.weight.grad.item() == 1028
 
 
+def test_bytes_of_wide_gradients_are_counted():
+    model = nn.Linear(100, 1, bias=False, dtype=torch.bfloat16)
+    sent = {}
+    for wide in (None, torch.float32):
+        with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"], accumulate_dtype=wide) as engine:
+            engine.forward_backward(
+                torch.ones(8, 100, dtype=torch.bfloat16), criterion=lambda out, _: out.mean()
+            )
+            sent[wide] = engine.last_step.bytes["reduce"]
+    assert sent == {None: 200, torch.float32: 400}
+
+
 def _wide_ranks(group):
     model, rows = one_weight(), 200 + 200 * group.rank()
     with Counted() as collectives:

@@ -7,12 +7,9 @@ So memory has the engine's batch, the next one, and a few pieces, for any number
 from __future__ import annotations
 
 import _thread
-import atexit
-import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -23,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from scatterpar.train.data import Images, Request, Source, library
+from scatterpar.train.data import Images, Request, Source
 from scatterpar.train.options import UsageError, words_of
 
 PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
@@ -164,7 +161,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["scatterpar.train.preloaded"])
     return context
 
 
@@ -175,11 +172,3 @@ def _end_with_main_process(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     main: Any = multiprocessing.parent_process()
     _thread.start_new_thread(lambda: (main.join(), os._exit(1)), ())  # not joined at exit
-
-
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
-    # This is the server, whose workers share what it imports.
-    with contextlib.suppress(UsageError):  # raised again where it is needed
-        library("torchvision.transforms.v2")
-        library("timm.data")
-    atexit.register(os._exit, 0)  # torch's own exit takes seconds on a busy machine

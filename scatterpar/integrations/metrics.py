@@ -44,17 +44,13 @@ def single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
 def placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
     """In the body, ``module`` has ``metrics`` at their paths, instead of what is there."""
     before = {path: module.get_submodule(path) for path in metrics}
-
-    def place(by_path: Mapping[str, Any]) -> None:
-        for path, metric in by_path.items():
-            parent, _, name = path.rpartition(".")
-            module.get_submodule(parent)._modules[name] = metric
-
     try:
-        place(metrics)
+        for path, metric in metrics.items():
+            module.set_submodule(path, metric)
         yield
     finally:
-        place(before)
+        for path, metric in before.items():
+            module.set_submodule(path, metric)
 
 
 def emptied(metric: Any) -> Any:

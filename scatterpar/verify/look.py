@@ -89,8 +89,8 @@ class Verdict:
 class Look:
     """Compares what the replica of ``task`` and the user's model compute for some rows.
 
-    Other replicas than the first, which keep it company, have their own module as the user's. From
-    ``deadline`` on (of ``time.monotonic``) the look is inconclusive.
+    Replicas other than the first use their own module as the user's. After ``deadline``, a time of
+    ``time.monotonic``, the look is inconclusive.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Look:
         self._step_rows = {*attempt.plan.substep_rows}
         self._numbers, self._draws, self._shares_state = ConstantNumbers(), False, False
         self._dtypes: set[torch.dtype] = set()
-        self._states: list[State] = []
+        self._states: list[State] = []  # after each part of a run
         self._undo = contextlib.ExitStack()
         groups: dict[int, list[Tensor]] = {}  # a leaf of the user's, and its copies
         for each, replica in zip(sets, task.replicas, strict=False):
@@ -173,11 +173,7 @@ class Look:
                 yield output
 
     def judge(self, parts: Parts) -> Verdict:
-        """Compare the engine's result for these parts of rows with the user's own.
-
-        Raises:
-            Inconclusive: it cannot be told whether they agree.
-        """
+        """Compare the engine's result for these parts of rows with the user's own."""
         rows, request = [*chain(*parts)], self._request
         parts, weights = self._weighted(parts)
         self._numbers.calls = 0
@@ -189,9 +185,8 @@ class Look:
         calls = self._numbers.calls
         # With one sub-step per replica, each part is another replica's.
         between = self._refresh if len(self._task.share.micro_batches) == 1 else None
-        self._states.clear()
         try:
-            sums = self._run(parts, weights, between=between, watch=True)
+            sums = self._run(parts, weights, between=between)
         except Exception as error:
             if isinstance(error, Inconclusive) or is_out_of_memory(error) or self._computes(rows):
                 raise
@@ -278,8 +273,7 @@ class Look:
     def _rounding(self, error: float, expected: Sum, rows: Sequence[int], one: Sum) -> float:
         """The difference that rounding makes in ``one``, the replica's result for ``rows``.
 
-        Raises ``Inconclusive`` if the gradient is nothing but rounding, such as that of a student
-        that starts as its teacher, or of a loss that is constant.
+        It may be all: for a student that starts as its teacher, or a loss that is constant.
         """
         eps = abs(expected[0]) * min(torch.finfo(dtype).eps for dtype in self._dtypes)
         is_zero = expected[1] and all(g.abs().max() <= eps for g in expected[1] if g.numel())
@@ -344,34 +338,31 @@ class Look:
         compute: Compute = lambda task, rows: task.output_of(rows[0]),
         between: Callable[[], None] | None = None,
         kept: list[Any] | None = None,
-        watch: bool = False,
     ) -> list[Sum]:
         """Loss and gradients of parts of rows, one after the other, times ``weights``.
 
         With ``whole_batch`` the joined parts have one loss. Everything is restored first.
-
-        ``task``, by default the replica's, ``compute`` gives outputs, which ``kept`` gets without
-        their graph. ``between`` is called before each part except the first. ``watch`` notes state
-        that moves.
+        ``between`` is called before each other part. ``kept`` gets the outputs that ``compute``
+        returns, without their graphs.
         """
         request, task, sums, outputs = self._request, task or self._task, list[Sum](), list[Any]()
         self._require_time()
         self._restore()
+        self._states, is_shared = [], root_to_replicate(request.criterion) is None
         with self._numbers if self._draws else contextlib.nullcontext():
             for number, rows in enumerate(parts):
                 if number and between is not None:
                     between()
                 self._require_time()
                 outputs.append(compute(task, (self._move(self._inputs, rows), None)))
-                if watch and not number and root_to_replicate(request.criterion) is None:
+                if not number and task is self._task and is_shared:
                     self._shares_state |= self._criterion_state.is_changed()
                 if kept is not None:
                     kept.append(nested.map_tensors(_as_leaf, outputs[-1]))
                 if not request.whole_batch:
                     weight = weights[number] if weights else 1.0
                     sums.append(self._loss(outputs.pop(), rows, task, weight))
-                if watch:
-                    self._states.append(state_of(task.replicas))
+                self._states.append(state_of(task.replicas))
             if outputs:
                 sums.append(self._loss(self._joined(outputs, parts), [*chain(*parts)], task))
         return sums

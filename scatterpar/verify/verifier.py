@@ -32,7 +32,6 @@ from scatterpar.devices.runtime import is_async, is_out_of_memory, no_kernel_sea
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import shown
 from scatterpar.replicas.module_copy import module_of
-from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
@@ -208,18 +207,17 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
             for part in value.modules():
                 values += [type(part).__qualname__, *part._buffers.values()]
                 values += [v for v in vars(part).values() if isinstance(v, PLAIN)]
-    parts: set[Hashable] = set()
-    numbers: list[float] = []
-    for value in values:
-        if type(value) in (int, float):
-            numbers.append(value)
-        elif value is None or isinstance(value, (bool, str)):
-            parts.add(value)
-        elif isinstance(value, Tensor):
-            parts.add((value.dtype, value.ndim))
-        else:  # of a function its code
-            parts.add(getattr(value, "__code__", type(value).__qualname__))
-    return hash(frozenset(parts)), str(numbers)
+    numbers = [value for value in values if type(value) in (int, float)]
+    others = {_name_of(value) for value in values if type(value) not in (int, float)}
+    return hash(frozenset(others)), str(numbers)
+
+
+def _name_of(value: Any) -> Hashable:
+    """What stands for a value in the key of a kind: of a function its code."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.ndim
+    is_switch = value is None or isinstance(value, (bool, str))
+    return value if is_switch else getattr(value, "__code__", type(value).__qualname__)
 
 
 def _entries(output: Any, dim: int, rows: int) -> list[Tensor]:
@@ -262,9 +260,8 @@ def fits(
         loaders = scatter(request.batches, plan, request.dim, Transfers())
         tasks = make_tasks(attempt, loaders)[:1]
         try:
-            with parameter_writes_refused(attempt.replicas.replica_sets):
-                question = _Question(attempt, request, tasks, splits=True)
-                return question.verdict(looks=1).kind not in _REFUSED
+            question = _Question(attempt, request, tasks, splits=True)
+            return question.verdict(looks=1).kind not in _REFUSED
         except Exception:  # inconclusive, or raised by user code
             return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from harness.looks import (
     ROWS,
     SEQUENCES,
     VALUES,
+    Net,
     assert_agreed,
     case_of,
     in_a_def,
@@ -34,7 +36,7 @@ from harness.looks import (
     squares,
     train,
 )
-from harness.models import CLASSES, FEATURES, Classifier, Returns, mlp, token_classifier
+from harness.models import CLASSES, FEATURES, Classifier, Of, Returns, mlp, token_classifier
 from harness.oracle import (
     assert_gradients,
     assert_step,
@@ -74,15 +76,8 @@ def compares(output, _):
     return output.std(0).sum()
 
 
-class HasALoss(nn.Module):
-    """A criterion with the label it leaves out in a child."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_pixels = nn.CrossEntropyLoss(ignore_index=3)
-
-    def forward(self, output, targets):
-        return self.of_pixels(output, targets)
+def by_child(criterion, output, targets):
+    return criterion.child(output, targets)
 
 
 def weighted(output, targets):
@@ -195,10 +190,11 @@ def own(layer, reduction):
 COUNT = "count=scatterpar.count_labels"
 FUNCTION = "(?:pass count=, a function|count=scatterpar.count_labels)"
 SUM = 'It seems to be a sum: pass reduction="sum".*count='
-MEAN = 'reduction="mean", without count='
+MEAN = 'seems to be a mean over rows: pass reduction="mean", without count='
 SHIFTED = r"count=scatterpar.count_labels\(shifted=True\)"
 COUPLED = "compares rows with each other.*pass whole_batch=True.*mean of one loss per row"
 BY_ROWS = r"count=lambda inputs, targets: len\(targets\)(?!.*pass reduction=.mean)"
+THREES = torch.tensor([3] * 3 + [0, 1, 2] * 7)
 REPEATED = torch.tensor([1, 1, 1, 2, 2, 3] * 3 + [3, 3, 3, 2, 1, 2])
 
 
@@ -211,6 +207,10 @@ def positives(output, labels):
     """A focal loss divided by the positives: micro-batches of negatives were dropped."""
     each = F.binary_cross_entropy_with_logits(output, labels, reduction="none")
     return each.sum() / labels.sum().clamp(min=1)
+
+
+def count_all(_, labels):
+    return labels.sum()
 
 
 def preferences(output, _):
@@ -242,42 +242,24 @@ WRONG: dict[str, tuple[Case, str]] = {
     "class weights, then a mean": (loss_of(Focal(CLASS_WEIGHTS), LABELS), BY_ROWS),
     "the same, called a mean": (loss_of(Focal(CLASS_WEIGHTS), LABELS, reduction="mean"), BY_ROWS),
     "a sum in a lambda": (loss_of(lambda o, t: added_up(o, t)), SUM),
-    "a sum by a deprecated name": (
-        loss_of(partial(F.cross_entropy, size_average=False)),
-        'reduction="sum"',
-    ),
+    "a sum by a deprecated name": (loss_of(partial(F.cross_entropy, size_average=False)), SUM),
     "a sum divided by a constant": (loss_of(lambda o, t: added_up(o, t) / 256), SUM),
-    "a mean that is called a sum": (
-        loss_of(in_a_def, reduction="sum"),
-        'seems to be a mean over rows: pass reduction="mean", without count=',
-    ),
+    "a mean that is called a sum": (loss_of(in_a_def, reduction="sum"), MEAN),
     "a wrong count": (loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()), MEAN),
     "torch's own loss with another forward": (loss_of(with_forward()), BY_ROWS),
     "torch's own loss with a hook": (loss_of(hooked()), "whole_batch=True"),
     "rows compared with each other": (loss_of(compares), COUPLED),
     "pairs of rows": (loss_of(preferences, None, accum=2), "whole_batch=True"),
     "the root of a mean": (loss_of(lambda o, t: o.pow(2).mean().sqrt()), COUPLED),
-    "the hardest rows": (
-        case_of(mlp, *FORTY_EIGHT, criterion=hardest, accum=4),
-        "whole_batch=True",
-    ),
+    "the hardest rows": (case_of(mlp, *FORTY_EIGHT, criterion=hardest, accum=4), COUPLED),
     "a penalty beside a sum": (
         penalised(share=False),
         "add something that does not depend on the rows.*len.output. /",
     ),
-    "a penalty on gradients": (
-        loss_of(of_slopes, VALUES),
-        r"pass (count=|whole_batch=|reduction=)",
-    ),
+    "a penalty on gradients": (loss_of(of_slopes, VALUES), "pass (count|whole_batch|reduction)="),
     "a mask that the module passes on": (loss_of(masked, None, model=passes), "count="),
     "rows that count leaves out": (
-        Case(
-            mlp,
-            (randn(64, FEATURES), FEW),
-            lambda _: positives,
-            accum=8,
-            options={"count": lambda _, labels: labels.sum()},
-        ),
+        case_of(mlp, randn(64, FEATURES), FEW, criterion=positives, accum=8, count=count_all),
         "would be off by",
     ),
     **{
@@ -289,7 +271,7 @@ WRONG: dict[str, tuple[Case, str]] = {
         for options in ({}, {"reduction": "sum"})
     },
     "a label that a child of the criterion leaves out": (
-        loss_of(HasALoss(), torch.tensor([3] * 3 + [0, 1, 2] * 7), accum=8),
+        loss_of(Of(by_child, child=nn.CrossEntropyLoss(ignore_index=3)), THREES, accum=8),
         r"count_labels\(3\)",
     ),
     # Two micro-batches that held as many of it once agreed, and stood for all others.
@@ -327,6 +309,15 @@ def test_a_wrong_gradient_is_told_before_anything_changes(devices, name):
         assert_gradients(model, expected, 1e-3)
 
 
+def forces(net, rows):
+    rows = rows.detach().requires_grad_()
+    return torch.autograd.grad(net.linear(rows).square().sum(), rows, create_graph=True)[0]
+
+
+def one_label(mean, value):
+    return loss_of(mean, without_first(value), accum=8, count=count_labels(value))
+
+
 RIGHT = {
     "a mean": loss_of(in_a_def),
     "a mean of squares": loss_of(lambda o, t: F.mse_loss(o, t), VALUES),
@@ -339,24 +330,10 @@ RIGHT = {
     "a mask that the module passes on, counted": loss_of(
         masked, None, model=passes, count=lambda inputs, _: int((inputs[:, 0] > 0).sum())
     ),
-    **{
-        f"one label {value}, counted": loss_of(
-            mean, without_first(value), accum=8, count=count_labels(value)
-        )
-        for value, mean in MEANS.items()
-    },
+    **{f"one label {value}, counted": one_label(mean, value) for value, mean in MEANS.items()},
     "in a module, counted": own_loss(OwnLoss, tokens(), count=count_labels(shifted=True)),
     "in a module that counts its calls": own(nn.Identity, "mean"),
-    "forces: forward asks for gradients": case_of(
-        net(
-            lambda net, rows: torch.autograd.grad(
-                net.linear(rows := rows.detach().requires_grad_()).square().sum(),
-                rows,
-                create_graph=True,
-            )[0]
-        ),
-        targets=randn(ROWS, FEATURES),
-    ),
+    "forward asks for gradients": case_of(net(forces), targets=randn(ROWS, FEATURES)),
 }
 
 
@@ -380,12 +357,10 @@ def with_dropout(output, targets):
     return squares(F.dropout(output), targets)
 
 
-class Noise(nn.Module):
+def noise(_, inputs):
     """As a diffusion model draws: a level for each row, and noise for each entry."""
-
-    def forward(self, inputs):
-        level = torch.randint(1, 5, (len(inputs), 1)).to(inputs)
-        return inputs + level * torch.randn_like(inputs)
+    level = torch.randint(1, 5, (len(inputs), *[1] * (inputs.ndim - 1))).to(inputs)
+    return inputs + level * torch.randn_like(inputs)
 
 
 def with_own_generator(reduction):
@@ -410,12 +385,14 @@ def behind(layer):
     return case(tokens()), SHIFTED, right
 
 
+AS_SUM: dict[str, Any] = {"reduction": "sum"}
+LAYERS = {
+    "dropout": nn.Dropout,
+    "batch normalisation": partial(nn.BatchNorm1d, CLASSES),
+    "noise": partial(Of, noise),
+}
 NO_EXCUSE: dict[str, tuple[Case, str, list[Case]]] = {
-    "dropout": (
-        loss_of(with_dropout, VALUES),
-        'reduction="sum"',
-        [loss_of(with_dropout, VALUES, reduction="sum")],
-    ),
+    "dropout": (loss_of(with_dropout, VALUES), SUM, [loss_of(with_dropout, VALUES, **AS_SUM)]),
     **{
         f"numbers from one's own generator, a {reduction}": (
             loss_of(noisy := with_own_generator(reduction), VALUES, reduction=other),
@@ -424,15 +401,10 @@ NO_EXCUSE: dict[str, tuple[Case, str, list[Case]]] = {
         )
         for reduction, other in (("mean", "sum"), ("sum", "mean"))
     },
-    "a language model with dropout": behind(nn.Dropout),
-    "a language model with batch normalisation": behind(lambda: nn.BatchNorm1d(CLASSES)),
+    **{f"a language model with {name}": behind(layer) for name, layer in LAYERS.items()},
     **{
         f"a module's own sum behind {name}": (own(layer, "sum"), SUM, [own(layer, "mean")])
-        for name, layer in {
-            "dropout": nn.Dropout,
-            "batch normalisation": lambda: nn.BatchNorm1d(CLASSES),
-            "noise": Noise,
-        }.items()
+        for name, layer in LAYERS.items()
     },
 }
 
@@ -549,9 +521,9 @@ class Experts(nn.Module):
         return sum(block.aux for block in self.blocks)
 
 
+@dataclass
 class Holds:
-    def __init__(self, model):
-        self.model = model
+    model: Any
 
     def __call__(self, output, targets):
         return F.cross_entropy(output, targets) + self.model.balance()
@@ -840,32 +812,23 @@ def masked_by_numpy(net, rows):
     return net.linear(rows * torch.from_numpy(np.random.default_rng().random(rows.shape)))
 
 
-class Rotates(Classifier):
+def rotates(net, rows):
     """Grows a table of positions in its first pass, and reads it from then on."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.zeros(0), persistent=False)
-        self.length, self.angles = 0, torch.zeros(0)
-
-    def forward(self, rows):
-        if self.length < FEATURES:
-            self.length, self.angles = FEATURES, torch.arange(FEATURES) / FEATURES
-            self.table = self.angles.cos()
-        return self.linear(rows * self.table)
+    if net.length < FEATURES:
+        net.length, net.angles = FEATURES, torch.arange(FEATURES) / FEATURES
+        net.table = net.angles.cos()
+    return net.linear(rows * net.table)
 
 
-class Fills(Classifier):
+def fills(net, rows):
     """Fills a buffer in the first sub-step, in place, so that graphs can do it too."""
+    if not net.table.any():
+        net.table.fill_(2.0)
+    return net.linear(rows * net.table)
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.zeros(FEATURES))
 
-    def forward(self, rows):
-        if not self.table.any():
-            self.table.fill_(2.0)
-        return self.linear(rows * self.table)
+def buffer(size):
+    return nn.Buffer(torch.zeros(size), persistent=False)
 
 
 class Penalised(nn.Module):
@@ -911,9 +874,10 @@ def by_part(net, rows):
     return net.linear(net.parts[0](rows))
 
 
+ZERO = torch.zeros(0)
 STEADY = {  # none of them moves state
-    "a table that grows once": Rotates,
-    "a buffer that is filled once": Fills,
+    "a table that grows once": lambda: Net(rotates, table=buffer(0), length=0, angles=ZERO),
+    "a buffer that is filled once": lambda: Net(fills, table=buffer(FEATURES)),
     "weights that each pass computes": net(by_part, weight_norm),
     "frozen ones": net(by_part, lambda: weight_norm().requires_grad_(False)),
 }
@@ -941,7 +905,9 @@ SILENT = {
         VALUES[:2],
         accum=1,
     ),
-    "a buffer that is filled once, with graphs": case_of(Fills, accum=3, engine={"graphs": True}),
+    "a buffer that is filled once, with graphs": case_of(
+        STEADY["a buffer that is filled once"], accum=3, engine={"graphs": True}
+    ),
     **{
         f"{name}, {accum} sub-steps{', whole_batch' * whole}": case_of(
             make, accum=accum, whole_batch=whole

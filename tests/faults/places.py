@@ -176,18 +176,38 @@ def _removed(*handles: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _module_hook(name: str, method: str) -> None:
+def _hooked(name: str, method: str, *, of_parameters: bool = False) -> None:
+    """Hooks of a layer or of all parameters that get a gradient, in one pass or in two."""
+    is_whole = name.startswith("whole")
+    counted = is_whole or of_parameters
+
     def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
-        with _removed(getattr(subject.leave, method)(lambda *_: trap.at(name))):
+        if is_whole:
+            step.criterion = _of_all_rows
+            step.options["whole_batch"] = True
+        used = [p for n, p in subject.named_parameters() if not n.startswith("unused")]
+        visit = trap.count if counted else trap.at
+        owners = used if of_parameters else [subject.leave]
+        with _removed(*(getattr(owner, method)(lambda *_: visit(name)) for owner in owners)):
             yield
 
-    place(name)(prepare)
+    place(name, counted=counted)(prepare)
 
 
-_module_hook("forward pre-hook", "register_forward_pre_hook")
-_module_hook("forward hook", "register_forward_hook")
-_module_hook("full backward pre-hook", "register_full_backward_pre_hook")
-_module_hook("full backward hook", "register_full_backward_hook")
+def _of_all_rows(output: Tensor, targets: Tensor) -> Tensor:
+    z = nn.functional.normalize(output + 0.1 * torch.rand_like(output), dim=1)
+    return (z @ z.T - (targets[:, None] == targets).double()).square().mean()
+
+
+_hooked("forward pre-hook", "register_forward_pre_hook")
+_hooked("forward hook", "register_forward_hook")
+_hooked("full backward pre-hook", "register_full_backward_pre_hook")
+_hooked("full backward hook", "register_full_backward_hook")
+_hooked("whole batch: forward, either pass", "register_forward_hook")
+_hooked("whole batch: backward", "register_full_backward_hook")
+_hooked("hook on a parameter", "register_hook", of_parameters=True)
+name = "post-accumulate hook on a parameter"
+_hooked(name, "register_post_accumulate_grad_hook", of_parameters=True)
 
 
 @place("global forward hook")
@@ -198,19 +218,6 @@ def _global_hook(subject: Subject, step: Step, name: str) -> Iterator[None]:
 
     with _removed(nn.modules.module.register_module_forward_hook(hook)):
         yield
-
-
-def _parameter_hook(name: str, method: str) -> None:
-    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
-        used = [p for n, p in subject.named_parameters() if not n.startswith("unused")]
-        with _removed(*(getattr(p, method)(lambda _: trap.count(name)) for p in used)):
-            yield
-
-    place(name, counted=True)(prepare)
-
-
-_parameter_hook("hook on a parameter", "register_hook")
-_parameter_hook("post-accumulate hook on a parameter", "register_post_accumulate_grad_hook")
 
 
 def _saved_tensor_hook(name: str, number: int) -> None:
@@ -244,22 +251,3 @@ def _replication(subject: Subject, step: Step, name: str) -> Iterator[None]:
     subject.extra = Copied()
     yield
     del subject.extra
-
-
-def _whole_batch_hook(name: str, method: str) -> None:
-    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
-        step.criterion = _of_all_rows
-        step.options["whole_batch"] = True
-        with _removed(getattr(subject.leave, method)(lambda *_: trap.count(name))):
-            yield
-
-    place(name, counted=True)(prepare)
-
-
-_whole_batch_hook("whole batch: forward, either pass", "register_forward_hook")
-_whole_batch_hook("whole batch: backward", "register_full_backward_hook")
-
-
-def _of_all_rows(output: Tensor, targets: Tensor) -> Tensor:
-    z = nn.functional.normalize(output + 0.1 * torch.rand_like(output), dim=1)
-    return (z @ z.T - (targets[:, None] == targets).double()).square().mean()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,54 +35,43 @@ def set_order(order: str) -> None:
 
 
 @contextlib.contextmanager
-def ordered(order: str) -> Iterator[None]:
+def _changed(change: Callable[[Any], object], value: Any, after: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(after)
+
+
+Body = contextlib.AbstractContextManager[None]
+
+
+def ordered(order: str) -> Body:
     """Another order for the body; what is queued at its end stays so."""
-    set_order(order)
-    try:
-        yield
-    finally:
-        set_order(os.environ.get(ORDER, "late"))
+    return _changed(set_order, order, os.environ.get(ORDER, "late"))
 
 
-@contextlib.contextmanager
-def broken_link(source: int, target: int, copies: str) -> Iterator[None]:
+def broken_link(source: int, target: int, copies: str) -> Body:
     """Copies from one device to another are ``dropped`` or ``altered``."""
-    torch.ops.simulated.set_link(source, target, _COPIES.index(copies))
-    try:
-        yield
-    finally:
-        torch.ops.simulated.set_link(source, target, _COPIES.index("whole"))
+    change = partial(torch.ops.simulated.set_link, source, target)
+    return _changed(change, _COPIES.index(copies), _COPIES.index("whole"))
 
 
-@contextlib.contextmanager
-def incomplete() -> Iterator[None]:
+def incomplete() -> Body:
     """Without float64, and without operators that MPS has not either."""
-    torch.ops.simulated.set_complete(False)
-    try:
-        yield
-    finally:
-        torch.ops.simulated.set_complete(True)
+    return _changed(torch.ops.simulated.set_complete, False, True)
 
 
-@contextlib.contextmanager
-def limited(index: int, size: int) -> Iterator[None]:
+def limited(index: int, size: int) -> Body:
     """One device has room for ``size`` bytes more than it holds now."""
     live = torch.accelerator.memory_allocated(index)
-    torch.ops.simulated.set_limit(index, live + size)
-    try:
-        yield
-    finally:
-        torch.ops.simulated.set_limit(index, _NO_LIMIT)
+    return _changed(partial(torch.ops.simulated.set_limit, index), live + size, _NO_LIMIT)
 
 
-@contextlib.contextmanager
-def paced(link: float, memory: float) -> Iterator[None]:
+def paced(link: float, memory: float) -> Body:
     """Copies over a link, and a device's memory, move so many bytes per second; see ``seconds``."""
-    torch.ops.simulated.set_pace(link, memory)
-    try:
-        yield
-    finally:
-        torch.ops.simulated.set_pace(0.0, 0.0)
+    paces = (link, memory), (0.0, 0.0)
+    return _changed(lambda pace: torch.ops.simulated.set_pace(*pace), *paces)
 
 
 def seconds() -> float:

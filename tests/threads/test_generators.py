@@ -42,10 +42,8 @@ class Masks(nn.Module):
 class Noisy(nn.Module):
     def __init__(self, use_reentrant=None):
         super().__init__()
-        self.first = nn.Linear(FEATURES, 32)
-        self.masks = Masks()
-        self.head = nn.Linear(32, CLASSES)
-        self.use_reentrant = use_reentrant
+        self.first, self.head = nn.Linear(FEATURES, 32), nn.Linear(32, CLASSES)
+        self.masks, self.use_reentrant = Masks(), use_reentrant
 
     def block(self, rows, hidden):
         hidden = self.masks(rows, self.first(hidden).tanh())
@@ -196,9 +194,8 @@ def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
 
 @pytest.mark.contract
 def test_inference_draws_on_and_the_seed_decides_it(devices):
-    model = dropout_model()
     found = []
-    with ScatterOnceParallel(model, 2, devices(3)) as engine, torch.no_grad():
+    with ScatterOnceParallel(dropout_model(), 2, devices(3)) as engine, torch.no_grad():
         for seed in (1, None, 1, None):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -258,25 +255,18 @@ def test_every_way_to_draw(devices, draw):
     assert not equal(runs[0], runs[2])
 
 
-def test_a_generator_of_the_user_s_own_is_respected(devices):
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_generator_of_the_user_s_own_is_respected(devices, replicas):
     """An explicit generator is the user's: it is not exchanged for the replica's."""
-    own = torch.Generator()
-
-    def model():
-        return build(
-            lambda: Returns(lambda logits, _: logits * torch.rand(CLASSES, generator=own).double())
-        )
-
-    before = torch.get_rng_state()
-    with training("engine", model(), devices(1), 1) as step:
-        own.manual_seed(4)
-        first = step()
-        own.manual_seed(4)
-        assert equal(first, step())
-    with training("engine", model(), devices(3), 1) as step:
-        state = own.get_state()
-        step()
-    assert not torch.equal(own.get_state(), state)
+    own, before, found = torch.Generator(), torch.get_rng_state(), []
+    draws = lambda logits, _: logits * torch.rand(CLASSES, generator=own).double()  # noqa: E731
+    with training("engine", build(lambda: Returns(draws)), devices(replicas), 1) as step:
+        for _ in range(2):
+            own.manual_seed(4)
+            state = own.get_state()
+            found.append(step())
+            assert not torch.equal(own.get_state(), state)
+    assert replicas > 1 or equal(*found)
     assert torch.equal(torch.get_rng_state(), before)
 
 

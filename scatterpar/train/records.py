@@ -21,7 +21,7 @@ import torch
 from scatterpar.train.options import UsageError, words_of
 
 FILE, BEST_FILE = "checkpoint.pt", "best.pt"
-_FORMAT = 4
+_FORMAT = 5
 Records = list[dict[str, Any]]
 
 

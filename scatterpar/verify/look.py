@@ -104,7 +104,7 @@ class Look:
         self._numbers, self._draws, self._shares_state = ConstantNumbers(), False, False
         self._dtypes: set[torch.dtype] = set()
         self._states: list[State] = []  # after each part of a run
-        self._undo = contextlib.ExitStack()
+        self._undo, self._saved = contextlib.ExitStack(), list[UserState]()
         groups: dict[int, list[Tensor]] = {}  # a leaf of the user's, and its copies
         for each, replica in zip(sets, task.replicas, strict=False):
             for i in each.leaf_indices:
@@ -131,12 +131,18 @@ class Look:
             of_criterion = task.criterion, criterion, request.count
             self._criterion_state = UserState(of_criterion, [task.share.device])
             self._undo.callback(self._restore)
+            self._saved = [self._criterion_state, self._state]
             yield
 
     def end(self) -> None:
         """Undo everything, once. From then on the look, if it still runs, changes nothing."""
         self._deadline = -math.inf
         self._undo.pop_all().close()
+
+    def restore_again(self) -> None:
+        """Undo what looks that began during this one have restored."""
+        for saved in self._saved:
+            saved.restore()
 
     def _set_training(self, value: bool) -> None:
         """Let batch normalisations use running statistics: otherwise they tie rows together."""

@@ -310,11 +310,13 @@ class _Question:
         tasks, parts = self._tasks, self._parts(looks)
         deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
         each = [Look(self._attempt, self.request, task, deadline) for task in tasks]
-        ended = Event()
+        ended, joined = Event(), list[Look]()
 
         def run(look: Look) -> Verdict | None:
-            if look is not each[0] and ended.wait(_PATIENCE_SECONDS):
-                return None
+            if look is not each[0]:
+                if ended.wait(_PATIENCE_SECONDS):
+                    return None
+                joined.append(look)
             try:
                 with look.isolated():
                     return _judged(look, parts)
@@ -329,9 +331,12 @@ class _Question:
                 found: list[Verdict] = apply(*calls, seconds=seconds)
                 return found[0]
         except Overdue:  # inside a call
-            for look in each:
+            for look in reversed(each):
                 look.end()
             raise Inconclusive("a call waits for something that does not come", 1) from None
+        finally:
+            if joined:  # they have saved, and restored, what the first look had changed by then
+                apply([each[0].restore_again], [()], calls[2][:1])
 
     @cached_property
     def _name(self) -> str:

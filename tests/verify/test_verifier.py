@@ -296,12 +296,18 @@ def test_the_look_stays_on_one_device(monkeypatch):
 
 @pytest.mark.parametrize("place", ["criterion", pytest.param("module", marks=pytest.mark.slow)])
 def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch, place):
-    """A look by one replica alone waited at the barrier for ever."""
+    """A look by one replica alone waited at the barrier for ever.
+
+    What the others restored was what the first one's look had left, if they ended after it.
+    """
     monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 1.0)
     barrier = threading.Barrier(3)
 
     class Meets(nn.Linear):
+        sizes = []  # noqa: RUF012
+
         def forward(self, inputs):
+            self.sizes.append(len(inputs))
             if place == "module":
                 barrier.wait(60)
                 return super().forward(inputs).square().mean()
@@ -315,6 +321,7 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
     batch = (INPUTS, VALUES, MeetingLoss()) if place == "criterion" else (INPUTS,)
     with ScatterOnceParallel(build(lambda: Meets(FEATURES, CLASSES)), 1, devices(3)) as engine:
         assert_agreed(engine, lambda: engine.forward_backward(*batch))
+    assert Meets.sizes == [ROWS // 3] * 6
 
 
 def test_a_call_that_waits_for_ever_is_told_once_and_the_step_goes_on(monkeypatch):

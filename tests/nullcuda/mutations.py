@@ -198,7 +198,7 @@ replicas of one card share the memory of their graphs
 +
 +_POOLS: Any = {}
 +_RECORDING: dict[
-test_gradients_are_those_of_the_whole_batch: already recording to mempool_id
+test_gradients_are_those_of_the_whole_batch: RuntimeError
 
 the host reads what has not arrived
 -to_device(torch.cat(parts), HOST).split(

@@ -301,9 +301,8 @@ class Workers:
                 with self.interrupts.allowed(), contextlib.suppress(Empty):
                     job.ended.get(timeout=_LOOK_SECONDS)
             except BaseException as error:
-                self.interrupts.are_allowed = (
-                    False  # the interrupt may have come before ``allowed`` did this
-                )
+                # The interrupt may have come before ``allowed`` did this.
+                self.interrupts.are_allowed = False
                 job.stop()
                 if _CALLER in job.errors:
                     self._abandon()

@@ -50,7 +50,7 @@ from scatterpar.verify.user_state import State, UserState, moved_between, state_
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 _LEAST = 1e-2  # gradients smaller than this part of the largest: their tolerance is absolute
 _NOTHING_BUT = 0.4  # if rounding changes a gradient by more, it is nothing but rounding
-_NUDGES, _AT_A_RELU = 16, 0.2  # rounding at a ReLU shows in every third, and changes no more
+_NUDGES, _AT_A_RELU = 16, 0.2  # rounding at a ReLU shows in every third, and seldom changes more
 _SMALL = 2**20  # elements of parameters that are compared
 _UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 _JOINED = 1e-2  # relative difference of joined outputs: the number of rows changes rounding
@@ -97,6 +97,7 @@ class Look:
         self, attempt: Attempt, request: Request, task: ReplicaTask, deadline: float = math.inf
     ) -> None:
         self._request, self._task, self._deadline = request, task, deadline
+        self._halfway = (time.monotonic() + deadline) / 2
         sets, self._scale = attempt.replicas.replica_sets, request.scale
         self._inputs, self._targets = request.batches[0][1]
         self._model: Any = task.module if task.share.replica else sets[0].root
@@ -212,7 +213,7 @@ class Look:
         verdict.lost = [*self._state.lost(), *self._criterion_state.lost()]
         verdict.shares_state = self._shares_state
         if verdict.error > self._tolerance:
-            self._explain(verdict, weights, expected, is_steady)
+            self._explain(verdict, weights, expected, found, is_steady)
         elif not (request.is_mean or request.whole_batch) and _num_nonzero(sums) < len(parts):
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
@@ -232,7 +233,9 @@ class Look:
                     return verdict
         return None
 
-    def _explain(self, verdict: Verdict, weights: Weights, expected: Sum, is_steady: bool) -> None:
+    def _explain(
+        self, verdict: Verdict, weights: Weights, expected: Sum, found: Sum, is_steady: bool
+    ) -> None:
         """Set the verdict's kind, by computing what differs in other ways."""
         parts, rows, limit = verdict.parts, [*chain(*verdict.parts)], self._tolerance
         whole, outputs = self._request.whole_batch, list[Any]()
@@ -242,7 +245,7 @@ class Look:
             if combines():
                 return  # the module draws numbers that cannot be repeated
             raise Inconclusive("it gives another result each time", 2)
-        limit = max(limit, self._rounding(verdict.error, expected, rows, _sum(one)))
+        limit = max(limit, self._rounding(verdict.error, expected, found, rows, _sum(one)))
         if verdict.error <= limit:
             return
         if _error(_sum(one), expected) > limit:
@@ -276,18 +279,27 @@ class Look:
     def _tolerance(self) -> float:
         return max(_TOLERANCES.get(dtype, 1.0) for dtype in self._dtypes)
 
-    def _rounding(self, error: float, expected: Sum, rows: Sequence[int], one: Sum) -> float:
+    def _rounding(
+        self, error: float, expected: Sum, found: Sum, rows: Sequence[int], one: Sum
+    ) -> float:
         """The difference that rounding makes in ``one``, the replica's result for ``rows``.
 
-        It may be all: for a student that starts as its teacher, or a loss that is constant.
+        It may be all: for a student that starts as its teacher, or a loss that is constant. It is
+        the ``error`` if rounding turns what was expected into ``found``, the result in parts: a
+        ReLU at zero was open in one of them.
         """
         eps = abs(expected[0]) * min(torch.finfo(dtype).eps for dtype in self._dtypes)
         is_zero = expected[1] and all(g.abs().max() <= eps for g in expected[1] if g.numel())
-        rounding = 0.0
-        for number in range(_NUDGES if error < _AT_A_RELU else 1):
-            nudged = _error(_sum(self._run([rows], compute=partial(self._nudged, number))), one)
-            rounding = max(rounding, (2 if number else 4) * nudged if nudged < math.inf else 0.0)
-            if is_zero or error <= rounding:
+        is_same, rounding = _error(one, expected) <= self._tolerance, 0.0
+        for number in range(_NUDGES):
+            result = _sum(self._run([rows], compute=partial(self._nudged, number)))
+            if is_same and _error(result, found) <= self._tolerance:
+                return error
+            nudged = _error(result, one)
+            if nudged < math.inf and (not number or error < _AT_A_RELU):
+                rounding = max(rounding, (2 if number else 4) * nudged)
+            is_late = time.monotonic() > self._halfway  # a refusal needs the other half
+            if is_zero or error <= rounding or is_late:
                 break
         if is_zero or (error <= rounding and rounding > _NOTHING_BUT):
             raise Inconclusive("its gradient is nothing but rounding")

@@ -266,6 +266,10 @@ replicas keep the gradients of the last step
 -self._replicas.clear_step_state()
 +pass
 # all or nothing
+buffers are written before hooks on gradients run
+  commit -> test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises
+-loss = outcome.loss_tensor()
++write_buffers(); loss = outcome.loss_tensor()
 a rollback forgets .grad
   Attempt.save_for_undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
 -partial(setattr, leaf, "grad", value)

@@ -316,7 +316,6 @@ def test_a_users_error_arrives_as_it_is(graphs):
 def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
     """The one that compiles must not wait for ever for one that waits for the lock."""
     monkeypatch.setattr("scatterpar.compiled._PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr("scatterpar.verify.verifier._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
 
     class Waits(nn.Module):
@@ -326,7 +325,8 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
             barrier.wait(60)
             return CRITERION(outputs, targets)
 
-    _, engine = compiled(graphs, make=lambda: nn.Linear(6, 3))
+    # Without looks: one that is abandoned may leave a replica at the barrier.
+    _, engine = compiled(graphs, make=lambda: nn.Linear(6, 3), verify=False)
     with engine:
         engine.forward_backward(*batch(24), Waits())
 

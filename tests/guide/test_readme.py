@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import subprocess
 import sys
 
 import pytest
@@ -54,6 +55,16 @@ def test_ci_finds_the_lines_that_test_something_else(begins, page, words):
     assert f"=$(grep '^{begins}' {page})" in read(".ci/run")
     (line,) = [line for line in read(page).splitlines() if re.match(begins, line)]
     assert words in line
+
+
+@pytest.mark.slow
+def test_each_command_for_single_tests_finds_some():
+    commands = re.findall(r"pytest (tests/[\w/.]+(?: -k (?!NAME)\w+)?)", CONTRIBUTING)
+    assert len(commands) > 2
+    for command in commands:
+        line = [sys.executable, "-m", "pytest", "--collect-only", "-qq", *command.split()]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout
 
 
 def test_constraints_hold_what_the_extras_ask_for():

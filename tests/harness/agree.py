@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -220,7 +221,8 @@ def runs(cases, quick, contract=()):
                 marks = [] if is_quick else [pytest.mark.slow]
                 if is_quick and runner in contract:
                     marks.append(pytest.mark.contract)
-                identity = f"{name}-{runner}-{layout}"
+                words = re.sub(r"[^\w.]+", "_", name)  # ``-k`` takes no spaces, commas and "="
+                identity = f"{words}-{runner}-{layout}"
                 found.append(pytest.param(case, runner, layout, id=identity, marks=marks))
     return found
 

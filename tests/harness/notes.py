@@ -1,4 +1,4 @@
-"""The note on a user's error. Its words stand in ``test_error_notes.py`` and on pages alone."""
+"""The note on a user's error. Its words are in ``step/test_substeps.py`` and on pages alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ def note_of(
     of: int = 1,
     rows: Sequence[int] = (0,),
 ) -> str:
-    """The note on an error of a replica, in a sub-step ``of`` so many, with these ``rows``."""
+    """The note on an error of a replica, in a sub-step ``of`` so many, with these ``rows``.
+
+    Rows that are no ``range`` are those of a plan by cost.
+    """
     spans = ((rows[0], rows[-1] + 1),) * of
     error = Exception()  # not raised: it would keep the error that is handled at the moment
-    share = Share(replica, torch.device(device), 0, 0, spans)
+    by_cost = () if isinstance(rows, range) else (tuple(rows),) * of
+    share = Share(replica, torch.device(device), 0, 0, spans, by_cost)
     note_replica(share, sub_step).__exit__(None, error, None)
     (note,) = error.__notes__
     return note

@@ -1,4 +1,4 @@
-"""Gradients that are not there, sparse ones, and hooks that wait for them."""
+"""What a commit writes, and that it writes all or nothing: gradients, hooks on them, buffers."""
 
 from __future__ import annotations
 
@@ -170,6 +170,22 @@ def test_gradients_that_share_memory_and_arrive_late(devices):
         for name, gradient in gradients(model).items():
             parts = [one[name] for one in expected if one[name] is not None]
             assert_close(gradient, sum(parts) / 16, name)
+
+
+@pytest.mark.contract
+def test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises(devices):
+    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+
+    def fails(_):
+        raise ArithmeticError("a hook")
+
+    model[1].bias.register_hook(fails)
+    before = copy.deepcopy(model.state_dict())
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, pytest.raises(ArithmeticError):
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class Keeps(nn.Module):

@@ -76,16 +76,16 @@ def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
     rows = plan.rows_of(replica, step)
     assert len(rows) > 1
     note = note_on(engine, 4, costs=costs)
-    assert note.startswith(f"in replica {replica} on {devices(2)[replica]}, sub-step {step} of ")
-    assert note.endswith(f", rows {', '.join(map(str, rows))}, counted from 0")
+    of = len(plan.shares[replica].micro_batches)
+    assert note == note_of(replica, devices(2)[replica], step, of, rows)
 
 
 def test_many_rows_of_a_micro_batch_cut_by_cost_are_cut_off():
     engine = failing_engine(["cpu"], micro_batch_cost=1000)
     inputs, labels = randn(90, FEATURES), randint(CLASSES, 90)
     note = note_on(engine, 80, inputs=inputs, labels=labels, costs=[1] * 90)
-    assert ", rows 0, 1, 2, 3, " in note
-    assert note.endswith(", ..., counted from 0")
+    assert " 0, 1, 2, 3, " in note
+    assert ", ..." in note
     assert len(note) < 150
 
 
@@ -96,8 +96,7 @@ def test_rows_of_several_batches_count_through_all_of_them(devices):
         engine.forward_backward(
             Rows.from_batches([first, second]), Rows.from_batches([LABELS[:5], LABELS[5:]]), LOSS
         )
-    (note,) = caught.value.__notes__
-    assert "sub-step 1 of 2, rows 5 to 8, counted from 0" in note
+    assert caught.value.__notes__ == [note_of(0, devices(2)[0], 1, 2, range(5, 9))]
 
 
 def test_one_replica_steps_in_the_thread_of_the_caller():
@@ -129,7 +128,7 @@ def test_the_loss_that_is_not_finite_has_the_rows(devices):
     engine = failing_engine(devices(2), accum=2, check_finite=True)
     with engine, pytest.raises(FloatingPointError) as caught:
         engine.forward_backward(inputs, LABELS, LOSS)
-    assert ", sub-step 0 of 2, rows 7 to 9, counted from 0" in caught.value.__notes__[0]
+    assert caught.value.__notes__ == [note_of(1, devices(2)[1], 0, 2, range(7, 10))]
 
 
 # --- what a sub-step runs besides the model, with the GIL, times all replicas: once 56 calls ---

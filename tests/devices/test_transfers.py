@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
-from harness.isolation import guarded
-from harness.models import CLASSES, FEATURES, mlp
-from harness.oracle import assert_step, build, randint, randn
+from harness.models import CLASSES, FEATURES, Of, mlp
+from harness.oracle import build, randint, randn
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -20,25 +20,27 @@ PHASES = {"scatter", "replicate", "compute", "reduce"}
 
 
 def size(tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def with_batch_norm():
     return build(
-        lambda: nn.Sequential(
-            nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES)
-        )
+        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
     )
+
+
+def deep():
+    return build(lambda: nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(30)]))
 
 
 CRITERION = nn.CrossEntropyLoss()
 NINE = randn(9, FEATURES), randint(CLASSES, 9)
 
 
-def step(model, device_ids, rows=64, accum=3, **options):
+def step(model, device_ids, rows=64, accum=3):
     batch = randn(rows, FEATURES), randint(CLASSES, rows)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
+    with ScatterOnceParallel(model, accum, device_ids) as engine:
         for _ in range(2):  # the first step builds the replicas; both cost the same
             optimizer.zero_grad()
             engine.forward_backward(*batch, CRITERION)
@@ -46,51 +48,43 @@ def step(model, device_ids, rows=64, accum=3, **options):
             optimizer.step()
 
 
+LAYOUTS = [
+    (VIRTUAL, 64, 3, 3),
+    (["cpu:0", "cpu:1", "cpu:1", "cpu:0"], 64, 1, 3),  # pairs: 0 + 1, 2 + 3, 0 + 2
+    (["cpu:0", "cpu:0", "cpu:1", "cpu:1"], 64, 1, 1),
+    (["cpu"] * 4, 64, 0, 0),
+]
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("accum", [1, 3, 8])
-@pytest.mark.parametrize("factory", [mlp, with_batch_norm])
-def test_every_byte_once(factory, accum):
-    model = factory()
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    for report, batch in step(model, VIRTUAL, accum=accum):
-        assert report.bytes == {
-            "scatter": batch,
-            "replicate": 3 * size([*parameters, *buffers]),
-            "compute": 0,
-            "reduce": 3 * size(parameters),
-        }
-
-
-def test_few_messages_whatever_the_number_of_parameters():
-    deep = build(lambda: nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(30)]))
-    for report, _ in step(deep, VIRTUAL):
-        assert report.messages == {"scatter": 4 * 3 * 2, "replicate": 3, "compute": 0, "reduce": 3}
-    for report, _ in step(with_batch_norm(), VIRTUAL):  # one more dtype: a count of batches
-        assert report.messages["replicate"] == 3 * 2
-        assert report.messages["reduce"] == 3
-
-
-@pytest.mark.contract
-def test_replicas_in_one_memory_move_nothing():
-    for report, _ in step(with_batch_norm(), ["cpu"] * 4, buffers="batch"):
-        assert report.bytes == dict.fromkeys(PHASES, 0)
-        assert report.messages == dict.fromkeys(PHASES, 0)
-
-
 @pytest.mark.parametrize(
-    ("device_ids", "rows", "refreshed", "reduced"),
+    ("factory", "device_ids", "rows", "refreshed", "reduced"),
     [
-        (["cpu:0", "cpu:1", "cpu:1", "cpu:0"], 64, 1, 3),  # pairs: 0 + 1, 2 + 3, 0 + 2
-        (["cpu:0", "cpu:0", "cpu:1", "cpu:1"], 64, 1, 1),
-        (VIRTUAL, 2, 3, 1),  # devices without rows send nothing back
+        *((factory, *layout) for factory in (deep, with_batch_norm) for layout in LAYOUTS),
+        (mlp, VIRTUAL, 2, 3, 1),  # devices without rows send nothing back
     ],
 )
-def test_parameters_go_out_to_each_other_device_once(device_ids, rows, refreshed, reduced):
-    model = mlp()
-    for report, batch in step(model, device_ids, rows=rows):
-        assert report.bytes["replicate"] == refreshed * size(model.parameters())
-        assert report.bytes["scatter"] == batch
-        assert report.bytes["reduce"] == reduced * size(model.parameters())
+def test_every_byte_once(factory, device_ids, rows, refreshed, reduced, accum):
+    """In few messages, whatever the number of parameters: one for each dtype."""
+    model = factory()
+    parameters = list(model.parameters())
+    sent = [*parameters, *model.buffers()]
+    for report, batch in step(model, device_ids, rows, accum):
+        pieces = sum(len(share.micro_batches) for share in report.plan.shares)
+        crosses = bool(refreshed)
+        assert report.bytes == {
+            "scatter": crosses * batch,
+            "replicate": refreshed * size(sent),
+            "compute": 0,
+            "reduce": reduced * size(parameters),
+        }
+        assert report.messages == {
+            "scatter": crosses * 2 * pieces,
+            "replicate": refreshed * len({tensor.dtype for tensor in sent}),
+            "compute": 0,
+            "reduce": reduced,
+        }
 
 
 @pytest.mark.contract
@@ -148,16 +142,6 @@ def another_thread(model):
     thread.join()
 
 
-def write(*numbers):
-    """Of one element of a weight, one after the other."""
-
-    def edit(model):
-        for number in numbers:
-            model[0].weight.data[0, 0] = number
-
-    return edit
-
-
 EDITS = {
     "no version": no_version,
     "numpy": lambda model: model[0].weight.detach().numpy().__setitem__((0, 0), 1.0),
@@ -165,8 +149,7 @@ EDITS = {
     "another storage": lambda model: setattr(model[0].weight, "data", model[0].weight * 2),
     "swapped away and back": swapped_away_and_back,
     "another thread": another_thread,
-    "minus zero": write(0.0, -0.0),
-    "not a number": write(float("nan")),
+    "not a number": lambda model: model[0].weight.data.fill_(torch.nan),
 }
 
 
@@ -243,100 +226,92 @@ def test_sparse_gradients_travel_as_indices_and_values():
     assert report.bytes["replicate"] == 1000 * 3 * 8
 
 
-class Bag(nn.EmbeddingBag):
+def scattered(factory, device_ids, *batch):
+    """How many bytes of a batch crossed, and in how many messages."""
+    with ScatterOnceParallel(build(factory), 2, device_ids) as engine:
+        engine.forward_backward(*batch)
+        return engine.last_step.bytes["scatter"], engine.last_step.messages["scatter"]
+
+
+def bag():
     """The mean of a sentence's words, padding left out."""
-
-    def __init__(self):
-        super().__init__(10, CLASSES, padding_idx=9)
-
-
-def padded(sentences):
-    return pad_sequence(sentences, batch_first=True, padding_value=9)
-
-
-def test_entries_cross_without_padding_and_together(monkeypatch):
-    lengths, model = [3, 5, 1, 4, 2, 5, 3], build(Bag)
-    sentences = Rows([randint(9, length) for length in lengths], padded)
-    with guarded(monkeypatch, model), ScatterOnceParallel(model, 2, VIRTUAL[:2]) as engine:
-        engine.forward_backward(sentences, randint(CLASSES, 7), CRITERION)
-        assert engine.last_step.bytes["scatter"] == (sum(lengths) + 7) * 8
-        assert engine.last_step.messages["scatter"] == 8  # sentences and labels, four micro-batches
-
-
-def test_large_entries_travel_by_themselves():
-    images, labels = [randn(3, 60 + n, 60) for n in range(4)], randint(CLASSES, 4)
-
-    def collate(few):
-        return torch.stack([image.mean((1, 2)) for image in few])
-
-    with ScatterOnceParallel(build(lambda: nn.Linear(3, CLASSES)), 1, VIRTUAL[:2]) as engine:
-        plain = collate(images), labels
-        assert_step(engine, Rows(images, collate), labels, CRITERION, plain=plain)
-        assert engine.last_step.messages["scatter"] == 6
-
-
-def test_a_window_of_batches_is_scattered_once(monkeypatch):
-    sizes, model = [(4, 5), (3, 2), (1, 3)], build(Bag)
-    batches, labels = [randint(9, *size) for size in sizes], [randint(CLASSES, n) for n, _ in sizes]
-    window = Rows.from_batches(batches), Rows.from_batches(labels)
-    with guarded(monkeypatch, model), ScatterOnceParallel(model, 1, VIRTUAL[:3]) as engine:
-        engine.forward_backward(*window, CRITERION)
-        assert engine.last_step.bytes["scatter"] == size([*batches, *labels])
-        assert engine.last_step.bytes["replicate"] == 2 * size(model.parameters())
+    return nn.EmbeddingBag(10, CLASSES, padding_idx=9)
 
 
 class Times(nn.Linear):
+    def __init__(self):
+        super().__init__(FEATURES, 3)
+
     def forward(self, rows, table):
         return super().forward((table @ rows.T).T)
 
 
-def test_what_is_replicated_goes_once_to_every_memory(monkeypatch):
-    """Two replicas in one memory share what came; on the master's own memory nothing moves."""
-    model, rows, table = build(lambda: Times(FEATURES, 3)), randn(7, FEATURES), randn(5, FEATURES)
-    devices = ["cpu:0", "cpu:0", "cpu:1"]
-    with guarded(monkeypatch, model), ScatterOnceParallel(model, 2, devices) as engine:
-        # In the inputs and in the targets it is one tensor still.
-        engine.forward_backward((rows, Replicated(table)), Replicated(table), lambda o, t: o.mean())
-        assert engine.last_step.bytes["scatter"] == size([rows, table, table])
+def mean(output, _):
+    return output.mean()
+
+
+def test_entries_cross_without_padding_and_together():
+    sentences, labels = [randint(9, n) for n in (3, 5, 1, 4, 2, 5, 3)], randint(CLASSES, 7)
+    padded = Rows(sentences, partial(pad_sequence, batch_first=True, padding_value=9))
+    found = scattered(bag, VIRTUAL[:2], padded, labels, CRITERION)
+    assert found == (size([*sentences, labels]), 4 + 4)
+
+
+def test_large_entries_travel_by_themselves():
+    images, labels = [randn(3, 60 + n, 60) for n in range(4)], randint(CLASSES, 4)
+    rows = Rows(images, lambda few: torch.stack([image.mean((1, 2)) for image in few]))
+    found = scattered(lambda: nn.Linear(3, CLASSES), VIRTUAL[:2], rows, labels, CRITERION)
+    assert found == (size([*images, labels]), 4 + 4)
+
+
+def test_a_window_of_batches_is_scattered_once():
+    sizes = (4, 5), (3, 2), (1, 3)
+    batches, labels = [randint(9, *each) for each in sizes], [randint(CLASSES, n) for n, _ in sizes]
+    window = Rows.from_batches(batches), Rows.from_batches(labels)
+    assert scattered(bag, VIRTUAL[:3], *window, CRITERION)[0] == size([*batches, *labels])
+
+
+def test_what_is_replicated_goes_once_to_every_memory():
+    """Two replicas in one memory share what came; in inputs and targets it is one tensor still."""
+    rows, table = randn(7, FEATURES), randn(5, FEATURES)
+    batch = (rows, Replicated(table)), Replicated(table), mean
+    found, _ = scattered(Times, ["cpu:0", "cpu:0", "cpu:1"], *batch)
+    assert found == size([rows, table, table])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_each_byte_of_a_sparse_tensor_counts(layout):
     """As many as its indices and values have; those of compressed ones were counted as dense."""
-    model, rows = build(lambda: Times(FEATURES, 3)), randn(7, FEATURES)
-    table = torch.eye(FEATURES, dtype=torch.float64).to_sparse(layout=layout)
+    rows, table = randn(7, FEATURES), torch.eye(FEATURES, dtype=torch.float64)
     pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))  # compressed: one more end of rows
-    with ScatterOnceParallel(model, 2, VIRTUAL[:2]) as engine:
-        engine.forward_backward((rows, Replicated(table)), None, lambda o, _: o.mean())
-        assert engine.last_step.bytes["scatter"] == size([rows]) + 2 * pieces
+    inputs = rows, Replicated(table.to_sparse(layout=layout))
+    assert scattered(Times, VIRTUAL[:2], inputs, None, mean)[0] == size([rows]) + 2 * pieces
 
 
-def test_moments_of_the_whole_batch_cross_once():
+@pytest.mark.parametrize(("device_ids", "away"), [(VIRTUAL[:3], 2), (["cpu"] * 3, 0)])
+def test_moments_of_the_whole_batch_cross_once(device_ids, away):
     model = build(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(100, CLASSES)))
     batch = randn(23, 4, 5, 5), randint(CLASSES, 23)
-    with ScatterOnceParallel(model, 2, VIRTUAL[:3], buffers="batch") as engine:
+    with ScatterOnceParallel(model, 2, device_ids, buffers="batch") as engine:
         engine.forward_backward(*batch, CRITERION)
-        assert engine.last_step.bytes["reduce"] == 2 * (size(model.parameters()) + 2 * 4 * 8)
-        assert engine.last_step.messages["reduce"] == 2 * 2
+        assert engine.last_step.bytes["reduce"] == away * (size(model.parameters()) + 2 * 4 * 8)
+        assert engine.last_step.messages["reduce"] == away * 2
 
 
 def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
-    class Two(nn.Linear):
-        def forward(self, inputs):
-            z = super().forward(inputs)
-            return {"z": z, "classes": z.argmax(1)}
+    def two(model, inputs):
+        z = model.linear(inputs)
+        return {"z": z, "classes": z.argmax(1)}
 
-    class Pairs(nn.Linear):
+    def pairs(model, outputs, labels):
         """On the master alone: its parameters do not cross."""
+        z = model.linear(outputs["z"])  # and no gradient of the others
+        return (z @ z.T).exp().mean()
 
-        def forward(self, outputs, labels):
-            z = super().forward(outputs["z"])  # and none of the others
-            return (z @ z.T).exp().mean()
-
-    rows, away = 12, 8  # of three replicas on two other devices
-    model, criterion = build(lambda: Two(FEATURES, 4)), build(lambda: Pairs(4, 4))
-    batch = randn(rows, FEATURES), randint(3, rows)
+    model = build(lambda: Of(two, linear=nn.Linear(FEATURES, 4)))
+    criterion = build(lambda: Of(pairs, linear=nn.Linear(4, 4)))
+    batch, away = (randn(12, FEATURES), randint(3, 12)), 8  # rows on two of three devices
     with ScatterOnceParallel(model, 2, VIRTUAL[:3]) as engine:
         engine.forward_backward(*batch, criterion, whole_batch=True)
         moved, messages = engine.last_step.bytes, engine.last_step.messages

@@ -32,6 +32,7 @@ FILES = (
     "tests/nullcuda/test_the_path.py",
     "tests/nullcuda/test_streams.py",
     "tests/test_graphs.py",
+    "tests/devices/cards/test_accelerator.py",
 )
 
 
@@ -63,7 +64,7 @@ TABLE = """
 the computation does not wait for its rows
 -current.wait_event(self._copied.pop(number))
 +self._copied.pop(number)
-test_pinned_memory_may_be_written_after_a_step
+test_pinned_memory_may_be_overwritten_after_a_call
 
 copies do not wait for what reads the memory that they write
 -self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
@@ -75,7 +76,7 @@ test_a_batch_that_a_card_has_just_been_told_to_compute
 
 a step that fails does not wait for rows that are under way
 -copied.synchronize()
-test_pinned_memory_may_be_written_after_a_step_that_failed
+test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed
 
 any number of micro-batches is staged
 -self._pinned[0].synchronize()
@@ -109,7 +110,7 @@ test_few_waits_whatever_the_model_and_the_sub_steps: AssertionError
 rows go to the first card, whatever the replica
 -torch.empty_like(tensor, device=device)
 +torch.empty_like(tensor, device='cuda:0')
-test_nothing_is_launched_on_a_wrong_card: same device
+test_parameters_and_gradients_cross_once: same device
 
 streams are taken anew from torch's pool
 -_taken[device, use] = next(stream for stream in streams if stream not in others)
@@ -129,7 +130,7 @@ test_memory_that_a_copy_still_writes_is_not_given_out
 settling waits for the stream that computes, not for the copies
 -with self._lock, use_device(device, ()), self._stream:
 +with self._lock, use_device(device, ()):
-test_pinned_memory_may_be_written_after_a_step_that_failed
+test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed
 
 copies are told to be done before they are asked for
 -            is_pinned_copy = False
@@ -139,7 +140,7 @@ copies are told to be done before they are asked for
 +
 -self._copied[number] = self._stream.record_event()
 +self._copied[number] = early
-test_pinned_memory_may_be_written_after_a_step
+test_pinned_memory_may_be_overwritten_after_a_call
 
 rows leave a card on its current stream
 -for stream in (*self._senders, self._stream):

@@ -69,8 +69,10 @@ def _no_races():
     card.trace(True)
     yield
     card.trace(False)
-    found = races(card.records())
+    records = card.records()
+    found = races(records)
     assert not found, f"accesses that nothing orders: {found[:6]}"
+    assert all(record.kind != "wrong_device" for record in records), "launched on a wrong card"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,7 +5,6 @@ The race checker looks on in every test (``plugin.py``).
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 
@@ -14,24 +13,12 @@ import torch
 from torch import nn
 
 from nullcuda import card
-from nullcuda.test_the_path import script, side_streams
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.devices.transfers import Prefetcher, Transfers, to_host
+from nullcuda.test_the_path import LOSS, batch, network, script, side_streams
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices.transfers import Prefetcher, to_host
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
-
-
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4)).to(CARD)
-
-
-def rows(count=64, place="pinned"):
-    inputs, targets = torch.randn(count, 64), torch.arange(count) % 4
-    if place == "pinned":
-        return inputs.pin_memory(), targets.pin_memory()
-    return (inputs, targets) if place == "host" else (inputs.to(place), targets.to(place))
 
 
 def traced(work):
@@ -55,36 +42,41 @@ def test_no_copy_is_on_the_stream_that_captures():
         if given[0].device == CARD and torch.cuda.is_current_stream_capturing():
             time.sleep(0.2)
 
-    model, criterion = small(), nn.CrossEntropyLoss()
+    model = network()
     model.register_forward_pre_hook(linger)
     engine = ScatterOnceParallel(model, 4, [0, 1], graphs=True, verify=False)
     with engine, warnings.catch_warnings(action="error"):  # "sub-steps run as without graphs"
         for step in range(38):
             new = max(0, step - 30)  # a shape that is captured
-            engine.forward_backward(*rows(32 + 8 * new, "cuda:0"), criterion)
+            engine.forward_backward(*batch(32 + 8 * new, "cuda:0"), LOSS)
 
 
 @pytest.mark.parametrize("place", ["pinned", "cuda:0"])
 def test_engines_take_their_streams_once(place):
-    model, batch = small(), rows(place=place)
+    model, given = network(), batch(place=place)
 
     def step():
         with ScatterOnceParallel(model, 2, [0, 1], verify=False) as engine:
-            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            engine.forward_backward(*given, LOSS)
 
     kinds = ("copy_in", "copy_peer")
     used = [{(r.device, r.stream) for r in traced(step) if r.kind in kinds} for _ in range(20)]
     assert all(each == used[0] for each in used[1:])
 
 
+def traced_step(place):
+    """What happened in a step; and the size of a micro-batch's inputs."""
+    given = batch(place=place)
+    with ScatterOnceParallel(network(), 4, [0, 1], verify=False) as engine:
+        engine.forward_backward(*given, LOSS)
+        return traced(lambda: engine.forward_backward(*given, LOSS)), given[0].nbytes // 8
+
+
 def test_rows_leave_a_card_beside_its_computation():
     """On a stream of the sender that is neither its current one nor the default one."""
-    model, batch = small(), rows(place="cuda:0")
-    with side_streams(), ScatterOnceParallel(model, 4, [0, 1], verify=False) as engine:
-        engine.forward_backward(*batch, nn.CrossEntropyLoss())
-        records = traced(lambda: engine.forward_backward(*batch, nn.CrossEntropyLoss()))
+    with side_streams():
+        records, size = traced_step("cuda:0")
     computing = {(r.device, r.stream) for r in records if r.kind in ("launch", "library")}
-    size = batch[0].nbytes // 8  # a micro-batch's inputs
     sent = [(r.device, r.stream) for r in records if r.kind == "copy_peer" and r.bytes == size]
     assert len(sent) == 4
     assert not computing & set(sent)
@@ -92,10 +84,7 @@ def test_rows_leave_a_card_beside_its_computation():
 
 def test_rows_that_are_not_pinned_are_staged():
     """A copy from pageable memory keeps the host, and is no copy beside the computation."""
-    batch = rows(place="host")
-    with ScatterOnceParallel(small(), 4, [0, 1], verify=False) as engine:
-        records = traced(lambda: engine.forward_backward(*batch, nn.CrossEntropyLoss()))
-    size = batch[0].nbytes // 8
+    records, size = traced_step("cpu")
     copies = [r.pageable for r in records if r.kind == "copy_in" and r.bytes == size]
     assert copies == [False] * 8
 
@@ -105,22 +94,6 @@ def test_what_the_host_reads_has_arrived():
     values = torch.ones(4, device=CARD)
     records = traced(lambda: to_host([values]))
     assert [r.blocks for r in records if r.kind == "copy_out"] == [True]
-
-
-def test_the_pairs_backward_pass_is_on_the_streams_of_its_forward_pass():
-    """As autograd's own nodes are, though it is called where other streams are current."""
-    model, criterion = DataParallelModel(small(), [0, 1]), DataParallelCriterion(nn.MSELoss())
-    inputs, targets = torch.randn(32, 64, device=CARD), torch.randn(32, 4, device=CARD)
-    for _ in range(2):
-        model.zero_grad()
-        with side_streams():
-            loss = criterion(model(inputs), targets)
-            current = torch.cuda.current_stream(0)
-        loss.backward()
-        torch.cuda.current_stream(0).wait_stream(current)
-        for parameter in model.parameters():
-            parameter.grad.record_stream(torch.cuda.current_stream(0))
-            parameter.grad.sum()
 
 
 # --- lifetimes ---
@@ -143,37 +116,14 @@ def test_memory_that_a_copy_still_writes_is_not_given_out(is_dropped):
         ahead.synchronize()
 
 
-def test_the_step_s_transfers_wait_for_copies_ahead():
-    """A prefetcher's wait was once called otherwise than its base's, so the step did not wait."""
-    source = torch.randn(2**20).pin_memory()
-    transfers, ahead = Transfers(), Prefetcher(CARD)
-    transfers.follow(ahead)
-    ahead.copy(source, CARD, "scatter")
-    ahead.issue(0)
-    transfers.synchronize()
-    card.host_writes(source)
-
-
 # --- graphs ---
-
-
-@pytest.mark.parametrize("place", ["pinned", "host", "cuda:0"])
-@pytest.mark.parametrize("on_side_streams", [False, True])
-def test_captured_steps_are_ordered(place, on_side_streams):
-    """A graph tells what its kernels read and write each time that it is launched."""
-    model, batch, criterion = small(), rows(place=place), nn.CrossEntropyLoss()
-    streams = side_streams() if on_side_streams else contextlib.nullcontext()
-    with streams, ScatterOnceParallel(model, 4, [0, 1], graphs=True, verify=False) as engine:
-        for _ in range(3):
-            model.zero_grad()
-            engine.forward_backward(*batch, criterion)
 
 
 def test_gradients_may_be_read_on_another_stream_during_the_next_captured_step():
     """They are the caller's own; a graph adds up in tensors that stay."""
-    model, batch, criterion = small(), rows(), nn.CrossEntropyLoss()
+    model, given = network(), batch()
     with ScatterOnceParallel(model, 4, [0], graphs=True, verify=False) as engine:
-        engine.forward_backward(*batch, criterion)
+        engine.forward_backward(*given, LOSS)
         reading = torch.cuda.Stream(0)
         reading.wait_stream(torch.cuda.current_stream(0))
         kept = [parameter.grad for parameter in model.parameters()]
@@ -181,7 +131,7 @@ def test_gradients_may_be_read_on_another_stream_during_the_next_captured_step()
         with torch.cuda.stream(reading):
             for gradient in kept:
                 gradient.norm()
-        engine.forward_backward(*batch, criterion)
+        engine.forward_backward(*given, LOSS)
         torch.cuda.synchronize(0)
 
 
@@ -240,10 +190,9 @@ class Waits(nn.Module):
 
 def test_a_failed_capture_leaves_allocator_and_generator_as_they_were():
     """Before torch 2.13 both stayed in the capture: no draws, and memory that never came back."""
-    model, criterion = Waits().to(CARD), nn.CrossEntropyLoss()
-    engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
+    engine = ScatterOnceParallel(Waits().to(CARD), 4, [0], graphs=True, verify=False)
     with engine, pytest.warns(match="cannot be captured"):
-        engine.forward_backward(torch.randn(16, 8), torch.arange(16) % 8, criterion)
+        engine.forward_backward(torch.randn(16, 8), torch.arange(16) % 8, LOSS)
     stream = torch.cuda.Stream(0)
     block = torch.empty(200 << 20, dtype=torch.uint8, device=CARD)
     block.record_stream(stream)

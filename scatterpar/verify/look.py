@@ -272,7 +272,7 @@ class Look:
         verdict.fits = lambda factors: (
             is_split
             and not all(map(math.isclose, factors, weights))
-            and _error(_sum(sums, factors), expected) < 10 * limit
+            and _error(_sum(sums, factors), expected) < limit
         )
 
     @property

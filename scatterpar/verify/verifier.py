@@ -285,10 +285,12 @@ class _Question:
         return informative_tensors(self.request)
 
     @cached_property
-    def _ignored(self) -> set[int]:
+    def _ignored(self) -> list[int]:
         criterion, model = self.request.criterion, self._attempt.replicas.of_model.root
         values = ignored_values(model.forward if criterion is None else criterion)
-        return {*(-100, 255, -1), *values, *ignored_values(self.request.count)}
+        # The usual ones first: several may explain the loss of a few rows.
+        values = [-100, 255, -1, *values, *ignored_values(self.request.count)]
+        return list(dict.fromkeys(values))
 
     def _parts(self, looks: int) -> Parts:
         """As many rows as are cheap: fewer of a large model, and in later looks."""
@@ -456,7 +458,7 @@ _TEXTS = {
     "other": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True "
     "and criterion=. If it is a mean over something else than was counted, pass count=, a function "
     "of (inputs, targets) that gives its number of terms: scatterpar.count_labels(); for a sum, "
-    'reduction="sum". Or make it a mean of one loss per row.',
+    'reduction="sum". Or make it a mean of one loss per row; docs/losses.md has sums of means.',
     "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
     f"run one after the other, which is slower; {_RETURN}, or pass verify=False",
     "moved": "forward passes move {}: at each of the {} sub-steps, and on each replica apart. Move "

@@ -54,6 +54,20 @@ def test_a_refusal_does_not_wear_off(devices):
                 engine.forward_backward(INPUTS, VALUES, lambda o, t: ((o - t) ** 2).sum())
 
 
+def test_a_refusal_names_no_count_that_would_be_refused():
+    """Dice and cross entropy: advice that fitted roughly led from one refusal to the next."""
+    inputs, targets = randn(37, FEATURES).float(), randint(CLASSES, 37)
+    targets[::4] = -100
+
+    def sum_of_means(output, targets):
+        return F.cross_entropy(output, targets) + 0.05 * output.pow(2).mean().sqrt()
+
+    with ScatterOnceParallel(mlp().float(), 3, ["cpu"] * 2) as engine:
+        with pytest.raises(ValueError, match="(?!.*It seems)(?=.*whole_batch=True).*losses.md"):
+            engine.forward_backward(inputs, targets, sum_of_means)
+        engine.forward_backward(inputs, targets, sum_of_means, whole_batch=True)
+
+
 def test_a_lambda_made_anew_in_every_step_is_of_one_kind():
     counts, looks = counted(in_a_def), []
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:

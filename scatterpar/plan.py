@@ -17,6 +17,13 @@ _ROUNDING = Fraction(1, 10**9)  # of a sub-step; smaller fractions come from flo
 _SHOWN = 72  # characters of row numbers in a table or an error
 
 
+class Printed:
+    """IPython shows the object as ``print`` does."""
+
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:
+        printer.text(str(self))
+
+
 @dataclass(frozen=True)
 class Share:
     """The rows of the batch that one replica handles.
@@ -60,7 +67,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """The shares and micro-batches for one batch. ``print(plan)`` shows a small table."""
 
     rows: int
@@ -99,7 +106,9 @@ class Plan:
 
 def shown(numbers: str) -> str:
     """A list of numbers as text, cut off behind one of them if it is too long for a line."""
-    return numbers if len(numbers) <= _SHOWN else numbers[:_SHOWN].rpartition(",")[0] + ", ..."
+    if len(numbers) <= _SHOWN:
+        return numbers
+    return numbers[: max(numbers.rfind(sign, 0, _SHOWN) for sign in (",", " +"))] + ", ..."
 
 
 def as_text(table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> str:

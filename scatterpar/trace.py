@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from scatterpar.devices.runtime import has_streams
-from scatterpar.plan import Share, as_text
+from scatterpar.plan import Printed, Share, as_text
 from scatterpar.step.attempt import Clock, profiler_block
 
 _LAUNCHES = "forward", "backward", "recompute", "replay"  # parts that launch work on devices
@@ -100,7 +100,7 @@ class TracedStep:
     error: str | None = None  # the exception as text, if the step failed
 
 
-class Trace:
+class Trace(Printed):
     """The steps of an engine that ``engine.trace()`` recorded; ``print`` shows a table.
 
     Attributes:

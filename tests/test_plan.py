@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,12 @@ def test_a_plan_prints_as_a_table():
         "0        cpu:0   0:5   1 x 3 + 1 x 2",
         "1        cpu:1   5:9   2 x 2",
     ]
+
+
+def test_a_notebook_shows_a_plan_as_print_does():
+    shown, plan = [], make_plan(9, [torch.device("cpu")], 2)
+    plan._repr_pretty_(SimpleNamespace(text=shown.append), False)
+    assert shown == [str(plan)]
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])

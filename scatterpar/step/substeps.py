@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
+from scatterpar.devices.runtime import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Share, shown
 from scatterpar.replicas.replicas import Replica
@@ -114,6 +115,9 @@ _ONE_ROW = (
     "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
     "micro_batch_size= in its place, which cuts a small last batch into fewer micro-batches"
 )
+_LESS_MEMORY = (
+    'more sub-steps need less memory: a larger accum=, a smaller micro_batch_size=, or accum="auto"'
+)
 
 
 class Computed(NamedTuple):
@@ -144,6 +148,8 @@ class note_replica:
         add_note(error, f"{where}, counted from 0")
         if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
             add_note(error, _ONE_ROW)
+        if self.number is not None and is_out_of_memory(error):
+            add_note(error, _LESS_MEMORY)
 
 
 def _named_rows(numbers: Sequence[int]) -> str:

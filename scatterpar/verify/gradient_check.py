@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import unwrap_markers
 from scatterpar.devices.transfers import Transfers, to_host
+from scatterpar.plan import Printed
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
@@ -31,7 +32,7 @@ Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
-class GradientCheck:
+class GradientCheck(Printed):
     """The difference between the engine's gradients and those of a plain whole-batch backward.
 
     Attributes:

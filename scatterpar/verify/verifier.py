@@ -468,9 +468,10 @@ _TEXTS = {
     "state from forward, and pass it as an input (docs/limits.md, State in modules). Change a "
     "criterion's once per step, or pass whole_batch=True, which calls it once",
     "rows": " gives other outputs for a few rows than for parts of them: they differ by {:.2g} of "
-    "the largest entry (of {} rows). Is batch_first=True forgotten, or dim=? Pass a value without "
-    "rows as Replicated(value), a list with an entry per row as Rows(list). Compute what compares "
-    "rows in the criterion, with whole_batch=True. A home-made batch normalisation may ignore this",
+    "the largest entry (of {} rows). Does a row depend on its padding? Mask it. Is "
+    "batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a list "
+    "with an entry per row as Rows(list). Compute what compares rows in the criterion, with "
+    "whole_batch=True. A home-made batch normalisation may ignore this",
     "lost": "your code writes a tensor of shape {}, above 64 MiB, which a look at a few rows did "
     "not save: keep it in a buffer of the module, or pass verify=False",
     "unchecked": "could not check how {} combines micro-batches ({}). The engine assumes {}. Pass "

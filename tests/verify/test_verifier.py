@@ -63,7 +63,7 @@ def test_a_refusal_names_no_count_that_would_be_refused():
         return F.cross_entropy(output, targets) + 0.05 * output.pow(2).mean().sqrt()
 
     with ScatterOnceParallel(mlp().float(), 3, ["cpu"] * 2) as engine:
-        with pytest.raises(ValueError, match="(?!.*It seems)(?=.*whole_batch=True).*losses.md"):
+        with pytest.raises(ValueError, match=r"(?!.*It seems)(?=.*whole_batch=True).*losses\.md"):
             engine.forward_backward(inputs, targets, sum_of_means)
         engine.forward_backward(inputs, targets, sum_of_means, whole_batch=True)
 

@@ -9,6 +9,7 @@ batch takes: an accelerator, which leaves the processor to the workers.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import TRAIN, Request, Source, open_data
-from scatterpar.train.feed import Feed
-from scatterpar.train.models import build_model
+from scatterpar.train.data import TRAIN, Feed, Request, Source, open_data
 from scatterpar.train.options import Options
-from scatterpar.train.training import choose_devices
+from scatterpar.train.training import build_model, choose_devices
 
 Step = Callable[[Tensor, Tensor], object]
 
@@ -92,7 +91,8 @@ def timed(source: Source, batches: list[Tensor], workers: int, step: Step | None
 
 def read(source: Source, batches: list[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
     requests = [Request(TRAIN, rows) for rows in batches]
-    with Feed(source, requests, workers) as feed:
+    options = dataclasses.replace(source.options, workers=workers)
+    with Feed(dataclasses.replace(source, options=options), requests) as feed:
         for _ in batches:
             _, found = feed.take()
             yield found.images, found.labels

@@ -85,13 +85,14 @@ def main() -> None:
 def write_pictures(folder: Path, number: int, size: int) -> Path:
     """JPEG files in train/CLASS/ and test/CLASS/, made of the included images, over and over."""
     data = load()
+    images, labels = data.train.tensors
     for part, rows in (("train", number), ("test", 200)):
         for row in range(rows):
             source = row % len(data.train)
-            name = data.class_names[int(data.train.labels[source])].replace("/", "-")
+            name = data.class_names[int(labels[source])].replace("/", "-")
             place = folder / part / name
             place.mkdir(parents=True, exist_ok=True)
-            picture = Image.fromarray(data.train.images[source, 0].numpy()).convert("RGB")
+            picture = Image.fromarray(images[source, 0].numpy()).convert("RGB")
             picture.resize((size, size)).save(place / f"{row:06d}.jpg")
     return folder
 

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
-from scatterpar.train.data import make_dataset, read_split
-from scatterpar.train.models import OnPixels, SmallCNN
+from scatterpar.train.data import read_split
+from scatterpar.train.training import OnPixels, SmallCNN
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
 EPOCHS = 20
@@ -253,7 +253,7 @@ def images_of(held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All images to train and to test on, standardised, with their labels."""
     train, test = (read_split(FASHION_MNIST, part) for part in ("train", "t10k"))
-    data = make_dataset("Fashion-MNIST", train, test, ())
-    standardise = OnPixels(nn.Identity(), data.mean, data.std)
-    train_images, test_images = (standardise(s.images) for s in (data.train, data.test))
-    return train_images, data.train.labels, test_images, data.test.labels
+    (train_images, train_labels), (test_images, test_labels) = train.tensors, test.tensors
+    std, mean = torch.std_mean(train_images.double(), correction=0)
+    standardise = OnPixels(nn.Identity(), mean, std)
+    return standardise(train_images), train_labels, standardise(test_images), test_labels

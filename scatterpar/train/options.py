@@ -19,23 +19,23 @@ import tyro
 LARGE_BATCH = 4096
 EMBEDDED = "embedded"
 # The options that decide the result of a run: a resumed run must have the same ones.
-_DECISIVE = """data val image_size augment erase mixup cutmix skip_broken model batch epochs base_lr
-    warmup_epochs drop_at optimizer momentum weight_decay label_smoothing clip ema autocast seed"""
+_DECISIVE = """data val image_size augment erase mixup cutmix skip_broken model pretrained batch
+    epochs base_lr warmup_epochs drop_at optimizer momentum weight_decay label_smoothing clip ema
+    autocast seed"""
 # Ranges of numbers: in words, as a test, and the options of all commands that they apply to.
-_POSITIVE = """batch epochs micro_batch_size image_size checkpoint_every drop_at base_lr clip ema
-    top val"""
+_POSITIVE = "batch epochs micro_batch_size image_size checkpoint_every base_lr clip ema top val"
 _NOT_NEGATIVE = """warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay
-    label_smoothing seed"""
+    label_smoothing"""
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above zero", lambda x: 0 < x < math.inf, _POSITIVE),
     ("zero or above", lambda x: 0 <= x < math.inf, _NOT_NEGATIVE),
-    ("at most 1", lambda x: x <= 1, "erase label_smoothing"),
-    ("below 1", lambda x: x < 1, "momentum ema val"),
-    ("below 2**31", lambda x: x < 2**31, "seed"),
+    ("below 1", lambda x: x < 1, "erase label_smoothing momentum ema val"),
 )
 # Options that do not exist, and what to use instead.
 _INSTEAD = {
     "batch-size": "the images of a step are --batch N, those of a sub-step --micro-batch-size N",
+    "measure-noise": "removed in 0.3.0; --batch auto measures the noise scale, and follows it",
+    "shard-optimizer": "removed in 0.3.0; the engine has it: scatterpar.ShardedOptimizer",
     "accum": "removed in 0.3.0; --micro-batch-size N sets the images of a sub-step",
     "shares": "removed in 0.3.0; the engine has it: ScatterOnceParallel(model, shares=[2, 1])",
     "layer-decay": "removed in 0.3.0; use timm.optim.param_groups_layer_decay in a script",
@@ -45,8 +45,6 @@ _INSTEAD = {
     "wandb": "removed in 0.3.0; wandb.init(sync_tensorboard=True) before scatterpar.__main__.main "
     "logs the same curves, with tensorboard installed",
 }
-
-_LISTS = ("--devices", "--drop-at")  # their values are separated by spaces or commas
 
 _arg = tyro.conf.arg  # the help text says what a default of None means
 Number = Annotated[int | None, _arg(help_behavior_hint="", metavar="N")]
@@ -61,17 +59,16 @@ Devices = Annotated[tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE
 
 @dataclass(frozen=True)
 class _Images:
-    # folder of images in train/CLASS/ and test/CLASS/ (or val), or in CLASS/ with --val; or a name:
-    # torch/NAME, one of torchvision's sets such as torch/fashion_mnist; hfds/NAME, one of Hugging
-    # Face's or a folder for its datasets; or embedded (Fashion-MNIST's test set, in two parts)
+    # folder with train/CLASS/ and test/CLASS/ (or val), or with CLASS/ and --val; torch/NAME of
+    # torchvision, such as torch/fashion_mnist; hfds/NAME of Hugging Face's hub, or a folder for its
+    # datasets; or embedded: Fashion-MNIST's test set, in two parts
     data: str = EMBEDDED
     val: Rate = None  # part of each class to test on, such as 0.1, if there is no split
     data_root: Path = Path("data")  # where the sets of libraries are stored
     download: bool = False  # fetch the library's set if it is missing
     image_size: Number = None  # sides of pictures (default: the first one's shorter, at most 224)
-    # how training pictures are varied: crop (random crop and flip, the default), none, or crop
-    # and a policy of timm's such as rand-m9-mstd0.5
-    augment: Name = None
+    # how pictures vary: none, crop (and flip), or crop and timm's policy, such as rand-m9-mstd0.5
+    augment: str = "crop"
     erase: float = 0.0  # how often a rectangle is erased
     mixup: float = 0.0  # mix pictures and labels, with this alpha
     cutmix: float = 0.0  # the same by CutMix
@@ -86,8 +83,7 @@ class _Training:
     model: str = "cnn"
     pretrained: bool = False  # start from timm's weights for its model, fetched if missing
     # images of a step (default: as many as leave 50 steps an epoch, from 32 to 4096). auto: 256,
-    # doubled while the gradient's noise scale is twice that, as long as an epoch keeps 8 steps;
-    # needs two replicas
+    # doubled while the gradient's noise scale is twice that, with two replicas at least
     batch: Batch = None
     epochs: Number = None  # how often all images are used (default: 20; for the included images 5)
     base_lr: float = 0.0125  # learning rate for batches of 256; scaled for the images of a step
@@ -110,8 +106,6 @@ class _Devices:
     # any, two replicas on the CPU)
     devices: Devices = ()
     micro_batch_size: int = 64  # images of a sub-step of each replica
-    measure_noise: bool = False  # measure the gradient's noise scale; needs two replicas
-    shard_optimizer: bool = False  # keep a part of the optimizer's state on each device; same bits
     compile: bool = False  # compile the network with torch.compile
     autocast: Precision = None  # compute in that precision where it is safe
     channels_last: bool = False  # channels last in memory, often faster for convolutions
@@ -137,36 +131,27 @@ class Options(_Files, _Devices, _Training, _Images):
   python -m scatterpar train --config photos.toml --epochs 90   a file of options, in TOML
   python -m scatterpar train --out runs/photos --resume …       goes on where that run was
 
-Writes into --out: metrics.jsonl (one JSON object a line: options, versions and commit of each
-start, steps, epochs), curves.png, checkpoint.pt, best.pt, and TensorBoard's event file if that is
-installed. Exit codes: 0 finished, 1 diverged training, 2 wrong argument or data, 130 interrupted,
-143 ended by SIGTERM; both keep what was reached."""
+Writes into --out: metrics.jsonl (a JSON object a line: starts, steps, epochs), curves.png,
+checkpoint.pt, best.pt, and TensorBoard's event file if that is installed. Exit codes: 0 finished,
+1 diverged, 2 wrong argument or data, 130 interrupted, 143 ended by SIGTERM; both keep the run."""
 
     def settings(self) -> dict[str, Any]:
         """Return the options that determine the result of the run, up to rounding."""
-        return {name: value for name, value in self.record().items() if name in _DECISIVE.split()}
-
-    def record(self) -> dict[str, Any]:
-        """Return all options as values that JSON can represent."""
-        values = dataclasses.asdict(self)
-        return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+        return {name: getattr(self, name) for name in _DECISIVE.split()}
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """Read the command line, and fill in the defaults that depend on other options."""
     options: Options = read(Options, arguments, "train", _grouped)
-    grows, epochs, warmup = options.batch == "auto", options.epochs, options.warmup_epochs
+    epochs, warmup = options.epochs, options.warmup_epochs
     if epochs is None:
         epochs = 5 if options.data == EMBEDDED else 20  # 5: half a minute on two cores
     if warmup is None:
-        warmup = 0 if grows else min(5, epochs // 5)
-    for earlier, later in pairwise((warmup, *options.drop_at, epochs)):
-        if earlier >= later:
-            raise UsageError(
-                f"--warmup-epochs, --drop-at and --epochs must rise, and {later} follows {earlier}"
-            )
-    noise = options.measure_noise or grows
-    return dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup, measure_noise=noise)
+        warmup = 0 if options.batch == "auto" else min(5, epochs // 5)
+    numbers = [warmup, *options.drop_at, epochs]
+    if numbers != sorted({*numbers}):
+        raise UsageError(f"--warmup-epochs, --drop-at and --epochs must rise, and are {numbers}")
+    return dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup)
 
 
 def _grouped(images: _Images, training: _Training, device: _Devices, file: _Files) -> Options:
@@ -190,9 +175,6 @@ def exit_code_of(command: str, action: Callable[[], int]) -> int:
     except UsageError as error:
         print(f"scatterpar {command}: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"scatterpar {command}: interrupted", file=sys.stderr)
-        return 130
 
 
 def read(
@@ -208,25 +190,16 @@ def read(
     options = tyro.cli(
         make or kind,
         prog=f"python -m scatterpar {command}",
-        args=[*_separated(words)],
+        args=words,
         description=f"{inspect.getdoc(kind)}\n\n{kind.examples}",
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
     )
     for range_, fits, names in _RANGES:
         for name in names.split():
             value = getattr(options, name, None)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(fits(x) for x in numbers if isinstance(x, int | float)):
+            if isinstance(value, int | float) and not fits(value):
                 raise UsageError(f"--{name.replace('_', '-')}: {value} is not {range_}")
     return options
-
-
-def _separated(words: Sequence[str]) -> Iterator[str]:
-    """Split the values of `_LISTS` at commas."""
-    option = ""
-    for word in words:
-        option = word if word[:2] == "--" else option
-        yield from word.replace(",", " ").split() if option in _LISTS else [word]
 
 
 def _of_file(path: Path) -> Iterator[str]:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,17 +17,12 @@ from scatterpar.train.options import UsageError, words_of
 
 FILE, BEST_FILE = "checkpoint.pt", "best.pt"
 _FORMAT = 5
-Records = list[dict[str, Any]]
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an error of writing `path` into a `UsageError` that names it."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch's, if a write fails
-        words = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise UsageError(f"--out: {path} cannot be written: {words}") from error
+def unwritten(path: Path, error: Exception) -> UsageError:
+    """Return the error of a file that cannot be written."""
+    words = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return UsageError(f"--out: {path} cannot be written: {words}")
 
 
 @contextlib.contextmanager
@@ -40,17 +30,14 @@ def written(path: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the body ends, after it was written to the disk."""
     aside = path.with_name(path.name + ".part")
     try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-            if hasattr(os, "O_DIRECTORY"):  # the directory entry, too
-                folder = os.open(path.parent, os.O_DIRECTORY)
-                os.fsync(folder)
-                os.close(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch's, if a write fails
+        raise unwritten(path, error) from error
     finally:
         with contextlib.suppress(OSError):  # it exists only after an error
             aside.unlink()
@@ -67,16 +54,14 @@ def load(path: Path) -> dict[str, Any]:
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        words = f"{words_of(error):.200}"
-        raise UsageError(f"{path} is not a checkpoint that can be read: {words}") from error
+        words = f"is not a checkpoint that can be read: {words_of(error):.200}"
+        raise UsageError(f"{path} {words}") from error
     found = state.get("format") if isinstance(state, dict) else None
-    if found == _FORMAT:
-        return state  # type: ignore[no-any-return]
-    which = "scatterpar 0.2" if found == 3 else "another program or version"
-    raise UsageError(
-        f"{path} is a checkpoint of {which}, which scatterpar 0.3 cannot read: use the version "
-        "that wrote it, or start a new run with another --out"
-    )
+    if found != _FORMAT:
+        which = "scatterpar 0.2" if found == 3 else "another program or version"
+        words = "cannot read: use the version that wrote it, or start a new run with another --out"
+        raise UsageError(f"{path} is a checkpoint of {which}, which scatterpar 0.3 {words}")
+    return state  # type: ignore[no-any-return]
 
 
 class Metrics(contextlib.AbstractContextManager["Metrics"]):
@@ -86,7 +71,7 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
     """
 
     def __init__(self, path: Path, earlier_steps: int = 0) -> None:
-        self.records: Records = []
+        self.records: list[dict[str, Any]] = []
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # a torn last line
             for line in path.read_text(encoding="utf-8").splitlines() if earlier_steps else ():
                 record = json.loads(line)
@@ -102,17 +87,19 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record; NaN and infinities, which JSON lacks, become null."""
-        text = json.dumps({"kind": kind, **fields})
+        text = json.dumps({"kind": kind, **fields}, default=str)
         record = json.loads(text, parse_constant=lambda _: None)
         self.records.append(record)
-        with writing(Path(self._file.name)):
+        try:
             print(json.dumps(record), file=self._file, flush=True)
+        except OSError as error:
+            raise unwritten(Path(self._file.name), error) from error
         if self._board is not None and kind in ("step", "epoch"):
             for name, value in record.items():
                 if isinstance(value, float):
                     self._board.add_scalar(f"{kind}/{name}", value, record["step"])
 
-    def of_kind(self, kind: str) -> Records:
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
 
@@ -121,25 +108,6 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
             for file in (self._file, self._board):
                 if file is not None:
                     file.close()
-
-
-def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the time, the command, versions, devices, and the commit of the current folder."""
-    names = "scatterpar", "torch", "torchvision", "timm", "numpy", "pillow"
-    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
-    gpus = {d: f" {torch.cuda.get_device_name(d)}" for d in devices if d.type == "cuda"}
-    git, commit = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(git, capture_output=True, encoding="utf-8", timeout=10)
-        commit = done.stdout.strip()
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
-        "versions": versions | {"python": platform.python_version()},
-        "devices": [f"{d}{gpus.get(d, '')}" for d in devices],
-        "system": platform.platform(),
-        "commit": commit or None,
-    }
 
 
 def draw_curves(metrics: Metrics, path: Path) -> None:
@@ -155,10 +123,9 @@ def draw_curves(metrics: Metrics, path: Path) -> None:
         (accuracy, tested, "epoch", "test_accuracy", "o-", "Top-1 accuracy"),
         (accuracy, tested, "epoch", "test_accuracy_top5", "o:", "Top-5 accuracy"),
     ):
-        heights = [math.nan if r.get(y) is None else r[y] for r in what]
+        heights = [math.nan if r[y] is None else r[y] for r in what]
         axes.plot([r[x] for r in what], heights, style, label=label, markersize=4)
-    loss.set(title="Loss", xlabel="Step")
-    accuracy.set(title="Test accuracy", xlabel="Epoch")
-    loss.legend()
-    accuracy.legend()
-    figure.savefig(path, dpi=120)
+        axes.set(title="Loss" if axes is loss else "Test accuracy", xlabel=x.capitalize())
+        axes.legend()
+    with written(path) as file:
+        figure.savefig(file, dpi=120)

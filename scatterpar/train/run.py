@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import shlex
 import signal
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
-import torch.distributed as dist
 from tqdm import tqdm
 
 from scatterpar.train import records
-from scatterpar.train.data import open_data
-from scatterpar.train.feed import Feed, FeedError
+from scatterpar.train.data import Feed, FeedError, open_data
 from scatterpar.train.options import Options, UsageError, exit_code_of, parse
 from scatterpar.train.records import BEST_FILE, FILE, Metrics, draw_curves
 from scatterpar.train.training import Training, choose_devices
 
 _LINE_SECONDS = 10.0  # between lines, without a progress bar
+_RECORDED = "scatterpar", "torch", "torchvision", "timm", "numpy", "pillow"  # versions
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,11 +32,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(options: Options) -> int:
     """Train as the options say; return the exit code."""
-    if dist.is_available() and dist.is_torchelastic_launched():
-        raise UsageError(
-            "one process trains on all GPUs of this machine: start it without torchrun (on several "
-            "machines use the engine's process_group= in a script: docs/several-machines.md)"
-        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        words = "one process trains on all GPUs of this machine: start it without torchrun"
+        raise UsageError(f"{words} (for several machines: docs/several-machines.md)")
     tqdm.monitor_interval = 0  # tqdm starts no thread: every step updates the bar
     devices, source, out = choose_devices(options.devices), open_data(options), options.out
     training = Training(options, source, devices)
@@ -48,12 +45,11 @@ def run(options: Options) -> int:
             reached = f"after {training.epoch} epochs and {position.step} steps"
             print(f"{out}: finished before, {reached}; --out starts a new run in another folder")
             return 0
-        with (
-            Metrics(out / "metrics.jsonl", position.step) as metrics,
-            Feed(source, (), options.workers, options.skip_broken, tqdm.write) as feed,
-        ):
-            about = {"options": options.record(), **records.provenance(devices)}
-            metrics.write("run", step=position.step, **about)
+        with Metrics(out / "metrics.jsonl", position.step) as metrics, Feed(source) as feed:
+            installed = importlib.metadata.distributions()
+            versions = {d.name: d.version for d in installed if d.name in _RECORDED}
+            about = {"command": sys.argv, "versions": versions, "devices": [*map(str, devices)]}
+            metrics.write("run", step=position.step, options=vars(options), **about)
             return Run(training, feed, metrics).train()
 
 
@@ -62,51 +58,38 @@ def _resume(training: Training) -> None:
     options, path = training.options, training.options.out / FILE
     if path.exists() and not options.resume:
         raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
-    if not options.resume:
-        return
-    if not path.exists():
-        raise UsageError(f"--resume: there is no {path}; --out names the folder of the run")
-    state = records.load(path)
-    for name, saved in state["settings"].items():
-        if (value := options.settings().get(name)) != saved:
-            option = "--" + name.replace("_", "-")
-            raise UsageError(f"{path} is of a run with {option} {saved}, not {value}")
-    training.load_state_dict(state)
+    if options.resume:
+        if not path.exists():
+            raise UsageError(f"--resume: there is no {path}; --out names the folder of the run")
+        state = records.load(path)
+        for name, value in options.settings().items():
+            if (saved := state["settings"].get(name)) != value:
+                option = "--" + name.replace("_", "-")
+                raise UsageError(f"{path} is of a run with {option} {saved}, not {value}")
+        training.load_state_dict(state)
 
 
-class Stopped(Exception):
-    """A signal asks the run to end."""
+@contextlib.contextmanager
+def stoppable() -> Iterator[list[int]]:
+    """In the body, Ctrl-C and SIGTERM are added to a list. A second one ends the process."""
+    received = list[int]()
 
-
-class Stopping:
-    """In the body, Ctrl-C and SIGTERM wait for the end of a step. A second one ends at once."""
-
-    signal = 0
-
-    def __enter__(self) -> Self:
-        is_main = threading.current_thread() is threading.main_thread()  # others get no signals
-        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-        # A background job of a shell ignores SIGINT.
-        self._before = {n: h for n in numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
-        for number in self._before:
-            signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        if self.signal:
+    def receive(number: int, _: FrameType | None) -> None:
+        if received:
             os._exit(128 + number)
-        self.signal, name = number, signal.Signals(number).name
+        received.append(number)
+        name = signal.Signals(number).name
         # Not print: the signal may have interrupted a print.
         os.write(2, f"\n{name}: saving at the end of this step; again: ending now\n".encode())
 
-    def check(self) -> None:
-        """Raise `Stopped` after a signal."""
-        if self.signal:
-            raise Stopped
+    numbers = signal.SIGINT, signal.SIGTERM  # a background job of a shell ignores SIGINT
+    heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    before = [(number, signal.signal(number, receive)) for number in heeded]
+    try:
+        yield received
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 class Run:
@@ -114,13 +97,11 @@ class Run:
 
     def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
         self.training, self.feed, self.metrics = training, feed, metrics
-        self.options, self.stopping = training.options, Stopping()
-        self._saved, self._said = training.position.step, time.perf_counter()
+        self.options, self._signals = training.options, list[int]()
         earlier = max((r.get("elapsed", 0.0) for r in metrics.records), default=0.0)
-        self._start = self._said - earlier  # of all sessions
-        self._timed: tuple[int, float] | None = None  # images and time after the first step
-        self._total, shown = training.epochs * training.images, {"unit_scale": True, "miniters": 1}
-        self._bar = tqdm(total=self._total, disable=None, unit=" images", leave=False, **shown)
+        self._start = time.perf_counter() - earlier  # of all sessions
+        self._saved = training.position.step
+        self._bar: Any = None
 
     def train(self) -> int:
         """Train all epochs, print and write what was reached, and return the exit code."""
@@ -128,7 +109,7 @@ class Run:
         self._announce()
         self.feed.request(training.requests())
         try:
-            with self.stopping:
+            with stoppable() as self._signals:
                 if training.position.tested < training.epoch:
                     self._end_epoch()
                 while training.epoch < training.epochs:
@@ -137,37 +118,38 @@ class Run:
         except FloatingPointError as error:
             code = 1
             ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
-        except (Stopped, UsageError) as error:
-            stopped = isinstance(error, Stopped)
-            if isinstance(error, FeedError):
-                stopped = self.stopping.signal > 0  # the signal may have ended the workers, too
-            if stopped or isinstance(error, FeedError):
+        except (KeyboardInterrupt, UsageError) as error:
+            is_sound = isinstance(error, KeyboardInterrupt | FeedError)
+            if is_sound:
                 self._save()
-            if not stopped:
+            if not (is_sound and self._signals):  # a signal may have ended the workers, too
                 kept = f"the checkpoint after step {self._saved} is kept: --resume goes on from it"
                 kept = kept if self._saved else "no checkpoint was written yet"
                 raise UsageError(f"{error}; {kept}") from error
-            code, ending = self._stopped()
+            code, name = 128 + self._signals[0], signal.Signals(self._signals[0]).name
+            ending = "interrupted" if name == "SIGINT" else f"ended by {name}"
+            self._say_how_to_resume()
         finally:
-            self._bar.close()
+            if self._bar is not None:
+                self._bar.close()
         self._finish(ending)
         return code
 
-    def _stopped(self) -> tuple[int, str]:
-        """Print the command that resumes the run. Returns the exit code, and how the run ended."""
-        number = self.stopping.signal
+    def _check(self) -> None:
+        if self._signals:
+            raise KeyboardInterrupt
+
+    def _say_how_to_resume(self) -> None:
         if self._saved:
             words = [word for word in sys.orig_argv if word != "--resume"]
             named = any(word.partition("=")[0] == "--out" for word in words)
             words += ["--resume"] if named else ["--out", str(self.options.out), "--resume"]
             line = shlex.join(words)
             self._say(f"saved after step {self._saved}; this goes on from there:\n  {line}")
-        name = signal.Signals(number).name
-        return 128 + number, "interrupted" if number == signal.SIGINT else f"ended by {name}"
 
     def _say(self, line: str) -> None:
         """Print a line, beside the progress bar."""
-        self._bar.write(line, file=sys.stdout)
+        tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
     def _announce(self) -> None:
@@ -176,56 +158,49 @@ class Run:
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
         images, steps = training.images, training.steps_per_epoch
         rows = -(-images // steps)
-        print(f"writing to {options.out}\n{self.feed.source}")
-        print(f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}")
+        self._say(f"writing to {options.out}\n{self.feed.source}")
+        self._say(f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}")
+        more = "the gradient's noise scale doubles it" if training.noise else "--batch sets it"
+        line = f"batches of {rows:,}, for {steps} steps an epoch of {images:,}; {more}"
         if position.step:
-            print(f"resumed after {position.step} steps, {position.consumed:,} images")
-        elif isinstance(options.batch, int) and options.batch > images:
-            told = f"--batch {options.batch} is more than the {images:,} images to train on"
-            print(f"{told}: each step takes all of them, and the learning rate is theirs")
-        else:
-            more = "the gradient's noise scale doubles it" if training.grows else "--batch sets it"
-            print(f"batches of {rows:,}, for {steps} steps an epoch of {images:,}; {more}")
-        sys.stdout.flush()
+            line = f"resumed after {position.step} steps, {position.consumed:,} images"
+        self._say(line)
 
     def _train_epoch(self) -> None:
         training, feed, number = self.training, self.feed, self.training.epoch + 1
-        self._bar.set_description(f"epoch {number}/{training.epochs}")
-        before, waited = time.perf_counter(), feed.waited
+        before = time.perf_counter()
         while training.epoch < number:
             rate, (request, batch) = training.rate(), feed.take()
             report = training.step(len(request.rows), batch)
             if report is None:
                 continue  # no picture of the batch can be read
             now = time.perf_counter()
-            took = {"seconds_whole": now - before, "seconds_waited": feed.waited - waited}
-            before, waited = now, feed.waited
+            took, before = {"seconds_whole": now - before, "seconds_waited": feed.waited}, now
             where = {"step": training.position.step, "epoch": number, "images": len(request.rows)}
             made = {"learning_rate": rate, "loss": report.loss, "elapsed": now - self._start}
-            sent = {"seconds": report.seconds, "bytes": report.bytes, "messages": report.messages}
-            noise = {"noise_scale": training.noise.scale} if training.noise else {}
-            self.metrics.write("step", **where, **made, **took, **sent, **noise)
+            sent: dict[str, Any] = {"seconds": report.seconds, "bytes": report.bytes}
+            sent |= {"noise_scale": training.noise.scale} if training.noise else {}
+            self.metrics.write("step", **where, **made, **took, **sent)
             self._show_progress(number, report.loss, took["seconds_waited"] / took["seconds_whole"])
             if training.epoch < number:  # at the end of the epoch the test comes first
                 self._save(self.options.checkpoint_every)
-            self.stopping.check()
+            self._check()
         self._end_epoch()
 
     def _show_progress(self, epoch: int, loss: float, waiting: float) -> None:
         """Move the bar; without a terminal, print a line now and then within an epoch."""
         training, now = self.training, time.perf_counter()
-        consumed, bar = training.position.consumed, self._bar
-        bar.set_postfix(loss=f"{loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
-        if self._timed is None:  # the first step sets up the engine: estimates begin after it
-            self._timed = consumed, now
-            bar.n = bar.initial = bar.last_print_n = consumed
-            bar.unpause()
-            bar.refresh()
-        elif not bar.disable:
-            bar.update(consumed - bar.n)
-        elif training.epoch < epoch and now - self._said >= _LINE_SECONDS:
+        consumed, total = training.position.consumed, training.epochs * training.images
+        if self._bar is None:  # the first step sets up the engine: estimates begin after it
+            self._timed, self._said = (consumed, now), now
+            shown = {"unit": " images", "unit_scale": True, "leave": False, "miniters": 1}
+            self._bar = tqdm(total=total, initial=consumed, disable=None, **shown)
+        self._bar.set_description(f"epoch {epoch}/{training.epochs}", refresh=False)
+        self._bar.set_postfix(loss=f"{loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
+        self._bar.update(consumed - self._bar.n)
+        if self._bar.disable and training.epoch < epoch and now - self._said > _LINE_SECONDS:
             self._said, speed = now, (consumed - self._timed[0]) / (now - self._timed[1])
-            left = timedelta(seconds=round((self._total - consumed) / speed))
+            left = tqdm.format_interval((total - consumed) / speed)
             where = f"epoch {epoch}/{training.epochs}, {consumed / training.images % 1:.0%}"
             self._say(f"{where}: loss {loss:.4f}, {speed:,.0f} images/s, {left} left")
 
@@ -238,7 +213,7 @@ class Run:
         images, seconds, waited = (sum(step[name] for step in steps) for name in names)
         loss = sum(step["loss"] * step["images"] for step in steps) / (images or 1)
         speed, waiting = images / (seconds or 1), waited / (seconds or 1)
-        tested = training.test(self.feed, self.stopping.check)
+        tested = training.test(self.feed, self._check)
         accuracy, top5 = tested["test_accuracy"], tested["test_accuracy_top5"]
         position.tested = number
         took = {"images_per_second": speed, "seconds": seconds, "seconds_waited": waited}
@@ -252,8 +227,7 @@ class Run:
             f"top-5 accuracy {top5:.2%}": training.classes > 5,
             f"{speed:,.0f} images/s": True,
             f"waiting {waiting:.0%}": not self.feed.source.in_memory,
-            f"batch {rows:,}": training.grows,
-            f"noise scale {scale:,.0f} images": training.noise,
+            f"batch {rows:,}, noise scale {scale:,.0f} images": training.noise,
             f"{len(broken)} broken files left out": broken,
         }
         self._say(", ".join(words for words, is_told in parts.items() if is_told))
@@ -278,25 +252,18 @@ class Run:
     def _finish(self, ending: str) -> None:
         """Print and record the results, and draw them, even if the run ended early."""
         training, metrics, out = self.training, self.metrics, self.options.out
-        steps, epochs = metrics.of_kind("step"), metrics.of_kind("epoch")
-        seconds, sessions = time.perf_counter() - self._start, len(metrics.of_kind("run"))
-        accuracy, measured = None, "not measured, no epoch was finished"
+        epochs, sessions = metrics.of_kind("epoch"), len(metrics.of_kind("run"))
+        seconds, steps = time.perf_counter() - self._start, training.position.step
+        accuracy = epochs[-1]["test_accuracy"] if epochs else None
+        measured = f"{accuracy:.2%}" if epochs else "not measured, no epoch was finished"
         if epochs:
             best = max(epochs, key=lambda r: float(r["test_accuracy"]))  # the first of equal ones
             words = f"best epoch: {best['epoch']}, test accuracy {best['test_accuracy']:.2%}"
-            print(f"{words}, in {out / BEST_FILE}; to use it: predict {out} PICTURES")
-            accuracy = epochs[-1]["test_accuracy"]
-            measured = f"{accuracy:.2%}"
+            self._say(f"{words}, in {out / BEST_FILE}; to use it: predict {out} PICTURES")
         in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
-        reached = f"{training.epoch} of {training.epochs} epochs, {training.position.step} steps"
-        print(f"{ending} after {reached}, {in_all}\ntest accuracy: {measured}")
-        sent = steps[0]["bytes"] if steps else {}  # the first step sends everything
-        crossed = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in sent.items() if size)
-        traffic = f"crossed between devices in a step, in MB: {crossed}"
-        print(traffic if crossed else "nothing had to cross between devices")
-        done = {"ending": ending, "epochs": training.epoch, "steps": training.position.step}
-        done |= {"seconds": seconds, "test_accuracy": accuracy, "bytes": sent}
-        metrics.write("summary", **done, left_out=dict(self.feed.broken))
-        with records.writing(out):
-            draw_curves(metrics, out / "curves.png")
-        print(f"wrote metrics.jsonl and curves.png in {out}")
+        reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
+        self._say(f"{ending} after {reached}, {in_all}\ntest accuracy: {measured}")
+        done = {"ending": ending, "epochs": training.epoch, "steps": steps, "seconds": seconds}
+        metrics.write("summary", **done, test_accuracy=accuracy, left_out=dict(self.feed.broken))
+        draw_curves(metrics, out / "curves.png")
+        self._say(f"wrote metrics.jsonl and curves.png in {out}")

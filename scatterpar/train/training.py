@@ -1,18 +1,21 @@
-"""The state of training: one step, the test, the learning rate and the size of the batch.
+"""The model and its training: one step, the test, the learning rate and the size of the batch.
 
 The order of the images, the random numbers of a step and its learning rate are functions of the
 seed and of the number of images used so far. So a resumed run has the same bits.
 
 While the batch is below the gradient's noise scale, twice the batch needs nearly half the steps
-(McCandlish et al. 2018, arXiv:1812.06162). So with `--batch auto` it is doubled between epochs
-(Smith et al. 2018, arXiv:1711.00489), and the learning rate with it (Goyal et al. 2017,
-arXiv:1706.02677, section 2.1).
+(arXiv:1812.06162). So `--batch auto` doubles it between epochs (arXiv:1711.00489), and the learning
+rate with it (arXiv:1706.02677, section 2.1).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,14 +27,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from scatterpar import ScatterOnceParallel, ShardedOptimizer, StepReport, weight_decay_groups
+from scatterpar import ScatterOnceParallel, StepReport, weight_decay_groups
 from scatterpar.devices.runtime import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
-from scatterpar.train.data import TEST, TRAIN, Images, Request, Source, library, seed_host, seed_of
-from scatterpar.train.feed import Feed
-from scatterpar.train.models import build_model
+from scatterpar.train import data
+from scatterpar.train.data import TEST, TRAIN, Feed, Images, Request, Shape, Source
 from scatterpar.train.options import LARGE_BATCH, Options, UsageError, words_of
 
+BUILT_IN = "cnn"
 FIRST = 256  # images; `--base-lr` is the rate for them
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
 
@@ -51,22 +54,19 @@ class Training:
     """Everything that changes while training, and how it changes."""
 
     def __init__(self, options: Options, source: Source, devices: list[torch.device]) -> None:
-        torch.manual_seed(seed_host("run", options.seed))  # the generators of accelerators, too
+        torch.manual_seed(data.seed_host("run", options.seed))  # accelerators' generators, too
         self.options, self.images, self.tests = options, len(source.train), len(source.test)
         self.classes, self.epochs = len(source.class_names), options.epochs or 0
         self.engine = make_engine(options, source, devices)
         self.model: Any = self.engine.module
-        self.grows = options.batch == "auto"
+        self.noise = NoiseScale() if options.batch == "auto" else None
         size = FIRST if options.batch == "auto" else options.batch or default_batch(self.images)
         self.position = Position(min(size, self.images))  # a step has at most all images
-        self.optimizer = plain = make_optimizer(self.model, options)
-        if options.shard_optimizer:
-            self.optimizer = ShardedOptimizer(self.engine, lambda _: plain)
+        self.optimizer = make_optimizer(self.model, options)
         dtype, kind = options.autocast, devices[0].type
         self.precision = torch.autocast(kind, getattr(torch, dtype or "bfloat16"), bool(dtype))
         self.scaler = GradScaler(kind, enabled=dtype == "float16")
         self.criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-        self.noise = NoiseScale() if options.measure_noise else None
         self.average: AveragedModel | None = None
         if options.ema is not None:
             function = get_ema_multi_avg_fn(options.ema)
@@ -92,16 +92,15 @@ class Training:
 
     def order(self, epoch: int) -> tuple[Tensor, ...]:
         """Return the row numbers of the epoch's batches, whose sizes differ by at most one."""
-        generator = torch.Generator().manual_seed(seed_of("order", self.options.seed, epoch))
+        generator = torch.Generator().manual_seed(data.seed_of("order", self.options.seed, epoch))
         return torch.randperm(self.images, generator=generator).tensor_split(self.steps_per_epoch)
 
     def requests(self) -> Iterator[Request]:
         """Yield what the feed must read from here to the end of the run."""
-        fixed = self.options.batch if isinstance(self.options.batch, int) else LARGE_BATCH
         start, tested = self.position.consumed, self.position.tested
+        tests = torch.arange(self.tests).split(max(FIRST, self.position.batch))
         for epoch in range(self.epoch, self.epochs + 1):
             if epoch > tested:
-                tests = torch.arange(self.tests).split(max(FIRST, fixed))
                 yield from (Request(TEST, rows) for rows in tests)
             consumed = epoch * self.images
             for rows in self.order(epoch) if epoch < self.epochs else ():
@@ -122,46 +121,33 @@ class Training:
 
     def step(self, rows: int, batch: Images) -> StepReport | None:
         """Train on the readable images of a batch of `rows`. Returns None if there are none."""
-        report = self._update(batch) if len(batch.labels) else None
-        self.position.step += report is not None
+        report, optimizer, scaler = None, self.optimizer, self.scaler
+        torch.manual_seed(data.seed_host("step", self.options.seed, self.position.consumed))
+        if len(batch.labels):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate()
+            self.engine.train()
+            optimizer.zero_grad()
+            pairs = batch.images, batch.labels
+            with self.precision:
+                self.engine.forward_backward(*pairs, self.criterion, scaler=scaler)
+            if self.options.clip is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            if self.average:
+                self.average.update_parameters(self.model)
+            report = self.engine.last_step
+            if self.noise and report:
+                self.noise.update(report)
+            self.position.step += 1
         self.position.consumed += rows
         return report
 
-    def _update(self, batch: Images) -> StepReport | None:
-        torch.manual_seed(seed_host("step", self.options.seed, self.position.consumed))
-        optimizer, scaler, rate = self.optimizer, self.scaler, self.rate()
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        self.engine.train()
-        optimizer.zero_grad()
-        data = batch.images, batch.labels, self.criterion
-        try:
-            with self.precision:
-                self.engine.forward_backward(*data, scaler=scaler)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise UsageError(
-                f"a batch of {len(batch.labels)} makes micro-batches of one row, which batch "
-                "normalisation cannot train on: choose a larger --batch, or fewer --devices"
-            ) from error
-        if self.options.clip is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-        scaler.step(optimizer)
-        scaler.update()
-        if self.average:
-            self.average.update_parameters(self.model)
-        if self.noise and self.engine.last_step:
-            self.noise.update(self.engine.last_step)
-        return self.engine.last_step
-
     @torch.no_grad()
     def test(self, feed: Feed, between: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Test on the feed's next requests, with averaged weights and buffers if there are any.
-
-        `between` is called after each batch. Returns the mean loss, Top-1 and Top-5 accuracy.
-        """
+        """Test on the feed's next requests, with averaged weights if there are any."""
         sums, images = torch.zeros(3, dtype=torch.float64), 0
         saved = copy.deepcopy(self.model.state_dict()) if self.average else None
         self.engine.eval()
@@ -184,7 +170,7 @@ class Training:
     def grow(self) -> bool:
         """Double the batch if the noise scale has reached the double. Returns whether it grew."""
         twice, scale = 2 * self.position.batch, self.noise.scale if self.noise else math.nan
-        grows = self.grows and twice * _FEWEST_UPDATES <= self.images and twice <= scale < math.inf
+        grows = twice * _FEWEST_UPDATES <= self.images and twice <= scale < math.inf
         self.position.batch = twice if grows else self.position.batch
         return grows
 
@@ -202,8 +188,7 @@ class Training:
         """Load the state that `state_dict` returned."""
         self.model.network.load_state_dict(state["model"])
         for name, part in self._parts().items():
-            if name in state:  # --measure-noise may be new
-                part.load_state_dict(state[name])
+            part.load_state_dict(state[name])
         self.position = Position(**state["position"])
 
 
@@ -212,9 +197,7 @@ def default_batch(images: int) -> int:
     return 1 << min(LARGE_BATCH, max(32, images // 50)).bit_length() - 1
 
 
-def scored(
-    engine: ScatterOnceParallel, feed: Feed, rows: int, classes: int
-) -> Iterator[tuple[Images, Tensor]]:
+def scored(engine: Any, feed: Feed, rows: int, classes: int) -> Iterator[tuple[Images, Tensor]]:
     """Yield the readable images of the next `rows` rows, batch by batch, with their scores."""
     while rows:
         request, batch = feed.take()
@@ -230,8 +213,7 @@ def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
         return list(resolve(parse_devices(words or ()) or default))
     except ValueError as error:
         found = words_of(error).removeprefix("device_ids: ").partition(";")[0]
-        hint = "name them like cuda:0,cuda:1 or cpu:0,cpu:1"
-        raise UsageError(f"--devices: {found}; {hint}") from error
+        raise UsageError(f"--devices: {found}; name them like cuda:0,cuda:1") from error
 
 
 def make_engine(
@@ -240,25 +222,19 @@ def make_engine(
     """Build the model with its initial weights, on the first device, and its engine."""
     about = source.image_shape, len(source.class_names), source.mean, source.std
     model: nn.Module = build_model(options.model, *about, pretrained=options.pretrained)
-    if options.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if options.measure_noise and len(devices) < 2:
-        raise UsageError(
-            "--batch auto and --measure-noise compare the gradients of replicas, and there is one: "
-            f"name its device twice, --devices {devices[0]},{devices[0]}"
-        )
-    try:
-        return ScatterOnceParallel(
-            model.to(devices[0]),
-            device_ids=devices,
-            micro_batch_size=options.micro_batch_size,
-            check_finite=True,
-            buffers="batch",
-            measure_noise=options.measure_noise,
-            compile=options.compile or None,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    layout = torch.channels_last if options.channels_last else torch.preserve_format
+    if options.batch == "auto" and len(devices) < 2:
+        words = f"there is one: name its device twice, --devices {devices[0]},{devices[0]}"
+        raise UsageError(f"--batch auto compares the gradients of replicas, and {words}")
+    return ScatterOnceParallel(
+        model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
+        device_ids=devices,
+        micro_batch_size=options.micro_batch_size,
+        check_finite=True,
+        buffers="batch",
+        measure_noise=options.batch == "auto",
+        compile=options.compile or None,
+    )
 
 
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
@@ -270,10 +246,98 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
         keywords |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
     try:
         if name not in known:
-            return library("timm.optim").create_optimizer_v2(groups, name, **keywords)  # type: ignore[no-any-return]
+            return data.library("timm.optim").create_optimizer_v2(groups, name, **keywords)  # type: ignore[no-any-return]
         return known[name](groups, **keywords)  # type: ignore[no-any-return]
     except (UsageError, AssertionError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"--optimizer {options.optimizer}: {words_of(error)} (it is a class of torch.optim, or "
-            "one of timm's names)"
-        ) from error
+        words = f"{words_of(error)} (it is a class of torch.optim, or one of timm's names)"
+        raise UsageError(f"--optimizer {options.optimizer}: {words}") from error
+
+
+class SmallCNN(nn.Sequential):
+    """Three convolutions and a hidden layer, with batch normalisation, for sides of at least 8."""
+
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        channels, height, width = image_shape
+        layers: list[nn.Module] = []
+        for before, after in ((channels, 16), (16, 32), (32, 64)):
+            layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)]
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        hidden = nn.Linear(64 * (height // 8) * (width // 8), 128, bias=False)
+        head = hidden, nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, classes)
+        super().__init__(*layers, nn.Flatten(), *head)
+
+
+class OnPixels(nn.Module):
+    """Standardises pixels from 0 to 255 for a network, on the device: bytes are copied there.
+
+    Grey images are repeated for a network that takes coloured ones; coloured images are averaged
+    for a network that takes grey ones.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Any, std: Any) -> None:
+        super().__init__()
+        self.network = network
+        first = next((m for m in network.modules() if isinstance(m, nn.Conv2d)), None)
+        self.takes_colour = first is not None and first.in_channels == 3
+        for name, value in (("mean", mean), ("std", std)):
+            value = torch.as_tensor(value, dtype=torch.float32).view(-1, 1, 1)
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, images: Tensor) -> Any:
+        """Compute the network's output for pixels: (rows, channels, height, width)."""
+        if images.shape[1] > len(self.mean) == 1:
+            images = images.float().mean(1, keepdim=True).round_()
+        images = (images - self.mean) / self.std
+        return self.network(images.expand(-1, 3, -1, -1) if self.takes_colour else images)
+
+
+def build_model(
+    name: str, shape: Shape, classes: int, mean: Any = 0, std: Any = 1, pretrained: bool = False
+) -> OnPixels:
+    """Build the model that `--model` names, on the CPU, and test it with one image.
+
+    With `pretrained` it has timm's weights, and uses the mean and deviation of their training data.
+    """
+    try:
+        network = _find(name, shape, classes, pretrained)
+        if pretrained:
+            made: Any = network.pretrained_cfg  # for grey images the channels are averaged
+            statistics = torch.tensor([made["mean"], made["std"]])
+            mean, std = 255 * statistics.view(2, shape[0], -1).mean(2)
+        model = OnPixels(network, mean, std)
+        with torch.no_grad():
+            scores = model.eval()(torch.zeros(1, *shape, dtype=torch.uint8))
+        if scores.ndim != 2 or scores.shape[1] < classes:
+            found = f"of one image it makes {tuple(scores.shape)}"
+            raise UsageError(f"it should make a score for each of {classes} classes; {found}")
+    except Exception as error:
+        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        words = f"{kind}{words_of(error)} (with an image {shape})"
+        raise UsageError(f"--model {name}: {words}") from error
+    return model.train()
+
+
+def _find(name: str, shape: Shape, classes: int, pretrained: bool) -> Any:
+    place, _, attribute = name.partition(":")
+    if pretrained and place != "timm":
+        raise UsageError("--pretrained is for timm:NAME")
+    if name == BUILT_IN:
+        return SmallCNN(shape, classes)
+    if not (place and attribute):
+        known = f"{BUILT_IN} nor timm:NAME nor package.module:callable"
+        raise UsageError(f"neither {known}; did you mean timm:{name}?")
+    if place == "timm":
+        create = functools.partial(data.library("timm.models").create_model, attribute)
+        options = {"num_classes": classes, "in_chans": shape[0], "pretrained": pretrained}
+        try:
+            return create(img_size=shape[1:], **options)
+        except TypeError:  # a convolutional network takes any size
+            return create(**options)
+    find_module = data.library if place.startswith("torchvision") else importlib.import_module
+    factory = operator.attrgetter(attribute)(find_module(place))
+    parameters = inspect.signature(factory).parameters.values()
+    counts = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return factory(num_classes=classes) if counts else factory()

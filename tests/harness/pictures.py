@@ -27,9 +27,10 @@ def write_folder(
         for name in classes:
             place = folder / part / name
             place.mkdir(parents=True)
-            rows = (split.labels == data.class_names.index(name)).nonzero().flatten()
+            images, labels = split.tensors
+            rows = (labels == data.class_names.index(name)).nonzero().flatten()
             for row in rows[:number].tolist():
-                picture = Image.fromarray(split.images[row, 0].numpy()).resize(size)
+                picture = Image.fromarray(images[row, 0].numpy()).resize(size)
                 picture.save(place / f"{row:05d}.{ending}")
     return folder
 

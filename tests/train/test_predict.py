@@ -82,12 +82,12 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
     broken = write_folder(tmp_path / "data", train=1, test=3, ending="jpg") / "test"
     truncate(min((broken / "Bag").iterdir()))
     for words, *arguments in (
-        ("empty contains no pictures", best, tmp_path / "empty"),
-        ("nowhere contains no pictures", best, tmp_path / "nowhere"),
+        ("empty lacks pictures", best, tmp_path / "empty"),
+        ("nowhere lacks pictures", best, tmp_path / "nowhere"),
         ("is not a checkpoint that can be read", folder / "absent.pt", folder),
         ("best.pt is not a checkpoint that can be read", tmp_path / "empty", folder),
         (f"code from elsewhere: give --model {name} if it may be called", other, folder),
-        (f"does not fit --model {name}", other, folder / "test", "--model", name),
+        (f"does not fit {name}", other, folder / "test", "--model", name),
         ("cannot be read as an image: .*truncated", best, broken, *ALONE),
     ):
         assert command(["predict", *map(str, arguments)]) == 2

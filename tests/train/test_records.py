@@ -66,7 +66,8 @@ def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
     with Metrics(tmp_path / "new" / "metrics.jsonl") as metrics:
         draw_curves(metrics, tmp_path / "nothing.png")
         metrics.write("step", step=1, loss=float("nan"), seconds={"scatter": float("inf")})
-        metrics.write("epoch", step=1, epoch=1, test_loss=0.5, test_accuracy=0.25)
+        accuracies = {"test_accuracy": 0.25, "test_accuracy_top5": 0.75}
+        metrics.write("epoch", step=1, epoch=1, test_loss=0.5, **accuracies)
     lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == metrics.records
     assert metrics.records[0]["loss"] is None

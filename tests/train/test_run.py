@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,7 +22,7 @@ from harness.runs import Small, assert_same_run, records, steps, stop_after, wai
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import feed, training
+from scatterpar.train import data, training
 from scatterpar.train import records as record_module
 from scatterpar.train import run as tool
 from scatterpar.train.run import main
@@ -151,7 +152,7 @@ def is_running(process):
 
 def test_the_printed_line_is_what_was_typed_and_resume(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", typed := ["python", "-m", "x y", "--out", str(tmp_path)])
-    monkeypatch.setattr(tool.Stopping, "signal", signal.SIGTERM)
+    monkeypatch.setattr(tool, "stoppable", lambda: contextlib.nullcontext([signal.SIGTERM]))
     assert main([*EMBEDDED, "--devices", "cpu", "--out", str(tmp_path)]) == 143
     found = re.search(r"goes on from there:\n  (.*)\n", capsys.readouterr().out)
     assert shlex.split(found[1]) == [*typed, "--resume"]
@@ -171,7 +172,7 @@ def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
     assert {file: file.read_bytes() for file in whole.iterdir()} == before
     start, *_ = records(whole, "run")
     assert torch.__version__.startswith(start["versions"]["torch"])  # its package has no "+cu130"
-    assert start.keys() >= {"command", "devices", "system", "commit"}
+    assert start.keys() >= {"command", "devices", "options"}
 
 
 @pytest.mark.parametrize(
@@ -189,24 +190,6 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
     process.send_signal(number)
     assert finish(process).code == 128 + number
     assert torch.load(tmp_path / "checkpoint.pt")["position"]["step"] == 2
-
-
-def test_the_optimizers_state_may_be_shared_out_or_not_when_a_run_goes_on(tmp_path, monkeypatch):
-    """Bit for bit, with four replicas in four memories, in one, and in two."""
-    options = [*EMBEDDED[:4], "--batch", "1024", "--micro-batch-size", "256"]
-    options += ["--optimizer", "adamw", "--base-lr", "0.003", "--checkpoint-every", "1"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main([*options, "--devices", "cpu,cpu,cpu,cpu", "--out", str(whole)]) == 0
-    for last, devices, more in (
-        (3, "cpu:0,cpu:1,cpu:2,cpu:3", ["--shard-optimizer"]),
-        (6, "cpu,cpu,cpu,cpu", ["--resume"]),
-        (8, "cpu:0,cpu:1,cpu:0,cpu:1", ["--resume", "--shard-optimizer"]),
-    ):
-        with stop_after(monkeypatch, last):
-            main([*options, "--devices", devices, "--out", str(parts), *more])
-    assert_same_run(whole, parts, 8)
-    sent = [record["bytes"]["replicate"] for record in steps(parts)]
-    assert sent[-1] == 0 < sent[0]  # the new values were there already
 
 
 # --- broken ---
@@ -310,7 +293,7 @@ def test_a_signal_before_training_is_one_line(tmp_path, number):
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
     assert main([]) == 2
-    assert "start it without torchrun (on several machines use" in capsys.readouterr().err
+    assert "start it without torchrun (for several machines: docs/" in capsys.readouterr().err
 
 
 # --- what a run does and says ---
@@ -332,12 +315,11 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
         "batches of 1,024, for 8 steps an epoch of 8,192; --batch sets it",
         "epoch 1/1: loss",
         "finished after 1 of 1 epochs, 8 steps",
-        "crossed between devices in a step, in MB: scatter 0.811, replicate 0.",
         f"best epoch: 1, test accuracy {accuracy:.2%}, in {tmp_path / 'best.pt'}",
         f"\ntest accuracy: {accuracy:.2%}",
     ):
         assert words in printed.out
-    line = r"^epoch 1/1, 25%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d:\d\d left$"
+    line = r"^epoch 1/1, 25%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d left$"
     assert re.search(line, printed.out, re.MULTILINE)
     assert printed.err == ""  # a bar is for terminals
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -351,7 +333,7 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
 @pytest.mark.pictures
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     options = ["--optimizer", "adamw", "--autocast", "float16", "--channels-last"]
-    options += ["--model", f"{__name__}:Convolving", "--measure-noise"]
+    options += ["--model", f"{__name__}:Convolving"]
     options += ["--base-lr", "0.003", "--drop-at", "1", "2", "--warmup-epochs", "0", *PLAIN]
     assert train(folder, tmp_path, *options) == 0
     printed = capsys.readouterr().out
@@ -360,8 +342,6 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     assert rates == pytest.approx([peak] * 3 + [peak / 10] * 3 + [peak / 100] * 3)
     state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
     assert state["scaler"]["scale"] > 0
-    assert state["noise"]["noise"] > 0
-    assert "noise scale" in printed
     assert "cpu:0   0:20" in printed
     assert best["accuracy"] == max(r["test_accuracy"] for r in records(tmp_path, "epoch"))
     assert best["model"].keys() == Convolving(3).state_dict().keys()
@@ -378,19 +358,24 @@ def test_the_rate_is_that_of_the_images_that_a_step_has(folder, tmp_path, capsys
     assert [r["images"] for r in steps(tmp_path)] == [120, 120]
     assert [r["batch"] for r in records(tmp_path, "epoch")] == [120, 120]
     printed = capsys.readouterr().out
-    said = "--batch 4096 is more than the 120 images to train on: each step takes all of them"
-    assert (said in printed) == (batch == "4096")
+    assert "batches of 120, for 1 steps an epoch of 120; " in printed
     assert ("the gradient's noise scale doubles it" in printed) == (batch == "auto")
 
 
-def test_how_the_engine_works_is_said_to_it(tmp_path, monkeypatch, capsys):
-    def refusing(*_, **keywords):
-        raise ValueError(f"{keywords}")
+def test_how_the_engine_works_is_said_to_it(tmp_path, monkeypatch):
+    made, kind = [], training.ScatterOnceParallel
 
-    monkeypatch.setattr(training, "ScatterOnceParallel", refusing)
-    assert main([*EMBEDDED, "--devices", "cpu,cpu", "--compile", "--out", str(tmp_path)]) == 2
-    words = "'buffers': 'batch', 'measure_noise': False, 'compile': True"
-    assert words in capsys.readouterr().err
+    def recording(*given, compile, **keywords):
+        made.append({"compile": compile, **keywords})
+        return kind(*given, **keywords)
+
+    monkeypatch.setattr(training, "ScatterOnceParallel", recording)
+    options = ["--devices", "cpu,cpu", "--batch", "4096", "--out", str(tmp_path)]
+    assert main([*EMBEDDED, *options, "--compile"]) == 0
+    (given,) = made
+    assert given["compile"]
+    assert given["buffers"] == "batch"
+    assert not given["measure_noise"]
 
 
 def test_the_average_is_what_is_tested_and_kept(tmp_path):
@@ -405,8 +390,8 @@ def test_the_average_is_what_is_tested_and_kept(tmp_path):
 
 @pytest.mark.pictures
 def test_waiting_is_shown(folder, tmp_path, capsys, monkeypatch):
-    joined = feed._joined
-    monkeypatch.setattr(feed, "_joined", lambda *pieces: time.sleep(0.05) or joined(*pieces))
+    cut = data.islice
+    monkeypatch.setattr(data, "islice", lambda *pieces: time.sleep(0.05) or cut(*pieces))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
     printed = capsys.readouterr()

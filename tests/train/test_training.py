@@ -1,4 +1,4 @@
-"""The state of training: order, rate, a step, the test, and the batch that grows."""
+"""The model, its optimizer and devices; order, rate, a step, the test, and the batch that grows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import itertools
 import math
 import re
+import sys
 import types
 
 import pytest
@@ -15,17 +16,25 @@ import torch
 from harness.runs import assert_same_run, records, steps, stop_after
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
+from torch.utils.data import TensorDataset
 
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
-from scatterpar.train.data import TEST, TRAIN, Split, load, make_dataset
-from scatterpar.train.feed import Feed
-from scatterpar.train.options import parse
+from scatterpar.train.data import TEST, TRAIN, Feed, Source, library, load
+from scatterpar.train.options import UsageError, parse
 from scatterpar.train.run import main
-from scatterpar.train.training import Training, default_batch
+from scatterpar.train.training import (
+    SmallCNN,
+    Training,
+    build_model,
+    choose_devices,
+    default_batch,
+    make_optimizer,
+)
 
 pytestmark = pytest.mark.draws
 
+GREY = (1, 28, 28)
 ROWS, EPOCHS = 4096, 3
 GROWING = ["--batch", "auto", "--model", "harness.runs:Small", "--epochs", str(EPOCHS)]
 GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05", "--micro-batch-size", "256"]
@@ -38,8 +47,8 @@ class Toy(nn.Sequential):
 
 def toy_data(rows=10):
     images = (torch.arange(rows * 4) % 251).to(torch.uint8).view(rows, 1, 2, 2)
-    split = Split(images, torch.arange(rows) % 2)
-    return make_dataset("toy", split, split, ("even", "odd"))
+    split, pixel = TensorDataset(images, torch.arange(rows) % 2), torch.full((1,), 100.0)
+    return Source("toy", split, split, ("even", "odd"), (1, 2, 2), pixel, pixel)
 
 
 @pytest.fixture
@@ -90,7 +99,8 @@ def test_training_is_that_of_a_plain_loop(toy):
     losses, reports, rates = [], [], []
     feed = Feed(data, training.requests())
     for rows in training.order(0):
-        loss = criterion(plain(data.train.images[rows]), data.train.labels[rows])
+        images, labels = data.train[rows]
+        loss = criterion(plain(images), labels)
         reference.zero_grad()
         loss.backward()
         rates.append(training.rate())
@@ -111,10 +121,11 @@ def test_evaluation_counts_every_row_the_same_in_uneven_batches(toy):
     training, data = toy(), toy_data(300)
     training.tests, training.position.consumed, training.epochs = 300, 10, 1
     found = training.test(Feed(data, training.requests()))
-    scores = training.model(data.test.images)
-    expected = nn.CrossEntropyLoss()(scores, data.test.labels).item()
+    images, labels = data.test.tensors
+    scores = training.model(images)
+    expected = nn.CrossEntropyLoss()(scores, labels).item()
     assert found["test_loss"] == pytest.approx(expected, rel=1e-6)
-    right = (scores.argmax(1) == data.test.labels).sum().item()
+    right = (scores.argmax(1) == labels).sum().item()
     assert found["test_accuracy"] == pytest.approx(right / 300)
     assert found["test_accuracy_top5"] == 1.0
 
@@ -178,14 +189,13 @@ def grown(tmp_path_factory):
 
     The data are half of the images that are included, with seven of eight labels wrong.
     """
-    data, splits = load(), []
-    for split, rows in ((data.train, ROWS), (data.test, 100)):
-        numbers, labels = torch.arange(rows), split.labels[:rows]
+    noisy = load()
+    for part, rows in (("train", ROWS), ("test", 100)):
+        numbers, (images, labels) = torch.arange(rows), getattr(noisy, part)[:rows]
         labels = torch.where(numbers % 8 == 0, labels, numbers // 8 % 10)
-        splits.append(Split(split.images[:rows], labels))
+        setattr(noisy, part, TensorDataset(images, labels))
     out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        noisy = make_dataset("noisy", *splits, data.class_names)
         patch.setattr(data_module, "load", lambda: noisy)
         with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
             assert main([*GROWING, "--out", str(out)]) == 0
@@ -223,3 +233,123 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, mon
         with stop_after(monkeypatch, last):
             main([*GROWING, "--out", str(tmp_path), *more])
     assert_same_run(whole, tmp_path, len(steps(whole)))
+
+
+# --- models, optimizers, devices ---
+
+
+def test_the_built_in_model_takes_any_size_from_8():
+    for shape in (GREY, (3, 33, 40), (3, 8, 8)):
+        assert SmallCNN(shape, 7)(torch.zeros(2, *shape)).shape == (2, 7)
+    with pytest.raises(UsageError, match=r"--model cnn: RuntimeError: .*\(1, 7, 28\)"):
+        build_model("cnn", (1, 7, 28), 10)
+
+
+@pytest.fixture
+def zoo(monkeypatch):
+    """A module `zoo` of the user's, to be filled by the test."""
+    module = types.ModuleType("zoo")
+    monkeypatch.setitem(sys.modules, "zoo", module)
+    return module
+
+
+def colour_model(num_classes):
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(num_classes))
+
+
+def test_a_callable_gets_the_number_of_classes_if_it_takes_it(zoo):
+    """And grey images as colour, if it takes colour."""
+    zoo.colour_model = colour_model
+    model = build_model("zoo:colour_model", GREY, 7)
+    assert model.training
+    assert model(torch.zeros(2, *GREY)).shape == (2, 7)
+    plain = lambda: nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))  # noqa: E731
+    zoo.nets = types.SimpleNamespace(plain=plain)
+    assert build_model("zoo:nets.plain", GREY, 10)(torch.zeros(2, *GREY)).shape == (2, 10)
+
+
+@pytest.mark.pictures
+def test_a_model_and_an_optimizer_of_timms(tmp_path):
+    model = build_model("timm:test_vit", (1, 32, 32), 7)  # for grey images of that size
+    assert model.network.patch_embed.proj.in_channels == 1
+    assert model.network.pos_embed.shape[1] == 1 + 2 * 2
+    optimizer = make_optimizer(model, parse(["--optimizer", "lamb", "--base-lr", "0.1"]))
+    assert type(optimizer).__name__ == "Lamb"
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [5e-4, 0.0]
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+    assert make_optimizer(model, parse([])).param_groups[0]["nesterov"]
+    words = r"^--optimizer nonsense: .*not found .*a class of torch.optim, or"
+    with pytest.raises(UsageError, match=words):
+        make_optimizer(model, parse(["--optimizer", "nonsense"]))
+
+
+@pytest.mark.pictures
+def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(monkeypatch):
+    """No network: what timm is asked for is looked at."""
+    asked, create = [], library("timm.models").create_model
+
+    def offline(name, pretrained=False, **options):
+        asked.append(pretrained)
+        return create(name, **options)
+
+    monkeypatch.setattr(library("timm.models"), "create_model", offline)
+    for shape, channels in ((GREY, 1), ((3, 28, 28), 3)):
+        model = build_model("timm:test_resnet", shape, 7, pretrained=True)
+        made = model.network.pretrained_cfg
+        expected = torch.tensor(made["mean"]) * 255
+        torch.testing.assert_close(model.mean.mean(), expected.mean())
+        assert model.mean.numel() == channels
+    assert all(asked)
+    with pytest.raises(UsageError, match=r"^--model cnn: --pretrained is for timm:NAME"):
+        build_model("cnn", GREY, 7, pretrained=True)
+
+
+def failing():
+    raise RuntimeError("no\nluck")
+
+
+FAULTS = {
+    "resnet": (None, "neither cnn nor timm:NAME nor package.module:callable"),
+    "zoo:": (None, "neither cnn"),
+    "no_such_zoo:net": (None, "ModuleNotFoundError: No module named"),
+    "zoo:absent": (None, "AttributeError: .*absent"),
+    "zoo:number": (3, "TypeError: 3 is not a callable object"),
+    "zoo:failing": (failing, "RuntimeError: no luck"),
+    "zoo:dictionary": (dict, "ValueError: no signature found"),
+    "zoo:wrong": (lambda: nn.Linear(3, 10), r"RuntimeError: .*\(with an image \(1, 28, 28\)\)"),
+    "zoo:flat": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 3)),
+        r"a score for each of 10 classes; of one image it makes \(1, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_name_that_leads_to_no_model_is_one_line(zoo, name):
+    value, words = FAULTS[name]
+    if value is not None:
+        setattr(zoo, name.partition(":")[2], value)
+    with pytest.raises(UsageError, match=f"^--model {name}.*{words}") as caught:
+        build_model(name, GREY, 10)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "chosen"),
+    [
+        (0, None, ["cpu:0", "cpu:1"]),
+        (2, None, ["cuda:0", "cuda:1"]),
+        (2, "cuda:1, cpu", ["cuda:1", "cpu"]),
+        (2, "cuda:2", r"^--devices: cuda:2 is not here \(2 cuda devices are"),
+    ],
+)
+def test_each_device_has_a_replica(monkeypatch, gpus, given, chosen):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    if isinstance(chosen, list):
+        assert [str(d) for d in choose_devices(given)] == chosen
+    else:
+        with pytest.raises(UsageError, match=chosen):
+            choose_devices(given)

@@ -15,7 +15,7 @@ import torch
 from harness.isolation import guarded
 from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.oracle import build, gradients, randint, randn
-from harness.rank_processes import run_on_ranks
+from harness.rank_processes import failure, run_on_ranks
 from torch import nn, optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -62,13 +62,20 @@ assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 class Pair:
-    """A model whose optimizer is sharded, and its twin with the plain one, on one device."""
+    """A model whose optimizers are sharded, and its twin with plain ones, on one device."""
 
-    def __init__(self, model, device_ids, kind, **options):
+    def __init__(self, model, device_ids, *kind, **options):
         self.model, self.twin = model, copy.deepcopy(model)
-        self.engine = ScatterOnceParallel(model, 1, device_ids)
-        self.sharded = ShardedOptimizer(self.engine, kind, **options)
-        self.plain = kind(self.twin.parameters(), **options)
+        self.engine, self.optimizers = ScatterOnceParallel(model, 1, device_ids), []
+        self.sharded, self.plain = self.add(*kind, **options)
+
+    def add(self, kind, is_for=lambda p: True, **options):
+        ours, theirs = (
+            [p for p in one.parameters() if is_for(p)] for one in (self.model, self.twin)
+        )
+        both = ShardedOptimizer(self.engine, kind, ours, **options), kind(theirs, **options)
+        self.optimizers.append(both)
+        return both
 
     def __enter__(self):
         return self
@@ -78,35 +85,30 @@ class Pair:
 
     def backward(self, number, **options):
         """Both have the same gradients then."""
-        self.sharded.zero_grad()
+        self.model.zero_grad()
         data = batch(number, next(self.model.parameters()).dtype)
         self.engine.forward_backward(*data, nn.CrossEntropyLoss(), **options)
-        self.plain.zero_grad()
-        for one, other in self.parameters():
+        for one, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
             other.grad = None if one.grad is None else one.grad.clone()
+
+    def update(self):
+        for optimizer in itertools.chain(*self.optimizers):
+            optimizer.step()
 
     def step(self, number):
         self.backward(number)
-        self.sharded.step()
-        self.plain.step()
-
-    def steps(self, count):
-        for number in range(count):
-            self.step(number)
-        self.assert_same()
+        self.update()
 
     def kept(self):
         """What a failed step must leave alone."""
         state = self.model.state_dict(), self.sharded.state_dict(), gradients(self.model)
         return copy.deepcopy(state)
 
-    def parameters(self):
-        return zip(self.model.parameters(), self.twin.parameters(), strict=True)
-
     def assert_same(self):
         """Parameters, gradients, state and groups, bit by bit, and the replicas too."""
         assert_same(gradients(self.model), gradients(self.twin))
-        assert_same(self.sharded.state_dict(), self.plain.state_dict())
+        for ours, theirs in self.optimizers:
+            assert_same(ours.state_dict(), theirs.state_dict())
         for model in (self.model, *self.engine.replicas):
             assert_same(list(model.parameters()), list(self.twin.parameters()))
 
@@ -184,31 +186,17 @@ def trained(model, kind, devices, numbers, saved=None):
 @pytest.mark.parametrize("device_ids", PLACES.values(), ids=PLACES)
 def test_muon_for_matrices_and_adamw_for_the_rest(device_ids):
     """Two of them over one engine, with schedules."""
-    kinds = (optim.Muon, {"lr": 0.1}), (optim.AdamW, {"lr": 0.01})
-
-    def optimizers_of(model, *engine):
-        for is_matrix, (kind, options) in zip((True, False), kinds, strict=True):
-            part = [p for p in model.parameters() if (p.ndim == 2) == is_matrix]
-            make = functools.partial(ShardedOptimizer, *engine, kind) if engine else kind
-            yield (one := make(part, **options))
-            yield optim.lr_scheduler.LambdaLR(one, lambda n: 1 / (1 + n))
-
-    model = mlp().float()
-    twin = copy.deepcopy(model)
-    with ScatterOnceParallel(model, 2, device_ids) as engine:
-        ours, plain = [*optimizers_of(model, engine)], [*optimizers_of(twin)]
+    first = optim.AdamW, lambda p: p.ndim < 2
+    with Pair(mlp().float(), device_ids, *first, lr=0.01) as pair:
+        pair.add(optim.Muon, lambda p: p.ndim == 2, lr=0.1)
+        each = itertools.chain(*pair.optimizers)
+        schedules = [optim.lr_scheduler.LambdaLR(one, lambda n: 1 / (1 + n)) for one in each]
         for number in range(3):
-            model.zero_grad()
-            engine.forward_backward(*batch(number), nn.CrossEntropyLoss())
-            assert not number or engine.last_step.bytes["replicate"] == 0
-            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                other.grad = one.grad.clone()
-            for each in (*ours, *plain):
-                each.step()
-        for replica in (model, *engine.replicas):
-            assert_same(list(replica.parameters()), list(twin.parameters()))
-        for one, other in zip(ours, plain, strict=True):
-            assert_same(one.state_dict(), other.state_dict())
+            pair.step(number)
+            assert not number or pair.engine.last_step.bytes["replicate"] == 0
+            for schedule in schedules:
+                schedule.step()
+        pair.assert_same()
 
 
 def test_a_state_dict_is_a_copy():
@@ -225,32 +213,31 @@ def test_a_state_dict_is_a_copy():
 
 def test_hooks_run_once_with_the_sharded_optimizer():
     seen = []
-
-    def told(name):
-        return lambda optimizer, *_: seen.append((name, optimizer))
-
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
-        own = pair.sharded
+        one = pair.sharded
+        kinds = {
+            "every, before": register_optimizer_step_pre_hook,
+            "every, after": register_optimizer_step_post_hook,
+            "before": one.register_step_pre_hook,
+            "after": one.register_step_post_hook,
+            "before loading": one.register_load_state_dict_pre_hook,
+            "after loading": one.register_load_state_dict_post_hook,
+        }
         handles = [
-            register_optimizer_step_pre_hook(told("every, before")),
-            register_optimizer_step_post_hook(told("every, after")),
+            register(lambda optimizer, *_, name=name: seen.append((name, optimizer)))
+            for name, register in kinds.items()
         ]
-        own.register_step_pre_hook(told("before"))
-        own.register_step_post_hook(told("after"))
-        own.register_load_state_dict_pre_hook(told("before loading"))
-        own.register_load_state_dict_post_hook(told("after loading"))
         pair.backward(0)
-        own.step()
-        saved = own.state_dict()
-        own.load_state_dict(saved)
+        one.step()
+        saved = one.state_dict()
+        one.load_state_dict(saved)
         for handle in handles:
             handle.remove()
         names = ["every, before", "before", "after", "every, after"]
-        assert [name for name, _ in seen] == [*names, "before loading", "after loading"]
-        assert all(optimizer is own for _, optimizer in seen)
-        own.register_load_state_dict_pre_hook(lambda _, found: {**found, "state": {}})
-        own.load_state_dict(saved)
-        assert not own.state
+        assert seen == [(name, one) for name in [*names, "before loading", "after loading"]]
+        one.register_load_state_dict_pre_hook(lambda _, found: {**found, "state": {}})
+        one.load_state_dict(saved)
+        assert not one.state
 
 
 def test_scaler_clipping_and_schedule():
@@ -340,44 +327,39 @@ def test_parameters_of_all_sorts(number):
     model.same.data = model.one.data
     with Pair(model, VIRTUAL[:number], optim.SGD, lr=0.01, momentum=0.5) as pair:
         pair.twin.same.data = pair.twin.one.data
-        pair.steps(3)
+        for step in range(3):
+            pair.step(step)
+        pair.assert_same()
 
 
-def rebound(p):
-    p.data = p.detach().repeat_interleave(2, -1)[..., ::2]
+WRITES = {
+    "rebound": lambda p: setattr(p, "data", p.detach().repeat_interleave(2, -1)[..., ::2]),
+    "through data": lambda p: p.data.mul_(1.5),
+    "in place": lambda p: p.detach().mul_(1.5),
+}
 
 
-def through_data(p):
-    p.data.mul_(1.5)
-
-
-def in_place(p):
-    with torch.no_grad():
-        p.mul_(1.5)
-
-
-@pytest.mark.parametrize("write", [rebound, through_data, in_place])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_what_the_user_writes_is_seen(write, when):
     with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
-
-        def step():
-            pair.sharded.step()
-            pair.plain.step()
 
         def write_all():
             for p in (*pair.model.parameters(), *pair.twin.parameters()):
                 write(p)
 
+        acts = write_all, pair.update
         for number in range(3):
             pair.backward(number)
-            for act in (write_all, step) if when == "before the step" else (step, write_all):
+            for act in acts if when == "before the step" else reversed(acts):
                 act()
             pair.assert_same()
 
 
 class Across(optim.Optimizer):
-    """Its rate depends on the gradients of all parameters, and is kept in the groups."""
+    """What it saw of all parameters is in the groups; may raise when it comes to some shape."""
+
+    fails_at = None
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "seen": 0.0})
@@ -387,59 +369,31 @@ class Across(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 group["seen"] += p.grad.square().sum().item()
-                self.state[p]["last"] = p.grad.clone()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(self.state[p]["last"], alpha=group["lr"] / (1 + group["seen"]))
-
-
-def test_numbers_of_all_parameters_together():
-    with Pair(mlp(), VIRTUAL, Across) as pair:
-        pair.steps(3)
-        assert pair.sharded.param_groups[0]["seen"] > 0
-
-
-class Fails(optim.AdamW):
-    """Raises in the middle, on purpose: when it comes to the parameters of one shape."""
-
-    shape = None
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        everything = self.param_groups
-        for group in everything:
-            for p in group["params"]:
-                self.param_groups = [{**group, "params": [p]}]
-                super().step()
-                group["lr"] *= 1.0  # groups are written too
-                if tuple(p.shape) == Fails.shape:
-                    group["lr"] *= 2.0
-                    for q in group["params"]:  # as torch's SGD does with nesterov and foreach
-                        q.grad.mul_(0.5)
+                total = self.state[p].setdefault("total", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(total, alpha=group["lr"] / (1 + group["seen"]))
+                if tuple(p.shape) == Across.fails_at:
+                    p.grad.mul_(0.5)  # as torch's SGD does with nesterov and foreach
                     raise torch.OutOfMemoryError("on purpose")
-        self.param_groups = everything
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["in the first step", "later"])
 @pytest.mark.parametrize("shape", [(7, FEATURES), (7,), (CLASSES, 7), (CLASSES,)], ids=str)
 def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkeypatch):
-    with Pair(mlp(), VIRTUAL, Fails) as pair:
+    with Pair(mlp(), VIRTUAL, Across) as pair:
         if not first:
             pair.step(0)
         pair.backward(1)
         before = pair.kept()
-        monkeypatch.setattr(Fails, "shape", shape)
+        monkeypatch.setattr(Across, "fails_at", shape)
         with pytest.raises(torch.OutOfMemoryError, match="on purpose") as raised:
             pair.sharded.step()
-        assert raised.value.__notes__ == [
-            "optimizer.step(): parameters and state are as they were before it"
-        ]
+        assert "parameters and state are as they were" in "".join(raised.value.__notes__)
         assert_same(pair.kept(), before)
-        monkeypatch.setattr(Fails, "shape", None)
-        pair.sharded.step()
-        pair.plain.step()
+        monkeypatch.undo()
+        pair.update()
         pair.step(2)
         pair.assert_same()
+        assert pair.sharded.param_groups[0]["seen"] > 0
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -448,22 +402,20 @@ def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch)
         pair.step(0)
         pair.backward(1)
         before = pair.kept()
-        calls, whole = [], Transfers.copy
+        calls, copied = itertools.count(), Transfers.copy
 
         def fails(self, *args):
-            calls.append(args)
-            if len(calls) == number + 1:
+            if next(calls) == number:
                 raise torch.OutOfMemoryError("on purpose")
-            return whole(self, *args)
+            return copied(self, *args)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Transfers, "copy", fails)
-            try:
-                pair.sharded.step()
-            except torch.OutOfMemoryError:
-                patch.undo()
-                assert_same(pair.kept(), before)
-                pair.sharded.step()
+        monkeypatch.setattr(Transfers, "copy", fails)
+        raised = failure(pair.sharded.step)
+        monkeypatch.undo()
+        if raised:
+            assert raised[0] == "OutOfMemoryError"
+            assert_same(pair.kept(), before)
+            pair.sharded.step()
         pair.plain.step()
         pair.step(2)
         pair.assert_same()

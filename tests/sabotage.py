@@ -91,7 +91,7 @@ gradients that share memory are added to twice
 -leaves[number].grad = gradient.clone()
 +pass
 of a parameter that model and criterion share, the criterion's gradient alone arrives
-  reduce_gradients -> test_parameters_of_a_criterion_get_theirs
+  reduce_gradients -> test_a_loop_gets_what_plain_torch_gives_it
 -functools.reduce(plus, both) if both else None
 +both[-1] if both else None
 a parameter that no replica used gets zeros
@@ -103,7 +103,7 @@ the scale of a scaler is left out
 -weight * self._request.scale
 +weight
 the factor that arrives at engine.loss is left out
-  _ReturnGradients.backward -> test_parameters_of_a_criterion_get_theirs
+  _ReturnGradients.backward -> test_a_loop_gets_what_plain_torch_gives_it
 -torch._foreach_mul_(gradients, by)
 +pass
 outputs are joined in another order

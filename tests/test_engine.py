@@ -27,7 +27,6 @@ from harness.oracle import (
 )
 from harness.rank_processes import run_on_ranks
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from scatterpar import ScatterOnceParallel
 
@@ -36,15 +35,12 @@ FIRST = randn(9, FEATURES), randint(CLASSES, 9)
 SECOND = randn(7, FEATURES, seed=3), randint(CLASSES, 7, seed=4)
 
 
-class Head(nn.Module):
-    """A criterion with a network of its own, which is trained too."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = build(lambda: nn.Linear(CLASSES, CLASSES), 1)
-
-    def forward(self, outputs, targets):
-        return cross_entropy(self.network(outputs), targets)
+def normalised(*layers):
+    return build(
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), *layers, nn.Linear(6, CLASSES)
+        )
+    )
 
 
 def two_alive(first, second, model):
@@ -96,7 +92,8 @@ KINDS = {
         name: module_cases.CASES[name]
         for name in (
             *("unused by some", "tied", "sparse gradients", "complex", "a trained buffer"),
-            *("gradients in one memory", "one gradient for two"),
+            *("gradients in one memory", "one gradient for two", "a trained criterion"),
+            "a criterion that shares a parameter",
         )
     },
 }
@@ -121,62 +118,34 @@ def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
     for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
         if theirs.requires_grad:
             assert_close(ours.grad, theirs.grad, name)
+    if isinstance(criterion, nn.Module):
+        assert_gradients(criterion, gradients(plain))
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("shared", [False, True], ids=["", "one of them the model's"])
-def test_parameters_of_a_criterion_get_theirs(devices, shared):
-    model, criterion = mlp(), Head()
-    if shared:
-        criterion.network.bias = model[-1].bias
-    twin, plain = copy.deepcopy((model, criterion))
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        (engine.loss(*FIRST, criterion) / 3).backward()
-    (plain(twin(FIRST[0]), FIRST[1]) / 3).backward()
-    assert_gradients(model, gradients(twin))
-    assert_gradients(criterion.network, gradients(plain.network))
-
-
-@pytest.mark.contract
+@pytest.mark.draws
 def test_the_loss_is_that_of_forward_backward_and_the_call_does_all_else(devices):
     """Buffers, random state and the report move in the call; gradients wait."""
-    model = build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-    )
-    twin = copy.deepcopy(model)
+    model = normalised(nn.Dropout(0.5))
+    twin, found = copy.deepcopy(model), []
     with (
         ScatterOnceParallel(model, 2, devices(2), measure_noise=True) as engine,
         ScatterOnceParallel(twin, 2, devices(2), measure_noise=True) as other,
     ):
-        expected, outputs = other.forward_backward(*FIRST, CE, return_outputs=True)
-        loss, found = engine.loss(*FIRST, CE, return_outputs=True)
-        assert all(map(torch.equal, found, outputs))
-        assert torch.equal(loss, expected)
+        for step in (other.forward_backward, engine.loss):
+            torch.manual_seed(5)
+            loss, outputs = step(*FIRST, CE, return_outputs=True)
+            state = *step.__self__.buffers(), torch.get_rng_state()
+            found.append([loss.detach(), *outputs, *state])
+        assert all(map(torch.equal, *found))
         assert loss.requires_grad
         assert all(p.grad is None for p in model.parameters())
-        for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
-            assert torch.equal(ours, theirs), name
         ours, theirs = engine.last_step, other.last_step
         assert (ours.loss, ours.bytes, ours.noise) == (theirs.loss, theirs.bytes, theirs.noise)
         loss.backward()
+        assert torch.equal(torch.get_rng_state(), state[-1])
         assert_gradients(model, gradients(twin), 0.0)
         assert engine.last_step is ours
-
-
-@pytest.mark.draws
-def test_random_numbers_are_drawn_in_the_call(devices):
-    with ScatterOnceParallel(nn.Sequential(mlp(), nn.Dropout(0.5)), 2, devices(2)) as engine:
-        torch.manual_seed(5)
-        loss = engine.loss(*FIRST, CE)
-        after = torch.get_rng_state()
-        loss.backward()
-        assert torch.equal(torch.get_rng_state(), after)
-        found = gradients(engine)
-        engine.zero_grad()
-        torch.manual_seed(5)
-        engine.forward_backward(*FIRST, CE)
-        assert torch.equal(torch.get_rng_state(), after)
-        assert_gradients(engine, found, 0.0)
 
 
 @pytest.mark.contract
@@ -237,29 +206,26 @@ def test_a_second_backward_pass_is_an_error(devices):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["parts", "whole batch"])
 def test_without_grad_it_is_a_number_and_nothing_runs_backward(devices, mode, options):
+    """Statistics move, as in plain torch."""
     calls = []
-    model = mlp()
-    model[1].register_full_backward_hook(lambda *_: calls.append(1))
+    model = normalised()
+    twin = copy.deepcopy(model)
+    model[0].register_full_backward_hook(lambda *_: calls.append(1))
     criterion = lambda outputs, targets: CE(outputs, targets)  # noqa: E731
-    with ScatterOnceParallel(model, 2, devices(3), measure_noise=True, verify=False) as engine:
+    kinds = {"measure_noise": True, "verify": False}
+    with (
+        ScatterOnceParallel(model, 2, devices(2), **kinds) as engine,
+        ScatterOnceParallel(twin, 2, devices(2), **kinds) as other,
+    ):
         with mode():
             loss = engine.loss(*FIRST, criterion, **options)
         assert not loss.requires_grad
         assert not calls
-        assert_close(loss.clone(), CE(model(FIRST[0]), FIRST[1]).detach(), "loss")
+        assert torch.equal(loss.clone(), other.forward_backward(*FIRST, criterion, **options))
+        assert all(map(torch.equal, model.buffers(), twin.buffers()))
         assert all(p.grad is None for p in model.parameters())
         assert engine.last_step.loss == loss.item()
         assert math.isnan(engine.last_step.noise.scale)
-
-
-def test_statistics_move_without_grad_as_in_plain_torch(devices):
-    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
-    twin = copy.deepcopy(model)
-    with ScatterOnceParallel(model, 1, devices(1)) as engine, torch.no_grad():
-        loss = engine.loss(*FIRST, CE)
-        assert_close(loss, CE(twin(FIRST[0]), FIRST[1]), "loss")
-    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-10), name
 
 
 @pytest.mark.filterwarnings("ignore:no label of this batch counts")
@@ -271,8 +237,7 @@ def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
 
 @pytest.mark.contract
 def test_a_call_that_fails_changes_nothing(devices):
-    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
-    calls = []
+    model, calls = normalised(), []
 
     def fails(outputs, targets):
         calls.append(1)

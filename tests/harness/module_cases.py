@@ -570,6 +570,13 @@ class Head(nn.Module):
         return F.cross_entropy((output @ self.proxies + self.offset) / self.temperature, targets)
 
 
+def sharing(model):
+    """A criterion with a network of its own, one parameter of which is the model's too."""
+    network = build(lambda: linear(CLASSES), 1)
+    network.bias = model[-1].bias
+    return Of(lambda m, output, targets: F.cross_entropy(m.net(output), targets), net=network)
+
+
 # --- all of them ---
 
 ONCE = {"accum": 1}  # it reads what its forward pass has written
@@ -670,6 +677,7 @@ CASES = {
         criterion=lambda _: lambda output, targets: ((output - targets.mul_(2)) ** 2).mean(),
     ),
     "a trained criterion": Case(mlp, criterion=lambda _: Head()),
+    "a criterion that shares a parameter": Case(mlp, criterion=sharing),
     "a method of a trained criterion": Case(mlp, criterion=lambda _: Head().forward),
     "fewer rows than replicas": Case(mlp, batch=(BATCH[0][:2], BATCH[1][:2])),
     "frozen and thawed": Case(

@@ -47,7 +47,7 @@ ON_RANKS = {
         *("complex", "conjugates", "negatives", "changes between steps", "half beside double"),
         *("layouts, torch.float64", "unused by some", "gradients in one memory", "torch.float16"),
         *("a trained criterion", "a trained buffer", "constant buffers", "bfloat16 beside double"),
-        "overlapping buffer, row",
+        *("overlapping buffer, row", "buffers of every dtype"),
     ],
     contrastive: ["clip", "barlow_twins", "ranking"],
     batches: ["a codebook of 64 and 32 rows"],

@@ -420,6 +420,34 @@ def rebinds():
     return with_buffers(Of(forward, linear=linear()), grown=torch.zeros(1), **buffers)
 
 
+def of_every_dtype():
+    """Buffers that change depend on the rows."""
+
+    def forward(m, inputs):
+        if m.training:
+            m.fp16 += len(inputs)
+            m.bf16 += len(inputs)
+            m.turn *= 1j * len(inputs)
+            m.flags = ~m.flags
+            m.int16 += len(inputs)
+            m.int64 += 2**40 + len(inputs)
+            m.lowest = torch.minimum(m.lowest, inputs.detach().amin(0))
+        return m.linear(inputs)
+
+    return with_buffers(
+        Of(forward, linear=linear().double()),
+        fp16=torch.ones(2, dtype=torch.float16),
+        bf16=torch.ones(2, dtype=torch.bfloat16),
+        turn=torch.ones(2, dtype=torch.complex64),
+        flags=torch.tensor([True, False, True]),
+        int16=torch.zeros((), dtype=torch.int16),
+        int64=torch.zeros((), dtype=torch.long),
+        lowest=torch.full((FEATURES,), torch.inf, dtype=torch.float64),
+        nothing=None,
+        empty=torch.zeros(0),
+    )
+
+
 def view_of_complex(view):
     """Writes complex numbers, and reads a view: torch refuses to copy into lists of conjugates."""
 
@@ -708,6 +736,7 @@ CASES = {
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(rebinds),
+    "buffers of every dtype": Case(of_every_dtype, keep_dtypes=True, **ONCE),
     **{
         f"buffer, {name}": Case(lambda other=other: view_of_complex(other), **ONCE)
         for name, other in OF_COMPLEX.items()

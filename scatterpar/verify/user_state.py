@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -42,14 +42,14 @@ _DATA = ("Dataset", "DataLoader", "DataModule", "Sampler", "Trainer", "Optimizer
 _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
 _PLAIN = {bool, int, float, str, types.NoneType}
 _OF_TORCH = vars(nn.Module()).keys()
+_TENSORS = Tensor, nn.Parameter, nn.Buffer
 
 State = dict[str, Any]  # values by name
-Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and set it
-# A variable, its saved value, and whether that is the same as another one.
+# How to get and set a variable, its saved value, and whether that is the same as another one.
 Saved = tuple[Callable[[], Any], Callable[[Any], object], Any, Callable[[Any, Any], bool]]
 
 
-class UserState:
+class UserState(ModuleContents):
     """The state that ``roots`` lead to, and all random generators: saved now, to be restored.
 
     Roots lead to modules and functions, what these close over, globals that they name, objects,
@@ -64,24 +64,32 @@ class UserState:
         self, roots: Iterable[Any], devices: Sequence[torch.device] = (), *, weights: bool = False
     ) -> None:
         self.drawn = False
-        reach = _Reach(roots)
-        self._snapshot = Snapshot(reach.containers)
-        self._variables: list[Saved] = [(get, put, get(), is_) for get, put in reach.variables]
-        generators = [*_generators(devices), *reach.generators]
-        self._generators: list[Saved] = [(get, put, get(), _same) for get, put in generators]
-        self._tensors: list[Saved] = [  # arrays are restored in place, without a comparison
-            (int, partial(a.__setitem__, ...), a.copy(), lambda *_: False) for a in reach.arrays
-        ]
+        self._variables, self._generators = list[Saved](), list[Saved]()
+        self._tensors: list[Saved] = []
         self._versions: list[tuple[Tensor, int]] = []
-        buffers = {id(buffer) for m in reach.modules.values() for buffer in m._buffers.values()}
+        roots = [*roots]
+        self._own = {id(one) for root in roots for one in (root, getattr(root, "__self__", None))}
+        for device in {device for device in devices if device.type != "cpu"}:
+            of = torch.get_device_module(device)
+            put = partial(of.set_rng_state, device=device)
+            self._save_generator(partial(of.get_rng_state, device), put)
+        if numpy := sys.modules.get("numpy.random"):
+            self._save_generator(numpy.get_state, numpy.set_state)
+        # A bound method leads to Python's generator.
+        super().__init__((*roots, torch.default_generator, random.getstate))
+        self._snapshot = Snapshot(self.containers)
+        buffers = {id(buffer) for m in self.modules.values() for buffer in m._buffers.values()}
         few = _MOST_BYTES
-        for key, tensor in reach.tensors.items():
-            is_weight, is_buffer = key in reach.weights, key in buffers
+        for key, tensor in self.tensors.items():
+            is_weight, is_buffer = key in self.weights, key in buffers
             with contextlib.suppress(RuntimeError):  # of a chunk of a weight that was written since
                 few -= 0 if is_weight or is_buffer else tensor.numel() * tensor.element_size()
                 if tensor.is_meta:
                     continue
-                self._tensors += _memory_of(tensor)
+                is_dense = type(tensor) in _TENSORS and tensor.layout == torch.strided
+                if is_dense and tensor.is_leaf:  # forward passes may exchange its memory
+                    get, put = (partial(each, tensor, "data") for each in (getattr, setattr))
+                    self._tensors.append((get, put, tensor.data, Tensor.is_set_to))
                 if weights if is_weight else is_buffer or few >= 0:
                     now = tensor.detach()
                     self._tensors.append((now.detach, partial(write, now), now.clone(), same_bits))
@@ -107,33 +115,11 @@ class UserState:
                 self._snapshot.restore()
             _restore(self._variables)
 
+    def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._variables.append((get, put, get(), is_))
 
-def _restore(saved: Iterable[Saved]) -> bool:
-    """Restore what has changed. Returns whether anything had."""
-    changed = [(put, value) for get, put, value, same in saved if not same(get(), value)]
-    for put, value in changed:
-        put(value)
-    return bool(changed)
-
-
-def _memory_of(tensor: Tensor) -> list[Saved]:
-    """The memory of a dense tensor, which forward passes may exchange."""
-    of_torch = Tensor, nn.Parameter, nn.Buffer
-    is_plain = tensor.is_leaf and type(tensor) in of_torch and tensor.layout == torch.strided
-    get, put = (partial(each, tensor, "data") for each in (getattr, setattr))
-    return [(get, put, tensor.data, Tensor.is_set_to)] if is_plain else []
-
-
-class _Reach(ModuleContents):
-    """What modules hold, and what functions and objects of the user's lead to."""
-
-    def __init__(self, roots: Iterable[Any]) -> None:
-        roots = [*roots]
-        self._own = {id(one) for root in roots for one in (root, getattr(root, "__self__", None))}
-        self.variables: list[Variable] = []
-        self.generators: list[Variable] = []
-        self.arrays: list[Any] = []  # NumPy's
-        super().__init__(roots)
+    def _save_generator(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._generators.append((get, put, get(), _same))
 
     def _visit(self, value: Any) -> None:
         if type(value) in _PLAIN or (id(value) not in self._own and _is_data(value)):
@@ -153,26 +139,26 @@ class _Reach(ModuleContents):
         if isinstance(value, types.MethodType):
             self._visit(value.__func__)  # its object is visited above
         elif isinstance(value, random.Random):
-            self.generators.append((value.getstate, value.setstate))
+            self._save_generator(value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):
-            self.generators.append((value.get_state, value.set_state))
+            self._save_generator(value.get_state, value.set_state)
         # Classes are asked: a library that is loaded by name has attributes of any name.
         elif hasattr(type(value), "bit_generator"):  # NumPy's
             source = value.bit_generator
-            self.generators.append((lambda: source.state, partial(setattr, source, "state")))
+            self._save_generator(lambda: source.state, partial(setattr, source, "state"))
         elif hasattr(type(value), "__array_interface__") and value.flags.writeable:
-            self.arrays.append(value)
+            put, differs = partial(value.__setitem__, ...), lambda *_: False
+            self._tensors.append((int, put, value.copy(), differs))  # without a comparison
         elif isinstance(value, queue.Queue):
             self._visit(value.queue)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value)
-        elif _is_foreign(home):
-            return
         elif isinstance(value, nn.Module):
-            if "-packages" not in str(getattr(sys.modules.get(home), "__file__", None)):
+            file = str(getattr(sys.modules.get(home), "__file__", None))
+            if not (_is_foreign(home) or "-packages" in file):
                 self._visit_class(value)
         # An object that holds a lock is shared with other threads: left alone.
-        elif _LOCKS.isdisjoint(type(v).__module__ for v in own.values()):
+        elif not _is_foreign(home) and _LOCKS.isdisjoint(type(v).__module__ for v in own.values()):
             self._visit(own)
             self._visit_class(value)
 
@@ -180,13 +166,13 @@ class _Reach(ModuleContents):
         kind = type(value)
         for slot in chain(*(vars(base).values() for base in kind.__mro__)):
             if isinstance(slot, types.MemberDescriptorType) and hasattr(value, slot.__name__):
-                self.variables.append((partial(slot.__get__, value), partial(slot.__set__, value)))
+                self._save(partial(slot.__get__, value), partial(slot.__set__, value))
                 self._visit(slot.__get__(value))
         for name, item in [*vars(kind).items()]:
             if isinstance(item, types.FunctionType):
                 self._visit(item)
             if name[:2] != "__" and not (callable(item) or hasattr(item, "__get__")):
-                self.variables.append((partial(getattr, kind, name), partial(setattr, kind, name)))
+                self._save(partial(getattr, kind, name), partial(setattr, kind, name))
                 self._visit(item)
 
     def _visit_function(self, function: types.FunctionType) -> None:
@@ -199,12 +185,19 @@ class _Reach(ModuleContents):
             of_file = {}
         for cell in function.__closure__ or ():
             if contents(cell) is not cell:
-                put = partial(setattr, cell, "cell_contents")
-                self.variables.append((partial(contents, cell), put))
+                self._save(partial(contents, cell), partial(setattr, cell, "cell_contents"))
         for name, value in of_file.items():
             if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
-                self.variables.append((partial(space.get, name), partial(space.__setitem__, name)))
+                self._save(partial(space.get, name), partial(space.__setitem__, name))
         self._visit((*own.values(), *of_file.values(), vars(function)))
+
+
+def _restore(saved: Iterable[Saved]) -> bool:
+    """Restore what has changed. Returns whether anything had."""
+    changed = [(put, value) for get, put, value, same in saved if not same(get(), value)]
+    for put, value in changed:
+        put(value)
+    return bool(changed)
 
 
 def _is_data(value: Any) -> bool:
@@ -223,18 +216,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return same_bits(one, other)
     return pickle.dumps(one) == pickle.dumps(other)  # NumPy's have arrays in them
-
-
-def _generators(devices: Sequence[torch.device]) -> Iterator[Variable]:
-    """The random generators of torch, whose states are tensors, of Python and of NumPy."""
-    yield torch.default_generator.get_state, torch.default_generator.set_state
-    for device in {device for device in devices if device.type != "cpu"}:
-        module = torch.get_device_module(device)
-        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
-    yield random.getstate, random.setstate
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        yield numpy.get_state, numpy.set_state
 
 
 def state_of(replicas: Sequence[Replica]) -> State:

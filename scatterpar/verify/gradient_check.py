@@ -26,7 +26,7 @@ from scatterpar.torch_private import hooks_taken_off, uncompiled
 from scatterpar.verify.user_state import UserState
 
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_SMALLEST_SCALE = 1e-2  # a gradient below this part of the largest may be rounding alone
+SMALLEST_SCALE = 1e-2  # a gradient below this part of the largest may be rounding alone
 
 Gradients = Sequence[Tensor | None]
 
@@ -116,12 +116,10 @@ def uses_batch_statistics(layer: nn.Module) -> bool:
     return is_norm and (layer.training or layer.running_mean is None)
 
 
-def relative_difference(
-    found: Gradients, expected: Gradients, least: float = _SMALLEST_SCALE
-) -> tuple[float, int]:
+def relative_difference(found: Gradients, expected: Gradients) -> tuple[float, int]:
     """The largest relative difference between gradients of the same tensors, and its position.
 
-    For each tensor as ``GradientCheck.worst`` says, with ``least`` in place of the hundredth.
+    For each tensor as ``GradientCheck.worst`` says.
     """
     pairs = [*zip(found, expected, strict=True)]
     both = [mine is not None and other is not None for mine, other in pairs]
@@ -130,7 +128,7 @@ def relative_difference(
         for mine, other in pairs
     ]
     sizes = _magnitudes(expected)
-    floor = max(least * max(sizes, default=0.0), math.ulp(0.0))
+    floor = max(SMALLEST_SCALE * max(sizes, default=0.0), math.ulp(0.0))
     each = zip(_magnitudes(off), sizes, both, strict=True)
     errors = [(n / max(size, floor) if two else math.inf) if n else 0.0 for n, size, two in each]
     errors = [math.inf if math.isnan(error) else error for error in errors]

@@ -38,6 +38,7 @@ from scatterpar.step.substeps import ReplicaTask, loss_of, note_replica
 from scatterpar.threads.workers import restored
 from scatterpar.torch_private import OperatorMode, nodes_reached, uncompiled
 from scatterpar.verify.gradient_check import (
+    SMALLEST_SCALE,
     moved_to,
     relative_difference,
     uses_batch_statistics,
@@ -48,10 +49,9 @@ from scatterpar.verify.user_state import State, UserState, moved_between, state_
 # Correct results agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
 # rows) and to 1e-2 in half precision. Wrong weights change them by more, if they matter.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-_LEAST = 1e-2  # gradients smaller than this part of the largest: their tolerance is absolute
 _NOTHING_BUT = 0.4  # if rounding changes a gradient by more, it is nothing but rounding
 _NUDGES, _AT_A_RELU = 16, 0.2  # rounding at a ReLU shows in every third, and seldom changes more
-_SMALL = 2**20  # elements of parameters that are compared
+SMALL = 2**20  # elements of parameters that are compared
 _UNCOUNTED = 32  # rows that are searched for some that count= leaves out
 _JOINED = 1e-2  # relative difference of joined outputs: the number of rows changes rounding
 
@@ -102,7 +102,8 @@ class Look:
         self._inputs, self._targets = request.batches[0][1]
         self._model: Any = task.module if task.share.replica else sets[0].root
         self._step_rows = {*attempt.plan.substep_rows}
-        self._numbers, self._draws, self._shares_state = ConstantNumbers(), False, False
+        self._numbers = ConstantNumbers()  # type: ignore[no-untyped-call]
+        self._draws = self._shares_state = False
         self._dtypes: set[torch.dtype] = set()
         self._states: list[State] = []  # after each part of a run
         self._undo, self._saved = contextlib.ExitStack(), list[UserState]()
@@ -113,7 +114,7 @@ class Look:
                 groups.setdefault(id(own), [own]).append(replica.tensors[i])
         ordered = sorted(groups.values(), key=lambda group: group[0].numel())
         sizes = [*accumulate(group[0].numel() for group in ordered)]
-        self._leaves = ordered[: max(1, bisect(sizes, _SMALL))]
+        self._leaves = ordered[: max(1, bisect(sizes, SMALL))]
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -128,11 +129,12 @@ class Look:
         with note_replica(task.share), restored(self.end), uncompiled(), mode[0], mode[1]:
             self._undo.callback(self._set_training, True)
             self._set_training(False)  # before state is saved: it is no change of the user's
-            self._state = UserState([self._model, *(marker.collate for marker in markers)])
+            state = UserState([self._model, *(marker.collate for marker in markers)])
             of_criterion = task.criterion, criterion, request.count
             self._criterion_state = UserState(of_criterion, [task.share.device])
-            self._undo.callback(self._restore)
-            self._saved = [self._criterion_state, self._state]
+            self._undo.callback(self._restart)
+            # The criterion's is the first to restore: it tells whether numbers were drawn.
+            self._saved = [self._criterion_state, state]
             yield
 
     def end(self) -> None:
@@ -140,10 +142,10 @@ class Look:
         self._deadline = -math.inf
         self._undo.pop_all().close()
 
-    def restore_again(self) -> None:
-        """Undo what looks that began during this one have restored."""
+    def restore(self, generators_only: bool = False) -> None:
+        """Undo what user code has changed."""
         for saved in self._saved:
-            saved.restore()
+            saved.restore(generators_only)
 
     def _set_training(self, value: bool) -> None:
         """Let batch normalisations use running statistics: otherwise they tie rows together."""
@@ -154,12 +156,10 @@ class Look:
         if time.monotonic() > self._deadline:
             raise Inconclusive("it takes too long", 2)
 
-    def _restore(self, generators_only: bool = False) -> None:
-        """Undo what user code has changed."""
-        self._criterion_state.restore(generators_only)  # first: it tells whether numbers were drawn
-        self._state.restore(generators_only)
-        if not generators_only:
-            self._refresh()
+    def _restart(self) -> None:
+        """Undo what user code has changed, in replicas, too."""
+        self.restore()
+        self._refresh()
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -174,7 +174,7 @@ class Look:
         """The replica's output for each choice of rows, from the same state and random numbers."""
         with isolation, self.isolated(), torch.no_grad():
             for rows in choices:
-                self._restore()
+                self._restart()
                 with self._numbers:
                     output = compute(self._task, (self._move(self._inputs, rows), None))
                 yield output
@@ -185,7 +185,7 @@ class Look:
         parts, weights = self._weighted(parts)
         self._numbers.calls = 0
         expected = self._own(rows)
-        self._restore()
+        self._restart()
         if self._criterion_state.drawn and not self._draws:
             self._draws = True
             expected = self._own(rows)
@@ -210,7 +210,7 @@ class Look:
             raise Inconclusive("all gradients are zero")
         verdict = Verdict("", parts, _error(found, expected), (expected[0], found[0]))
         verdict.moved = moved_between(self._states)
-        verdict.lost = [*self._state.lost(), *self._criterion_state.lost()]
+        verdict.lost = [*chain(*(saved.lost() for saved in self._saved))]
         verdict.shares_state = self._shares_state
         if verdict.error > self._tolerance:
             self._explain(verdict, weights, expected, found, is_steady)
@@ -253,10 +253,10 @@ class Look:
             return
         if not is_steady:
             raise Inconclusive("what is drawn depends on the rows", 2)
-        again = self._run(parts, weights, between=partial(self._restore, generators_only=True))
+        again = self._run(parts, weights, between=partial(self.restore, generators_only=True))
         if _error(_sum(again), expected) <= limit:
             return  # numbers are drawn once per call, by Python or NumPy
-        sums = self._run(parts, between=self._restore, kept=outputs)
+        sums = self._run(parts, between=self._restart, kept=outputs)
         if _error(_sum(sums, () if whole else weights), expected) <= limit:
             verdict.kind = "state"
             return
@@ -365,7 +365,7 @@ class Look:
         """
         request, task, sums, outputs = self._request, task or self._task, list[Sum](), list[Any]()
         self._require_time()
-        self._restore()
+        self._restart()
         self._states, is_shared = [], root_to_replicate(request.criterion) is None
         with self._numbers if self._draws else contextlib.nullcontext():
             for number, rows in enumerate(parts):
@@ -454,9 +454,7 @@ class ConstantNumbers(OperatorMode):
     drawn.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = 0  # calls of random operators, without dropout
+    calls = 0  # of random operators, without dropout
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -558,9 +556,9 @@ def _sum(sums: Sequence[Sum], factors: Weights = ()) -> Sum:
 
 def _error(found: Sum, expected: Sum) -> float:
     """The relative error of gradients, or of the loss if that is larger."""
-    size = max(abs(found[0]), abs(expected[0]), _LEAST)
+    size = max(abs(found[0]), abs(expected[0]), SMALLEST_SCALE)
     of_loss = abs(found[0] - expected[0]) / size if math.isfinite(found[0]) else math.inf
-    return max(of_loss, relative_difference(found[1], expected[1], _LEAST)[0])
+    return max(of_loss, relative_difference(found[1], expected[1])[0])
 
 
 def _num_nonzero(sums: Sequence[Sum]) -> int:

@@ -40,7 +40,7 @@ from scatterpar.step.request import Call, Count, Request, checked
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.look import Compute, Inconclusive, Look, Verdict, compare_outputs
+from scatterpar.verify.look import SMALL, Compute, Inconclusive, Look, Verdict, compare_outputs
 from scatterpar.verify.rows import (
     Parts,
     choose_rows,
@@ -54,7 +54,6 @@ from scatterpar.verify.rows import (
 
 _FEW, _MANY = 9, 2  # rows of a look, at least; micro-batches of rows in the first look
 _BYTES = 2**22  # of inputs in a look
-_SMALL = 2**20  # elements of parameters; with more, each row of a look takes long
 _NEW = 8  # looks because something is new; later ones are rare
 _PATIENCE_SECONDS = 20.0  # a look that takes longer runs on the other replicas, too
 
@@ -296,7 +295,8 @@ class _Question:
         """As many rows as are cheap: fewer of a large model, and in later looks."""
         request, sizes = self.request, self._attempt.plan.substep_rows
         most = max(sizes) // 4 if looks else _MANY * max(sizes)
-        if sum(map(Tensor.numel, self._attempt.replicas.of_model.root.parameters())) > _SMALL:
+        parameters = self._attempt.replicas.of_model.root.parameters()
+        if sum(map(Tensor.numel, parameters)) > SMALL:  # each row takes long
             most = min(most, max(sizes), request.rows // 8)
         size = sum(t.numel() * t.element_size() for t in all_tensors(request.batches[0][1][0]))
         most = min(max(_FEW, most), max(2, _BYTES * request.rows // (size + 1)))
@@ -338,7 +338,7 @@ class _Question:
             raise Inconclusive("a call waits for something that does not come", 1) from None
         finally:
             if joined:  # they have saved, and restored, what the first look had changed by then
-                apply([each[0].restore_again], [()], calls[2][:1])
+                apply([each[0].restore], [()], calls[2][:1])
 
     @cached_property
     def _name(self) -> str:

@@ -1,12 +1,8 @@
 """What can only be settled on GPUs, in ten minutes, on one page: ``python -m benchmarks card``.
 
-Rows of the page are tests. They run in one worker of pytest-xdist, so that no two processes fill
-the first GPU at once: a row that starts processes holds no memory of a GPU meanwhile.
-
-A row that takes too long is ended by pytest-timeout with its worker (by a thread, since a signal
-does not interrupt a wait for CUDA), and pytest-xdist starts another worker. This row, and one that
-did not begin in time, is *not reached*, which is no failure. A row whose process ends for another
-reason fails. Seconds alone are never a verdict. The arithmetic of the budgets is in README.md.
+Rows of the page are tests, in one worker of pytest-xdist: no two processes fill the first GPU. A
+row that takes too long is ended by pytest-timeout with its worker (by a thread: a signal does not
+interrupt a wait for CUDA), and pytest-xdist starts another one. README.md says what is a failure.
 """
 
 from collections.abc import Sequence

@@ -28,8 +28,7 @@ def _choose_kernels():
 def train(net, devices, steps, place=Tensor.contiguous, growth=None, **options):
     """Train with SGD. Returns losses, parameters, buffers and the last gradients, on the host.
 
-    The batches depend only on the number of ``devices``; ``place`` moves each before its step. With
-    ``growth`` each is larger than the one before.
+    ``place`` moves each batch before its step. With ``growth`` each is larger than the one before.
     """
     _choose_kernels()
     module, losses = net.module(devices[0]), []
@@ -53,9 +52,8 @@ def train(net, devices, steps, place=Tensor.contiguous, growth=None, **options):
 
 def compare(expected, actual):
     """Assert that two lists of tensors have the same bits. Returns a result for the page."""
-    off = [
-        (a - b).abs().max() for a, b in zip(expected, actual, strict=True) if not same_bits(a, b)
-    ]
+    pairs = zip(expected, actual, strict=True)
+    off = [(a - b).abs().max() for a, b in pairs if not same_bits(a, b)]
     assert not off, f"{len(off)} of {len(actual)} tensors differ, by {max(off):.1e} at most"
     return f"the same bits in {len(actual)} tensors"
 
@@ -95,10 +93,7 @@ def test_steps_with_every_copy_made_slow(setting, say, monkeypatch):
 
 
 def slow_copies(patch):
-    """Let both devices' streams sleep before each copy: a missing wait gives other bits then.
-
-    Returns a list with the number of copies so far.
-    """
+    """Let both devices' streams sleep before each copy. Returns a list with the number so far."""
     count = [0]
 
     def slowed(tensor, original, *args, **kwargs):
@@ -146,7 +141,6 @@ def test_two_processes_have_the_gradient_of_one(setting, say):
 
 
 def _gradients(rank, world, setting):
-    """The gradients of one of ``world`` processes, with its part of the devices and rows."""
     _choose_kernels()
     net = Network("GPT-2", setting, exact=True)
     count = len(setting.devices) // 2 * 2

@@ -73,11 +73,6 @@ def _problem(devices):
     return nn.Sequential(*layers).to(physical(devices[0])), batch
 
 
-@pytest.mark.cuda
-def test_out_of_memory_is_raised_and_auto_finds_a_way(setting, say):
-    say(run_alone(_out_of_memory, setting.devices, under=setting.under))
-
-
 def _out_of_memory(devices):
     total = min(torch.cuda.get_device_properties(device).total_memory for device in devices)
     net, batch = _problem(devices)
@@ -93,28 +88,17 @@ def _out_of_memory(devices):
         return f"raised; {len(engine.last_step.plan.shares[0].micro_batches)} sub-steps fit"
 
 
-@pytest.mark.gpu
-def test_assertion_in_a_kernel_is_raised(setting, say):
-    say(run_alone(_assertion, setting.devices))
-
-
 def _assertion(devices):
-    """The last device's kernel gets an index that is out of range."""
     net, (words, targets) = _problem(devices)
     with ScatterOnceParallel(net, 4, devices, verify=False) as engine:
         engine.forward_backward(words, targets, cross_entropy)
-        words[-1, -1] = 10**6
+        words[-1, -1] = 10**6  # the kernel of the last device
         with pytest.raises(RuntimeError) as raised:
             engine.forward_backward(words, targets, cross_entropy)
     return f"{raised.typename}: {str(raised.value).splitlines()[0]}"
 
 
-def test_interrupt_is_raised_and_the_next_step_works(setting, say):
-    say(run_alone(_interrupt, setting.devices, under=setting.under))
-
-
 def _interrupt(devices):
-    """Ctrl-C arrives while all devices compute."""
     net, batch = _problem(devices)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's jobs may ignore it
     with ScatterOnceParallel(net, 4, devices) as engine:
@@ -125,3 +109,13 @@ def _interrupt(devices):
                 engine.forward_backward(*batch, cross_entropy)
         engine.forward_backward(*batch, cross_entropy)
     return "KeyboardInterrupt"
+
+
+_OUT_OF_MEMORY = pytest.param(_out_of_memory, marks=pytest.mark.cuda, id="out of memory")
+_ASSERTION = pytest.param(_assertion, marks=pytest.mark.gpu, id="assertion in a kernel")
+_INTERRUPT = pytest.param(_interrupt, id="interrupt")
+
+
+@pytest.mark.parametrize("failing", [_OUT_OF_MEMORY, _ASSERTION, _INTERRUPT])
+def test_failure_on_all_devices_is_raised(setting, say, failing):
+    say(run_alone(failing, setting.devices, under=setting.under))

@@ -14,20 +14,16 @@ from torch import nn
 from scatterpar.devices.runtime import physical
 
 NAMES = ("ResNet-50", "GPT-2")
-_GIB = 2**30
 
 
 class Setting(NamedTuple):
-    """The devices of the rows, tiny sizes or not, GPUs that compute or not, the data's folder.
-
-    ``under`` names a module whose ``install`` prepares a process for null GPUs.
-    """
+    """Where rows run, and with what sizes."""
 
     devices: tuple[torch.device, ...]
     small: bool
-    is_real: bool
-    under: str
-    folder: Path
+    is_real: bool  # GPUs that compute
+    under: str  # a module whose `install` prepares a process for null GPUs
+    folder: Path  # of the data
 
 
 def draw(folder):
@@ -49,22 +45,18 @@ def free_memory():
 
 
 def criterion(logits, targets):
-    """The cross entropy of images or of tokens."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 class Network:
-    """ResNet-50 of torchvision or GPT-2 of transformers; a sub-step has ``rows``.
-
-    ``exact`` means few rows, and plain attention, because fused kernels add up gradients in any
-    order. A row of the page is skipped if the library is not installed.
-    """
+    """ResNet-50 of torchvision or GPT-2 of transformers; a sub-step has ``rows``."""
 
     def __init__(self, name, setting, *, exact=False, dropout=0.0):
+        # Exact are few rows and plain attention: fused kernels add up gradients in any order.
         self._setting, self.rows, self._length = setting, 2, 0
         if not setting.small:
             memory = torch.cuda.get_device_properties(setting.devices[0]).total_memory
-            most = 32 if memory < 20 * _GIB else 64 if memory < 40 * _GIB else 128
+            most = 32 if memory < 20 * 2**30 else 64 if memory < 40 * 2**30 else 128
             self.rows = 16 if exact else most
         if name == "GPT-2":
             library = pytest.importorskip("transformers", exc_type=ImportError)

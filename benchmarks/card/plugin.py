@@ -84,13 +84,11 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture
 def setting(request):
-    """Where rows run."""
     return request.config.setting
 
 
 @pytest.fixture
 def say(record_property):
-    """Records a result for the page."""
     return functools.partial(record_property, "result")
 
 
@@ -132,7 +130,6 @@ class Page:
             report.longrepr = "its process ended"
 
     def pytest_terminal_summary(self, terminalreporter):
-        """Write the page."""
         kinds = ("passed", "skipped", "failed", "error")
         reports = [each for kind in kinds for each in terminalreporter.stats.get(kind, [])]
         by_row = {report.nodeid: report for report in reports}

@@ -26,7 +26,6 @@ _alone = {}  # the seconds of a step on one GPU
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    """One process per device."""
     devices = request.config.setting.devices
     with Ranks(devices) as ranks:
         ranks.ask(_join_groups, len(devices))
@@ -57,11 +56,8 @@ def test_step_is_as_fast_as_ddps(setting, say, ranks, name, count):
 
 
 def _measure(rank, name, count, setting):
-    """In one of the processes: the seconds of steps of each program in turn, by its name.
-
-    Each process has its part of DDP's step. The first one has the engine too, and the others wait
-    for it, so that one process alone fills the first GPU.
-    """
+    """In one of the processes: the seconds of steps of each program in turn, by its name."""
+    # The first process has the engine, too; the others wait, so that one alone fills the first GPU.
     free_memory()  # that of the row before
     net, devices, (waiting, group) = Network(name, setting), setting.devices[:count], _groups[count]
     steps, seconds = {"DDP": _ddp(net, devices[rank], count, group, setting)}, defaultdict(list)

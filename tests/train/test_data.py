@@ -136,7 +136,7 @@ def test_classes_without_a_split_are_split_as_val_says(tmp_path):
     ("words", "data", "options"),
     [
         ("embedded: it is used as it is: --image_size is for", "embedded", {"image_size": 32}),
-        ("embedded: it is used as it is: --augment", "embedded", {"augment": "rand-m9"}),
+        ("embedded: it is used as it is: --val is for", "embedded", {"val": 0.1}),
         ("torch/absent: Unknown torchvision dataset absent", "torch/absent", {}),
         ("it has images to test on; leave out --val", "torch/absent", {"val": 0.1}),
         ("is neither none, nor crop, nor a policy", None, {"augment": "nonsense"}),
@@ -169,21 +169,12 @@ def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "cannot identify"),
-        (b"<html>not found</html>", "cannot identify"),
-        (b"\x89PNG\r\n\x1a\n" + b"x" * 99, "."),
-        (None, "No such file"),
-    ],
-)
-def test_whatever_is_no_picture_is_broken(tmp_path, content, words):
+@pytest.mark.parametrize("content", [b"", b"<html>no</html>", b"\x89PNG\r\n\x1a\n" + b"x" * 99])
+def test_whatever_is_no_picture_is_broken(tmp_path, content):
     data, file = broken_folder(tmp_path)
-    Path(file).unlink() if content is None else Path(file).write_bytes(content)
+    Path(file).write_bytes(content)
     ((name, reason),) = read(data, range(3)).broken
-    assert name == file
-    assert re.search(words, reason)
+    assert (name, bool(reason)) == (file, True)
 
 
 # --- data sets of libraries ---

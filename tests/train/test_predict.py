@@ -6,19 +6,11 @@ import re
 import pytest
 import torch
 from harness.pictures import truncate, write_folder
-from harness.runs import Small
 
 from scatterpar.__main__ import main as command
 
 pytestmark = [pytest.mark.pictures, pytest.mark.draws]
 ALONE = ["--workers", "0"]
-
-
-class Elsewhere(Small):
-    """Of coloured images it sees one channel."""
-
-    def forward(self, images):
-        return super().forward(images[:, :1])
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +66,7 @@ def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, 
 
 
 def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
-    best, other, name = finished / "best.pt", tmp_path / "other.pt", f"{__name__}:Elsewhere"
+    best, other, name = finished / "best.pt", tmp_path / "other.pt", "harness.runs:Small"
     state = torch.load(best)
     state["about"]["model"] = name
     torch.save(state, other)

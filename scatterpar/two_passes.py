@@ -21,7 +21,7 @@ the same state. With one micro-batch per replica nothing is computed twice. This
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory, synchronize
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
-from scatterpar.step.attempt import Attempt
+from scatterpar.step.attempt import Attempt, Proceed
 from scatterpar.step.reduce import returned_outputs
 from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import LeafMover
@@ -46,7 +46,6 @@ from scatterpar.step.substeps import (
     Gradient,
     ReplicaTask,
     detached_output,
-    note_replica,
     run_backward,
     scalar_loss,
     unalias,
@@ -131,7 +130,7 @@ class Passes:
     ``returned`` has the parts of them to return, if the user asked for outputs.
     """
 
-    def __init__(self, attempt: Attempt, task: ReplicaTask, *, proceed: Callable[[], None]) -> None:
+    def __init__(self, attempt: Attempt, task: ReplicaTask, *, proceed: Proceed) -> None:
         self._attempt, self.task, self.share = attempt, task, task.share
         self.outputs: list[Any] = []
         self.returned: list[Any] = []
@@ -140,7 +139,7 @@ class Passes:
         self._without_gradient: Sequence[Tensor] = task.leaves
         self._run_first(task, attempt, proceed)
 
-    def _run_first(self, task: ReplicaTask, attempt: Attempt, proceed: Callable[[], None]) -> None:
+    def _run_first(self, task: ReplicaTask, attempt: Attempt, proceed: Proceed) -> None:
         """Run forward, and retain the graph of the last micro-batch only.
 
         All micro-batches run in the caller's grad mode: modules may compute other outputs without.
@@ -149,17 +148,15 @@ class Passes:
         retain_rows = attempt.retain_rows and len(share.micro_batches) > 1
         return_outputs = attempt.request.return_outputs
         for number in range(len(share.micro_batches)):
-            if number:
-                proceed()
+            proceed(number)
             self._last = None  # drops its graph before the next one is made
-            with note_replica(share, number):
-                self._states.append(attempt.generators.get_state(share.replica))
-                self._last = output_at(task, task.rows_of(number, retain=retain_rows), number)
-                self.outputs.append(nested.map_tensors(_leaf, self._last))
-                if return_outputs:
-                    self.returned.append(detached_output(self._last, return_outputs))
+            self._states.append(attempt.generators.get_state(share.replica))
+            self._last = output_at(task, task.rows_of(number, retain=retain_rows), number)
+            self.outputs.append(nested.map_tensors(_leaf, self._last))
+            if return_outputs:
+                self.returned.append(detached_output(self._last, return_outputs))
 
-    def second(self, *, proceed: Callable[[], None]) -> None:
+    def second(self, *, proceed: Proceed) -> None:
         """Accumulate gradients in the replica's parameters, given those of its outputs.
 
         The backward pass of the retained graph comes first, because restoring state may write
@@ -170,31 +167,30 @@ class Passes:
         *others, last = range(len(self.outputs))
         if attempt.max_substeps is not None:
             others = others[: attempt.max_substeps - 1]
-        with note_replica(share, last):
-            tensors, self._last = nested.tensors(self._last), None
-            self._run_backward(last, tensors)
-            del tensors
-            if not others or all(t.grad is None for t in nested.tensors(self.outputs)):
-                synchronize(share.device)  # no host read follows: a kernel's error is raised here
-                return
+        proceed(last)
+        tensors, self._last = nested.tensors(self._last), None
+        self._run_backward(last, tensors)
+        del tensors
+        if not others or all(t.grad is None for t in nested.tensors(self.outputs)):
+            synchronize(share.device)  # no host read follows: a kernel's error is raised here
+            return
         agreed: list[tuple[int, Tensor]] = []  # of outputs of both passes, each with its sub-step
         with attempt.isolated(task):
             for number in others:
-                proceed()
-                with note_replica(share, number):
-                    attempt.generators.set_state(share.replica, self._states[number])
-                    output = output_at(task, task.rows_of(number), number, "recompute")
-                    tensors = nested.tensors(output)
-                    leaves = nested.tensors(self.outputs[number])
-                    agreed += [(number, each) for each in agreements(tensors, leaves)]
-                    self._run_backward(number, tensors)
-                    del output, tensors
-        with note_replica(share):  # one read
-            values = to_numbers(torch.stack([each for _, each in agreed])) if agreed else ()
+                proceed(number)
+                attempt.generators.set_state(share.replica, self._states[number])
+                output = output_at(task, task.rows_of(number), number, "recompute")
+                tensors = nested.tensors(output)
+                leaves = nested.tensors(self.outputs[number])
+                agreed += [(number, each) for each in agreements(tensors, leaves)]
+                self._run_backward(number, tensors)
+                del output, tensors
+        proceed(None)
+        values = to_numbers(torch.stack([each for _, each in agreed])) if agreed else ()  # one read
         for (number, _), value in zip(agreed, values, strict=True):
             if not value:
-                with note_replica(share, number):
-                    raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
+                proceed(number)
+                raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
 
     def _run_backward(self, number: int, roots: Sequence[Tensor]) -> None:
         """Run the backward pass of sub-step ``number`` from the tensors of its output."""

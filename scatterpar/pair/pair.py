@@ -34,7 +34,7 @@ from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
-from scatterpar.step.attempt import Attempt
+from scatterpar.step.attempt import Attempt, Proceed
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import (
     Count,
@@ -43,7 +43,7 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
-from scatterpar.step.substeps import call_inputs, criterion_lock, note_replica, scalar_loss
+from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
 from scatterpar.threads.workers import Workers, restored
 from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.wrapper import Wrapper
@@ -86,9 +86,8 @@ class _OfPair(Wrapper):
             copies, guard = replicate(root, devices, self._checked_modes)
         modules = [copy.copy_of(module) for copy in copies] or [module] * len(devices)
 
-        def call(task: _Call, *, proceed: Callable[[], None]) -> Any:
-            with note_replica(task.share):
-                return work(task.module, task.share.replica)
+        def call(task: _Call, *, proceed: Proceed) -> Any:
+            return work(task.module, task.share.replica)
 
         replicas = Replicas(devices, ReplicaOptions())  # none: the calls have their own
         with Attempt(self._workers, request, plan, replicas) as attempt, guard:

@@ -16,15 +16,18 @@ from torch.fx import traceback as fx_traceback
 
 from scatterpar import torch_private
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.runtime import is_out_of_memory
 from scatterpar.devices.transfers import PHASES, Transfers, write
-from scatterpar.plan import Plan, Share
+from scatterpar.plan import Plan, Share, shown
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.workers import Cancelled, Workers, restore_after, restored
+from scatterpar.threads.workers import Cancelled, Workers, add_note, restore_after, restored
 
 _Result = TypeVar("_Result")
+# Names the sub-step in notes on errors: called before each one, with ``None`` after the last.
+Proceed = Callable[[int | None], None]
 _UNTIMED = contextlib.nullcontext()
 
 
@@ -46,6 +49,45 @@ Check = Callable[["Attempt", Sequence[Any]], None]
 # Called with a task, the outputs of each replica, and a function of a task and rows that computes
 # such outputs. Raises if these outputs, joined, are not what one call gives for all rows.
 CheckJoin = Callable[..., None]
+
+
+_ONE_ROW = (
+    "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
+    "micro_batch_size= in its place, which cuts a small last batch into fewer micro-batches"
+)
+_LESS_MEMORY = (
+    'more sub-steps need less memory: a larger accum=, a smaller micro_batch_size=, or accum="auto"'
+)
+
+
+class note_replica:
+    """Add notes to an exception of the body: replica, device, sub-step ``number`` and its rows."""
+
+    def __init__(self, share: Share, number: int | None = None) -> None:
+        self._share, self.number = share, number
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            return
+        where = f"in replica {self._share.replica} on {self._share.device}"
+        if self.number is not None:
+            where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
+            where += f", {_named_rows(self._share.rows_of(self.number))}"
+        add_note(error, f"{where}, counted from 0")
+        if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
+            add_note(error, _ONE_ROW)
+        if self.number is not None and is_out_of_memory(error):
+            add_note(error, _LESS_MEMORY)
+
+
+def _named_rows(numbers: Sequence[int]) -> str:
+    """The numbers of a sub-step's rows as text, such as "rows 40 to 47"."""
+    if isinstance(numbers, range) and len(numbers) > 1:
+        return f"rows {numbers[0]} to {numbers[-1]}"
+    return f"row{'s' * (len(numbers) > 1)} {shown(', '.join(map(str, numbers)))}"
 
 
 @dataclass(eq=False)
@@ -148,19 +190,23 @@ class Attempt:
     def run(self, function: Callable[..., _Result], tasks: Sequence[Any]) -> list[_Result]:
         """Run ``function(task, proceed=…)`` for every replica's task, each in its worker.
 
-        Each draws from the random stream of its replica. ``proceed()`` raises if another replica
-        has failed: the function calls it between sub-steps, where it can stop.
+        Each draws from the random stream of its replica. The function calls ``proceed`` between
+        sub-steps, where it can stop: between two of them it raises if another replica has failed.
+        Every replica runs its first, so errors do not depend on timing.
         """
         cancel = threading.Event()
 
-        def proceed() -> None:
-            self.replicas.end_substep()
-            if cancel.is_set():
-                raise Cancelled
-
         def work(task: Any) -> _Result:
-            start = time.perf_counter()
-            with self.generators.of(task.share.replica):
+            start, where = time.perf_counter(), note_replica(task.share)
+
+            def proceed(number: int | None) -> None:
+                if None not in (where.number, number):
+                    self.replicas.end_substep()
+                    if cancel.is_set():
+                        raise Cancelled
+                where.number = number
+
+            with self.generators.of(task.share.replica), where:
                 try:
                     result = function(task, proceed=proceed)
                 finally:

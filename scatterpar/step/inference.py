@@ -16,12 +16,12 @@ from scatterpar.batch.nested import Lists
 from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
-from scatterpar.step.attempt import Attempt
+from scatterpar.step.attempt import Attempt, Proceed
 from scatterpar.step.criterion_closure import named_values
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.scatter import in_order, scatter
-from scatterpar.step.substeps import ReplicaTask, make_tasks, note_replica
+from scatterpar.step.substeps import ReplicaTask, make_tasks
 
 
 def map_rows(
@@ -90,14 +90,12 @@ class _Work:
         nested.refuse_generators(output)
         return output
 
-    def of_share(self, task: ReplicaTask, *, proceed: Callable[[], None]) -> list[Any]:
+    def of_share(self, task: ReplicaTask, *, proceed: Proceed) -> list[Any]:
         """The results for the micro-batches of a share."""
         outputs = []
         for number in range(len(task.share.micro_batches)):
-            if number:
-                proceed()
-            with note_replica(task.share, number):
-                outputs.append(self(task, task.loader.load(number)))
+            proceed(number)
+            outputs.append(self(task, task.loader.load(number)))
         return outputs
 
 

@@ -36,9 +36,9 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import Statistics
 from scatterpar.report import GradientNoise, StepReport, warn
-from scatterpar.step.attempt import Attempt
+from scatterpar.step.attempt import Attempt, note_replica
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Computed, Gradient, note_replica
+from scatterpar.step.substeps import Computed, Gradient
 
 
 @dataclass

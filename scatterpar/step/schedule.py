@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from scatterpar.batch.markers import BatchList
 from scatterpar.devices.runtime import no_kernel_search
 from scatterpar.replicas.replicas import parameter_writes_refused
-from scatterpar.step.attempt import Attempt
+from scatterpar.step.attempt import Attempt, Proceed
 from scatterpar.step.criterion_closure import (
     closure_contents,
     not_replicated,
@@ -64,7 +64,7 @@ class Schedule:
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run all sub-steps. Afterwards the replicas have the gradients."""
 
-        def train(task: ReplicaTask, *, proceed: Callable[[], None]) -> Computed:
+        def train(task: ReplicaTask, *, proceed: Proceed) -> Computed:
             return self.substeps(attempt, task).train(attempt.max_substeps, proceed)
 
         def returned(task: ReplicaTask, rows: Any) -> Any:

@@ -16,11 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
-from scatterpar.devices.runtime import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.plan import Share, shown
+from scatterpar.plan import Share
 from scatterpar.replicas.replicas import Replica
-from scatterpar.step.attempt import Attempt, Clock
+from scatterpar.step.attempt import Attempt, Clock, Proceed
 from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
@@ -111,15 +110,6 @@ def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return marker
 
 
-_ONE_ROW = (
-    "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
-    "micro_batch_size= in its place, which cuts a small last batch into fewer micro-batches"
-)
-_LESS_MEMORY = (
-    'more sub-steps need less memory: a larger accum=, a smaller micro_batch_size=, or accum="auto"'
-)
-
-
 class Computed(NamedTuple):
     """The results of one share, or of all of them, without gradients that are in replicas."""
 
@@ -127,36 +117,6 @@ class Computed(NamedTuple):
     dtype: torch.dtype  # of the losses
     outputs: Sequence[Any]  # to be returned, if the user asked for outputs
     external_gradients: Sequence[Gradient] = ()  # of leaves that no replica copied
-
-
-class note_replica:
-    """Add notes to an exception of the body: replica, device, sub-step and its rows."""
-
-    def __init__(self, share: Share, number: int | None = None) -> None:
-        self._share, self.number = share, number
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None:
-            return
-        where = f"in replica {self._share.replica} on {self._share.device}"
-        if self.number is not None:
-            where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
-            where += f", {_named_rows(self._share.rows_of(self.number))}"
-        add_note(error, f"{where}, counted from 0")
-        if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
-            add_note(error, _ONE_ROW)
-        if self.number is not None and is_out_of_memory(error):
-            add_note(error, _LESS_MEMORY)
-
-
-def _named_rows(numbers: Sequence[int]) -> str:
-    """The numbers of a sub-step's rows as text, such as "rows 40 to 47"."""
-    if isinstance(numbers, range) and len(numbers) > 1:
-        return f"rows {numbers[0]} to {numbers[-1]}"
-    return f"row{'s' * (len(numbers) > 1)} {shown(', '.join(map(str, numbers)))}"
 
 
 def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[ReplicaTask]:
@@ -190,36 +150,32 @@ class Substeps:
         self._autocast = autocast_types()
         self._without_gradient: Sequence[Tensor] = task.leaves
 
-    def train(self, max_substeps: int | None, proceed: Callable[[], None]) -> Computed:
+    def train(self, max_substeps: int | None, proceed: Proceed) -> Computed:
         """Accumulate in the replica's parameters the gradient of its share of the loss."""
         task, share = self._task, self._task.share
         losses: list[Tensor] = []
         outputs: list[Any] = []
-        where = note_replica(share, 0)
         for number, weight in enumerate(task.weights[:max_substeps]):
-            if number:  # every replica runs its first sub-step, so errors do not depend on timing
-                proceed()
-            where.number = number
-            with where:
-                loss, output = self.run(number, weight)
-                losses.append(loss)
-                outputs.append(output)
-                del output
-        with note_replica(share):
-            self.finish()
-            # One transfer. Errors of the device are raised here at the latest.
-            values = to_numbers(torch.stack(losses) if len(losses) > 1 else losses[0][None])
+            proceed(number)
+            loss, output = self.run(number, weight)
+            losses.append(loss)
+            outputs.append(output)
+            del output
+        proceed(None)
+        self.finish()
+        # One transfer. Errors of the device are raised here at the latest.
+        values = to_numbers(torch.stack(losses) if len(losses) > 1 else losses[0][None])
         total = 0.0
         for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
             if not weight:  # ignores even NaN
                 continue
             total += value * weight
             if self._request.check_finite and not math.isfinite(value):
-                with note_replica(share, number):
-                    raise FloatingPointError(
-                        f"the loss is {value} in replica {share.replica} on {share.device}, "
-                        f"sub-step {number}; nothing was changed"
-                    )
+                proceed(number)
+                raise FloatingPointError(
+                    f"the loss is {value} in replica {share.replica} on {share.device}, "
+                    f"sub-step {number}; nothing was changed"
+                )
         return Computed(total, losses[0].dtype, outputs)
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:

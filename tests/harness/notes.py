@@ -1,4 +1,4 @@
-"""The note on a user's error. Its words are in ``step/test_substeps.py`` and on pages alone."""
+"""The note on a user's error. Its words are in ``step/test_attempt.py`` and on pages alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 
 from scatterpar.plan import Share
-from scatterpar.step.substeps import note_replica
+from scatterpar.step.attempt import note_replica
 
 
 def note_of(

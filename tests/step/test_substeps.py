@@ -1,4 +1,4 @@
-"""What a sub-step runs beside the model, and the note on an error in it."""
+"""What a sub-step runs beside the model, and in which thread."""
 
 from __future__ import annotations
 
@@ -10,94 +10,13 @@ from collections import Counter
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES
-from harness.notes import note_of
 from harness.oracle import assert_gradients, build, randint, randn, whole_batch
 from torch import nn
 
-from scatterpar import Rows, ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 
 ROWS, LABELS = randn(13, FEATURES), randint(CLASSES, 13)
 LOSS = nn.CrossEntropyLoss()
-BAD = 1e6  # in a row that makes the model fail
-
-
-class Fails(nn.Linear):
-    def forward(self, inputs):
-        if (inputs == BAD).any():
-            raise ArithmeticError("a bad row")
-        return super().forward(inputs)
-
-
-def note_on(engine, row, *, inputs=ROWS, labels=LABELS, **options):
-    """The only note on the error of a step in which this row fails."""
-    inputs = inputs.clone()
-    inputs[row] = BAD
-    with engine, pytest.raises(ArithmeticError) as caught:
-        engine.forward_backward(inputs, labels, LOSS, **options)
-    (note,) = caught.value.__notes__
-    return note
-
-
-def failing_engine(device_ids, **options):
-    model = build(lambda: Fails(FEATURES, CLASSES))
-    return ScatterOnceParallel(model, device_ids=device_ids, verify=False, **options)
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("whole_batch", [False, True])
-@pytest.mark.parametrize(
-    ("row", "accum", "sub_step", "rows"),
-    [(0, 3, 0, range(3)), (4, 3, 1, range(3, 5)), (6, 7, 6, range(6, 7))],
-)
-def test_a_note_names_consecutive_rows(devices, whole_batch, row, accum, sub_step, rows):
-    engine = failing_engine(devices(2), accum=accum)
-    note = note_on(engine, row, whole_batch=whole_batch)
-    assert note == note_of(0, devices(2)[0], sub_step, accum, rows)
-
-
-@pytest.mark.contract
-def test_the_words_of_a_note():
-    words = "in replica 1 on cpu:1, sub-step 2 of 4, rows 8 to 9, counted from 0"
-    assert note_of(1, "cpu:1", 2, of=4, rows=range(8, 10)) == words
-    words = "in replica 0 on cpu, sub-step 0 of 1, row 6, counted from 0"
-    assert note_of(0, "cpu", 0, rows=[6]) == words
-
-
-def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
-    costs = [3, 5, 1, 4, 2, 5, 3, 9, 1, 1, 1, 1, 1]
-    engine = failing_engine(devices(2), micro_batch_cost=9)
-    plan = engine.plan(13, costs)
-    replica, step = next(
-        (share.replica, number)
-        for share in plan.shares
-        for number, rows in enumerate(share.row_numbers)
-        if 4 in rows
-    )
-    rows = plan.shares[replica].row_numbers[step]
-    assert len(rows) > 1
-    note = note_on(engine, 4, costs=costs)
-    of = len(plan.shares[replica].micro_batches)
-    assert note == note_of(replica, devices(2)[replica], step, of, rows)
-    assert ", ".join(map(str, rows)) in note
-
-
-def test_many_rows_of_a_micro_batch_cut_by_cost_are_cut_off():
-    engine = failing_engine(["cpu"], micro_batch_cost=1000)
-    inputs, labels = randn(90, FEATURES), randint(CLASSES, 90)
-    note = note_on(engine, 80, inputs=inputs, labels=labels, costs=[1] * 90)
-    assert " 0, 1, 2, 3, " in note
-    assert ", ..." in note
-    assert len(note) < 150
-
-
-def test_rows_of_several_batches_count_through_all_of_them(devices):
-    first, second = ROWS[:5], ROWS[5:].clone()
-    second[0] = BAD
-    with failing_engine(devices(2), accum=1) as engine, pytest.raises(ArithmeticError) as caught:
-        engine.forward_backward(
-            Rows.from_batches([first, second]), Rows.from_batches([LABELS[:5], LABELS[5:]]), LOSS
-        )
-    assert caught.value.__notes__ == [note_of(0, devices(2)[0], 1, 2, range(5, 9))]
 
 
 def test_one_replica_steps_in_the_thread_of_the_caller():
@@ -108,7 +27,8 @@ def test_one_replica_steps_in_the_thread_of_the_caller():
         threads.add(threading.current_thread())
         return LOSS(output, targets)
 
-    with failing_engine(["cpu"], accum=3) as engine:
+    model = build(lambda: nn.Linear(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
         engine.forward_backward(ROWS, LABELS, criterion)
     assert threads == {threading.current_thread()}
 
@@ -121,15 +41,6 @@ def test_micro_batches_without_terms_still_run_forward(devices):
     with ScatterOnceParallel(model, 3, devices(1)) as engine:
         engine.forward_backward(randn(12, FEATURES), targets, LOSS)
     assert model[0].num_batches_tracked == 3
-
-
-def test_the_loss_that_is_not_finite_has_the_rows(devices):
-    inputs = ROWS.clone()
-    inputs[8, 2] = torch.nan
-    engine = failing_engine(devices(2), accum=2, check_finite=True)
-    with engine, pytest.raises(FloatingPointError) as caught:
-        engine.forward_backward(inputs, LABELS, LOSS)
-    assert caught.value.__notes__ == [note_of(1, devices(2)[1], 0, 2, range(7, 10))]
 
 
 # --- what a sub-step runs besides the model, with the GIL, times all replicas: once 56 calls ---

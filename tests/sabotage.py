@@ -275,7 +275,7 @@ a rollback forgets .grad
 -partial(setattr, leaf, "grad", value)
 +(lambda: None)
 a rollback forgets values
-  Attempt.undo -> test_statistics_that_a_criterion_moved_are_put_back
+  Attempt.undo -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
 -partial(write, tensor, value)
 +(lambda: None)
 a rollback forgets torch's generators
@@ -283,7 +283,7 @@ a rollback forgets torch's generators
 -self.generators.rollback, *self
 +*self
 a rollback forgets the user's generators
-  Attempt.save_for_undo -> test_a_failed_step_restores_a_generator_that_the_criterion_closes_over
+  Attempt.save_for_undo -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
 -partial(each.set_state, each.get_state())
 +(lambda: None)
 a loss that is not finite is committed in spite of check_finite=True

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from harness.looks import INPUTS, LABELS, SEQUENCES, VALUES, Net, net
+from harness.looks import INPUTS, LABELS, SEQUENCES, VALUES, net
 from harness.models import linear
 from harness.oracle import build
 from torch import nn
@@ -16,47 +16,25 @@ from torch.nn.utils.rnn import pad_sequence
 from scatterpar import DataParallelModel, Rows, ScatterOnceParallel, count_labels, gather
 
 
-def first_refused(engine, steps, batch_of, criterion=None):
-    for step in range(steps):
-        try:
-            engine.forward_backward(*batch_of(step), criterion)
-        except ValueError:
-            return step
-    return None
-
-
 def mean_or_std(net, rows, mode="plain"):
     compares = net.compares or mode == "std"
     return net.linear(rows).std(0).sum() if compares else net.linear(rows).square().mean()
 
 
-@pytest.mark.parametrize("switch", ["of the module", "of the batch"])
-def test_a_switch_makes_another_kind(devices, switch):
-    """A term over the batch that began in step 10 was unseen for hundreds of steps."""
-    model = build(net(mean_or_std, compares=False))
+def by_switch(engine):
+    def batch(step):
+        engine.module.compares = step >= 10
+        return INPUTS, None
 
-    def batch_of(step):
-        if switch == "of the module":
-            model.compares = step >= 10
-            return INPUTS, None
-        return {"rows": INPUTS, "mode": "std" if step >= 10 else "plain"}, None
-
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert first_refused(engine, 20, batch_of) == 10
+    return batch
 
 
-def test_a_number_that_changes_in_every_step_is_looked_at_again(devices):
-    def criterion_of(step):
-        def criterion(output, targets):
-            return output.std(0).sum() if step >= 10 else F.mse_loss(output, targets)
+def by_word(_):
+    return lambda step: ({"rows": INPUTS, "mode": "std" if step >= 10 else "plain"}, None)
 
-        return criterion
 
-    with ScatterOnceParallel(build(linear), 2, devices(2)) as engine:
-        for step in range(15):  # step 16 is looked at
-            engine.forward_backward(INPUTS, VALUES, criterion_of(min(step, 9) + step / 100))
-        with pytest.raises(ValueError, match="would be off by"):
-            engine.forward_backward(INPUTS, VALUES, criterion_of(16))
+def with_number(number):
+    return lambda o, t: o.std(0).sum() if number >= 10 else F.mse_loss(o, t)
 
 
 class Loop:
@@ -69,22 +47,41 @@ class Loop:
         loss = F.mse_loss(output, targets)
         return loss + self.weight * output.std(0).sum() if self.weight else loss
 
+    def batch(self, step):
+        self.weight = 0.5 * (step >= 19)
+        return INPUTS, VALUES, self.loss
 
-def test_a_number_that_changes_is_seen_beside_an_engine_in_the_same_object(devices):
-    """The engine's own counters moved in every step, so it was refused at step 31."""
-    with ScatterOnceParallel(build(linear), 2, devices(2)) as engine:
-        loop = Loop(engine)
-        for _ in range(19):
-            engine.forward_backward(INPUTS, VALUES, loop.loss)
-        loop.weight = 0.5
-        with pytest.raises(ValueError, match="whole_batch=True"):
-            engine.forward_backward(INPUTS, VALUES, loop.loss)
+
+CHANGES = {  # the model, what is passed in each step, the number of the step that changes
+    "a switch of the module": (net(mean_or_std, compares=False), by_switch, 10),
+    "a word in the batch": (net(mean_or_std, compares=False), by_word, 10),
+    # Unseen through step 63: a closure with another number was of the same kind.
+    "a number": (linear, lambda _: lambda n: (INPUTS, VALUES, with_number(n // 10 * 10)), 10),
+    "one of the numbers that change in every step": (  # step 16 is looked at
+        linear,
+        lambda _: lambda n: (INPUTS, VALUES, with_number(min(n, 9) + n / 100 + n // 15)),
+        15,
+    ),
+    "a number beside an engine": (linear, lambda engine: Loop(engine).batch, 19),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_that_changes_is_looked_at(devices, name):
+    """A term over the batch that began in step 10 was unseen for hundreds of steps."""
+    make, batch_of, first = CHANGES[name]
+    with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
+        batch = batch_of(engine)
+        for step in range(first):
+            engine.forward_backward(*batch(step))
+        with pytest.raises(ValueError, match="would be off by"):
+            engine.forward_backward(*batch(first))
 
 
 def test_a_name_in_each_batch_does_not_make_each_step_the_first_of_its_kind():
-    model, calls = build(lambda: Net(lambda net, rows, path: net.linear(rows).square().mean())), []
+    model = build(net(lambda net, rows, path: net.linear(rows).square().mean()))
+    calls, numbers = [], []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    numbers = []
     with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
         for step in range(90):
             calls.clear()
@@ -105,7 +102,7 @@ def test_collate_may_return_several_arguments_in_inference_too(devices, kind):
         mask = pad([torch.ones(len(one), 1).double() for one in few])
         return {"rows": pad(few), "mask": mask} if kind is dict else (pad(few), mask)
 
-    model = build(lambda: Net(lambda net, rows, mask: net.linear((rows * mask).sum(1))))
+    model = build(net(lambda net, rows, mask: net.linear((rows * mask).sum(1))))
     rows, expected = Rows(sequences, collate), model.linear(pad(sequences).sum(1))
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         engine.forward_backward(rows, LABELS, nn.CrossEntropyLoss())
@@ -133,7 +130,7 @@ def test_a_backward_pass_of_forward_leaves_nothing_of_a_look(devices):
     """The eighth step had the gradients that its look had computed on a few rows, too."""
     found = []
     for verify in (True, False):
-        model = build(lambda: Net(with_its_own_backward))
+        model = build(net(with_its_own_backward))
         with ScatterOnceParallel(model, 2, devices(2), verify=verify) as engine:
             for _ in range(9):
                 engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())

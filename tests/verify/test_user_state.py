@@ -185,23 +185,6 @@ def test_a_look_leaves_no_count():
         assert (calls, rows, criterion.numbers()) == (3, [8] * 3, [3] * 8)
 
 
-@pytest.mark.contract
-def test_a_failed_step_restores_a_generator_that_the_criterion_closes_over(devices):
-    generator = torch.Generator().manual_seed(3)
-
-    def criterion(output, targets):
-        factor = 1 + 0 * torch.rand((), generator=generator).item()
-        if len(output) == 4:
-            raise RuntimeError("as planned")
-        return F.cross_entropy(output, targets) * factor
-
-    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
-        before = generator.get_state()
-        with pytest.raises(RuntimeError, match="as planned"):
-            engine.forward_backward(INPUTS, LABELS, criterion)
-        assert torch.equal(generator.get_state(), before)
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_large_tensor_that_a_criterion_writes_is_told_once():
     large = torch.zeros(2**23 + 1, dtype=torch.float64)
@@ -242,16 +225,3 @@ def test_a_look_brings_no_warnings_of_torch_s(devices):
             engine.forward_backward(INPUTS, VALUES[:, :1], own_mean)
     sizes = [each for each in caught if "target size" in str(each.message)]
     assert len(sizes) == len(caught) == 6  # one per sub-step
-
-
-class OwnMean(nn.CrossEntropyLoss):
-    def forward(self, output, targets):
-        return super().forward(output, targets).mean()
-
-
-def test_a_subclass_that_takes_its_own_mean_is_right(devices):
-    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
-        criterion = OwnMean(reduction="none")
-        assert_step(engine, INPUTS, LABELS, criterion, reduction="mean")
-        with pytest.raises(ValueError, match='pass reduction="mean"'):
-            engine.forward_backward(INPUTS, LABELS, criterion)

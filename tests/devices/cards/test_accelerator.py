@@ -586,3 +586,20 @@ def test_a_sharded_optimizer_takes_as_much_on_each_device(monkeypatch):
     plain = peaks_of(lambda e: torch.optim.AdamW(e.module.parameters()), 4)
     sharded = peaks_of(lambda e: ShardedOptimizer(e, torch.optim.AdamW), 4)
     assert max(sharded) < 0.75 * max(plain), (sharded, plain)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"whole_batch": True}], ids=str)
+def test_replicas_on_different_cards_launch_beside_each_other(options):
+    cards = torch.accelerator.device_count()
+    barrier = threading.Barrier(cards)
+
+    def meets(layer, rows):
+        barrier.wait(60)
+        return layer.linear(rows)
+
+    model = Of(meets, linear=nn.Linear(FEATURES, CLASSES)).to(kind())
+    with ScatterOnceParallel(model, 3, range(cards), verify=False) as engine:
+        rows = torch.ones(6 * cards, FEATURES)
+        engine.forward_backward(rows, None, lambda output, _: output.sum(), **options)
+    assert not barrier.broken

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Returns, mlp
+from harness.models import CLASSES, FEATURES, Of, Returns, mlp
 from harness.oracle import assert_close, assert_gradients, build, gradients, randint, randn
 from pair.common import Pair
 from torch import nn
@@ -15,11 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
 
+pytestmark = [pytest.mark.core, pytest.mark.draws]
 ROWS = 24
-BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
+INPUTS, LABELS = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
+NUMBERED = torch.cat([torch.arange(ROWS).double()[:, None], INPUTS], 1)
+VARIANTS = {"plain": None, "reentrant": True, "not reentrant": False}
+LOSS = nn.CrossEntropyLoss()
+by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
 
 
-class Masks(nn.Module):
+class Noisy(nn.Module):
     """Dropout that writes down which mask each row got, by a row number in the first feature.
 
     Drawn again under checkpointing, a row must get the mask that it got before.
@@ -29,25 +35,23 @@ class Masks(nn.Module):
     lock = threading.Lock()
     replay = False
 
-    def forward(self, rows, hidden):
-        if Masks.replay:
-            return hidden * torch.stack([Masks.drawn[row] for row in rows.tolist()])
-        mask = torch.bernoulli(torch.full_like(hidden, 0.5)) * 2
-        with Masks.lock:
-            for row, its in zip(rows.tolist(), mask.detach().clone(), strict=True):
-                Masks.drawn.setdefault(row, its)
-        return hidden * mask
-
-
-class Noisy(nn.Module):
     def __init__(self, use_reentrant=None):
         super().__init__()
         self.first, self.head = nn.Linear(FEATURES, 32), nn.Linear(32, CLASSES)
-        self.masks, self.use_reentrant = Masks(), use_reentrant
+        self.use_reentrant = use_reentrant
 
-    def block(self, rows, hidden):
-        hidden = self.masks(rows, self.first(hidden).tanh())
-        return nn.functional.dropout(hidden, 0.0, self.training)
+    def mask(self, rows, hidden):
+        if Noisy.replay:
+            return torch.stack([Noisy.drawn[row] for row in rows.tolist()])
+        mask = torch.bernoulli(torch.full_like(hidden, 0.5)) * 2
+        with Noisy.lock:
+            for row, its in zip(rows.tolist(), mask.detach().clone(), strict=True):
+                Noisy.drawn.setdefault(row, its)
+        return mask
+
+    def block(self, rows, inputs):
+        hidden = self.first(inputs).tanh()
+        return nn.functional.dropout(hidden * self.mask(rows, hidden), 0.0, self.training)
 
     def forward(self, numbered):
         rows, inputs = numbered[:, 0].long(), numbered[:, 1:]
@@ -57,44 +61,24 @@ class Noisy(nn.Module):
         return self.head(checkpoint(self.block, rows, inputs, use_reentrant=self.use_reentrant))
 
 
-NUMBERED = torch.cat([torch.arange(ROWS).double()[:, None], BATCH[0]], 1)
-VARIANTS = {"plain": None, "reentrant": True, "not reentrant": False}
-
-
-def dropout_model(seed=0):
-    return build(
-        lambda: nn.Sequential(
-            nn.Linear(FEATURES, 32),
-            nn.Dropout(0.5),
-            nn.Tanh(),
-            nn.Dropout(0.3),
-            nn.Linear(32, CLASSES),
-        ),
-        seed,
-    )
+def dropout_model():
+    return build(lambda: nn.Sequential(*mlp()[:2], nn.Dropout(0.5), nn.Linear(7, CLASSES)))
 
 
 def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-pytestmark = [pytest.mark.core, pytest.mark.draws]
-LABELS = BATCH[1]
-by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
-
-
 @pytest.fixture(autouse=True)
 def _forget_masks():
-    Masks.drawn.clear()
     yield
-    Masks.drawn.clear()
-    Masks.replay = False
+    Noisy.drawn.clear()
+    Noisy.replay = False
 
 
 @contextlib.contextmanager
-def training(runner, model, device_ids, accum=2, criterion=None):
-    """``step(inputs, targets, seed)``: the loss of a step that begins without gradients."""
-    criterion = criterion or nn.CrossEntropyLoss()
+def training(runner, model, device_ids, accum=2, criterion=LOSS):
+    """``step(inputs, targets, seed)``: the loss and gradients of a step that begins without any."""
 
     def by_pair(*batch):
         loss = pair.loss(*batch)
@@ -105,22 +89,21 @@ def training(runner, model, device_ids, accum=2, criterion=None):
         assert torch.equal(torch.get_rng_state(), state)
         return loss.detach()
 
-    def step(inputs=BATCH[0], targets=LABELS, seed=None):
+    def step(inputs=INPUTS, targets=LABELS, seed=None):
         model.zero_grad()
         if seed is not None:
             torch.manual_seed(seed)
         loss = run(inputs, targets)
         return [loss, *(p.grad.clone() for p in model.parameters())]
 
-    with contextlib.ExitStack() as stack:
-        if runner == "pair":
-            pair = Pair(model, criterion, device_ids)
-            run = by_pair
-        else:
-            how = {"whole_batch": runner == "whole batch"}
-            engine = stack.enter_context(ScatterOnceParallel(model, accum, device_ids))
-            run = lambda *batch: engine.forward_backward(*batch, criterion, **how)  # noqa: E731
+    if runner == "pair":
+        pair, run = Pair(model, criterion, device_ids), by_pair
         yield step
+    else:
+        how = {"criterion": criterion, "whole_batch": runner == "whole batch"}
+        with ScatterOnceParallel(model, accum, device_ids) as engine:
+            run = partial(engine.forward_backward, **how)
+            yield step
 
 
 @pytest.mark.parametrize("runner", ["engine", "pair", "whole batch"])
@@ -130,14 +113,14 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(devices, variant, runn
     model, twin = build(lambda: Noisy(VARIANTS[variant])), build(Noisy)
     with training(runner, model, devices(4), 3) as step:
         for seed in range(3):
-            Masks.drawn.clear()
-            Masks.replay = False
+            Noisy.drawn.clear()
+            Noisy.replay = False
             loss = step(NUMBERED, seed=seed)[0]
-            masks = {tuple(mask.tolist()) for mask in Masks.drawn.values()}
-            assert len(Masks.drawn) == len(masks) == ROWS, "another one for each row"
-            Masks.replay = True
+            masks = {tuple(mask.tolist()) for mask in Noisy.drawn.values()}
+            assert len(Noisy.drawn) == len(masks) == ROWS, "another one for each row"
+            Noisy.replay = True
             twin.zero_grad()
-            expected = nn.CrossEntropyLoss()(twin(NUMBERED), LABELS)
+            expected = LOSS(twin(NUMBERED), LABELS)
             expected.backward()
             assert_close(loss, expected.detach(), "loss")
             assert_gradients(model, gradients(twin))
@@ -148,7 +131,7 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(devices, variant, runn
 def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices, runner):
     with training(runner, dropout_model(), devices(3)) as step:
         first, other = step(seed=7), step(seed=8)
-        step(BATCH[0][:5], LABELS[:5])
+        step(INPUTS[:5], LABELS[:5])
         assert equal(first, step(seed=7))
         assert not equal(first, other)
         torch.manual_seed(1)
@@ -160,7 +143,7 @@ def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, run
     """If only replica 1 drew, the next step must not draw the same again."""
 
     def of_the_last(logits, inputs):
-        return logits * torch.rand_like(logits) if (inputs[-1] == BATCH[0][-1]).all() else logits
+        return logits * torch.rand_like(logits) if (inputs[-1] == INPUTS[-1]).all() else logits
 
     with training(runner, build(lambda: Returns(of_the_last)), devices(2), 1) as step:
         assert step(seed=1)[0] != step()[0]
@@ -170,10 +153,10 @@ def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, run
 def test_a_model_that_draws_nothing_leaves_the_generator_untouched(devices, model):
     before = torch.get_rng_state()
     with ScatterOnceParallel(model(), 2, devices(3)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        engine.forward_backward(INPUTS, LABELS, LOSS)
         engine.eval()
-        engine(BATCH[0])
-    Pair(model(), nn.CrossEntropyLoss(), devices(3)).check(*BATCH)
+        engine(INPUTS)
+    Pair(model(), LOSS, devices(3)).check(INPUTS, LABELS)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -186,7 +169,7 @@ def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
     expected = []
     for _ in range(2):
         plain.zero_grad()
-        for inputs, targets in zip(BATCH[0].chunk(accum), LABELS.chunk(accum), strict=True):
+        for inputs, targets in zip(INPUTS.chunk(accum), LABELS.chunk(accum), strict=True):
             (nn.functional.cross_entropy(plain(inputs), targets) * (len(inputs) / ROWS)).backward()
         expected += [p.grad.clone() for p in plain.parameters()]
     assert equal(found, [*expected, torch.rand(3)])
@@ -199,7 +182,7 @@ def test_inference_draws_on_and_the_seed_decides_it(devices):
         for seed in (1, None, 1, None):
             if seed is not None:
                 torch.manual_seed(seed)
-            found.append(engine(BATCH[0]))
+            found.append(engine(INPUTS))
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert not torch.equal(found[0], found[1])
@@ -212,7 +195,7 @@ def test_replica_0_continues_the_caller_s_stream(devices):
         step(NUMBERED, seed=11)
     torch.manual_seed(11)
     expected = torch.bernoulli(torch.full((8, 32), 0.5).double()) * 2
-    assert torch.equal(torch.stack([Masks.drawn[row] for row in range(8)]), expected)
+    assert torch.equal(torch.stack([Noisy.drawn[row] for row in range(8)]), expected)
 
 
 WAYS = [
@@ -278,7 +261,7 @@ def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas, runner)
 
     def fail(logits, inputs):
         torch.rand(3)
-        if (inputs == BATCH[0][-1]).all(1).any():
+        if (inputs == INPUTS[-1]).all(1).any():
             raise ArithmeticError("after drawing")
         return logits
 
@@ -299,28 +282,19 @@ def test_a_criterion_that_draws(devices, runner):
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.draws
 def test_what_another_thread_draws_meanwhile_it_does_not_draw_again():
     """Such as one that prepares the next batch."""
-    drawn, step, stepped = [], threading.Barrier(2), threading.Barrier(2)
+    drawn = []
 
-    class Meets(nn.Linear):
-        def forward(self, inputs):
-            if inputs.shape[0] == 5:
-                step.wait(60)
-                stepped.wait(60)
-            return super().forward(inputs)
+    def meets(layer, rows):
+        if len(rows) == 5:  # replica 0's
+            other = threading.Thread(target=lambda: drawn.append(torch.rand(()).item()))
+            other.start()
+            other.join()
+        return layer.linear(rows)
 
-    def draw():
+    model = build(lambda: Of(meets, linear=nn.Linear(4, 3)))
+    with ScatterOnceParallel(model, 1, ["cpu"] * 2, verify=False) as engine:
         for _ in range(3):
-            step.wait(60)
-            drawn.append(torch.rand(()).item())
-            stepped.wait(60)
-
-    engine = ScatterOnceParallel(build(lambda: Meets(4, 3)), 1, ["cpu"] * 2, verify=False)
-    other = threading.Thread(target=draw)
-    other.start()
-    for _ in range(3):
-        engine.forward_backward(randn(9, 4), randn(9, 3), nn.MSELoss())
-    other.join()
+            engine.forward_backward(randn(9, 4), randn(9, 3), nn.MSELoss())
     assert len(set(drawn)) == 3

@@ -139,6 +139,16 @@ def _no_changed_globals(_no_moved_generators: None):
     assert not changed, f"the test changed globals: {changed}"
 
 
+@pytest.fixture
+def by_reference_counts_alone():
+    """What torch has imported since the file's start is not looked at either."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="module")
 def one_thread_an_operation():
     """Where tensors are tiny: a second thread would only be waited for."""

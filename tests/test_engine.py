@@ -323,14 +323,6 @@ def test_sums_are_wide_and_rounded_once_after_the_factor(devices):
     assert torch.equal(found[torch.bfloat16], rounded)
 
 
-@pytest.fixture
-def by_reference_counts_alone():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize("end", ["backward", "dropped", "failed"])
 def test_nothing_is_held_after_the_backward_pass(devices, end, by_reference_counts_alone):
     """What waits for the backward pass is the sum itself, which becomes ``.grad``."""

@@ -34,7 +34,11 @@ def data(rows=12):
 
 
 def workers():
-    return [t.name for t in threading.enumerate() if t.name.startswith("scatterpar replica ")]
+    return [t for t in threading.enumerate() if t.name.startswith("scatterpar replica ")]
+
+
+def step(engine, criterion=LOSS, **options):
+    return engine.forward_backward(*data(), criterion, **options)
 
 
 def fail(engine):
@@ -59,8 +63,10 @@ def interrupt(engine):
         step(engine, criterion)
 
 
-def step(engine, criterion=LOSS, **options):
-    return engine.forward_backward(*data(), criterion, **options)
+def grow(engine):
+    step(engine)
+    engine.module.append(nn.Identity())
+    step(engine)
 
 
 LIVES = {
@@ -77,22 +83,8 @@ LIVES = {
     "a criterion with weights": lambda engine: step(
         engine, nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))
     ),
-    "a new tree": lambda engine: (
-        step(engine),
-        engine.module.append(nn.Identity()),
-        step(engine),
-    ),
+    "a new tree": grow,
 }
-
-
-@pytest.fixture
-def by_reference_counts_alone():
-    """What torch has imported since the file's start is not looked at either."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("end", ["del", pytest.param("close", marks=pytest.mark.slow)])
@@ -112,9 +104,8 @@ def test_no_thread_tensor_or_cycle_is_left(devices, by_reference_counts_alone, l
     gone = weakref.ref(engine)
     del engine
     assert in_time(lambda: gone() is None)
-    deadline = time.monotonic() + 60
-    while workers() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    for thread in workers():
+        thread.join(60)
     assert workers() == []
     model.zero_grad()
     assert in_time(lambda: count_tensors() <= tensors)
@@ -185,21 +176,19 @@ def test_made_and_used_in_a_thread_that_ends(devices, used):
     def make():
         made.append(ScatterOnceParallel(mlp(), 2, devices(2)))
         if used:
-            assert_step(made[0], *data(), LOSS)
+            step(made[0])
 
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
     with made[0] as engine:
-        engine.module.zero_grad()
         assert_step(engine, *data(), LOSS)
 
 
 def test_closed_while_a_step_hands_out_its_work(devices, monkeypatch):
     """The workers' end once overtook the work: the step waited for ever."""
     engine = ScatterOnceParallel(mlp(), 2, devices(2))
-    closer = threading.Thread(target=engine.close)
-    started = Workers._started
+    closer, started = threading.Thread(target=engine.close), Workers._started
 
     def closed_by_another(workers):
         queues = started(workers)
@@ -277,16 +266,16 @@ class Shared(list):
 
 
 class RunsOut(nn.Linear):
-    """Runs out of memory in a ``way``, once it has a graph, for more than so many rows."""
+    """Fails in a ``way``, once it has a graph, for more than so many rows."""
 
-    def __init__(self, outputs, way="never", rows=0):
+    def __init__(self, outputs, fail=lambda hidden: None, rows=0):
         super().__init__(FEATURES, CLASSES)
-        self.outputs, self.way, self.rows = outputs, way, rows
+        self.outputs, self.fail, self.rows = outputs, fail, rows
 
     def forward(self, inputs):
         hidden = self.outputs.add(self.outputs.add(super().forward(inputs)).sigmoid())
         if len(inputs) > self.rows:
-            WAYS[self.way](hidden)
+            self.fail(hidden)
         return hidden
 
 
@@ -305,7 +294,6 @@ def fail_twice(hidden):
 
 
 WAYS = {
-    "never": lambda hidden: None,
     "allocator": fail_with(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2 GiB"),
     "cuBLAS": fail_with(RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
     "cause": fail_twice,
@@ -345,29 +333,23 @@ def test_what_an_error_held_is_gone_when_the_next_step_begins(devices, when_scat
     assert found == [0] * 5
 
 
+USES = LIVES | {"whole batch": partial(step, whole_batch=True)}
+FAILS = [(way, "a step") for way in WAYS]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    ("way", "use"),
-    [
-        *((way, "step") for way in ("allocator", "cuBLAS", "cause", "backward")),
-        ("allocator", "whole batch"),
-        ("allocator", "inference"),
-    ],
+    ("way", "use"), [*FAILS, ("allocator", "whole batch"), ("allocator", "inference")]
 )
 def test_an_error_of_memory_that_is_kept_keeps_no_activations(
     devices, by_reference_counts_alone, way, use, count
 ):
     """A notebook keeps the last error, so the next try would run out of memory, too."""
-    outputs, (inputs, targets) = Shared(), data()
-    model = build(lambda: RunsOut(outputs, way))
+    outputs = Shared()
+    model = build(lambda: RunsOut(outputs, WAYS[way]))
     with ScatterOnceParallel(model, 2, devices(count), verify=False) as engine:
-        call = partial(engine.forward_backward, inputs, targets, LOSS)
-        if use == "whole batch":
-            call.keywords["whole_batch"] = True
-        elif use == "inference":
-            call = partial(engine.eval(), inputs)
         with pytest.raises((RuntimeError, MemoryError)) as caught:
-            call()
+            USES[use](engine)
         assert outputs
         assert in_time(lambda: not outputs.alive())
         assert caught.value.__traceback__ is not None
@@ -380,7 +362,7 @@ def test_a_try_that_ran_out_of_memory_holds_nothing_when_the_next_is_scattered(
     outputs, found = Shared(), []
     when_scattered.append(lambda: found.append(outputs.alive()))
     criterion = of_pairs if whole_batch else LOSS
-    model = build(lambda: RunsOut(outputs, "allocator", rows=2))
+    model = build(lambda: RunsOut(outputs, WAYS["allocator"], rows=2))
     with (
         ScatterOnceParallel(model, "auto", devices(2)) as engine,
         pytest.warns(UserWarning, match="accum=6 is the smallest that fits"),

@@ -10,7 +10,9 @@ from itertools import permutations, product
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, mlp
+from harness.agree import agree
+from harness.models import CLASSES, FEATURES, Of, mlp
+from harness.module_cases import CASES
 from harness.oracle import assert_step, build, randint, randn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,53 +35,16 @@ def tiny_chunks(monkeypatch):
     monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", 5)
 
 
-class Mixed(nn.Module):
-    """Dtypes and strides of all sorts, statistics, a parameter that only some rows use."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Conv2d(2, 3, (2, 2), dtype=torch.float64)
-        self.enter.weight = nn.Parameter(
-            self.enter.weight.detach().contiguous(memory_format=torch.channels_last)
-        )
-        self.norm = nn.BatchNorm2d(3)
-        self.turned = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).T)
-        self.seldom = nn.Parameter(torch.randn(6, dtype=torch.float64))
-        self.single = nn.Parameter(torch.randn(7, dtype=torch.float32))
-        self.register_buffer("table", torch.randn(1, 5).expand(3, 5))
-
-    def forward(self, inputs):
-        hidden = self.norm(self.enter(inputs.view(-1, 2, 2, 2))).flatten(1)
-        hidden = hidden @ self.turned[: hidden.shape[1]] + self.single.sum() + self.table.sum()
-        positive = inputs[:, :1] > 0
-        return hidden + self.seldom * positive if positive.any() else hidden
-
-
-def of_mixed():
-    inputs = randn(16, 8)
-    inputs[:8, 0], inputs[8:, 0] = -1, 1
-    return build(Mixed).eval(), inputs
+MIXED = ["lstm", "complex", "conjugates", "several dtypes", "layouts, torch.float32", "batch norm"]
+MIXED += ["overlapping buffer, transposed", "sparse gradients", "unused by some"]
 
 
 @pytest.mark.parametrize("alone", [coalescing.ALONE_BYTES, 50])
-def test_exact_in_pieces(tiny_chunks, devices, alone, monkeypatch):
+@pytest.mark.parametrize("name", MIXED)
+def test_exact_in_pieces(tiny_chunks, name, alone, monkeypatch):
+    """Dtypes and strides of all sorts."""
     monkeypatch.setattr(coalescing, "ALONE_BYTES", alone)
-    model, inputs = of_mixed()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with ScatterOnceParallel(model, 1, devices(4)) as engine:
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = assert_step(engine, inputs, randint(6, 16), CRITERION)
-            optimizer.step()
-        for _ in range(2):
-            model.zero_grad()
-            again = assert_step(engine, inputs, randint(6, 16), CRITERION)
-        for replica in engine.replicas:
-            for one, other in zip(model.parameters(), replica.parameters(), strict=True):
-                assert torch.equal(one, other)
-    assert not torch.equal(loss, again)
-    for parameter in model.parameters():  # the gradient has no more memory than it needs
-        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
+    agree(CASES[name], "engine", "virtual")
 
 
 def test_large_tensors_travel_alone_and_small_ones_together(monkeypatch):
@@ -90,6 +55,8 @@ def test_large_tensors_travel_alone_and_small_ones_together(monkeypatch):
     with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in range(4)]) as engine:
         assert_step(engine, *BATCH, CRITERION)
         report = engine.last_step
+    for parameter in model.parameters():  # the gradient has no more memory than it needs
+        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
     large = sum(p.nbytes >= 8 * 500 for p in model.parameters())
     assert large == 3
     assert report.messages["replicate"] == report.messages["reduce"] == 3 * (large + 1)
@@ -156,19 +123,14 @@ def test_tensors_begin_where_allocations_do(devices, accum):
     """A kernel that finds one at 60 of 64 bytes may go about the same sum in another order."""
     places = []
 
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, 7)
-            self.register_buffer("three", torch.ones(3))
-            self.last = nn.Linear(7, CLASSES)
+    def look(module, inputs):
+        given = [inputs, *module.parameters(), *module.buffers()]
+        places.extend(tensor.data_ptr() % 64 for tensor in given)
+        return module.last(module.linear(inputs))
 
-        def forward(self, inputs):
-            given = [inputs, *self.parameters(), *self.buffers()]
-            places.extend(tensor.data_ptr() % 64 for tensor in given)
-            return self.last(self.linear(inputs))
-
-    with ScatterOnceParallel(build(Odd).float(), accum, devices(3)) as engine:
+    first, _, last = mlp().float()
+    model = Of(look, linear=first, three=nn.Buffer(torch.ones(3)), last=last)
+    with ScatterOnceParallel(model, accum, devices(3)) as engine:
         engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
     assert len(places) >= 6 * 3 * accum
     assert set(places) == {0}

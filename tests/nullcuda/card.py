@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
+from itertools import count, takewhile
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One thing that happened; ``runtime/null.h`` says what the fields mean."""
 
     kind: str
@@ -20,7 +20,6 @@ class Record:
     address: int
     source: int
     bytes: int
-    other: int
     blocks: bool
     pageable: bool
     thread: int
@@ -31,7 +30,7 @@ class _Record(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("address", "source", "bytes")),
         ("name", ctypes.c_char_p),
-        *((n, ctypes.c_int32) for n in ("thread", "kind", "device", "stream", "other", "flags")),
+        *((n, ctypes.c_int32) for n in ("thread", "kind", "device", "stream", "flags")),
     ]
 
 
@@ -59,10 +58,7 @@ def is_null() -> bool:
 @cache
 def kinds() -> list[str]:
     """The names of what is counted."""
-    found: list[str] = []
-    while name := runtime().null_kind(len(found)):
-        found.append(name.decode())
-    return found
+    return [name.decode() for name in takewhile(bool, map(runtime().null_kind, count()))]
 
 
 def reset() -> None:
@@ -112,16 +108,16 @@ def host_writes(tensor: torch.Tensor) -> None:
 
 def records() -> list[Record]:
     """What happened in the last trace, in order."""
-    count, most = ctypes.c_uint64(), ctypes.c_uint64()
-    found = runtime().null_records(ctypes.byref(count), ctypes.byref(most))
-    if count.value > most.value:
-        raise RuntimeError(f"{count.value:,} records, and there is room for {most.value:,}")
+    size, most = ctypes.c_uint64(), ctypes.c_uint64()
+    found = runtime().null_records(ctypes.byref(size), ctypes.byref(most))
+    if size.value > most.value:
+        raise RuntimeError(f"{size.value:,} records, and there is room for {most.value:,}")
     names = kinds()
     return [
         Record(
             names[r.kind],
-            *(r.device, r.stream, r.address, r.source, r.bytes, r.other),
+            *(r.device, r.stream, r.address, r.source, r.bytes),
             *(bool(r.flags & 1), bool(r.flags & 2), r.thread, (r.name or b"").decode()),
         )
-        for r in found[: count.value]
+        for r in found[: size.value]
     ]

@@ -69,15 +69,15 @@ class _Checker:
         match record.kind:
             case "read" | "write":
                 self._begin(stream, thread)
-                self._access(record, stream, record.address, record.kind == "write", record.name)
+                self._access(record, stream, record.address, record.kind == "write")
                 if record.device == _HOST:
                     self._learn(thread, self._streams[stream])
             case "copy_in" | "copy_out" | "copy_within" | "copy_peer" | "fill":
                 self._begin(stream, thread)
                 if record.kind != "fill" and not (record.kind == "copy_in" and record.pageable):
-                    self._access(record, stream, record.source, False, record.kind)
+                    self._access(record, stream, record.source, False)
                 if record.kind != "copy_out":
-                    self._access(record, stream, record.address, True, record.kind)
+                    self._access(record, stream, record.address, True)
                 if record.blocks:
                     self._learn(thread, self._streams[stream])
             case "event_record":
@@ -123,18 +123,16 @@ class _Checker:
             _join(clock, known)
         clock[stream] = clock.get(stream, 0) + 1
 
-    def _access(
-        self, record: Record, stream: _Stream, address: int, writes: bool, what: str
-    ) -> None:
+    def _access(self, record: Record, stream: _Stream, address: int, writes: bool) -> None:
         if not record.bytes:
             return
+        what = record.name if record.kind in ("read", "write") else record.kind
         clock = self._streams[stream]
         new = _Access(address, address + record.bytes, writes, stream, clock[stream], what)
         for page in range(address >> _PAGE, (new.stop - 1 >> _PAGE) + 1):
-            self._pages[page] = [
-                old for old in self._pages[page] if not self._is_settled(old, new, clock)
-            ]
-            self._pages[page].append(new)
+            before = self._pages[page]
+            kept = [old for old in before if not self._is_settled(old, new, clock)]
+            self._pages[page] = [*kept, new]
 
     def _is_settled(self, old: _Access, new: _Access, clock: _Clock) -> bool:
         """Whether nobody has to know of ``old`` any more, since ``new`` stands for it."""

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.nullcuda
 
 
 def on(stream, kind, address=0, size=64, *, device=0, source=0, blocks=False, pageable=False):
-    return Record(kind, device, stream, address, source, size, -1, blocks, pageable, 1, kind)
+    return Record(kind, device, stream, address, source, size, blocks, pageable, 1, kind)
 
 
 HOST_WRITES = on(0, "write", device=-1)

@@ -53,28 +53,25 @@ _inside = threading.local()  # an operator that another one calls is part of it
 _library = torch.library.Library("aten", "IMPL")
 
 
-def install() -> int:
-    """Give every CUDA operator its twin; how many have one."""
-    count = 0
+def install() -> None:
+    """Give every CUDA operator its twin."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
         if namespace != "aten" or base in _SHAPES or base.startswith(_NOT_COVERED):
             continue
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
         if not (has(name, "CUDA") or name == "aten::copy_"):  # copy_ has one for all devices
             continue
-        on_cpu = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
-        if not on_cpu:
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
             continue
-        packet = getattr(torch.ops.aten, base)
-        if (overload or "default") in packet.overloads():
-            _give_a_twin(rest, getattr(packet, overload or "default"), base)
-            count += 1
+        packet, overload = getattr(torch.ops.aten, base), overload or "default"
+        if overload in packet.overloads():
+            twin = _Twin(getattr(packet, overload), base)
+            _library.impl(rest, twin, "CUDA", with_keyset=True, allow_override=True)
     torch.backends.cudnn.enabled = False
     _fused_attention(False)  # its kernels have no twins, and the plain operators have
     torch.cuda.CUDAGraph = _Graph
-    return count
 
 
 class _Graph(torch.cuda.CUDAGraph):
@@ -97,11 +94,6 @@ class _Graph(torch.cuda.CUDAGraph):
             twin(*state)
 
 
-def _graph_of(device: torch.device) -> list[Callable[[int, int], None]] | None:
-    """What is kept for the graph that the current stream of a device captures."""
-    return _graphs.get(torch._C._cuda_getCurrentRawStream(device.index))
-
-
 def remove() -> None:
     """Take the twins away: from now on nothing computes, and nothing costs the host more."""
     _library._destroy()
@@ -117,19 +109,12 @@ def _fused_attention(on: bool) -> None:
     torch.backends.cuda.enable_cudnn_sdp(on)
 
 
-def _give_a_twin(name: str, operator: Any, base: str) -> None:
-    kernel = torch.library.get_kernel(operator, "CUDA")
-    twin = _Twin(operator, kernel, base)
-    _library.impl(name, twin, "CUDA", with_keyset=True, allow_override=True)
-
-
 class _Twin:
     """An operator on the null CUDA: torch's own kernel, then the values."""
 
-    def __init__(self, operator: Any, kernel: Any, base: str) -> None:
-        self._operator = operator
-        self._kernel = kernel
-        self._base = base
+    def __init__(self, operator: Any, base: str) -> None:
+        self._operator, self._base = operator, base
+        self._kernel = torch.library.get_kernel(operator, "CUDA")
         self._schema = operator._schema
         self._name = str(operator).encode()
         arguments = self._schema.arguments
@@ -142,30 +127,28 @@ class _Twin:
 
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         args = _with_tensors(args, self._tensors)
+        device = _device_of(args, kwargs)
         if self._base in _SIZED_BY_VALUES and not self._schema.is_mutable:
             found = self._operator(*tree_map(_as_cpu, args), **tree_map(_as_cpu, kwargs))
-            device = _device_of(args, kwargs)
             return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, found)
         if getattr(_inside, "one", False):
             return self._kernel.call_boxed(keys, *args, **kwargs)
-        graph = _graph_of(_device_of(args, kwargs)) if _graphs else None
+        graph = _graphs.get(torch._C._cuda_getCurrentRawStream(device.index)) if _graphs else None
         draws = self._draws and graph is None
-        generator = _host_generator(args, kwargs) if draws else None
+        generator = _host_generator(device, args, kwargs) if draws else None
         _inside.one = True
         try:
             out = self._kernel.call_boxed(keys, *args, **kwargs)
-            if graph is not None:
+            if graph is not None:  # the stream captures
                 graph.append(self._again(out, args, kwargs, len(graph)))
                 return out
-            if card.runtime().null_tracing() and not self._is_transfer(args):
+            # Copies between memories are in the trace: the runtime notes them itself.
+            is_transfer = self._base == "copy_" and args[0].device != args[1].device
+            if card.runtime().null_tracing() and not is_transfer:
                 self._tell(self._ranges(args, kwargs, out))
             return self._with_values(out, args, kwargs, generator)
         finally:
             _inside.one = False
-
-    def _is_transfer(self, args: tuple[Any, ...]) -> bool:
-        """A copy between memories; the runtime notes these itself."""
-        return self._base == "copy_" and args[0].device != args[1].device
 
     def _with_values(
         self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Any
@@ -183,8 +166,8 @@ class _Twin:
 
     def _values(self, on_cpu: Any, named: Any, generator: Any) -> Any:
         if generator is not None and self._base != "native_dropout":
-            on_cpu = tree_map(_without_generator, on_cpu)
-            named = tree_map(_without_generator, named) | {"generator": generator}
+            on_cpu = [None if isinstance(x, torch.Generator) else x for x in on_cpu]
+            named = named | {"generator": generator}
         with torch.no_grad():
             if self._base == "native_dropout":
                 return _dropout(generator, *on_cpu)
@@ -207,13 +190,10 @@ class _Twin:
 
     def _ranges(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[_Range]:
         """What this operator reads and writes."""
-        written = {
-            a.name: bool(a.alias_info and a.alias_info.is_write) for a in self._schema.arguments
-        }
-        for argument, value in zip(self._schema.arguments, args, strict=False):
-            yield from _ranges_of(value, written[argument.name])
-        for name, value in kwargs.items():
-            yield from _ranges_of(value, written.get(name, False))
+        arguments = {a.name: a.alias_info for a in self._schema.arguments}
+        for name, value in (*zip(arguments, args, strict=False), *kwargs.items()):
+            alias = arguments.get(name)
+            yield from _ranges_of(value, bool(alias and alias.is_write))
         if not self._schema.is_mutable:
             yield from _ranges_of(out, True)
 
@@ -232,12 +212,9 @@ def _ranges_of(value: Any, writes: bool) -> Iterator[_Range]:
     for leaf in tree_leaves(value):
         is_one = isinstance(leaf, Tensor) and leaf.device.type == "cuda"
         if is_one and leaf.layout == torch.strided and leaf.numel():
-            yield leaf.device.index, leaf.data_ptr(), _extent(leaf), writes
-
-
-def _extent(tensor: Tensor) -> int:
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+            steps = zip(leaf.shape, leaf.stride(), strict=True)
+            size = (1 + sum((count - 1) * stride for count, stride in steps)) * leaf.itemsize
+            yield leaf.device.index, leaf.data_ptr(), size, writes
 
 
 def _as_cpu(value: Any) -> Any:
@@ -270,22 +247,19 @@ def _fill(out: Any, values: Any) -> None:
 
 def _with_tensors(args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
     """The dispatcher hands over Python numbers where tensors are expected: they are made again."""
-    numbers = [i for i in places if i < len(args) and isinstance(args[i], (int, float, complex))]
-    if not numbers:
-        return args
-    like = next((a.dtype for a in args if isinstance(a, Tensor)), None)
     made = list(args)
-    for i in numbers:
-        made[i] = torch.tensor(args[i], dtype=_dtype_of(args[i], like), device="cpu")
+    for i in places:
+        if i < len(args) and isinstance(args[i], (int, float, complex)):
+            like = next((a.dtype for a in args if isinstance(a, Tensor)), None)
+            made[i] = torch.tensor(args[i], dtype=_dtype_of(args[i], like), device="cpu")
     return tuple(made)
 
 
 def _dtype_of(number: complex, like: torch.dtype | None) -> torch.dtype | None:
     if like is None or isinstance(number, bool) or like == torch.bool:
         return None
-    if isinstance(number, int) or like.is_complex:
-        return like
-    return like if like.is_floating_point and isinstance(number, float) else None
+    fits = isinstance(number, int) or like.is_complex
+    return like if fits or (like.is_floating_point and isinstance(number, float)) else None
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
@@ -295,10 +269,9 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _host_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+def _host_generator(device: torch.device, args: Any, kwargs: dict[str, Any]) -> torch.Generator:
     """Numbers that depend on the seed and the offset of the card's generator alone."""
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-    device = _device_of(args, kwargs)
     generator = given[0] if given else torch.cuda.default_generators[device.index]
     return _seeded(*generator.get_state()[-16:].view(torch.int64).tolist())
 
@@ -306,10 +279,6 @@ def _host_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Gene
 def _seeded(seed: int, offset: int, number: int = 0) -> torch.Generator:
     mixed = (seed * 1_000_003 + offset * 7_919 + number * 104_729 + 17) & 0x7FFF_FFFF_FFFF_FFFF
     return torch.Generator().manual_seed(mixed)
-
-
-def _without_generator(value: Any) -> Any:
-    return None if isinstance(value, torch.Generator) else value
 
 
 def _dropout(

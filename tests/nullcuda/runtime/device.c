@@ -130,7 +130,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   static char enabled[MAX_DEVICES][MAX_DEVICES];
   if (enabled[current_device][peer]) return failed(cudaErrorPeerAccessAlreadyEnabled);
   enabled[current_device][peer] = 1;
-  note((struct record){.kind = enable_peer_kind, .device = current_device, .other = peer});
+  note((struct record){.kind = enable_peer_kind, .device = current_device});
   return cudaSuccess;
 }
 

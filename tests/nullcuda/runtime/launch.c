@@ -73,7 +73,7 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *bytes, v
 static cudaError_t launched(enum kind kind, const char *name, cudaStream_t stream) {
   int device = stream_device(stream);
   note((struct record){.kind = kind, .device = device, .stream = stream_number(stream),
-                       .name = name, .other = current_device});
+                       .name = name});
   if (device == current_device) return cudaSuccess;
   note((struct record){.kind = wrong_device_kind, .device = device, .name = name});
   fprintf(stderr, "null CUDA: %s is launched on a stream of device %d, and %d is current\n", name,

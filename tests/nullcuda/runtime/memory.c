@@ -211,7 +211,6 @@ static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t s
                                    : copy_peer_kind;
   struct record what = {.kind = kind, .device = device, .stream = stream_number(stream),
                         .address = (uint64_t)to, .source = (uint64_t)from, .bytes = bytes,
-                        .other = there >= 0 && there != device ? there : here,
                         .flags = (blocks ? BLOCKS_HOST : 0) | (pageable ? PAGEABLE : 0)};
   struct CUgraph_st *graph = capture_of(stream);
   if (graph && (blocks || pageable)) return lose_capture(stream);

@@ -122,8 +122,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   note((struct record){.kind = event_wait_kind, .device = stream_device(stream),
-                       .stream = stream_number(stream), .address = event->number,
-                       .other = event->is_recorded ? event->device : -1});
+                       .stream = stream_number(stream), .address = event->number});
   if (capture_of(stream) == event->capture) return cudaSuccess;
   lose_capture(stream);
   return failed(cudaErrorStreamCaptureIsolation);

@@ -89,13 +89,21 @@ def graphed(model, accum, places, **options):
     return ScatterOnceParallel(model, accum, places, **options)
 
 
-def engines(model, places, accum, *, draws=False, **options):
-    """With graphs and without, each with a copy of the model.
+def assert_same(run, model, places, accum, *, draws=False, **options):
+    """What ``run(engine)`` returns, and leaves in the module, has the same bits without graphs.
 
     Where numbers are drawn on CUDA, both with graphs: without a card nobody can say what it draws.
     """
+    found, modules = [], []
     for graphs in (True, draws and home().type == "cuda"):
-        yield graphed(copy.deepcopy(model), accum, places, graphs=graphs, **options)
+        if draws:
+            torch.manual_seed(7)
+        modules.append(copy.deepcopy(model))
+        with graphed(modules[-1], accum, places, graphs=graphs, **options) as engine:
+            found.append(run(engine))
+    assert all(map(torch.equal, *found))
+    assert values_differ(*modules) == []
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -130,17 +138,13 @@ def test_draws_and_buffers_are_those_of_a_step_without_graphs(places, name):
         model, inputs, targets = problem(mlp, nn.Dropout(0.3), Draws())
     else:
         model, inputs, targets = problem(cnn, nn.BatchNorm2d(4))
-    results = []
-    for engine in engines(model, places, 3, draws=True):
-        with engine:
-            torch.manual_seed(7)
-            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(3)]
-        results.append((engine.module, torch.stack(losses), torch.rand(3)))
-    (one, losses, after), (other, expected, expected_after) = results
-    assert torch.equal(losses, expected)
-    assert losses.unique().numel() == 3 or name == "batch_norm"
-    assert torch.equal(after, expected_after)
-    assert values_differ(one, other) == []
+
+    def run(engine):
+        losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(3)]
+        return [*losses, torch.rand(3)]
+
+    *losses, _ = assert_same(run, model, places, 3, draws=True)
+    assert torch.stack(losses).unique().numel() == 3 or name == "batch_norm"
 
 
 def test_outputs_scaler_weights_and_masks(places):
@@ -150,16 +154,13 @@ def test_outputs_scaler_weights_and_masks(places):
         "scaler": torch.amp.GradScaler(home().type, init_scale=8.0),
         "return_outputs": True,
     }
-    results = []
-    for engine in engines(model, places, 4, check_finite=True, accumulate_dtype=torch.float64):
-        with engine:
-            for _ in range(2):
-                loss, outputs = engine.forward_backward({"words": inputs}, targets, LOSS, **options)
-        results.append((engine.module, loss, torch.cat([output.cpu() for output in outputs])))
-    (one, loss, outputs), (other, expected_loss, expected_outputs) = results
-    assert torch.equal(loss, expected_loss)
-    assert torch.equal(outputs, expected_outputs)
-    assert values_differ(one, other) == []
+
+    def run(engine):
+        for _ in range(2):
+            loss, outputs = engine.forward_backward({"words": inputs}, targets, LOSS, **options)
+        return [loss, *outputs]
+
+    assert_same(run, model, places, 4, check_finite=True, accumulate_dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -325,20 +326,17 @@ def test_a_step_that_fails_leaves_no_trace(two_places, kind):
             raise kind("boom")
         return output
 
-    results = []
-    for engine in engines(model, two_places, 4, draws=True):
-        torch.manual_seed(3)
-        with engine:
-            for rows in (ROWS, 16):
-                is_failing, batch = True, (inputs[:rows], targets[:rows])
-                with pytest.raises(kind, match="boom"):
-                    engine.forward_backward(*batch, F.cross_entropy, return_outputs=output_kept)
-                assert all(p.grad is None for p in engine.module.parameters())
-                is_failing = False
-            for _ in range(2):
-                engine.forward_backward(inputs, targets, F.cross_entropy)
-        results.append(engine.module)
-    assert values_differ(*results) == []
+    def run(engine):
+        nonlocal is_failing
+        for rows in (ROWS, 16):
+            is_failing, batch = True, (inputs[:rows], targets[:rows])
+            with pytest.raises(kind, match="boom"):
+                engine.forward_backward(*batch, F.cross_entropy, return_outputs=output_kept)
+            assert all(p.grad is None for p in engine.module.parameters())
+            is_failing = False
+        return [engine.forward_backward(inputs, targets, F.cross_entropy) for _ in range(2)]
+
+    assert_same(run, model, two_places, 4, draws=True)
 
 
 @pytest.mark.parametrize("call", [1, 3], ids=["warming up", "captured"])
@@ -372,13 +370,15 @@ def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
 def test_autocast_is_captured_too(two_places):
     """With it and without are two graphs."""
     model, inputs, targets = problem()
-    found = []
-    for engine in engines(model.float(), two_places, 3):
-        with engine:
-            for is_on in (True, True, False, True):
-                with torch.autocast(home().type, torch.bfloat16, enabled=is_on):
-                    found.append(engine.forward_backward(inputs.float(), targets, LOSS))
-    assert torch.equal(torch.stack(found[:4]), torch.stack(found[4:]))
+
+    def run(engine):
+        found = []
+        for is_on in (True, True, False, True):
+            with torch.autocast(home().type, torch.bfloat16, enabled=is_on):
+                found.append(engine.forward_backward(inputs.float(), targets, LOSS))
+        return found
+
+    found = assert_same(run, model.float(), two_places, 3)
     assert found[0] == found[1] == found[3] != found[2]
 
 

@@ -137,13 +137,18 @@ class Trace(Printed):
             return "No step was recorded."
         number, start = len(self.steps), self._start
         ms: defaultdict[tuple[int | None, str], float] = defaultdict(float)  # by replica and name
-        for event in self._events():
-            ms[event.replica, event.name] += (event.end - event.start) * 1e3 / number
+        shares: dict[int, Share] = {}
         in_steps = between = 0.0
         for step in self.steps:
             in_steps += (step.end - step.start) * 1e3 / number
             between += (step.start - start) * 1e3 / number
             start = step.end
+            for event in list(step.events):  # an abandoned worker may append
+                ms[event.replica, event.name] += (event.end - event.start) * 1e3 / number
+                if event.share:
+                    shares[event.share.replica] = event.share
+                if times := event.on_device:
+                    ms[event.replica, "on device"] += (times[1] - times[0]) * 1e3 / number
         parts = {
             "computing": ms[None, "compute"] - ms[None, "verify"],
             "checks and compiling": ms[None, "verify"],
@@ -156,32 +161,12 @@ class Trace(Printed):
         lines = [
             f"{number} {'step' if number == 1 else 'steps'} of {in_steps:,.1f} ms, "
             f"{between:,.1f} ms between steps; in ms per step:",
-            as_text(self._table(ms, parts["computing"])),
+            as_text(_table(ms, shares, parts["computing"])),
             "for all: " + ", ".join(f"{name} {part:,.1f}" for name, part in once if part >= 0.05),
             "Of the time: " + ", ".join(f"{part:.0%} {name}" for part, name in largest) + ".",
         ]
         lines += [f"step {step.number} failed: {step.error}" for step in self.steps if step.error]
         return "\n".join(lines)
-
-    def _table(
-        self, ms: Mapping[tuple[int | None, str], float], computing: float
-    ) -> list[list[str]]:
-        """One line per replica: the times of its parts, and how long its thread waited."""
-        shares = {event.share.replica: event.share for event in self._events() if event.share}
-        names = [name for name in _ORDER if any(ms.get((replica, name)) for replica in shares)]
-        on_device: defaultdict[int | None, float] = defaultdict(float)
-        for event in self._events():
-            if times := event.on_device:
-                on_device[event.replica] += (times[1] - times[0]) * 1e3 / len(self.steps)
-        table = [["replica", "device", *names, "waited", *["on device"] * bool(on_device)]]
-        for replica, share in sorted(shares.items()):
-            own = [ms[replica, name] for name in names]
-            # Its thread waited for a lock, for its device, or for slower replicas.
-            own.append(max(0.0, computing - sum(own)))
-            if on_device:
-                own.append(on_device[replica])
-            table.append([str(replica), str(share.device), *(f"{part:,.1f}" for part in own)])
-        return table
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the steps to ``path`` for https://ui.perfetto.dev or chrome://tracing.
@@ -221,8 +206,20 @@ class Trace(Printed):
             "https://ui.perfetto.dev"
         )
 
-    def _events(self) -> list[Event]:
-        return [event for step in self.steps for event in list(step.events)]
+
+def _table(
+    ms: Mapping[tuple[int | None, str], float], shares: Mapping[int, Share], computing: float
+) -> list[list[str]]:
+    """One line per replica: the times of its parts, and how long its thread waited."""
+    names = [name for name in _ORDER if any(ms.get((replica, name)) for replica in shares)]
+    last = ["on device"] if any(name == "on device" for _, name in ms) else []
+    table = [["replica", "device", *names, "waited", *last]]
+    for replica, share in sorted(shares.items()):
+        own = [ms[replica, name] for name in names]
+        # Its thread waited for a lock, for its device, or for slower replicas.
+        own += [max(0.0, computing - sum(own)), *(ms[replica, name] for name in last)]
+        table.append([str(replica), str(share.device), *(f"{part:,.1f}" for part in own)])
+    return table
 
 
 def _timed_mark(device: torch.device) -> torch.Event:

@@ -131,26 +131,21 @@ class Passes:
     """
 
     def __init__(self, attempt: Attempt, task: ReplicaTask, *, proceed: Proceed) -> None:
-        self._attempt, self.task, self.share = attempt, task, task.share
-        self.outputs: list[Any] = []
-        self.returned: list[Any] = []
-        self._last: Any = None  # the last output with its graph, until the second pass
-        self._states: list[State] = []  # of the generators, before each micro-batch
-        self._without_gradient: Sequence[Tensor] = task.leaves
-        self._run_first(task, attempt, proceed)
-
-    def _run_first(self, task: ReplicaTask, attempt: Attempt, proceed: Proceed) -> None:
         """Run forward, and retain the graph of the last micro-batch only.
 
         All micro-batches run in the caller's grad mode: modules may compute other outputs without.
         """
-        share = self.share
-        retain_rows = attempt.retain_rows and len(share.micro_batches) > 1
+        self._attempt, self.task, self.share = attempt, task, task.share
+        self.outputs: list[Any] = []
+        self.returned: list[Any] = []
+        self._states: list[State] = []  # of the generators, before each micro-batch
+        self._without_gradient: Sequence[Tensor] = task.leaves
         return_outputs = attempt.request.return_outputs
-        for number in range(len(share.micro_batches)):
+        retain_rows = attempt.retain_rows and len(self.share.micro_batches) > 1
+        for number in range(len(self.share.micro_batches)):
             proceed(number)
-            self._last = None  # drops its graph before the next one is made
-            self._states.append(attempt.generators.get_state(share.replica))
+            self._last: Any = None  # the last output with its graph; dropped before the next
+            self._states.append(attempt.generators.get_state(self.share.replica))
             self._last = output_at(task, task.rows_of(number, retain=retain_rows), number)
             self.outputs.append(nested.map_tensors(_leaf, self._last))
             if return_outputs:
@@ -280,12 +275,12 @@ class WholeBatch:
 
     def _join_ranks(self, ranks: Ranks, seed: int) -> int:
         """Add the other processes' rows. Returns the seed that all processes use."""
-        problem = ""
-        if self._lists and any(isinstance(piece, list) for piece in self._pieces):
-            problem = "the outputs are lists with one entry per row; return"
-        elif has_markers(self._targets, with_rows=True):
-            problem = "the targets have a marker with rows; pass"
-        if problem:
+        problems = {
+            "the outputs are lists with one entry per row; return": self._lists
+            and any(isinstance(piece, list) for piece in self._pieces),
+            "the targets have a marker with rows; pass": has_markers(self._targets, with_rows=True),
+        }
+        for problem in (problem for problem, is_met in problems.items() if is_met):
             raise ValueError(
                 f"whole_batch=True with a process_group cannot join these values across ranks: "
                 f"{problem} tensors of one length on all ranks"

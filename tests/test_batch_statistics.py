@@ -26,14 +26,11 @@ LAYOUTS = {
 }
 
 
-def assert_close(actual, expected, name):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13, msg=name)
-
-
-def assert_buffers(module, expected):
-    """These buffers of the module are the expected ones, by name."""
+def assert_buffers(found, expected):
+    """These buffers are the expected ones, by name."""
+    found = dict(found.named_buffers()) if isinstance(found, nn.Module) else found
     for name, value in dict(expected).items():
-        assert_close(dict(module.named_buffers())[name], value, name)
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-13, msg=name)
 
 
 class Activated(nn.BatchNorm2d):
@@ -125,24 +122,19 @@ def test_every_layer_has_what_all_of_its_rows_make(
 
 @pytest.mark.contract
 def test_the_first_layer_has_what_plain_torch_has(devices):
-    """Momentum may change from step to step, as schedules have it."""
+    """Momentum may change from step to step, as schedules have it; inference moves them too."""
     model = build(Net)
     twin = copy.deepcopy(model)
     with ScatterOnceParallel(model, 4, devices(2), buffers="batch") as engine:
-        for step in range(4):
+        for step in range(5):
             model.first.momentum = twin.first.momentum = 0.5 / (step + 1)
-            engine.forward_backward(*BATCH, CRITERION)
+            if step == 4:
+                with torch.no_grad():
+                    engine(BATCH[0])
+            else:
+                engine.forward_backward(*BATCH, CRITERION)
             twin(BATCH[0])
             assert_buffers(model.first, twin.first.named_buffers())
-
-
-def test_inference_in_training_mode_moves_them_once(devices):
-    model = build(Net)
-    expected = copy.deepcopy(model.first)
-    expected(BATCH[0])
-    with ScatterOnceParallel(model, 2, devices(3), buffers="batch") as engine, torch.no_grad():
-        engine(BATCH[0])
-    assert_buffers(model.first, expected.named_buffers())
 
 
 def test_a_failed_step_leaves_them_alone(devices):
@@ -204,24 +196,21 @@ def test_the_rows_of_all_ranks():
     for _ in range(2):
         twin(BATCH[0])
     for found, collectives in results:
-        for name, buffer in twin.first.named_buffers():
-            assert_close(found[f"first.{name}"], buffer, name)
+        assert_buffers(found, twin.first.named_buffers(prefix="first"))
         for name, buffer in found.items():
             assert torch.equal(buffer, results[0][0][name]), f"{name} differs between ranks"
         assert collectives == 3
 
 
-def test_synchronised_ones_are_told():
+def with_synchronised(group=None):
     model = build(lambda: nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3)))
-    with pytest.warns(UserWarning, match=r"'1' is an nn.SyncBatchNorm: .* each micro-batch by"):
-        engine = ScatterOnceParallel(model, 1, ["cpu"])
-    engine.close()
+    words = (
+        rf"'1' is an nn.SyncBatchNorm.*{'use nn.BatchNorm2d, whose' if group else 'each micro-b'}"
+    )
+    with pytest.raises(ValueError, match=words) if group else pytest.warns(match=words):
+        ScatterOnceParallel(model, 1, ["cpu"]).close()
 
 
-def with_synchronised(group):
-    with pytest.raises(ValueError, match=r"'0' is an nn.SyncBatchNorm.*use nn.BatchNorm2d, whose"):
-        ScatterOnceParallel(nn.Sequential(nn.SyncBatchNorm(3)), 1, ["cpu"])
-
-
-def test_synchronised_ones_are_refused_between_processes():
+def test_synchronised_ones_are_told_and_between_processes_refused():
+    with_synchronised()
     run_on_ranks(2, with_synchronised)

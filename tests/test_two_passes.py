@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 
@@ -20,14 +19,12 @@ from harness.oracle import (
     gradients,
     randint,
     randn,
+    whole_batch,
 )
 from harness.whole_batches import Tempered, Versions, pairs
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.batch.nested import join_rows
-
-# How often what is computed
 
 
 class Recorder(nn.Module):
@@ -80,9 +77,6 @@ def test_what_has_no_gradient_is_not_computed_again():
         engine.forward_backward(numbers, None, criterion, whole_batch=True)
     assert len(calls) == 3
     assert_gradients(criterion, gradients(plain))
-
-
-# Random numbers
 
 
 def noisy():
@@ -142,9 +136,6 @@ def test_what_differs_the_second_time_is_refused(devices, words):
         engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
 
 
-# State
-
-
 def test_a_criterion_alternates_between_whole_batches_and_micro_batches(devices):
     """Replicated everywhere for one, on the master alone for the other."""
     model, criterion = linear(), build(Tempered)
@@ -152,9 +143,6 @@ def test_a_criterion_alternates_between_whole_batches_and_micro_batches(devices)
         for whole in (True, False, True):
             engine.forward_backward(randn(8, FEATURES), None, criterion, whole_batch=whole)
     assert criterion.scale.grad is not None
-
-
-# Outputs
 
 
 @pytest.mark.contract
@@ -183,39 +171,28 @@ def test_outputs_are_returned_as_the_module_gives_them_and_the_criterion_runs_on
         assert_close(torch.cat(norms), joined.norm(dim=1), "norms")
 
 
-# What goes along
-
-
-def test_autocast_is_that_of_a_plain_loop(devices):
-    model = two_views().float()
+def test_autocast_is_that_of_plain_torch(devices):
     both, labels = views(12)
-    both = tuple(view.float() for view in both)
     dtypes = []
 
     def criterion(outputs, labels):
         dtypes.append((outputs["one"].dtype, (outputs["one"] @ outputs["one"].T.float()).dtype))
         return nt_xent({name: value.float() for name, value in outputs.items()}, labels)
 
-    twin = copy.deepcopy(model)
-    engine = ScatterOnceParallel(model, 3, devices(2))
+    engine = ScatterOnceParallel(two_views().float(), 3, devices(2))
     with engine, torch.autocast("cpu", torch.bfloat16):
-        engine.forward_backward(both, labels, criterion, whole_batch=True)
-        pieces = [twin(*(view[low : low + 2] for view in both)) for low in range(0, 12, 2)]
-        loss = criterion(join_rows(pieces, 0, [2] * 6), labels)
-    loss.backward()
+        both = tuple(view.float() for view in both)
+        assert_step(engine, both, labels, criterion, relative=2e-2, whole_batch=True)
     assert dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
-    assert_gradients(model, gradients(twin), relative=1e-2)
 
 
 def test_a_scaler_scales_the_gradients(devices):
     model = two_views()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected, plain = whole_batch(model, *views(9), nt_xent)
     with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        loss = engine.forward_backward(*views(9), nt_xent, whole_batch=True)
-        plain = gradients(model)
-        model.zero_grad()
-        scaled_loss = engine.forward_backward(*views(9), nt_xent, scaler=scaler, whole_batch=True)
-    assert torch.equal(loss, scaled_loss)
+        loss = engine.forward_backward(*views(9), nt_xent, scaler=scaler, whole_batch=True)
+    assert_close(loss, expected, "loss")
     assert_gradients(model, {k: None if g is None else 1024 * g for k, g in plain.items()})
 
 

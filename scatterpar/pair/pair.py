@@ -243,10 +243,8 @@ class DataParallelCriterion(_OfPair):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
-            reduction, batches = (
-                resolve_reduction(self.module, reduction),
-                [(0, (outputs, targets))],
-            )
+            reduction = resolve_reduction(self.module, reduction)
+            batches = [(0, (outputs, targets))]
             request = Request(batches, self.dim, (), self.module, reduction, count)
             plan = self._plan(outputs, targets)
             pieces = scatter_owned(targets, plan, self.dim, transfers)

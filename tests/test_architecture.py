@@ -159,9 +159,7 @@ EXCEPTIONS = {
     "test_sabotage.py": "each promise is broken in turn",
     "integrations/test_trl.py": "TRL's trainers are subclasses of those of transformers",
     "threads/test_lifetime.py": "ends of engines, of workers and of the interpreter",
-    "train/test_loop.py": "the loop of training.py, without pictures",
     "train/test_other_systems.py": "Windows and macOS, imitated",
-    "train/test_stopping.py": "signals end a run of training.py, which goes on",
     "verify/test_outcomes.py": "what becomes of a step that verifier.py refused",
 }
 

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.draws
     ("arguments", "words"),
     [
         ("--epochs 1.5", "invalid literal for int() with base 10: '1.5'"),
-        ("--drop-at 3 x", "Error parsing --drop-at"),
-        ("--autocast float8", "float8"),
         ("--epoch 3", "Unrecognized options: --epoch"),
         ("--batch", "Missing value for argument '--batch'"),
     ],

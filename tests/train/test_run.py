@@ -338,21 +338,6 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     assert best["model"].keys() == Convolving(3).state_dict().keys()
 
 
-@pytest.mark.pictures
-@pytest.mark.parametrize("batch", ["4096", "auto"])
-def test_the_rate_is_that_of_the_images_that_a_step_has(folder, tmp_path, capsys, batch):
-    """120 images were once trained on with the rate of 4096, or with that of 256 that grow."""
-    options = ["--epochs", "2", "--base-lr", "0.003", "--warmup-epochs", "0", "--batch", batch]
-    assert train(folder, tmp_path, *options, *PLAIN) == 0
-    peak = 0.003 * 120 / 256
-    assert [r["learning_rate"] for r in steps(tmp_path)] == pytest.approx([peak, peak / 2])
-    assert [r["images"] for r in steps(tmp_path)] == [120, 120]
-    assert [r["batch"] for r in records(tmp_path, "epoch")] == [120, 120]
-    printed = capsys.readouterr().out
-    assert "batches of 120, for 1 steps an epoch of 120; " in printed
-    assert ("the gradient's noise scale doubles it" in printed) == (batch == "auto")
-
-
 def test_how_the_engine_works_is_said_to_it(tmp_path):
     refused = mock.patch.object(training, "ScatterOnceParallel", side_effect=KeyError)
     with refused as engine, pytest.raises(KeyError):

@@ -148,6 +148,14 @@ def test_the_rate_is_that_of_torchs_schedulers(toy, warmup, drops):
         training.position.consumed += 256
 
 
+@pytest.mark.parametrize("batch", ["4096", "auto"])
+def test_the_rate_is_that_of_the_images_that_a_step_has(toy, batch):
+    """120 images were once trained on with the rate of 4096, or with that of 256 that grow."""
+    training = toy("--batch", batch, rows=120)
+    assert [len(rows) for rows in training.order(0)] == [120]
+    assert training.rate() == pytest.approx(30 * 120 / 256)
+
+
 def test_the_default_batch_leaves_an_epoch_enough_steps():
     """A folder of 480 pictures was one batch of 4096, and one of 379 had batches of 4."""
     sizes = [default_batch(images) for images in (30, 379, 480, 8192, 204_799, 10**7)]

@@ -103,6 +103,11 @@ def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(
     devices, form, where, rows, accum, whole_batch
 ):
     criterion, found = of_pairs if whole_batch else CE, []
+    model = budget(3, form, where)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        torch.manual_seed(1)
+        with nothing_changes(model), pytest.raises(type(FORMS[form]())):
+            step(engine, rows, criterion, whole_batch=whole_batch)
     for room, given in ((10**9, accum), (3, "auto")):
         model = budget(room, form, where)
         with (
@@ -139,24 +144,35 @@ def test_the_fewest_sub_steps_that_fit_are_found_and_kept(replicas, rows):
         assert len(engine.plan(24).shares[0].micro_batches) == fewest
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_one_row_that_does_not_fit_reaches_the_user_and_changes_nothing(devices, where):
+@pytest.mark.parametrize("where", ["forward", "backward", "criterion"])
+def test_what_never_fits_reaches_the_user_and_changes_nothing(devices, where):
     model, twin = budget(0, where=where), budget()
     model.norm.eval()
+    options = {"whole_batch": where == "criterion"}
+
+    def criterion(outputs, targets):
+        if where == "criterion" and not model.rows:
+            assert len(outputs) == 24, "all outputs, however many sub-steps there are"
+            raise FORMS["torch"]()
+        return CE(outputs, targets)
+
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
         torch.manual_seed(1)
         wanted = pytest.raises(torch.OutOfMemoryError, match="Tried to allocate")
         with nothing_changes(model), wanted as caught:
-            step(engine)
+            step(engine, criterion=criterion, **options)
         notes = "\n".join(caught.value.__notes__)
         assert "with 12 sub-steps a sub-step is one row, and that does not fit" in notes
-        assert any(beginning_of_note(i, devices(2)[i]) in notes for i in (0, 1))
+        begins = [beginning_of_note(i, devices(2)[i]) for i in (0, 1)]
+        if where == "criterion":
+            begins = ["in the criterion, with the outputs of all 24 rows"]
+        assert any(words in notes for words in begins)
         del caught
         model.rows = 10**9
         model.norm.train()
-        loss = step(engine)
+        loss = step(engine, criterion=criterion, **options)
     with ScatterOnceParallel(twin, 1, devices(2)) as engine:
-        assert torch.equal(step(engine), loss)
+        assert torch.equal(step(engine, criterion=criterion, **options), loss)
     assert values_differ(twin, model) == []
 
 
@@ -220,15 +236,6 @@ def test_memory_that_ends_while_a_step_is_committed(devices, monkeypatch, count,
         assert 0 < room < 99
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_fixed_accum_does_not_retry(form):
-    model = budget(3, form=form)
-    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
-        with pytest.raises(type(FORMS[form]())):
-            step(engine)
-        assert model.leave.weight.grad is None
-
-
 @pytest.mark.parametrize("room", [10**9, 3], ids=["at once", "after memory ran out"])
 def test_other_errors_are_not_taken_for_it(room):
     def fails(*_):
@@ -239,26 +246,6 @@ def test_other_errors_are_not_taken_for_it(room):
     wanted = pytest.raises(RuntimeError, match="device-side assert")
     with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine, nothing_changes(model), wanted:
         step(engine, 29, fails)
-
-
-def test_a_criterion_that_never_fits_changes_nothing(devices):
-    """The master holds all outputs, however many sub-steps there are."""
-    calls = []
-
-    def criterion(outputs, _):
-        calls.append(len(outputs))
-        raise FORMS["torch"]()
-
-    model = budget().eval()
-    torch.manual_seed(1)
-    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
-        wanted = pytest.raises(torch.OutOfMemoryError, match="Tried to allocate")
-        with nothing_changes(model), wanted as caught:
-            step(engine, criterion=criterion, whole_batch=True)
-    notes = "\n".join(caught.value.__notes__)
-    assert "in the criterion, with the outputs of all 24 rows" in notes
-    assert "with 12 sub-steps a sub-step is one row, and that does not fit" in notes
-    assert calls == [24] * len(calls)
 
 
 def test_a_criterion_that_fits_beside_smaller_graphs(devices):

@@ -6,8 +6,6 @@ import functools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from datetime import timedelta
@@ -16,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults.processes import SILENCE, run_forked
+from faults.processes import run_forked
 from faults.state import nothing_changes
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.notes import beginning_of_note
@@ -251,49 +249,7 @@ def test_memory_that_is_not_enough_on_one_rank_fails_all():
 # --- a rank that is lost, a group that is left ---
 
 
-def die(rank, store):
-    """Three steps; rank 1 is killed before the third."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    file = dist.FileStore(store, 2)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=2)
-    engine = ScatterOnceParallel(build(mlp), process_group=dist.group.WORLD)
-    for _ in range(2):
-        engine.forward_backward(*FOUR, CRITERION)
-    # Only now, since on a busy machine one rank may be much later than the other.
-    _set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with nothing_changes(engine.module):
-        kind, words = failure(engine.forward_backward, *FOUR, CRITERION)
-    print(kind, words.splitlines()[-1], flush=True)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path):
-    code = "import sys; from distributed import test_collectives as t; "
-    code += "t.die(int(sys.argv[1]), *sys.argv[2:])"
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
-            cwd=os.path.dirname(os.path.dirname(__file__)),
-            **options,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        printed, _ = workers[0].communicate(timeout=SILENCE)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert "RuntimeError rank 0 of 2 waited " in printed
-    assert "for the flags and counts of all ranks, and another rank was lost" in printed
-    assert "nothing was changed on this rank" in printed
-
-
-def absent(group, folder):
+def absent(group, folder, is_killed):
     limit = timedelta(seconds=100)
     pairs = [dist.new_group([0, 1], backend="cpu:gloo", timeout=limit) for _ in range(2)]
     if group.rank() == 2:
@@ -305,11 +261,13 @@ def absent(group, folder):
     found = []
     if group.rank() == 0:
         for pair in pairs:  # only now, since on a busy machine one rank may be much later
-            _set_pg_timeout(timedelta(seconds=0.5), pair)
+            _set_pg_timeout(timedelta(seconds=3 if is_killed else 0.5), pair)
         with nothing_changes(engine.module):
             found.append(failure(engine.forward_backward, *FOUR, CRITERION))
         found.append(failure(ScatterOnceParallel, build(mlp), process_group=pairs[1]))
         (folder / "waited").touch()
+    elif is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
     else:
         while not (folder / "waited").exists():  # alive, and not there
             time.sleep(0.02)
@@ -318,8 +276,12 @@ def absent(group, folder):
     return found
 
 
-def test_who_waits_for_a_rank_that_does_not_come_says_what_for(tmp_path):
-    found, *_ = run_on_ranks(3, absent, tmp_path)
+@pytest.mark.parametrize(
+    "is_killed", [pytest.param(True, id="killed", marks=pytest.mark.slow), False]
+)
+def test_who_waits_for_a_rank_that_does_not_come_says_what_for(tmp_path, is_killed):
+    killed = 1 if is_killed else None
+    found, *_ = run_on_ranks(3, absent, tmp_path, is_killed, killed=killed)
     waited_for = ["the flags and counts of all ranks", "the other ranks' description of the module"]
     for (kind, words), what in zip(found, waited_for, strict=True):
         assert kind == "RuntimeError"

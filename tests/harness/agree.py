@@ -144,7 +144,8 @@ def by_cost(case, *args):
 
 @contextlib.contextmanager
 def by_pair(case, module, criterion, devices):
-    model, loss_of = DataParallelModel(module, devices), DataParallelCriterion(criterion, devices)
+    how = devices, case.engine.get("dim", 0)
+    model, loss_of = DataParallelModel(module, *how), DataParallelCriterion(criterion, *how)
     inputs, targets = case.batch
 
     def step():

@@ -303,7 +303,7 @@ CASES = {
         (randn(FEATURES, 11), randn(CLASSES, 11)),
         lambda _: nn.MSELoss(),
         engine={"dim": 1},
-        only=("engine", "loss", "check", "whole batch", "guarded", "inference"),
+        only=("engine", "loss", "check", "whole batch", "guarded", "inference", "pair"),
     ),
     **{
         f"a codebook of {entries} and {rows} rows": Case(

@@ -26,9 +26,12 @@ _REPLY_SECONDS = 300.0
 _ranks: list[Any] = []  # the processes, the ends of their pipes, and the folder of their store
 
 
-def run_on_ranks(size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+def run_on_ranks(
+    size: int, case: Callable[..., Any], *args: Any, killed: int | None = None
+) -> list[Any]:
     """What ``case(group, *args)`` returns on each of the first ``size`` ranks of all tests.
 
+    ``None`` for the rank that is ``killed`` meanwhile.
     The ranks are started again if they have ended: idle ones do, and so may lost ones.
     """
     if not _ranks or not all(process.is_alive() for process in _ranks[0]):
@@ -39,7 +42,11 @@ def run_on_ranks(size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
     answers = []
     for rank, pipe in enumerate(pipes):
         assert pipe.poll(_REPLY_SECONDS), f"rank {rank} said nothing for {_REPLY_SECONDS} s"
-        answers.append(pipe.recv())
+        try:
+            answers.append(pipe.recv())
+        except EOFError:
+            assert rank == killed, f"rank {rank} has ended"
+            answers.append((None, None))
     for rank, (failure, _) in enumerate(answers):
         assert failure is None, f"on rank {rank}: {failure}"
     return [value for _, value in answers]

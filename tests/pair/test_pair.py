@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults.state import nothing_changes
 from harness.freed import in_time
-from harness.models import CLASSES, FEATURES, Columns, Of, linear, mlp
+from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.module_cases import with_buffers
 from harness.notes import beginning_of_note
 from harness.oracle import assert_close, build, randint, randn
@@ -92,18 +92,6 @@ def test_what_has_no_rows_crosses_once_to_each_memory(monkeypatch):
     assert len(crossed) == 2
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_rows_along_another_dimension(devices, dim):
-    model = build(Columns)
-    inputs, targets = INPUTS.T.contiguous(), randn(CLASSES, 9, seed=4)
-    expected = model(inputs)
-    outputs = DataParallelModel(model, devices(4), dim)(inputs)
-    assert [output.size(dim) for output in outputs] == [3, 2, 2, 2]
-    assert_close(gather(outputs, "cpu", dim), expected, "outputs")
-    criterion = DataParallelCriterion(nn.MSELoss(), devices(4), dim)
-    assert_close(criterion(outputs, targets), nn.MSELoss()(expected, targets), "loss")
-
-
 @pytest.mark.parametrize("device", ["cpu", "cpu:1", torch.device("cpu")])
 def test_gather_to_a_device_and_back_to_the_parameters(devices, device):
     def program(of):
@@ -151,13 +139,6 @@ def test_a_batch_that_is_all_ignored_is_no_nan(devices):
     assert all(parameter.grad is None for parameter in model.parameters())
     with torch.no_grad():
         assert not pair.loss(inputs, torch.full((9,), -100)).requires_grad
-
-
-def test_the_loss_has_the_criterion_s_dtype(devices):
-    outputs = (torch.ones(3, 2).half(), torch.zeros(2, 2).half())
-    loss = DataParallelCriterion(nn.MSELoss(), devices(2))(outputs, torch.zeros(5, 2).half())
-    assert loss.dtype == torch.half
-    assert loss.item() == pytest.approx(0.6, abs=1e-3)
 
 
 # --- buffers: replica 0's, in the module after the forward, and only where they changed ---

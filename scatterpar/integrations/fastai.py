@@ -97,9 +97,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         else:
             with torch.no_grad():
                 learn.pred = self._engine_of(learn)(*learn.xb)
-        predicted = [*nested.tensors(learn.pred)]
+        predicted = nested.tensors(learn.pred)
         learn("after_pred")
-        if trains and not _are_same(predicted, [*nested.tensors(learn.pred)]):
+        if trains and _places(predicted) != _places(learn.pred):
             why = "a callback replaced learn.pred in after_pred, when the loss had been computed"
             raise ValueError(f"{why}; change the prediction in the model or in the loss function")
         if len(learn.yb):
@@ -115,8 +115,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
         if self._criterion is None or self._criterion.loss_func is not learn.loss_func:
             self._criterion = _Criterion(learn.loss_func, mixes)
-        count = self._count or self._criterion.count
-        options: dict[str, Any] = {"count": count, "reduction": self._reduction}
+        options: dict[str, Any] = {"count": self._count or self._criterion.count}
+        options["reduction"] = self._reduction
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
             options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
         scaler = vars(learn).get("scaler")  # MixedPrecision's
@@ -160,6 +160,5 @@ class _Criterion(nn.Module):
         return loss_func(to_float(output) if self.mixes else output, *targets)
 
 
-def _are_same(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    places = [[(one.data_ptr(), one.shape) for one in tensors] for tensors in (before, after)]
-    return places[0] == places[1]
+def _places(value: Any) -> list[Any]:
+    return [(tensor.data_ptr(), tensor.shape) for tensor in nested.tensors(value)]

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -78,7 +77,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._device_ids, self._options = device_ids, {"accum": accum, **options}
         self._count, self._reduction = count, reduction
         self._engine: Any = None
-        self._compiled: dict[str, Any] = {}
+        self._until_teardown = contextlib.ExitStack()
 
     # One process, one model, several devices.
 
@@ -89,31 +88,25 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: Trainer) -> None:
         """Do what ``SingleDeviceStrategy`` does, and make the engine."""
-        module = self.lightning_module
+        module: Any = self.lightning_module
         if trainer.training:
             _refuse(trainer, module)
             if "buffers" not in self._options and any(map(_normalises_batches, module.modules())):
                 warnings.warn(_BATCH_NORM, stacklevel=2)
         super().setup(trainer)
-        if module._compiler_ctx is not None:  # torch.compile(module); replicas compile forward
-            names = {*_STEPS, "_compiler_ctx"}
-            self._compiled = {name: v for name, v in vars(module).items() if name in names}
-            to_uncompiled(module)
-            compile = self._compiled["_compiler_ctx"]["dynamo_ctx"]
-            module._compiled_call_impl = compile(module._call_impl)
-        devices = self._device_ids or self.parallel_devices
-        modules = loop.Modules([module])
-        self._engine = ScatterOnceParallel(modules, device_ids=devices, **self._options)
+        enter = self._until_teardown.enter_context
+        if compiled := module._compiler_ctx:  # torch.compile(module): replicas compile forward
+            steps = {name: compiled[f"original_{name}"] for name in _STEPS}
+            impl = compiled["dynamo_ctx"](module._call_impl)
+            own = {"_compiler_ctx": None, "_compiled_call_impl": impl}
+            enter(loop.overridden(module, **steps, **own))
+        modules, devices = loop.Modules([module]), self._device_ids or self.parallel_devices
+        self._engine = enter(ScatterOnceParallel(modules, device_ids=devices, **self._options))
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
-        if self._engine is not None:
-            self._engine.close()
-        if self._compiled:
-            module: Any = self.lightning_module
-            module._compiled_call_impl = None
-            vars(module).update(self._compiled)
-        self._engine, self._compiled = None, {}
+        self._until_teardown.close()
+        self._engine = None
         super().teardown()
 
     def batch_to_device(
@@ -155,8 +148,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module = self.lightning_module
         by_path = metrics.metrics_of(module)
         with metrics.placed(module, dict.fromkeys(by_path, metrics.ABSENT)):
-            empty = {path: metrics.emptied(metric) for path, metric in by_path.items()}
-            call = {"work": self._call, "step": step, "rest": list(rest), "empty": empty}
+            call = {"work": self._call, "step": step, "rest": list(rest), "measures": by_path}
             rows = {"batch": loop.as_rows(batch), "rows": Rows(range(loop.num_rows(batch)))}
             yield call | rows
 
@@ -181,14 +173,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         weights = [float(call.weight) for call in calls]
         return _joined(outputs, weights, [len(call.rows) for call in calls])
 
-    def _call(self, modules: Any, batch: Any, rows: Any, step: str, rest: Any, empty: Any) -> Any:
+    def _call(self, modules: Any, batch: Any, rows: Any, step: str, rest: Any, measures: Any) -> Any:
         """Call a step function for one micro-batch, on a replica of the LightningModule.
 
         Returns its loss, and what it left on the replica and in metrics, without graphs.
         """
         module: Any = modules.parts[0]
         device = next((p.device for p in module.parameters()), module.device)
-        by_path = {path: metric.clone().to(device) for path, metric in empty.items()}
+        by_path = {path: metrics.emptied(one).to(device) for path, one in measures.items()}
         additions, logged, loss = loop.Additions(module), [], None
         count = self._count or (lambda _: len(rows))  # the terms of a mean over the call
 

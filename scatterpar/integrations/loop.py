@@ -89,25 +89,24 @@ class Additions:
 
     def __init__(self, owner: Any) -> None:
         attributes = vars(owner).items()
-        self.numbers = {name: v for name, v in attributes if type(v) in (int, float)}
         self._lists = {name: (v, len(v)) for name, v in attributes if type(v) is list}
+        self._numbers = {name: v for name, v in attributes if type(v) in (int, float)}
 
     def end(self, owner: Any) -> Self:
         """Keep what the call has added to ``owner``, and drop the rest."""
         now, lists = vars(owner), self._lists.items()
         self.metrics = now.get("_metrics", {})
-        numbers = {k: v for k, v in self.numbers.items() if type(now.get(k)) in (int, float)}
-        self.numbers = {name: now[name] - v for name, v in numbers.items() if now[name] != v}
-        self.entries = {k: v[length:] for k, (v, length) in lists if now.get(k) is v}
+        self.added: dict[str, Any] = {k: v[n:] for k, (v, n) in lists if now.get(k) is v}
+        for name, before in self._numbers.items():
+            if type(now.get(name)) in (int, float) and now[name] != before:
+                self.added[name] = now[name] - before
         del self._lists
         return self
 
     def add_to(self, owner: Any) -> None:
         """Add what the call has added to the numbers and lists of ``owner``."""
-        for name, more in self.numbers.items():
-            setattr(owner, name, getattr(owner, name) + more)
-        for name, entries in self.entries.items():
-            getattr(owner, name).extend(entries)
+        for name in self.added.keys() & vars(owner).keys():
+            vars(owner)[name] += self.added[name]  # a list stays the same object
 
 
 def each_call(outputs: Any) -> list[Any]:
@@ -127,9 +126,8 @@ def num_rows(batch: Any) -> int:
     """
     level, longest = [batch], 0
     while level:
-        for size in map(_size, level):
-            if size is not None:
-                return size
+        if sizes := [n for n in map(_size, level) if n is not None]:
+            return sizes[0]
         longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
         level = list(chain.from_iterable(map(_entries, level)))
     return longest or 1
@@ -143,10 +141,8 @@ def as_rows(batch: Any) -> Any:
     rows = num_rows(batch)
 
     def is_rows(value: Any) -> bool:
-        if not _is_list(value) or len(value) != rows:
-            return False
-        sizes = [len(v) if _is_list(v) else _size(v) for v in _leaves(value)]
-        return {*sizes} - {None} != {rows}
+        sizes = {len(v) if _is_list(v) else _size(v) for v in _leaves(value)} - {None}
+        return _is_list(value) and len(value) == rows and sizes != {rows}
 
     mark = lambda values: Rows(values[0]) if is_rows(values[0]) else values[0]  # noqa: E731
     return nested.merge(mark, [batch], lambda values: is_rows(values[0]))

@@ -20,13 +20,13 @@ from scatterpar.batch import nested
 ABSENT = nn.Identity()  # takes the place of each metric while the module is replicated
 
 
-def metrics_of(module: nn.Module, prefix: str = "") -> dict[str, Any]:
+def metrics_of(module: nn.Module) -> dict[str, Any]:
     """The outermost metrics and collections of metrics in ``module``, by path."""
     by_path: dict[str, Any] = {}
-    for name, child in module.named_children():
-        is_metric = isinstance(child, (Metric, MetricCollection))
-        path = prefix + name
-        by_path |= {path: child} if is_metric else metrics_of(child, f"{path}.")
+    for path, child in module.named_modules(remove_duplicate=False):
+        is_inside = any(path.startswith(f"{outer}.") for outer in by_path)
+        if isinstance(child, (Metric, MetricCollection)) and not is_inside:
+            by_path[path] = child
     return by_path
 
 

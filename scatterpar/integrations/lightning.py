@@ -173,7 +173,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         weights = [float(call.weight) for call in calls]
         return _joined(outputs, weights, [len(call.rows) for call in calls])
 
-    def _call(self, modules: Any, batch: Any, rows: Any, step: str, rest: Any, measures: Any) -> Any:
+    def _call(
+        self, modules: Any, batch: Any, rows: Any, step: str, rest: Any, measures: Any
+    ) -> Any:
         """Call a step function for one micro-batch, on a replica of the LightningModule.
 
         Returns its loss, and what it left on the replica and in metrics, without graphs.

@@ -39,7 +39,7 @@ class _WholeBatch(ScatterOnceMixin):
     """The base of both trainers: one loss over the outputs for all rows of a step."""
 
     _output = "sentence_embedding"
-    _recorded_model: _RecordedModel | None = None
+    _recorded_model: _RecordedModel | None = None  # while the loss runs
     accum_loss_components: dict[str, Any]
 
     def __init__(
@@ -53,23 +53,17 @@ class _WholeBatch(ScatterOnceMixin):
         reason = "its loss may compare all rows of a batch; leave micro_batch_cost out"
         refuse(name, {"micro_batch_cost": has_cost}, reason)
         super().__init__(*args, device_ids=device_ids, **kwargs)
-        reason = "it needs more of the model than its outputs; use the stock trainer on one device"
-        parts = [type(part).__name__ for loss in self._losses() for part in loss.modules()]
-        refuse(name, {part: part in _REFUSED for part in parts}, reason)
-        self._sees_all = self._needs_whole_batch() if whole_batch is None else whole_batch
-
-    def _losses(self) -> list[nn.Module]:
         loss: Any = vars(self)["loss"]
-        return list(loss.values()) if isinstance(loss, dict) else [loss]
-
-    def _needs_whole_batch(self) -> bool:
-        """Whether a loss, a batch sampler or a choice of data sets depends on the whole batch."""
-        args: Any = self.args
-        is_plain = args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-        is_plain &= not isinstance(self.train_dataset, dict)
-        return not (is_plain and all(map(_is_mean_over_rows, self._losses())))
-
-    # One batch with all rows of a step, if the loss sees all of them.
+        losses = list(loss.values()) if isinstance(loss, dict) else [loss]
+        reason = "it needs more of the model than its outputs; use the stock trainer on one device"
+        parts = [type(part).__name__ for loss in losses for part in loss.modules()]
+        refuse(name, {part: part in _REFUSED for part in parts}, reason)
+        if whole_batch is None:  # True if a loss, a sampler or a choice of data sets depends on it
+            sampler: Any = vars(self.args)["batch_sampler"]
+            is_plain = sampler == BatchSamplers.BATCH_SAMPLER
+            is_plain &= not isinstance(self.train_dataset, dict)
+            whole_batch = not (is_plain and all(map(_is_mean_over_rows, losses)))
+        self._sees_all = whole_batch
 
     def _modules(self) -> list[Any]:
         return [self.model] if self._sees_all else super()._modules()
@@ -80,14 +74,13 @@ class _WholeBatch(ScatterOnceMixin):
     def _how_losses_combine(self, step: Any) -> str:
         return ROWS
 
-    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Tensor:
+    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
         if not self._sees_all:
             return super()._loss_of_step(model, step, **options)
-        recorded = _RecordedModel(self.model, self._output)
-        on_master = self._prepare_input(dict(step))
-        columns, state = self._columns(step, on_master, recorded)
-        recorded.sizes = [num_rows(column) for column in columns]
-        groups = [[column] for column in columns] if len({*recorded.sizes}) > 1 else [columns]
+        recorded, on_master = _RecordedModel(self), self._prepare_input(dict(step))
+        state = self._record_columns(recorded, step, on_master)
+        columns = recorded.columns
+        groups = [[c] for c in columns] if len({*map(num_rows, columns)}) > 1 else [columns]
         inputs = Rows.from_batches({"work": self._outputs_of, "columns": g} for g in groups)
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
@@ -99,35 +92,25 @@ class _WholeBatch(ScatterOnceMixin):
                 return self._loss_with(recorded, on_master)
 
         accum = self._user_args["gradient_accumulation_steps"]
-        loss: Tensor = self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
+        loss = self._engine_loss(inputs, accum, None, criterion, whole_batch=True)
         if not recorded.was_called:
             reason = "needs a loss that calls the model which is trained: this one did not; pass"
             remedy = "whole_batch=False, for the mean of the losses of the replicas' batches"
             raise ValueError(f"{type(self).__name__} {reason} {remedy}")
         return loss
 
-    def _columns(self, batch: Any, on_master: Any, recorded: Any) -> tuple[list[Any], Any]:
-        """The inputs for the model, and the random state that the loss needs, or ``None``."""
-        features, _ = self.collect_features(dict(batch))
-        return [_divisible(column) for column in features], None
+    def _record_columns(self, recorded: _RecordedModel, batch: Any, on_master: Any) -> Any:
+        """Record the inputs for the model. Returns the random state that the loss needs, if any."""
+        recorded.columns = [_divisible(column) for column in self.collect_features(dict(batch))[0]]
 
     def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
-        model = work.parts[0]
-        return tuple(model(dict(column))[self._output] for column in columns)
+        return tuple(work.parts[0](dict(column))[self._output] for column in columns)
 
     def _loss_with(self, recorded: _RecordedModel, batch: Any) -> Any:
         """The user's loss, computed with ``recorded`` as the model."""
         methods: dict[str, Any] = {"forward": recorded.forward, "preprocess": recorded.preprocess}
         with replaced(self.model, **methods), overridden(self, _recorded_model=recorded):
             return type(self).compute_loss(self, self.model, dict(batch))
-
-    def collect_features(self, inputs: Any) -> Any:
-        """The trainer's features; while the loss runs, with the numbers of their output rows."""
-        features, labels = super().collect_features(inputs)  # type: ignore[misc]
-        if self._recorded_model is not None and self._output == "sentence_embedding":
-            for column, rows in zip(features, self._recorded_model.rows(), strict=True):
-                column[_ROWS] = rows
-        return features, labels
 
 
 class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: ignore[misc]
@@ -152,6 +135,14 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
             needs more of the model than its embeddings.
     """
 
+    def collect_features(self, inputs: Any) -> Any:
+        """The trainer's features; while the loss runs, with the numbers of their output rows."""
+        features, labels = super().collect_features(inputs)
+        if self._recorded_model is not None:
+            for column, rows in zip(features, self._recorded_model.rows(), strict=True):
+                column[_ROWS] = rows
+        return features, labels
+
 
 class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type: ignore[misc]
     """``CrossEncoderTrainer`` on all devices of one process, with losses over all rows of a step.
@@ -171,35 +162,35 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
 
     _output = "scores"
 
-    def _columns(self, batch: Any, on_master: Any, recorded: Any) -> tuple[list[Any], Any]:
-        """The pairs that the loss passes to the model, and the random state before that."""
+    def _record_columns(self, recorded: _RecordedModel, batch: Any, on_master: Any) -> Any:
+        """Record the pairs that the loss passes to the model. Returns the random state before."""
         components = copy.deepcopy(self.accum_loss_components)
         state = torch.get_rng_state(), random.getstate()
         with torch.no_grad():
             self._loss_with(recorded, on_master)
         self.accum_loss_components = components
-        return recorded.columns, state
+        return state
 
 
 class _RecordedModel:
     """The methods of a model while the loss runs: they return outputs of the replicas.
 
-    ``outputs`` are those of all ``columns``, one after the other; column i has ``sizes[i]`` rows.
-    Without outputs, ``preprocess`` records the columns, and ``forward`` returns zeros.
+    ``outputs`` are those of all ``columns``, one after the other. Without outputs, ``preprocess``
+    records the columns, and ``forward`` returns zeros.
     """
 
-    def __init__(self, model: Any, output: str) -> None:
-        self._model, self._output, self._preprocess = model, output, model.preprocess
+    def __init__(self, trainer: Any) -> None:
+        self._model, self._output = trainer.model, trainer._output
+        self._preprocess = trainer.model.preprocess
         self._numbers: dict[str, int] = {}  # of the columns, by their texts
         self.outputs: Tensor | None = None
         self.columns: list[Any] = []
-        self.sizes: list[int] = []
         self.was_called = False
 
     def rows(self) -> Sequence[Tensor]:
         """For each column, the numbers of its rows in ``outputs``."""
-        numbers = torch.arange(sum(self.sizes), device=self._model.device)
-        return torch.split(numbers, self.sizes)
+        sizes = [*map(num_rows, self.columns)]
+        return torch.split(torch.arange(sum(sizes), device=self._model.device), sizes)
 
     def preprocess(self, inputs: Any, **options: Any) -> dict[str, Any]:
         """Preprocess and record a column, once. Returns the numbers of its rows."""
@@ -212,7 +203,6 @@ class _RecordedModel:
                 )
             self._numbers[key] = len(self.columns)
             self.columns.append(dict(self._preprocess(inputs, **options)))
-            self.sizes.append(num_rows(self.columns[-1]))
         return {_ROWS: self.rows()[self._numbers[key]]}
 
     def forward(self, features: Mapping[str, Any], **_: Any) -> dict[str, Any]:
@@ -245,8 +235,7 @@ def _is_mean_over_rows(loss: nn.Module) -> bool:
 def _divisible(column: Mapping[str, Any]) -> Any:
     """A column whose rows can be divided. Bags of words become ``Rows``, one tensor per bag."""
     if "offsets" in column:
-        words = column["input_ids"].tensor_split(column["offsets"][1:])
-        return Rows(list(words), _bags)
+        return Rows(column["input_ids"].tensor_split(column["offsets"][1:]), _bags)
     sizes = {name: len(v) for name, v in column.items() if isinstance(v, Tensor) and v.ndim}
     if len(set(sizes.values())) > 1:
         reason = f"the rows of a batch cannot be divided: its tensors have {sizes} of them"

@@ -89,10 +89,8 @@ class ScatterOnceMixin(_Base):
         super().__init__(*map(_copied, args), **copied)
         _refuse_losses(self)
 
-    # The arguments: those of one device that takes all rows of a step at once.
-
     def create_accelerator_and_postprocess(self) -> None:
-        """Do what the Trainer does, with arguments for one process that has one device."""
+        """Do what the Trainer does, with the arguments of one device for all rows of a step."""
         _refuse(self.args, self.model)
         args = vars(self.args)
         self._devices = _devices(self._device_ids, self.args.device)
@@ -149,16 +147,15 @@ class ScatterOnceMixin(_Base):
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        parts, args = list(dict.fromkeys(self._modules())), vars(self.args)
-        if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
+        parts, args = list(dict.fromkeys(self._modules())), self.args
+        if self._engine is None or parts != self._parts:
             self._close_engine()
-        if self._engine is None:
-            self._parts, model = parts, parts[0]
-            if args["torch_compile"]:
-                how = {name: args[f"torch_compile_{name}"] for name in ("backend", "mode")}
+            self._parts, (model, *others) = parts, parts
+            if args.torch_compile:
+                how = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
                 model = torch.compile(model, **how)
+            work = loop.Modules([model, *others])
             # verify=False: the Trainer asks batch by batch how losses combine.
-            work = loop.Modules([model, *parts[1:]])
             self._engine = ScatterOnceParallel(work, 1, self._devices, verify=False)
             if self._sharded is not None:
                 self._sharded.engine = self._engine
@@ -195,21 +192,20 @@ class ScatterOnceMixin(_Base):
         prepare = self._prepare_inputs
         return Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
 
-    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Tensor:
-        batches, is_step = steps.batches_of(step), isinstance(step, Step)
-        if towers.of(self.model) and any(batch.get("return_loss") for batch in batches):
-            return self._loss_of_towers(batches)
-        how, accum = self._how_losses_combine(step), self._user_args[_BATCHES]
-        loss, calls = self._run(_compute_loss, step, len(step) if is_step else accum, how)
+    def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
+        if towers.of(self.model) and any(b.get("return_loss") for b in steps.batches_of(step)):
+            return self._loss_of_towers(steps.batches_of(step))
+        is_step, how = isinstance(step, Step), self._how_losses_combine(step)
+        accum = len(step) if is_step else self._user_args[_BATCHES]
+        loss, calls = self._run(_compute_loss, step, accum, how)
         self._collect(calls, steps.weights(how, step) if is_step else None)
         return loss
 
-    def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> tuple[Tensor, Any]:
+    def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> Any:
         """The loss of a step, and what ``call`` returns beside the loss of each micro-batch."""
         batch = Rows(step, _FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
-        inputs, options = self._inputs(call, batch, steps.batches_of(step), how), steps.options(how)
-        loss, parts = self._engine_loss(inputs, accum, return_outputs=_BESIDE, **options)
-        return loss, parts
+        inputs = self._inputs(call, batch, steps.batches_of(step), how)
+        return self._engine_loss(inputs, accum, return_outputs=_BESIDE, **steps.options(how))
 
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
         engine = self._engine_of_the_model()
@@ -224,8 +220,7 @@ class ScatterOnceMixin(_Base):
     def _on_replica(self, work: Any, call: Any, batch: Any, items: Any, row: Any = None) -> Any:
         """What ``call`` returns for a copy of the Trainer that refers to a replica's modules.
 
-        Beside the loss also what it added to the copy. By default ``items`` are the batch's; they
-        are doubled for one ``row`` instead of two.
+        By default ``items`` are the batch's; they are doubled for one ``row`` instead of two.
         """
         replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
         trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work.parts[0]
@@ -258,7 +253,7 @@ class ScatterOnceMixin(_Base):
             if name == "num_tokens":  # the total of the run
                 metric[:] = [vars(self)["_total_train_tokens"]]
 
-    def _loss_of_towers(self, batches: Sequence[Any]) -> Tensor:
+    def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
         """The loss of a model such as CLIP: once, with the towers' outputs for all rows."""
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
@@ -266,17 +261,16 @@ class ScatterOnceMixin(_Base):
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
         inputs = {"work": towers.pooled, "batch": Rows(batches, _FIRST)}
-        loss: Tensor = self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
-        return loss
+        return self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
 
     def _how_losses_combine(self, step: Any) -> str:
         if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
             return ROWS
         number, shifts = self.state.global_step + 1, self._loss_shifts_labels
         how = self._combination.of(step, number, self._fits, shifts=shifts)
-        is_refused = {f"{_loss_class(self).__name__} here": how is None}
+        is_refused = {f"{_loss_class(self).__name__} here": not how}
         loop.refuse("ScatterOnceMixin", is_refused, _NOTHING_FITS)
-        return str(how)
+        return how
 
     def _fits(self, how: str, batch: Any, rows: dict[str, Any]) -> bool | None:
         """Whether losses of ``rows`` of a batch combine like this."""
@@ -400,12 +394,12 @@ def _devices(device_ids: Any, main: torch.device) -> tuple[torch.device, ...]:
 def _refuse(args: Any, model: Any) -> None:
     """Refuse what needs other processes, or another owner of the model or its gradients."""
     optimizer = str(getattr(args.optim, "value", args.optim))
-    devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
+    device_map = getattr(model, "hf_device_map", None) or {}
     given = {
         "torchrun (several processes)": args.world_size > 1,
         "DeepSpeed": args.deepspeed,
         "FSDP": args.fsdp,
-        "a model spread by device_map": len(devices) > 1,
+        "a model spread by device_map": len({*device_map.values()}) > 1,
         f"the optimizer {optimizer}, which steps in the backward pass": "lomo" in optimizer,
     }
     reason = "it trains one whole model in one process; use the stock Trainer"
@@ -419,16 +413,16 @@ def _refuse_losses(trainer: Any) -> None:
     given = {detector: "Detection" in kind and trainer._num_batches > 1}
     reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", given, reason)
-    base = _loss_class(trainer, "trl.")
-    if base is None:
+    if (base := _loss_class(trainer, "trl.")) is None:
         return
     types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
-    refused, here = _OF_TRL.get(base.__name__, []), f"{_loss_class(trainer).__name__} here: "
-    given = {f"{here}loss_type={t!r} has terms over a whole batch": t in refused for t in types}
-    has_aux = getattr(trainer, "aux_loss_enabled", False)
-    given[f"{here}the auxiliary loss of a mixture of experts is a term over a batch"] = has_aux
-    is_unknown = base.__name__ not in _OF_TRL
-    given[f"{here}its loss is not known to be made up of its batches'"] = is_unknown
+    refused = _OF_TRL.get(base.__name__, [])
+    found = {f"loss_type={t!r} has terms over a whole batch": t in refused for t in types}
+    has_experts = getattr(trainer, "aux_loss_enabled", False)
+    found["the auxiliary loss of a mixture of experts is a term over a batch"] = has_experts
+    found["its loss is not known to be made up of its batches'"] = base.__name__ not in _OF_TRL
+    name = _loss_class(trainer).__name__
+    given = {f"{name} here: {words}": is_found for words, is_found in found.items()}
     loop.refuse("ScatterOnceMixin", given, "use the stock class on one device")
 
 

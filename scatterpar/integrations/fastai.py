@@ -55,6 +55,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     """
 
     _stateattrs = ("_engine", "_criterion")  # not pickled
+    _engine: Any = None
+    _criterion: Any = None
 
     def __init__(
         self,
@@ -67,8 +69,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     ) -> None:
         self._options = {"device_ids": device_ids, "accum": accum, **options}
         self._count, self._reduction = count, reduction
-        self._engine: Any = None
-        self._criterion: Any = None
 
     def before_fit(self) -> None:
         """Replace the Learner's method that processes a batch."""
@@ -113,7 +113,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """The predictions of all rows, and the loss, which carries the gradient."""
         engine = self._engine_of(learn)
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
-        if self._criterion is None or self._criterion.loss_func is not learn.loss_func:
+        if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
             self._criterion = _Criterion(learn.loss_func, mixes)
         options: dict[str, Any] = {"count": self._count or self._criterion.count}
         options["reduction"] = self._reduction

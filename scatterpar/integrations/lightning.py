@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partialmethod
 from operator import attrgetter, itemgetter
@@ -33,7 +33,6 @@ from scatterpar.integrations import loop, metrics
 __all__ = ["ScatterOnceStrategy"]
 
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
@@ -78,8 +77,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._count, self._reduction = count, reduction
         self._engine: Any = None
         self._until_teardown = contextlib.ExitStack()
-
-    # One process, one model, several devices.
 
     @property
     def root_device(self) -> torch.device:
@@ -160,50 +157,43 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         for path, metric in by_path.items():
             copies = [call.metrics[path] for call in calls if path in call.metrics]
             metrics.merge(metric, copies, device)
-        logged = defaultdict(list)  # by name, and by how often the call had logged that name
+        logged = defaultdict(list)
         for call in calls:
             call.additions.add_to(module)
-            times: Counter[str] = Counter()
-            for name, value, options in call.logged:
-                logged[name, times[name]].append((call, value, options))
-                times[name] += 1
+            for key, (value, options) in call.logged.items():
+                logged[key].append((call, value, options))
         for (name, _), entries in logged.items():
             self._log(name, entries, by_path)
         outputs = [nested.map_tensors(lambda t: t.to(device), call.output) for call in calls]
         weights = [float(call.weight) for call in calls]
         return _joined(outputs, weights, [len(call.rows) for call in calls])
 
-    def _call(
-        self, modules: Any, batch: Any, rows: Any, step: str, rest: Any, measures: Any
-    ) -> Any:
-        """Call a step function for one micro-batch, on a replica of the LightningModule.
-
-        Returns its loss, and what it left on the replica and in metrics, without graphs.
-        """
-        module: Any = modules.parts[0]
+    def _call(self, work: Any, batch: Any, rows: Any, step: str, rest: Any, measures: Any) -> Any:
+        """The loss of one micro-batch, and what the call left on its replica, without graphs."""
+        module: Any = work[0]
         device = next((p.device for p in module.parameters()), module.device)
         by_path = {path: metrics.emptied(one).to(device) for path, one in measures.items()}
-        additions, logged, loss = loop.Additions(module), [], None
+        additions, loss = loop.Additions(module), None
+        logged: dict[tuple[str, int], Any] = {}  # by name, and by how often it had been logged
         count = self._count or (lambda _: len(rows))  # the terms of a mean over the call
 
         def log(*args: Any, **options: Any) -> None:  # later, once for all calls
             bound = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
             del bound["self"]
-            logged.append((bound.pop("name"), bound.pop("value"), bound))
+            name, value = bound.pop("name"), bound.pop("value")
+            times = sum(name == other for other, _ in logged)
+            is_tensor = isinstance(value, Tensor)
+            value = value.detach().squeeze() if is_tensor else paths.get(id(value)) or float(value)
+            logged[name, times] = value, bound
 
+        paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
         with loop.overridden(module, log=log, _device=device), metrics.placed(module, by_path):
             output = getattr(module, step)(batch, *rest)
         if step == "training_step":
             loss, output = _split(output)
-        paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
-        call = SimpleNamespace(
-            rows=rows,
-            additions=additions.end(module),
-            metrics=metrics.updated(by_path),
-            output=nested.map_tensors(Tensor.detach, output),
-            logged=[(name, paths.get(id(v)) or _number(v), options) for name, v, options in logged],
-            weight=count(batch),
-        )
+        call = SimpleNamespace(rows=rows, weight=count(batch), logged=logged)
+        call.additions, call.metrics = additions.end(module), metrics.updated(by_path)
+        call.output = nested.map_tensors(Tensor.detach, output)
         return {"loss": loss, "call": call}
 
     def _log(self, name: str, entries: Sequence[Any], by_path: Mapping[str, Metric]) -> None:
@@ -213,7 +203,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if isinstance(logged[0], str):  # the path of a metric
             self.lightning_module.log(name, by_path[logged[0]], **options)
             return
-        values = [value.to(self.root_device) for value in logged]
+        values = [torch.as_tensor(value).to(self.root_device) for value in logged]
         user_sizes = [one.get("batch_size") for one in options_of_calls]
         sizes = [n or len(call.rows) for n, call in zip(user_sizes, calls, strict=True)]
         weights = [float(n or call.weight) for n, call in zip(user_sizes, calls, strict=True)]
@@ -235,18 +225,8 @@ def _split(output: Any) -> tuple[Tensor, Any]:
     return loss, extras
 
 
-def _number(value: Any) -> Tensor:
-    """A logged number as a 0-dim tensor, as Lightning's ``log`` makes it."""
-    if isinstance(value, Tensor):
-        return value.detach().squeeze()
-    return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
-
-
 def _joined(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
-    """The outputs of calls as one: tensors and lists with rows joined, numbers averaged.
-
-    Returns the outputs as a list if they cannot be joined.
-    """
+    """The outputs of calls as one: rows joined, numbers averaged, a list of anything else."""
     if isinstance(outputs[0], Mapping):
         return {k: _joined([one[k] for one in outputs], weights, rows) for k in outputs[0]}
     try:

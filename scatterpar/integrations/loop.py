@@ -22,15 +22,8 @@ Owner = TypeVar("Owner")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class Modules(nn.Module):
-    """The modules of a loop as one module, which calls a step function ``work`` with itself.
-
-    The first of its ``parts`` is the model.
-    """
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
+class Modules(nn.ModuleList):
+    """The modules of a loop, the model first; called, it calls a step function with itself."""
 
     def forward(self, work: Any, **kwargs: Any) -> Any:
         """Return ``work(self, **kwargs)``."""
@@ -43,10 +36,9 @@ def modules_in(value: Any) -> list[nn.Module]:
 
 
 def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[str]) -> Owner:
-    """A shallow copy of ``owner`` that refers to replicas' modules, with copies of its lists.
+    """A shallow copy of ``owner`` with copies of its lists, that refers to ``replicas``.
 
-    ``replicas`` has the replica of each module by the module's ``id``. Attributes whose names are
-    in ``shared`` are not copied.
+    They are keyed by the modules' ``id``. Attributes named in ``shared`` are not copied.
     """
     copied = copy.copy(owner)
     for name, value in vars(owner).items():
@@ -110,10 +102,7 @@ class Additions:
 
 
 def each_call(outputs: Any) -> list[Any]:
-    """The values that the step function returned, one per micro-batch, in the order of the rows.
-
-    ``outputs`` are nested: a step's by replica, those of inference by entry of the joined lists.
-    """
+    """The values in ``outputs``, one per call of the step function, in the order of the rows."""
     if not isinstance(outputs, (tuple, list)):
         return [outputs]
     return list(chain.from_iterable(map(each_call, outputs)))

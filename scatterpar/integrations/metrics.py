@@ -44,9 +44,9 @@ def single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
 def placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
     """In the body, ``module`` has ``metrics`` at their paths, instead of what is there."""
     before = {path: module.get_submodule(path) for path in metrics}
+    for path, metric in metrics.items():
+        module.set_submodule(path, metric)
     try:
-        for path, metric in metrics.items():
-            module.set_submodule(path, metric)
         yield
     finally:
         for path, metric in before.items():

@@ -40,7 +40,6 @@ class _WholeBatch(ScatterOnceMixin):
 
     _output = "sentence_embedding"
     _recorded_model: _RecordedModel | None = None  # while the loss runs
-    accum_loss_components: dict[str, Any]
 
     def __init__(
         self,
@@ -53,14 +52,12 @@ class _WholeBatch(ScatterOnceMixin):
         reason = "its loss may compare all rows of a batch; leave micro_batch_cost out"
         refuse(name, {"micro_batch_cost": has_cost}, reason)
         super().__init__(*args, device_ids=device_ids, **kwargs)
-        loss: Any = vars(self)["loss"]
-        losses = list(loss.values()) if isinstance(loss, dict) else [loss]
+        losses = [*self.loss.values()] if isinstance(self.loss, dict) else [self.loss]
         reason = "it needs more of the model than its outputs; use the stock trainer on one device"
         parts = [type(part).__name__ for loss in losses for part in loss.modules()]
         refuse(name, {part: part in _REFUSED for part in parts}, reason)
         if whole_batch is None:  # True if a loss, a sampler or a choice of data sets depends on it
-            sampler: Any = vars(self.args)["batch_sampler"]
-            is_plain = sampler == BatchSamplers.BATCH_SAMPLER
+            is_plain = self.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
             is_plain &= not isinstance(self.train_dataset, dict)
             whole_batch = not (is_plain and all(map(_is_mean_over_rows, losses)))
         self._sees_all = whole_batch
@@ -79,7 +76,7 @@ class _WholeBatch(ScatterOnceMixin):
             return super()._loss_of_step(model, step, **options)
         recorded, on_master = _RecordedModel(self), self._prepare_input(dict(step))
         state = self._record_columns(recorded, step, on_master)
-        columns = recorded.columns
+        columns = [*recorded.columns.values()]
         groups = [[c] for c in columns] if len({*map(num_rows, columns)}) > 1 else [columns]
         inputs = Rows.from_batches({"work": self._outputs_of, "columns": g} for g in groups)
 
@@ -101,10 +98,11 @@ class _WholeBatch(ScatterOnceMixin):
 
     def _record_columns(self, recorded: _RecordedModel, batch: Any, on_master: Any) -> Any:
         """Record the inputs for the model. Returns the random state that the loss needs, if any."""
-        recorded.columns = [_divisible(column) for column in self.collect_features(dict(batch))[0]]
+        features, _ = self.collect_features(dict(batch))
+        recorded.columns |= enumerate(map(_divisible, features))
 
     def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
-        return tuple(work.parts[0](dict(column))[self._output] for column in columns)
+        return tuple(work[0](dict(column))[self._output] for column in columns)
 
     def _loss_with(self, recorded: _RecordedModel, batch: Any) -> Any:
         """The user's loss, computed with ``recorded`` as the model."""
@@ -139,7 +137,7 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
         """The trainer's features; while the loss runs, with the numbers of their output rows."""
         features, labels = super().collect_features(inputs)
         if self._recorded_model is not None:
-            for column, rows in zip(features, self._recorded_model.rows(), strict=True):
+            for column, rows in zip(features, self._recorded_model.rows().values(), strict=True):
                 column[_ROWS] = rows
         return features, labels
 
@@ -164,11 +162,10 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
 
     def _record_columns(self, recorded: _RecordedModel, batch: Any, on_master: Any) -> Any:
         """Record the pairs that the loss passes to the model. Returns the random state before."""
-        components = copy.deepcopy(self.accum_loss_components)
+        components = copy.deepcopy(self.accum_loss_components)  # to log: the loss adds to them
         state = torch.get_rng_state(), random.getstate()
-        with torch.no_grad():
+        with torch.no_grad(), overridden(self, accum_loss_components=components):
             self._loss_with(recorded, on_master)
-        self.accum_loss_components = components
         return state
 
 
@@ -182,28 +179,27 @@ class _RecordedModel:
     def __init__(self, trainer: Any) -> None:
         self._model, self._output = trainer.model, trainer._output
         self._preprocess = trainer.model.preprocess
-        self._numbers: dict[str, int] = {}  # of the columns, by their texts
+        self.columns: dict[Any, Any] = {}  # by number, or by their texts
         self.outputs: Tensor | None = None
-        self.columns: list[Any] = []
         self.was_called = False
 
-    def rows(self) -> Sequence[Tensor]:
+    def rows(self) -> dict[Any, Tensor]:
         """For each column, the numbers of its rows in ``outputs``."""
-        sizes = [*map(num_rows, self.columns)]
-        return torch.split(torch.arange(sum(sizes), device=self._model.device), sizes)
+        sizes = [*map(num_rows, self.columns.values())]
+        numbers = torch.arange(sum(sizes), device=self._model.device)
+        return dict(zip(self.columns, numbers.split(sizes), strict=True))
 
     def preprocess(self, inputs: Any, **options: Any) -> dict[str, Any]:
         """Preprocess and record a column, once. Returns the numbers of its rows."""
         key = repr((inputs, options))
-        if key not in self._numbers:
+        if key not in self.columns:
             if self.outputs is not None:
                 raise ValueError(
                     "the loss asked for the scores of other pairs the second time that it ran: it "
                     "draws from a generator of its own; use the stock trainer on one device"
                 )
-            self._numbers[key] = len(self.columns)
-            self.columns.append(dict(self._preprocess(inputs, **options)))
-        return {_ROWS: self.rows()[self._numbers[key]]}
+            self.columns[key] = dict(self._preprocess(inputs, **options))
+        return {_ROWS: self.rows()[key]}
 
     def forward(self, features: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """The outputs of the rows that ``features`` name, or zeros."""

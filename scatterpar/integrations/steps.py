@@ -19,6 +19,8 @@ from scatterpar.integrations.loop import as_rows, num_rows
 LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
 _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
 
+Fit = Callable[[str, Any, dict[str, Any]], bool | None]
+
 
 class Step(list[Any]):
     """The batches of a step: each is a micro-batch of one replica. Others are cut by rows."""
@@ -69,11 +71,6 @@ def weights(how: str, step: Any) -> list[float]:
     return [1.0 if how == SUM else count / total for count in counts]
 
 
-def differ(candidates: Sequence[str], step: Any) -> bool:
-    """Whether candidates give these losses different weights."""
-    return len({tuple(round(w, 9) for w in weights(one, step)) for one in candidates}) > 1
-
-
 def options(how: str) -> dict[str, Any]:
     """The engine's options for losses that combine like this."""
     count = lambda inputs, _: terms(how, inputs["batch"]).sum()  # noqa: E731
@@ -87,25 +84,23 @@ class Combination:
         self._candidates: Sequence[str] = ()
         self._asked: list[int] = []  # numbers of steps
 
-    def of(
-        self, step: Any, number: int, fit: Callable[..., bool | None], *, shifts: bool
-    ) -> str | None:
+    def of(self, step: Any, number: int, fit: Fit, *, shifts: bool) -> str | None:
         """How losses of a step's batches, or of parts of its only batch, combine, if anything fits.
 
         ``fit(how, batch, rows)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times in
         steps in which it matters which of them fits. ``shifts``: the loss shifts the labels.
         """
-        asked, batches = self._asked, batches_of(step)
-        if not asked:
+        if not self._asked:
             labels = [SHIFTED, LABELS] if shifts else [LABELS, SHIFTED]
             self._candidates = [*labels, ROWS, SUM]
-        is_due = not number & (number - 1) and number not in asked
-        is_due |= len(asked) < _LOOKS and differ(self._candidates, step)
+        is_due = not number & (number - 1) and number not in self._asked
+        is_due |= len(self._asked) < _LOOKS and self._matters(step)
         if is_due and len(weights(ROWS, step)) > 1:
-            asked.append(number)
-            telling = (batch for batch in batches if differ(self._candidates, batch))
-            self._candidates = self._fitting(dict(next(telling, batches[0])), fit)
-            if differ(self._candidates, step):
+            self._asked.append(number)
+            batches = batches_of(step)
+            telling = next(filter(self._matters, batches), batches[0])
+            self._candidates = self._fitting(dict(telling), fit)
+            if self._matters(step):
                 warnings.warn(
                     "this step's rows do not show how the losses of batches combine (a batch of "
                     "one row does not); they are averaged, weighted by labels, or else by rows",
@@ -113,7 +108,12 @@ class Combination:
                 )
         return next(iter(self._candidates), None)
 
-    def _fitting(self, batch: Any, fit: Callable[..., bool | None]) -> Sequence[str]:
+    def _matters(self, step: Any) -> bool:
+        """Whether candidates give the losses of this step's batches different weights."""
+        found = {tuple(round(w, 9) for w in weights(how, step)) for how in self._candidates}
+        return len(found) > 1
+
+    def _fitting(self, batch: Any, fit: Fit) -> Sequence[str]:
         """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
         asked, rows = self._candidates, {"batch": as_rows(batch)}
         if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them

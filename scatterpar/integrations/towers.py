@@ -27,11 +27,12 @@ def pooled(work: Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     def store(tower: nn.Module, _: Any, output: Any) -> None:
         outputs[tower] = output.pooler_output
 
+    model = work[0]
     with contextlib.ExitStack() as stack:
-        for tower in of(work.parts[0]):
+        for tower in of(model):
             stack.enter_context(tower.register_forward_hook(store))
-        work.parts[0](**{**batch, "return_loss": False})
-    return [[outputs[tower] for tower in of(work.parts[0])]]
+        model(**{**batch, "return_loss": False})
+    return [[outputs[tower] for tower in of(model)]]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -42,15 +42,10 @@ _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch
 # TRL's trainers whose losses of batches combine into that of all, except with these loss types.
 _OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
 _OF_TRL["DPOTrainer"] = ["sft", "aot", "aot_unpaired", "bco_pair"]
+_Trainer: Any = object  # the subclasses have a Trainer among their other bases
 
 
-if TYPE_CHECKING:  # the subclasses have a Trainer among their other bases
-    _Base = transformers.Trainer
-else:
-    _Base = object
-
-
-class ScatterOnceMixin(_Base):
+class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     """Makes another Trainer train as ``ScatterOnceTrainer`` does. It must be the first base.
 
     ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other Trainer's ``compute_loss`` is
@@ -64,8 +59,7 @@ class ScatterOnceMixin(_Base):
             batches do not combine into the loss of all.
     """
 
-    model: Any
-    data_collator: Any
+    optimizer: Any
     _engine: ScatterOnceParallel | None = None
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
@@ -92,7 +86,7 @@ class ScatterOnceMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, with the arguments of one device for all rows of a step."""
         _refuse(self.args, self.model)
-        args = vars(self.args)
+        args = self.args.__dict__
         self._devices = _devices(self._device_ids, self.args.device)
         self._user_args = {name: args[name] for name in (_ROWS, _EVAL_ROWS, _BATCHES)}
         self._num_batches = len(self._devices) * args[_BATCHES]  # in a step; one replica has each
@@ -106,7 +100,7 @@ class ScatterOnceMixin(_Base):
 
     def _hp_search_setup(self, trial: Any) -> None:
         if trial is not None:  # it sets some arguments again, for one replica
-            vars(self.args).update(self._user_args)
+            self.args.__dict__.update(self._user_args)
         super()._hp_search_setup(trial)
 
     # The loader: all rows of a step, collated batch by batch, on the host: the engine scatters.
@@ -133,7 +127,7 @@ class ScatterOnceMixin(_Base):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         for batch in steps.batches_of(inputs):
-            super()._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
+            super()._track_num_input_tokens(batch)
 
     # The engine, and the modules that it replicates.
 
@@ -152,8 +146,8 @@ class ScatterOnceMixin(_Base):
             self._close_engine()
             self._parts, (model, *others) = parts, parts
             if args.torch_compile:
-                how = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-                model = torch.compile(model, **how)
+                backend, mode = args.torch_compile_backend, args.torch_compile_mode
+                model = torch.compile(model, backend=backend, mode=mode)
             work = loop.Modules([model, *others])
             # verify=False: the Trainer asks batch by batch how losses combine.
             self._engine = ScatterOnceParallel(work, 1, self._devices, verify=False)
@@ -222,13 +216,13 @@ class ScatterOnceMixin(_Base):
 
         By default ``items`` are the batch's; they are doubled for one ``row`` instead of two.
         """
-        replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
-        trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work.parts[0]
+        replicas = dict(zip(map(id, self._parts), work, strict=True))
+        trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work[0]
         device = next((p.device for p in model.parameters()), self.args.device)
         items = self._get_num_items_in_batch([batch], device) if items is None else items
         if row is not None and items is not None:
             items = items * 2 // row.unique().numel()
-        own = vars(trainer)
+        own = trainer.__dict__
         own.update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
         own["_get_num_items_in_batch"] = lambda *_: items
         own.pop("compute_loss", None)  # the step's
@@ -248,10 +242,10 @@ class ScatterOnceMixin(_Base):
                 for name, values in metrics.items():
                     measured[mode, name].extend((value, weight) for value in values)
         for (mode, name), values in measured.items():
-            metric, total = vars(self)["_metrics"][mode][name], sum(w for _, w in values)
+            metric, total = self._metrics[mode][name], sum(w for _, w in values)
             metric.append(sum(v * w for v, w in values) / total if total else math.nan)
             if name == "num_tokens":  # the total of the run
-                metric[:] = [vars(self)["_total_train_tokens"]]
+                metric[:] = [self._total_train_tokens]
 
     def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
         """The loss of a model such as CLIP: once, with the towers' outputs for all rows."""
@@ -263,13 +257,12 @@ class ScatterOnceMixin(_Base):
         inputs = {"work": towers.pooled, "batch": Rows(batches, _FIRST)}
         return self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
 
-    def _how_losses_combine(self, step: Any) -> str:
+    def _how_losses_combine(self, step: Any) -> Any:
         if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
             return ROWS
         number, shifts = self.state.global_step + 1, self._loss_shifts_labels
         how = self._combination.of(step, number, self._fits, shifts=shifts)
-        is_refused = {f"{_loss_class(self).__name__} here": not how}
-        loop.refuse("ScatterOnceMixin", is_refused, _NOTHING_FITS)
+        loop.refuse("ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, _NO_FIT)
         return how
 
     def _fits(self, how: str, batch: Any, rows: dict[str, Any]) -> bool | None:
@@ -365,6 +358,10 @@ def _compute_loss(trainer: Any, batch: Mapping[str, Any]) -> tuple[Any]:
     return (trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items),)
 
 
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
+
+
 class _Placed:
     """An accelerator on another device."""
 
@@ -373,10 +370,6 @@ class _Placed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
-
-
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
 
 
 def _devices(device_ids: Any, main: torch.device) -> tuple[torch.device, ...]:
@@ -432,7 +425,7 @@ def _loss_class(trainer: Any, module: str = "") -> Any:
     return next((base for base in of_module if "compute_loss" in vars(base)), None)
 
 
-_NOTHING_FITS = (
+_NO_FIT = (
     "the losses of batches do not combine into the loss of all, as a mean over labels or rows or a "
     "sum (does it compare rows, is it NaN for a single row?); use the stock class on one device"
 )

@@ -164,12 +164,14 @@ def test_mixed_images_have_a_loss_of_the_whole_batch(mix, devices, tmp_path):
 
 def test_the_learning_rate_finder(tmp_path):
     found = []
+
+    def find(learn):
+        found.append([*learn.lr_find(num_it=12, show_plot=False)])
+        found[-1] += map(float, learn.recorder.losses)
+
     for callbacks in ([NEW()], []):
-        learn = learner(tmp_path, *callbacks)
-        fitted(learn, lambda learn: found.append(learn.lr_find(num_it=12, show_plot=False)))
-        found.append(learn.recorder.losses)
-    assert found[0] == pytest.approx(found[2])
-    assert [*map(float, found[1])] == pytest.approx([*map(float, found[3])])
+        fitted(learner(tmp_path, *callbacks), find)
+    assert found[0] == pytest.approx(found[1])
 
 
 class Bfloat16(MixedPrecision):
@@ -241,49 +243,37 @@ def test_what_is_saved_and_exported_is_the_model(tmp_path):
     torch.testing.assert_close(again.model[1].weight, model[1].weight)
 
 
-class Fails(Callback):
-    def __init__(self, event):
-        self.event = event
+class Raises(Callback):
+    def __init__(self, event, error):
+        self.error = error
         setattr(self, event, self.fail)
 
-    def fail(self):
+    def fail(self, *_):
         if self.learn.iter == 2:
-            raise LookupError("a bug")
+            raise self.error
 
 
-@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "before_step"])
+@pytest.mark.parametrize(
+    "event", ["before_batch", "model", "after_pred", "after_loss", "before_step"]
+)
 def test_an_error_leaves_the_learner_as_it_was(event, tmp_path):
-    learn = learner(tmp_path, NEW(), Fails(event))
+    raises = Raises(event, LookupError("a bug"))
+    learn = learner(tmp_path, NEW(), raises)
     model, loss_func = learn.model, learn.loss_func
+    hook = model[1].register_forward_hook(raises.fail if event == "model" else lambda *_: None)
     with pytest.raises(LookupError, match="a bug"):
         fitted(learn)
+    hook.remove()
     assert learn.model is model
     assert learn.loss_func is loss_func
-    learn.remove_cbs([Fails, ScatterOnce])
+    learn.remove_cbs([Raises, ScatterOnce])
     fitted(learn)  # the stock loop
     assert "_do_one_batch" not in vars(learn)
     fitted(learn.add_cb(NEW()))
 
 
-def test_an_error_of_the_model_is_the_users(tmp_path):
-    learn = learner(tmp_path, NEW())
-
-    def bug(*_):
-        raise LookupError("a bug")
-
-    hook = learn.model[1].register_forward_hook(bug)
-    with pytest.raises(LookupError, match="a bug"):
-        fitted(learn)
-    hook.remove()
-    fitted(learn)
-
-
 def test_a_fit_that_is_cancelled(tmp_path):
-    class Cancels(Callback):
-        def after_batch(self):
-            raise CancelFitException
-
-    learn = fitted(learner(tmp_path, NEW(), Cancels()))
+    learn = fitted(learner(tmp_path, NEW(), Raises("after_batch", CancelFitException())))
     assert "_do_one_batch" not in vars(learn)
 
 

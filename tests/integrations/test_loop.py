@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from scatterpar.batch.markers import Rows
-from scatterpar.integrations.loop import Additions, as_rows, copy_of, each_call, num_rows
+from scatterpar.integrations.loop import Additions, as_rows, copy_of, num_rows
 
 IMAGES = torch.zeros(3, 5)
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 3)]
@@ -78,14 +78,3 @@ def test_a_copy_refers_to_the_replicas_modules_and_brings_back_what_a_call_adds(
         one.add_to(owner)
     assert (owner.seen, owner.kept, owner.replaced) == (6, ["before", 2, 3], [])
     assert not hasattr(owner, "fresh")
-
-
-@pytest.mark.parametrize(
-    ("outputs", "calls"),
-    [
-        *((outputs, [1]) for outputs in (1, [1], ([1],), (1,))),
-        *((outputs, [1, 2, 3]) for outputs in (([1, 2], 3), [[1, 2], [3]], [1, 2, 3])),
-    ],
-)
-def test_the_calls_of_a_step_are_found_in_order(outputs, calls):
-    assert each_call(outputs) == calls

@@ -365,23 +365,6 @@ def test_epochs_callbacks_and_metrics(tmp_path):
     assert_close(*(torch.tensor(p.predictions) for p in predictions), "predictions", SAME)
 
 
-def test_speeds_count_the_batches_of_all_replicas(tmp_path):
-    """Evaluation told N times as many steps a second as it took."""
-    options = {**sizes(3, 2), "per_device_eval_batch_size": 2, "max_steps": 2}
-    trainer = ours(tmp_path, CLASSIFIER, **options)
-
-    def told(metrics, part):
-        runtime = metrics[f"{part}_runtime"]
-        return [metrics[f"{part}_{what}_per_second"] * runtime for what in ("samples", "steps")]
-
-    trained = quietly(trainer.train).metrics
-    assert told(trained, "train") == pytest.approx([24, 2], rel=0.1)
-    assert told(quietly(trainer.evaluate), "eval") == pytest.approx([7, 2], rel=0.1)
-    assert told(trainer.state.log_history[-1], "eval") == pytest.approx([7, 2], rel=0.1)
-    predicted = quietly(trainer.predict, trainer.eval_dataset).metrics
-    assert told(predicted, "test") == pytest.approx([7, 2], rel=0.1)
-
-
 def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
     options = {**sizes(3, 2), "per_device_eval_batch_size": 2}
     args = arguments(tmp_path, remove_unused_columns=False, **options)

@@ -142,7 +142,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
         parts, args = list(dict.fromkeys(self._modules())), self.args
-        if self._engine is None or parts != self._parts:
+        if self._engine is None or [*map(id, parts)] != [*map(id, self._parts)]:
             self._close_engine()
             self._parts, (model, *others) = parts, parts
             if args.torch_compile:

@@ -119,19 +119,17 @@ def assert_same_parameters(ours: Any, stock: Any, relative: float) -> None:
         assert off <= relative, f"{name}: off by {off}"
 
 
-def assert_same_run(
-    ours: Any, stock: Any, relative: float = SAME, logged: float = 2e-6, leave_out: Any = ()
-) -> None:
+def assert_same_run(ours: Any, stock: Any, relative: float = SAME, logged: float = 2e-6) -> None:
     """The trainers have the same parameters, and logged the same, times aside."""
     assert_same_parameters(ours, stock, relative)
     for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
-        assert_same_log(mine, its, max(logged, relative), leave_out)
+        assert_same_log(mine, its, max(logged, relative))
 
 
-def assert_same_log(mine: Any, its: Any, relative: float, leave_out: Any = ()) -> None:
+def assert_same_log(mine: Any, its: Any, relative: float) -> None:
     assert mine.keys() == its.keys()
     timed = {key for key in its if "time" in key or "per_second" in key}
-    for key in its.keys() - timed - {"total_flos", "epoch", *leave_out}:
+    for key in its.keys() - timed - {"total_flos", "epoch"}:
         near = pytest.approx(its[key], rel=relative, abs=relative / 100, nan_ok=True)
         assert mine[key] == near, key
 

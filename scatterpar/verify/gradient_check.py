@@ -153,7 +153,7 @@ def _plain(
     module: nn.Module, request: Request, device: torch.device, tensors: Sequence[Tensor]
 ) -> tuple[torch.dtype, Gradients]:
     """The loss's dtype and each tensor's gradient. ``backward()`` would run the user's hooks."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False):  # also within no_grad
         inputs, targets = moved_to(device, request.batches[0][1])
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)

@@ -125,8 +125,8 @@ class Look:
         layers = chain(*(root.modules() for root in roots if isinstance(root, nn.Module)))
         self._fixed = [n for n in layers if uses_batch_statistics(n) and n.running_mean is not None]
         markers = [leaf for leaf in nested.leaves(request.batches) if isinstance(leaf, Marker)]
-        mode = torch.inference_mode(False), torch.enable_grad()
-        with note_replica(task.share), restored(self.end), uncompiled(), mode[0], mode[1]:
+        with_graph = torch.inference_mode(False)  # also within no_grad
+        with note_replica(task.share), restored(self.end), uncompiled(), with_graph:
             self._undo.callback(self._set_training, True)
             self._set_training(False)  # before state is saved: it is no change of the user's
             state = UserState([self._model, *(marker.collate for marker in markers)])
@@ -240,9 +240,8 @@ class Look:
         parts, rows, limit = verdict.parts, [*chain(*verdict.parts)], self._tolerance
         whole, outputs = self._request.whole_batch, list[Any]()
         one = self._run([rows], kept=outputs)
-        combines = partial(self._combines, outputs[0], parts, weights)
         if _error(self._own(rows), expected) > limit:
-            if combines():
+            if self._combines(outputs[0], parts, weights):
                 return  # the module draws numbers that cannot be repeated
             raise Inconclusive("it gives another result each time", 2)
         limit = max(limit, self._rounding(verdict.error, expected, found, rows, _sum(one)))
@@ -264,7 +263,7 @@ class Look:
         verdict.kind = "joined" if whole else "combination"
         if whole and verdict.misplaced:
             verdict.kind = "order"
-        elif error > limit and (whole or combines()):
+        elif error > limit and (whole or self._combines(outputs[0], parts, weights)):
             verdict.kind, verdict.error = "rows", error
         verdict.shapes = _broadcast_shapes(outputs[0], self._move(self._targets, rows))
         # Other weights, which are not the engine's, may explain it.

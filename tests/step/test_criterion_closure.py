@@ -301,33 +301,18 @@ def test_a_network_in_an_object_of_the_model_is_trained_by_no_replica():
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
-        self.value = nn.Parameter(torch.tensor(0.5))
+        self.net = nn.Parameter(torch.tensor(0.5))
 
 
-def contrast(net):
-    return lambda o, t: F.cross_entropy(net.value * o @ o.T, t.argmax(1))
+def contrast(held):
+    return lambda o, t: F.cross_entropy(held.net * o @ o.T, t.argmax(1))
 
 
-def contrast_in_slots(net):
-    slots = Slots(net.value)
-    return lambda o, t: F.cross_entropy(slots.net * o @ o.T, t.argmax(1))
-
-
-def beside(make, criterion_of):
-    """The model, a network that only the criterion reaches, and the criterion."""
-
-    def parts():
-        net = build(make)
-        return mlp(), net, criterion_of(net)
-
-    return parts
-
-
-SHARED = {  # what is trained, and options
-    "closed over": (beside(Scale, contrast), {"whole_batch": True}),
-    "in a reentrant checkpoint": (beside(square, checkpointed), {"whole_batch": True}),
-    "refused": (beside(square, lambda net: Task(net).loss), {}),
-    "in slots": (beside(Scale, contrast_in_slots), {"whole_batch": True}),
+SHARED = {  # a network that only the criterion reaches, the criterion, options
+    "closed over": (Scale, contrast, {"whole_batch": True}),
+    "in a reentrant checkpoint": (square, checkpointed, {"whole_batch": True}),
+    "refused": (square, lambda net: Task(net).loss, {}),
+    "in slots": (Scale, lambda net: contrast(Slots(net.net)), {"whole_batch": True}),
 }
 
 WORDS = {
@@ -337,8 +322,9 @@ WORDS = {
 
 
 def on_each_rank(group, case):
-    make, options = SHARED[case]
-    model, net, criterion = make()
+    make, criterion_of, options = SHARED[case]
+    model, net = mlp(), build(make)
+    criterion = criterion_of(net)
     rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
     how = {"process_group": group, "verify": "checkpoint" not in case}
     with ScatterOnceParallel(model, 2, ["cpu"] * 2, **how) as engine:
@@ -356,8 +342,9 @@ def test_ranks_count_a_network_that_all_of_them_reach_once(case):
     The graph does not show what a reentrant checkpoint has inside, so the criterion is searched.
     What is hidden in slots cannot be told apart.
     """
-    model, net, criterion = SHARED[case][0]()
-    criterion(model(INPUTS), TARGETS).backward()
+    make, criterion_of, _ = SHARED[case]
+    model, net = mlp(), build(make)
+    criterion_of(net)(model(INPUTS), TARGETS).backward()
     for said, grads in run_on_ranks(2, on_each_rank, case):
         if case in WORDS:
             assert WORDS[case] in said
@@ -384,47 +371,30 @@ def test_a_function_that_torch_compiled_has_a_twin_too():
 
 def test_what_else_they_close_over_stays_the_user_s(devices):
     model, rows = linear(), []
-    holder = {"scale": 1.0}
+    holder, scale = {"scale": 1.0}, 1.0
 
-    def attach(scale):
-        def hook(module, args, output):
-            rows.append(len(output))
-            return output * holder["scale"] * scale * (1.0 if model.bias.requires_grad else 0.0)
+    def hook(module, args, output):
+        rows.append(len(output))
+        return output * holder["scale"] * scale * (1.0 if model.bias.requires_grad else 0.0)
 
-        def set_scale(value):
-            nonlocal scale
-            scale = value
-
-        model.register_forward_hook(hook)
-        return set_scale
-
-    set_scale = attach(1.0)
+    model.register_forward_hook(hook)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         assert_step(engine, INPUTS, LABELS, nn.CrossEntropyLoss())
         assert sorted(rows) == [2] * 6 + [ROWS]
         once = gradients(model)
         model.zero_grad()
-        holder["scale"] = 0.5
-        set_scale(2.0)
+        holder["scale"], scale = 0.5, 2.0
         engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
     assert_gradients(model, once)
 
 
 def test_another_module_in_a_cell_is_obeyed(devices):
     model = build(lambda: nn.ModuleList([nn.Linear(FEATURES, CLASSES) for _ in range(2)]))
-
-    def choose(chosen):
-        def switch(number):
-            nonlocal chosen
-            chosen = model[number]
-
-        model.forward = lambda rows: chosen(rows)
-        return switch
-
-    switch = choose(model[0])
+    chosen = model[0]
+    model.forward = lambda rows: chosen(rows)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         for number in (0, 1):
-            switch(number)
+            chosen = model[number]
             model.zero_grad()
             engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
             assert [part.weight.grad is not None for part in model] == [number == 0, number == 1]

@@ -31,11 +31,8 @@ def test_exact_says_so_in_a_sentence(devices):
     assert report.passed
     assert report.worst < 1e-10
     assert report.parameter in dict(engine.module.named_parameters())
-    assert str(report) == (
-        f"gradients of 23 rows beside those of a plain whole-batch backward: largest relative "
-        f"difference {report.worst:.2e}, in {report.parameter}: only rounding differs "
-        f"(limit 1e-10)."
-    )
+    end = f"difference {report.worst:.2e}, in {report.parameter}: only rounding differs"
+    assert str(report).endswith(f"{end} (limit 1e-10).")
 
 
 def test_a_difference_is_measured_and_has_a_meaning(devices):
@@ -87,15 +84,12 @@ def test_it_leaves_no_trace(devices):
     assert ran == []
 
 
-@pytest.mark.parametrize(
-    ("drop", "words"),
-    [(0.5, "drew random numbers.*engine.eval"), (0.0, "Batch normalisation.*engine.eval")],
-)
+@pytest.mark.parametrize(("drop", "words"), [(0.5, "drew random numbers"), (0, "Batch norm")])
 def test_what_no_two_passes_share_is_named(drop, words):
     with ScatterOnceParallel(build(lambda: Everything(drop)), 2, ["cpu"] * 2) as engine:
         report = engine.check(INPUTS, classes(ROWS), LOSS)
         assert not report.passed
-        assert re.search(words, str(report))
+        assert re.search(f"{words}.*engine.eval", str(report))
         assert engine.eval().check(INPUTS, classes(ROWS), LOSS).passed
 
 

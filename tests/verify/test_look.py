@@ -12,7 +12,6 @@ from harness.looks import (
     INPUTS,
     ROWS,
     VALUES,
-    Net,
     assert_agreed,
     in_a_def,
     loss_of,
@@ -196,14 +195,9 @@ def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, ha
 def test_autocast_inside_a_module_is_no_reason(devices, dtype):
     def inside(net, inputs, targets):
         with torch.autocast("cpu", torch.bfloat16):
-            return F.cross_entropy(net.parts(inputs), targets)
+            return F.cross_entropy(net.parts[1](net.parts[0](inputs).tanh()), targets)
 
-    def make():
-        layers = nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, CLASSES)
-        model = Net(inside)
-        model.parts = nn.Sequential(*layers)
-        return model
-
+    make = net(inside, lambda: nn.Linear(64, 256), lambda: nn.Linear(256, CLASSES))
     with ScatterOnceParallel(build(make).to(dtype), 3, devices(2)) as engine:
         inputs, targets = randn(9, ROWS, 64).to(dtype), randint(CLASSES, 9, ROWS)
         batches = [*zip(inputs, targets, strict=True)]

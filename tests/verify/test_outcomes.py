@@ -101,23 +101,9 @@ def penalised(share):
     return Case(mlp, (INPUTS, classes(ROWS)), of, accum=3, options={"reduction": "sum"})
 
 
-LEFT_OUT = 7  # a class that there is not: no label of this kind is known to be left out
-
-
-def masked_mean(output, targets):
-    counts = targets != LEFT_OUT
-    losses = F.cross_entropy(output, targets.where(counts, 0), reduction="none")
-    return (losses * counts).sum() / counts.sum().clamp(min=1)
-
-
-def without_first(value):
+def without_first():
     """The mean of a micro-batch without labels, and of another one, is also their sum."""
-    return classes(ROWS).where(torch.arange(ROWS) > 0, value)
-
-
-MEANS = {-100: in_a_def, LEFT_OUT: masked_mean}
-NO_SUM = "(?!.*It seems to be a sum)"
-SAID = {-100: r".*not -100: .*\(\)", LEFT_OUT: ".*count="}
+    return classes(ROWS).where(torch.arange(ROWS) > 0, -100)
 
 
 class OwnLoss(nn.Module):
@@ -147,20 +133,13 @@ def tokens(rows=12, length=6):
     return {"ids": ids, "labels": labels.masked_fill(padding, -100)}
 
 
-class Own(Classifier):
-    """Computes its own loss, a sum or a mean, behind a layer; and counts its calls."""
-
-    def __init__(self, layer, reduction):
-        super().__init__()
-        self.layer, self.reduction, self.calls = layer, reduction, [0]
-
-    def forward(self, inputs, targets):
-        self.calls[0] += 1
-        return F.mse_loss(self.layer(self.linear(inputs)), targets, reduction=self.reduction)
-
-
 def own(layer, reduction):
-    return own_loss(lambda: Own(layer(), reduction), (INPUTS, VALUES))
+    """Computes its own loss, a sum or a mean, behind a layer."""
+
+    def loss(net, rows, targets):
+        return F.mse_loss(net.parts[0](net.linear(rows)), targets, reduction=reduction)
+
+    return own_loss(net(loss, layer), (INPUTS, VALUES))
 
 
 COUNT = "count=scatterpar.count_labels"
@@ -182,10 +161,6 @@ def positives(output, labels):
     """A focal loss divided by the positives: micro-batches of negatives were dropped."""
     each = F.binary_cross_entropy_with_logits(output, labels, reduction="none")
     return each.sum() / labels.sum().clamp(min=1)
-
-
-def count_all(_, labels):
-    return labels.sum()
 
 
 def preferences(output, _):
@@ -230,17 +205,24 @@ WRONG: dict[str, tuple[Case, str]] = {
         "add something that does not depend on the rows.*len.output. /",
     ),
     "rows that count leaves out": (
-        case_of(mlp, randn(64, FEATURES), FEW, criterion=positives, accum=8, count=count_all),
+        case_of(
+            mlp,
+            randn(64, FEATURES),
+            FEW,
+            criterion=positives,
+            accum=8,
+            count=lambda _, labels: labels.sum(),
+        ),
         "would be off by",
     ),
-    **{
-        f"one label {value}, {options}": (
-            loss_of(mean, without_first(value), accum=8, **options),
-            "count=" if options else NO_SUM + SAID[value],
-        )
-        for value, mean in MEANS.items()
-        for options in ({}, {"reduction": "sum"})
-    },
+    "one row without a label": (
+        loss_of(in_a_def, without_first(), accum=8),
+        r"(?!.*It seems to be a sum).*not -100: .*\(\)",
+    ),
+    "one row without a label, called a sum": (
+        loss_of(in_a_def, without_first(), accum=8, reduction="sum"),
+        "count=",
+    ),
     "a label that a child of the criterion leaves out": (
         loss_of(
             Of(lambda own, *pair: own.child(*pair), child=nn.CrossEntropyLoss(ignore_index=3)),
@@ -302,17 +284,13 @@ RIGHT = {
     "a row's own root": loss_of(lambda o, t: o.norm(dim=1).mean()),
     "writes into what it is given": loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))),
     "a penalty that is shared out": penalised(share=True),
-    **{
-        f"one label {value}, counted": loss_of(
-            mean, without_first(value), accum=8, count=count_labels(value)
-        )
-        for value, mean in MEANS.items()
-    },
+    "one row without a label, counted": loss_of(
+        in_a_def, without_first(), accum=8, count=count_labels()
+    ),
     "a subclass that takes its own mean": loss_of(
         OwnMean(reduction="none"), LABELS, reduction="mean"
     ),
     "in a module, counted": own_loss(OwnLoss, tokens(), count=count_labels(shifted=True)),
-    "in a module that counts its calls": own(nn.Identity, "mean"),
     "forward asks for gradients": case_of(net(forces), targets=randn(ROWS, FEATURES)),
 }
 
@@ -365,14 +343,17 @@ def behind(layer):
     return case(tokens()), SHIFTED, right
 
 
-AS_SUM: dict[str, Any] = {"reduction": "sum"}
 LAYERS = {
     "dropout": nn.Dropout,
     "batch normalisation": partial(nn.BatchNorm1d, CLASSES),
     "noise": partial(Of, noise),
 }
 NO_EXCUSE: dict[str, tuple[Case, str, list[Case]]] = {
-    "dropout": (loss_of(with_dropout, VALUES), SUM, [loss_of(with_dropout, VALUES, **AS_SUM)]),
+    "dropout": (
+        loss_of(with_dropout, VALUES),
+        SUM,
+        [loss_of(with_dropout, VALUES, reduction="sum")],
+    ),
     **{
         f"numbers from one's own generator, a {reduction}": (
             loss_of(noisy := with_own_generator(reduction), VALUES, reduction=other),

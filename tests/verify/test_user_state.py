@@ -8,7 +8,7 @@ from queue import Queue
 import numpy as np
 import pytest
 import torch
-from harness.looks import INPUTS, LABELS, ROWS, VALUES
+from harness.looks import INPUTS, LABELS, ROWS, VALUES, net
 from harness.models import CLASSES, FEATURES, Classifier, mlp
 from harness.oracle import assert_close, assert_step, build
 from torch import nn
@@ -20,20 +20,14 @@ from scatterpar import Rows, ScatterOnceParallel
 # --- outputs that are joined ---
 
 
-class Views(Classifier):
+def two_views(net, rows):
     """Two views of each row: side by side, or all first ones before all second ones."""
-
-    def __init__(self, are_stacked):
-        super().__init__()
-        self.are_stacked = are_stacked
-
-    def forward(self, rows):
-        views = [self.linear(rows), self.linear(-0.5 * rows)]
-        return torch.stack(views, 1).flatten(0, 1) if self.are_stacked else torch.cat(views)
+    views = [net.linear(rows), net.linear(-0.5 * rows)]
+    return torch.stack(views, 1).flatten(0, 1) if net.are_stacked else torch.cat(views)
 
 
 def engine_of(are_stacked, accum, places):
-    return ScatterOnceParallel(build(lambda: Views(are_stacked)), accum, places)
+    return ScatterOnceParallel(build(net(two_views, are_stacked=are_stacked)), accum, places)
 
 
 NO_ORDER = r"not in the order of the rows.*torch.stack"
@@ -70,21 +64,12 @@ def test_views_that_were_equal_at_first_are_told_later():
             engine(INPUTS)
 
 
-class Masks(Classifier):
-    """Four masks for each picture, flat; where nothing was learned yet they are all background."""
-
-    def __init__(self):
-        super().__init__()
-        nn.init.zeros_(self.linear.weight), nn.init.zeros_(self.linear.bias)
-
-    def forward(self, rows):
-        return self.linear(rows).flatten()
-
-
 @pytest.mark.parametrize("accum", [1, 3])
 def test_equal_entries_of_rows_are_no_codebook(devices, accum):
-    """Of 96 entries came 16. One rule for outputs that are returned beside the loss, too."""
-    with ScatterOnceParallel(build(Masks), accum, devices(2)) as engine:
+    """Of 96 entries came 16. Four masks for each picture, flat, are all background at first."""
+    model = build(net(lambda net, rows: net.linear(rows).flatten()))
+    nn.init.zeros_(model.linear.weight), nn.init.zeros_(model.linear.bias)
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
         _, outputs = engine.forward_backward(
             INPUTS, None, lambda o, t: o.square().mean(), return_outputs=True
         )
@@ -107,17 +92,17 @@ def test_labels_that_are_all_ignored_are_told(devices):
         assert all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
 
 
-class Normed(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(CLASSES)
+def normed():
+    model = Classifier()
+    model.norm = nn.BatchNorm1d(CLASSES)
+    return model
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize("buffers", ["master", "batch"])
 def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buffers):
     """They were those of the replica, in which nothing had moved them: zeros."""
-    model, twin = build(Normed), build(Normed)
+    model, twin = build(normed), build(normed)
 
     def loss_with(module):
         return lambda output, targets: F.mse_loss(module.norm(output), targets)
@@ -202,9 +187,8 @@ def test_a_large_tensor_that_a_criterion_writes_is_told_once():
 # --- false alarms ---
 
 
-class Recomputes(Classifier):
-    def forward(self, rows):
-        return checkpoint(self.linear, rows, use_reentrant=True)
+def recomputes(net, rows):
+    return checkpoint(net.linear, net.parts[0](rows), use_reentrant=True)
 
 
 def own_mean(output, targets):
@@ -213,7 +197,7 @@ def own_mean(output, targets):
 
 def test_a_look_brings_no_warnings_of_torch_s(devices):
     """Of a reentrant checkpoint that has nothing to train, and of targets that are broadcast."""
-    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), Recomputes()))
+    model = build(net(recomputes, lambda: nn.Linear(FEATURES, FEATURES)))
     one_column = VALUES[:, :1].expand(ROWS, CLASSES).contiguous()
     with ScatterOnceParallel(model, 3, devices(2)) as engine:
         with warnings.catch_warnings():

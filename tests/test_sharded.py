@@ -9,6 +9,7 @@ import itertools
 import pickle
 import re
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -115,25 +116,18 @@ class Pair:
 
 @pytest.mark.parametrize("device_ids", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again(kind, options, device_ids):
+def test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again(
+    kind, options, device_ids, monkeypatch
+):
+    """And no operation mixes memories; foreach takes tensors of virtual devices for one's."""
+    is_guarded = device_ids is VIRTUAL and not options.get("foreach")
     with Pair(matrices(), device_ids, kind, **options) as pair:
-        for number in range(4):
-            pair.step(number)
-            assert not number or pair.engine.last_step.bytes["replicate"] == 0
+        guard = guarded(monkeypatch, pair.model, pair.twin) if is_guarded else nullcontext()
+        with guard:
+            for number in range(4):
+                pair.step(number)
+                assert not number or pair.engine.last_step.bytes["replicate"] == 0
         pair.assert_same()
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_no_operation_mixes_memories(kind, options, monkeypatch):
-    if options.get("foreach"):
-        pytest.skip("on virtual devices torch takes the tensors of all of them for one's")
-    model = matrices()
-    with guarded(monkeypatch, model), ScatterOnceParallel(model, 1, VIRTUAL) as engine:
-        optimizer = ShardedOptimizer(engine, kind, **options)
-        for number in range(2):
-            optimizer.zero_grad()
-            engine.forward_backward(*batch(number), nn.CrossEntropyLoss())
-            optimizer.step()
 
 
 def test_each_device_has_its_part_of_the_state():

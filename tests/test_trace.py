@@ -55,9 +55,6 @@ def counted(trace, tmp_path):
     return Counter((threads[e["tid"]], e["name"]) for e in complete)
 
 
-# --- what is recorded ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("devices", LAYOUTS)
 @pytest.mark.parametrize(
     ("how", "options"),
@@ -138,9 +135,6 @@ def test_one_trace_at_a_time():
         pass
 
 
-# --- what is shown ------------------------------------------------------------------------------
-
-
 def test_the_table_has_a_line_per_replica():
     shown = str(traced(engine_of(LAYOUTS[1]), steps=2))
     title, head, *lines, once, shares = shown.splitlines()
@@ -201,9 +195,6 @@ def test_the_last_step_is_a_table_in_a_notebook():
     assert {"scatter", "replicate", "compute", "reduce", "cpu:0", "cpu:1"} <= set(cells)
 
 
-# --- profilers ----------------------------------------------------------------------------------
-
-
 def profiled(engine, **options):
     with engine, profile(activities=[ProfilerActivity.CPU], **options) as found:
         engine.forward_backward(*batch(), CE)
@@ -232,9 +223,6 @@ def test_a_profiler_of_one_thread_is_told():
 def test_one_replica_is_in_the_callers_thread():
     found = profiled(engine_of(LAYOUTS[2], verify=False))
     assert found["aten::addmm"] == 2 * 3
-
-
-# --- the user's error, with a way out -----------------------------------------------------------
 
 
 def test_batch_normalisation_of_one_row_says_what_to_pass():

@@ -225,32 +225,36 @@ def test_lists_are_refused_that_ranks_cannot_join(where):
 
 
 def learned(noise):
-    """A criterion with a temperature of its own, a queue, and noise."""
+    """A criterion with a temperature and statistics of its own, a queue, and noise."""
 
     def forward(m, outputs, labels):
-        one = outputs["one"] + noise * torch.randn_like(outputs["one"])
+        one = m.norm(outputs["one"])
+        one = one + noise * torch.randn_like(one)
         logits = m.scale * one @ torch.cat([outputs["other"], m.queue]).T
         m.queue.copy_(one.detach()[:3])
         return nn.functional.cross_entropy(logits, torch.arange(len(labels)))
 
-    criterion = Of(forward, scale=nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
-    return with_buffers(criterion, queue=torch.zeros(3, contrastive.EMBEDDING).double())
+    scale = nn.Parameter(torch.tensor(2.0))
+    criterion = Of(forward, scale=scale, norm=nn.BatchNorm1d(contrastive.EMBEDDING))
+    return with_buffers(criterion, queue=torch.zeros(3, contrastive.EMBEDDING)).double()
 
 
 def learn(group, noise):
     torch.manual_seed(group.rank())  # what the criterion draws is the same on all nevertheless
     model, criterion = two_views(), learned(noise)
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group, verify=False) as engine:
+    options = {"process_group": group, "buffers": "batch", "verify": False}
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, **options) as engine:
         before = torch.get_rng_state()
         batch = part(group, VIEWS)
         losses = [engine.forward_backward(*batch, criterion, whole_batch=True) for _ in "ab"]
     assert not torch.equal(before, torch.get_rng_state())
-    return losses, gradients(criterion) | gradients(model) | {"queue": criterion.queue}
+    return losses, gradients(criterion) | gradients(model) | dict(criterion.named_buffers())
 
 
 @pytest.mark.draws
 @pytest.mark.parametrize("noise", [0.1, 0.0])
 def test_the_criterion_counts_once_and_draws_alike(noise):
+    """Its statistics had the variance of more rows than there are: each rank has seen them all."""
     (losses, found), (other_losses, other) = run_on_ranks(2, learn, noise)
     assert losses[0] != losses[1]
     assert other_losses == losses
@@ -260,29 +264,6 @@ def test_the_criterion_counts_once_and_draws_alike(noise):
         for _ in "ab":
             criterion(model(*VIEWS[0]), VIEWS[1]).backward()
         assert_close(found["scale"], criterion.scale.grad, "scale")
-
-
-def normalised_cubes(module, outputs, _):
-    return module.norm(outputs["one"]).pow(3).mean()
-
-
-def normalised():
-    return Of(normalised_cubes, norm=nn.BatchNorm1d(contrastive.EMBEDDING).double())
-
-
-def normalise(group):
-    criterion = normalised()
-    options = {"process_group": group, "buffers": "batch"}
-    with ScatterOnceParallel(two_views(), 2, ["cpu"] * 2, **options) as engine:
-        engine.forward_backward(*part(group, VIEWS), criterion, whole_batch=True)
-    return dict(criterion.named_buffers())
-
-
-def test_statistics_of_the_criterion_move_once():
-    """Each rank had seen all rows, and so the variance was that of more rows than there are."""
-    criterion = normalised()
-    criterion(two_views()(*VIEWS[0]), None)
-    for found in run_on_ranks(2, normalise):
         for name, buffer in criterion.named_buffers():
             assert_close(found[name].double(), buffer.double(), name)
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from faults.state import nothing_changes
+from harness.agree import LAYOUTS
 from harness.oracle import build, randint, randn
 from harness.pairwise import pairwise
 from harness.rank_processes import Counted, run_on_ranks
@@ -19,11 +20,6 @@ ROWS = 23  # on three replicas: 8 + 8 + 7
 CHANNELS, CLASSES = 4, 3
 BATCH = randn(ROWS, CHANNELS, 5, 5) * 3 + 1, randint(CLASSES, ROWS)
 CRITERION = nn.CrossEntropyLoss()
-LAYOUTS = {
-    "shared": ["cpu"] * 3,
-    "virtual": ["cpu:0", "cpu:1", "cpu:2"],
-    "both": ["cpu:0", "cpu:1", "cpu:0"],
-}
 
 
 def assert_buffers(found, expected):
@@ -94,7 +90,7 @@ def expected_of(model, plan):
 
 
 @pairwise(
-    layout=LAYOUTS,
+    layout=["shared", "virtual", "mixed"],
     accum=[1, 2],
     momentum=[0.1, None, 1.0],
     way=["plain", "reentrant", "not reentrant"],

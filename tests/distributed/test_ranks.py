@@ -298,7 +298,7 @@ def construct(group, modules, options):
 
 DIFFER = "the ranks' modules differ: rank 0 has "
 WEIGHT = r"parameter 'weight' of shape \(3, 2\), torch"
-POLICY = {"buffers": "batch"}
+POLICY, WIDE = {"buffers": "batch"}, {"accumulate_dtype": torch.float32}
 REFUSED = [  # the modules of ranks 0 and 2 and of rank 1, its options, and the words
     ("small", "wider", {}, rf"{DIFFER}{WEIGHT}\.float32, rank 1 has"),
     ("small", "double", {}, rf"{DIFFER}.*, rank 1 has {WEIGHT}\.float64; make"),
@@ -315,6 +315,12 @@ REFUSED = [  # the modules of ranks 0 and 2 and of rank 1, its options, and the 
     ),
     ("small", "lazy", {}, f"{DIFFER}.*rank 1 has parameter 'weight' not initialised yet, torch.fl"),
     ("small", "small", POLICY, f"{DIFFER}buffers='master', rank 1 has buffers='batch'"),
+    (
+        "small",
+        "small",
+        WIDE,
+        f"{DIFFER}accumulate_dtype=None, rank 1 has accumulate_dtype=torch.fl",
+    ),
     ("lazy", "lazy", {}, "'weight' is not initialised yet.*call the module once"),
     ("quantised", "quantised", {}, "'weight' is quantised, a Parameter.*without a process_group"),
     ("sparse table", "sparse table", {}, "'weight' has sparse gradients.*with sparse=False"),

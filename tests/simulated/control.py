@@ -20,30 +20,29 @@ ORDER, DEVICES = "SIMULATED_ORDER", "SIMULATED_DEVICES"
 ORDERS = ("late", "eager", "random")
 _COPIES = ("whole", "dropped", "altered")
 _NO_LIMIT = 2**63 - 1
+_simulated = torch.ops.simulated
+Body = contextlib.AbstractContextManager[None]
 
 
 def obey_environment() -> None:
     """Set what the environment asks for."""
-    torch.ops.simulated.set_device_count(int(os.environ.get(DEVICES, "4")))
+    _simulated.set_device_count(int(os.environ.get(DEVICES, "4")))
     set_order(os.environ.get(ORDER, "late"))
 
 
 def set_order(order: str) -> None:
     """When queued work runs: ``late``, ``eager``, or ``random:SEED``."""
     name, _, seed = order.partition(":")
-    torch.ops.simulated.set_order(ORDERS.index(name), int(seed or 0))
+    _simulated.set_order(ORDERS.index(name), int(seed or 0))
 
 
 @contextlib.contextmanager
-def _changed(change: Callable[[Any], object], value: Any, after: Any) -> Iterator[None]:
+def _changed(change: Callable[..., object], value: Any, after: Any) -> Iterator[None]:
     change(value)
     try:
         yield
     finally:
         change(after)
-
-
-Body = contextlib.AbstractContextManager[None]
 
 
 def ordered(order: str) -> Body:
@@ -53,25 +52,23 @@ def ordered(order: str) -> Body:
 
 def broken_link(source: int, target: int, copies: str) -> Body:
     """Copies from one device to another are ``dropped`` or ``altered``."""
-    change = partial(torch.ops.simulated.set_link, source, target)
-    return _changed(change, _COPIES.index(copies), _COPIES.index("whole"))
+    return _changed(partial(_simulated.set_link, source, target), _COPIES.index(copies), 0)
 
 
 def incomplete() -> Body:
     """Without float64, and without operators that MPS has not either."""
-    return _changed(torch.ops.simulated.set_complete, False, True)
+    return _changed(_simulated.set_complete, False, True)
 
 
 def limited(index: int, size: int) -> Body:
     """One device has room for ``size`` bytes more than it holds now."""
     live = torch.accelerator.memory_allocated(index)
-    return _changed(partial(torch.ops.simulated.set_limit, index), live + size, _NO_LIMIT)
+    return _changed(partial(_simulated.set_limit, index), live + size, _NO_LIMIT)
 
 
 def paced(link: float, memory: float) -> Body:
     """Copies over a link, and a device's memory, move so many bytes per second; see ``seconds``."""
-    paces = (link, memory), (0.0, 0.0)
-    return _changed(lambda pace: torch.ops.simulated.set_pace(*pace), *paces)
+    return _changed(lambda pace: _simulated.set_pace(*pace), (link, memory), (0.0, 0.0))
 
 
 def seconds() -> float:
@@ -79,33 +76,33 @@ def seconds() -> float:
 
     The host's own work takes no time, but a thread of it waits where it synchronises.
     """
-    found: float = torch.ops.simulated.seconds()
+    found: float = _simulated.seconds()
     return found
 
 
 def fail_kernel(index: int, number: int = 1) -> None:
     """Let a kernel of one device fail, the next or a later one: at its synchronisation."""
-    torch.ops.simulated.fail_kernel(index, number)
+    _simulated.fail_kernel(index, number)
 
 
 def lose(index: int) -> None:
     """Let nothing work on a device, as after a kernel's assertion, until ``found_again`` ends."""
-    torch.ops.simulated.set_lost(index, True)
+    _simulated.set_lost(index, True)
 
 
-@contextlib.contextmanager
-def found_again() -> Iterator[None]:
+def found_again() -> Body:
     """After the body, devices that it has lost work again, which no card's process can do."""
-    try:
-        yield
-    finally:
+
+    def find(_: object) -> None:
         for index in range(torch.accelerator.device_count()):
-            torch.ops.simulated.set_lost(index, False)
+            _simulated.set_lost(index, False)
+
+    return _changed(find, None, None)
 
 
 def queued() -> int:
     """How much work waits in all streams."""
-    found: int = torch.ops.simulated.queued()
+    found: int = _simulated.queued()
     return found
 
 
@@ -120,20 +117,20 @@ class Graph:
 
     def __del__(self) -> None:
         if self._number:
-            torch.ops.simulated.forget_graph(self._number)
+            _simulated.forget_graph(self._number)
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         """From here on the current stream of the current device captures."""
-        torch.ops.simulated.capture_begin()
+        _simulated.capture_begin()
 
     def capture_end(self) -> None:
         """Until here."""
         self._device = torch.accelerator.current_device_index()
-        self._number = torch.ops.simulated.capture_end()
+        self._number = _simulated.capture_end()
 
     def replay(self) -> None:
         """The current stream is given it all again."""
-        torch.ops.simulated.replay(self._number, self._device)
+        _simulated.replay(self._number, self._device)
 
 
 @dataclass(frozen=True)
@@ -157,10 +154,10 @@ class Counters:
 
 def host_seconds() -> tuple[float, float]:
     """CPU seconds that went into anything but simulating: of the calling thread, and of all."""
-    mine, everyone = torch.ops.simulated.own_nanoseconds()
+    mine, everyone = _simulated.own_nanoseconds()
     return time.thread_time() - 1e-9 * mine, time.process_time() - 1e-9 * everyone
 
 
 def counters() -> Counters:
     """The counters as they are now; take the difference of two."""
-    return Counters(*torch.ops.simulated.counters())
+    return Counters(*_simulated.counters())

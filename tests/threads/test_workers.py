@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from harness.notes import beginning_of_note
 from harness.oracle import assert_step, build, randn, seeded
 from harness.watch import Watch
 from torch import nn
+from torch._ops import HigherOrderOperator
 
 import scatterpar.devices.runtime
 import scatterpar.threads.workers
@@ -44,16 +46,14 @@ def patience(monkeypatch):
     monkeypatch.setattr(scatterpar.threads.workers, "_HEAD_START_SECONDS", SECONDS)
 
 
-class Calls(nn.Linear):
+def calls(function):
     """A linear layer from 2 features to one, which calls a function first."""
 
-    def __init__(self, function):
-        super().__init__(2, 1)
-        self.function = function
+    def forward(layer, inputs):
+        layer.call(inputs)
+        return layer.linear(inputs)
 
-    def forward(self, inputs):
-        self.function(inputs)
-        return super().forward(inputs)
+    return build(lambda: Of(forward, call=function, linear=nn.Linear(2, 1)))
 
 
 def watched(watch):
@@ -61,7 +61,7 @@ def watched(watch):
         with watch:
             time.sleep(0.002)
 
-    return build(lambda: Calls(look))
+    return calls(look)
 
 
 def mean(output, _):
@@ -94,7 +94,7 @@ def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
 
 def test_replicas_that_wait_for_each_other_all_start(devices, cores):
     barrier = threading.Barrier(REPLICAS)
-    model = build(lambda: Calls(lambda _: barrier.wait(SECONDS)))
+    model = calls(lambda _: barrier.wait(SECONDS))
     with ScatterOnceParallel(model, 3, devices(REPLICAS), verify=False) as engine:
         engine.forward_backward(randn(3 * REPLICAS, 2), criterion=mean)
     assert not barrier.broken
@@ -105,7 +105,7 @@ def failing(visits):
         visits.append(int(inputs[0, 0]))
         raise ValueError("boom")
 
-    return build(lambda: Calls(fail))
+    return calls(fail)
 
 
 NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
@@ -116,15 +116,11 @@ def test_when_all_fail_the_first_replica_speaks(devices, cores):
     model = failing([])
     pair = DataParallelModel(model, devices(REPLICAS))
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
-        for _ in range(30):
-            for step in (
-                lambda: engine.forward_backward(NUMBERED, criterion=mean),
-                lambda: pair(NUMBERED),
-            ):
-                with pytest.raises(ValueError, match="boom") as caught:
-                    step()
-                first = beginning_of_note(0, devices(REPLICAS)[0])
-                assert caught.value.__notes__[0].startswith(first)
+        for step in [partial(engine.forward_backward, criterion=mean), pair] * 30:
+            with pytest.raises(ValueError, match="boom") as caught:
+                step(NUMBERED)
+            first = beginning_of_note(0, devices(REPLICAS)[0])
+            assert caught.value.__notes__[0].startswith(first)
 
 
 def test_who_waits_while_another_fails_never_starts(devices, cores, patience):
@@ -136,7 +132,7 @@ def test_who_waits_while_another_fails_never_starts(devices, cores, patience):
         with pytest.raises(ValueError, match="boom"):
             engine.forward_backward(NUMBERED, criterion=mean)
         assert {*visits} <= set(range(cores))
-        model.function = lambda _: None
+        model.call = lambda _: None
         engine.forward_backward(NUMBERED, criterion=mean)
 
 
@@ -232,8 +228,6 @@ def test_control_flow_is_refused_unless_there_is_one_replica():
 
 
 def test_an_operator_that_is_registered_later():
-    from torch._ops import HigherOrderOperator
-
     class Later(HigherOrderOperator):
         def __init__(self):
             super().__init__("registered_by_a_test")
@@ -241,14 +235,14 @@ def test_an_operator_that_is_registered_later():
         def __call__(self, rows):
             return super().__call__(rows)
 
-    with ScatterOnceParallel(build(lambda: nn.Linear(4, 3)), 1, ["cpu"] * 2) as engine:
-        assert_step(engine, randn(4, 4), criterion=mean)  # the key is routed by now
+    def take_a_step(function):
+        with ScatterOnceParallel(of(function), 1, ["cpu"] * 2) as engine:
+            assert_step(engine, randn(4, 4), criterion=mean)
+
+    take_a_step(lambda layer, rows: layer.linear(rows))  # the key is routed by now
     later = Later()
     later.py_impl(torch._C.DispatchKey.Autograd)(lambda rows: rows * 3)
-    with ScatterOnceParallel(
-        of(lambda layer, rows: later(layer.linear(rows))), 1, ["cpu"] * 2
-    ) as engine:
-        assert_step(engine, randn(4, 4), criterion=mean)
+    take_a_step(lambda layer, rows: later(layer.linear(rows)))
 
 
 @pytest.mark.draws

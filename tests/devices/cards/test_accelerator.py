@@ -336,13 +336,11 @@ def test_every_kind_of_draw_works_on_the_card(device_ids):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
+def checkpointed(inner, reentrant):
+    def again(module, rows):
+        return checkpoint(module.inner, rows, use_reentrant=reentrant)
 
-    def forward(self, inputs):
-        return checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
+    return Of(again, inner=inner)
 
 
 def remembers(where, reentrant):
@@ -352,7 +350,7 @@ def remembers(where, reentrant):
         device = "cpu" if where == "host" else features.device
         return features * (torch.rand(features.shape, device=device) < 0.5).to(features.device)
 
-    return Of(drop) if reentrant is None else Checkpointed(Of(drop), reentrant)
+    return Of(drop) if reentrant is None else checkpointed(Of(drop), reentrant)
 
 
 @pytest.mark.draws
@@ -413,17 +411,10 @@ def test_both_passes_draw_the_same_numbers(device_ids, where, reentrant):
         assert_bits(found[1][1], [torch.get_rng_state(), *states_of({0})])
 
 
-class Noisy(nn.Module):
+def noisy(module, inputs):
     """On the accelerator and on the CPU, also in what a backward pass computes anew."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = nn.Dropout(0.4)
-        self.mix = nn.Linear(16, 16)
-
-    def forward(self, inputs):
-        noise = torch.rand(len(inputs), 1, dtype=inputs.dtype).to(inputs.device)
-        return self.dropout(self.mix(inputs)) + noise
+    noise = torch.rand(len(inputs), 1, dtype=inputs.dtype).to(inputs.device)
+    return module.dropout(module.mix(inputs)) + noise
 
 
 @pytest.mark.draws
@@ -439,8 +430,8 @@ def test_the_same_bits_on_any_number_of_cards(accum):
 def steps_on(ids, accum):
     """The losses, parameters and random states that some steps leave."""
     with seeded():
-        noisy = Noisy()
-    model, inputs, targets = problem(Checkpointed(noisy, False), dtype=torch.float32)
+        layer = Of(noisy, dropout=nn.Dropout(0.4), mix=nn.Linear(16, 16))
+    model, inputs, targets = problem(checkpointed(layer, False), dtype=torch.float32)
     torch.manual_seed(3)
     others = states_of({*ids} - {0})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -521,7 +512,7 @@ def test_memory_that_runs_out(device_ids, where, error, monkeypatch):
 def test_statistics_of_the_whole_batch(device_ids, reentrant):
     """Checkpoints compute anew in the threads of autograd, which counts nothing twice."""
     inner = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh())
-    model, inputs, targets = problem(inner if reentrant is None else Checkpointed(inner, reentrant))
+    model, inputs, targets = problem(inner if reentrant is None else checkpointed(inner, reentrant))
     twin = copy.deepcopy(model)
     with ScatterOnceParallel(model, 2, device_ids, buffers="batch") as engine:
         engine.forward_backward(inputs, targets, LOSS)

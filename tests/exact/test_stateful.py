@@ -14,8 +14,18 @@ import signal
 import pytest
 import torch
 from faults.state import nothing_changes
-from faults.walker import CLASSES, FEATURES, Walker, count, criterion, fuse, plain_step
-from harness.oracle import assert_close, build, randint, randn
+from faults.subject import CLASSES, FEATURES, Steps
+from faults.trap import trap
+from harness.agree import buffers_of, put_buffers
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_parameters,
+    build,
+    gradients,
+    randint,
+    randn,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -32,8 +42,47 @@ EDITS = (
     *("slope = 0.5", "slope = 1.0", "slope = 2.0", "norm.momentum = 0.1", "norm.momentum = 0.5"),
     *("blocks[0].weight.mul_(0.9)", "leave.bias.data = model.leave.bias.data + 0.1"),
 )
-PLACES = ("forward", "criterion", "backward", "hook", "count")
+PLACES = ("forward", "criterion", "backward of a Function", "hook", "count")
 ERRORS = (ValueError, SystemExit, KeyboardInterrupt, torch.OutOfMemoryError)
+
+
+class Walker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm = nn.Linear(FEATURES, 5), nn.BatchNorm1d(5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.leave = nn.Linear(5, CLASSES)
+        self.slope = 1.0
+
+    def forward(self, inputs):
+        trap.count("forward")
+        hidden = Steps.apply(self.norm(self.enter(inputs)))
+        for block in self.blocks:
+            hidden = torch.tanh(self.slope * block(hidden))
+        return self.leave(hidden)
+
+
+def criterion(output, targets):
+    trap.count("criterion")
+    return nn.functional.cross_entropy(output, targets)
+
+
+def count(inputs, targets):
+    trap.count("count")
+    return len(targets)
+
+
+def plain_step(model, plan, inputs, targets):
+    """The whole batch, one micro-batch after the other; buffers as replica 0 leaves them."""
+    before, kept = buffers_of(model), None
+    for share in plan.shares:
+        put_buffers(model, before)
+        for start, stop in share.micro_batches:
+            loss = criterion(model(inputs[start:stop]), targets[start:stop])
+            if loss.requires_grad:
+                (loss * ((stop - start) / plan.rows)).backward()
+        kept = kept or buffers_of(model)
+    put_buffers(model, kept)
 
 
 class Walk(RuleBasedStateMachine):
@@ -41,7 +90,7 @@ class Walk(RuleBasedStateMachine):
 
     @initialize(devices=devices, accum=st.integers(1, 3))
     def begin(self, devices, accum):
-        fuse.light("", 0, None)
+        trap.disarm()
         self.model, self.plain = build(Walker), build(Walker)
         self.engine = ScatterOnceParallel(self.model, accum, devices, verify=False)  # counts visits
         self.make_optimizers()
@@ -76,33 +125,29 @@ class Walk(RuleBasedStateMachine):
     )
     def bad_step(self, place, after, error, rows):
         raised = error("boom")
-
-        def action():
-            raise raised
-
-        if place == "backward" and not self.model.enter.weight.requires_grad:
+        if place == "backward of a Function" and not self.model.enter.weight.requires_grad:
             place = "forward"
-        handle = self.model.leave.register_forward_hook(lambda *_: fuse.at("hook"))
-        assert self.failed_step(place, after, action, rows, count=count) is raised
+        handle = self.model.leave.register_forward_hook(lambda *_: trap.count("hook"))
+        assert self.failed_step(place, after, lambda: raised, rows, count=count) is raised
         handle.remove()
 
     @rule(after=st.integers(0, 2), rows=st.integers(6, 30), times=st.integers(1, 2))
     def interrupted_step(self, after, rows, times):
-        def action():
+        def strike():
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
 
-        error = self.failed_step("forward", after, action, rows)
+        error = self.failed_step("forward", after, strike, rows)
         assert type(error) is KeyboardInterrupt
 
-    def failed_step(self, place, after, action, rows, **options):
+    def failed_step(self, place, after, make, rows, **options):
         """What a step raises that leaves no trace."""
         pieces = self.engine.accum * len(self.engine.device_ids)
         same = nothing_changes(self.model, optimizer=self.optimizers[0])
-        fuse.light(place, min(after, pieces - 1), action)
+        trap.arm(place, make, visit=min(after, pieces - 1))
         with same, pytest.raises(BaseException) as caught:  # noqa: PT011
             self.engine.forward_backward(*self.batch(rows, 0), criterion, **options)
-        fuse.light("", 0, None)
+        trap.disarm()
         return caught.value
 
     @rule()
@@ -191,12 +236,8 @@ class Walk(RuleBasedStateMachine):
     @invariant()
     def all_state_is_equal(self):
         assert torch.equal(self.random, torch.get_rng_state())
-        pairs = zip(self.model.named_parameters(), self.plain.named_parameters(), strict=True)
-        for (name, one), (_, other) in pairs:
-            assert_close(one.detach(), other.detach(), name, RELATIVE)
-            assert (one.grad is None) == (other.grad is None), name
-            if one.grad is not None:
-                assert_close(one.grad, other.grad, f"{name}.grad", RELATIVE)
+        assert_parameters(self.model, self.plain, RELATIVE)
+        assert_gradients(self.model, gradients(self.plain), RELATIVE)
         pairs = zip(self.model.named_buffers(), self.plain.named_buffers(), strict=True)
         for (name, one), (_, other) in pairs:
             assert_close(one.double(), other.double(), name, RELATIVE)

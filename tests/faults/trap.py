@@ -37,11 +37,14 @@ class Trap:
     def arm(
         self,
         place: str,
-        error: Callable[[], BaseException],
+        error: Callable[[], BaseException | None],
         positions: Sequence[Position] = (),
         visit: int | None = None,
     ) -> None:
-        """Raise ``error()`` at ``place``, at each of ``positions`` or at the given ``visit``."""
+        """Raise ``error()`` at ``place``, at each of ``positions`` or at the given ``visit``.
+
+        Where that gives nothing, it has done its work itself, as a signal.
+        """
         self.place, self.positions, self._make, self._visit = place, positions, error, visit
         self.visits = 0
         self.sprung: dict[Position | int, BaseException] = {}
@@ -90,7 +93,10 @@ class Trap:
             self._spring(visit)
 
     def _spring(self, where: Position | int) -> None:
-        self.sprung[where] = error = self._make()
+        error = self._make()
+        if error is None:
+            return
+        self.sprung[where] = error
         try:
             raise error
         finally:

@@ -31,7 +31,6 @@ class Trap:
         self._graph_tasks: dict[int, Position] = {}
         self._lock = threading.Lock()
         self._activations: list[weakref.ref[Tensor]] = []
-        self.visited: list[Position] = []
         self.disarm()
 
     def arm(
@@ -49,7 +48,6 @@ class Trap:
         self.visits = 0
         self.sprung: dict[Position | int, BaseException] = {}
         self._barrier = threading.Barrier(len(positions)) if len(positions) > 1 else None
-        self.visited = []
 
     def disarm(self) -> None:
         self.arm("nowhere", AssertionError)
@@ -62,7 +60,6 @@ class Trap:
             for number, (start, stop) in enumerate(share.micro_batches):
                 if start <= row < stop:
                     self._thread.position = (share.replica, number)
-        self.visited.append(self._thread.position)
 
     def follow(self, output: Tensor) -> None:
         """Know the way into the backward pass too: accelerators' run in other threads."""

@@ -25,7 +25,17 @@ from torch import Tensor, nn
 
 from harness.isolation import guarded
 from harness.models import CLASSES, FEATURES
-from harness.oracle import RELATIVE, assert_close, build, call, loss_of, randint, randn, seeded
+from harness.oracle import (
+    RELATIVE,
+    assert_alike,
+    assert_close,
+    build,
+    call,
+    loss_of,
+    randint,
+    randn,
+    seeded,
+)
 from harness.rank_processes import run_on_ranks
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.batch import nested
@@ -312,18 +322,7 @@ def _agree_in_inference(case, devices):
         for change in (lambda _: None, *case.changes):
             change(module), change(twin)
             found = call(partial(engine, **costs), case.batch[0])
-            _assert_alike(found, call(twin, case.all()[0]), case.relative)
-
-
-def _assert_alike(found, expected, relative):
-    """Tensors of two outputs of the same structure are close, and all else is equal."""
-    assert type(found) is type(expected)
-    pairs = [*zip(nested.leaves(found), nested.leaves(expected), strict=True)]
-    for ours, theirs in pairs:
-        if isinstance(theirs, Tensor):
-            assert_close(ours, theirs, "output", relative)
-        else:
-            assert ours == theirs
+            assert_alike(found, call(twin, case.all()[0]), case.relative)
 
 
 def buffers_of(module):

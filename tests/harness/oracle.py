@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -76,8 +77,28 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, relative: float = 
     assert actual.shape == expected.shape, f"{name}: {actual.shape} != {expected.shape}"
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} != {expected.dtype}"
     actual, expected = (t.to_dense() if t.is_sparse else t for t in (actual, expected))
+    if not actual.is_floating_point() and not actual.is_complex():
+        actual, expected = actual.double(), expected.double()
     off, size = (actual - expected).norm().item(), expected.norm().item()
     assert off <= relative * size + _ROUNDING, f"{name}: off by {off}, of {size}"
+
+
+def assert_alike(actual: Any, expected: Any, relative: float = RELATIVE) -> None:
+    """Of the same types and structure, with tensors that are close; all else is equal."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, Tensor):
+        assert not actual.requires_grad
+        assert_close(actual, expected.detach(), "output", relative)
+    elif isinstance(expected, dict) or is_dataclass(expected):
+        ours, theirs = (one if isinstance(one, dict) else vars(one) for one in (actual, expected))
+        assert list(ours) == list(theirs)
+        assert_alike([*ours.values()], [*theirs.values()], relative)
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_alike(one, other, relative)
+    else:
+        assert actual == expected
 
 
 def assert_gradients(module: nn.Module, expected: Gradients, relative: float = RELATIVE) -> None:

@@ -13,7 +13,7 @@ import torch
 from faults.state import nothing_changes
 from harness import contrastive, module_cases, weighted
 from harness.agree import LAYOUTS, Case
-from harness.freed import in_time
+from harness.leak_checks import in_time
 from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import (
     assert_close,

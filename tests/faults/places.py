@@ -167,47 +167,39 @@ def _mapping(subject: Subject, step: Step, name: str) -> Iterator[None]:
     yield
 
 
-@contextlib.contextmanager
-def _removed(*handles: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hooked(name: str, method: str, *, of_parameters: bool = False) -> None:
-    """Hooks of a layer or of all parameters that get a gradient, in one pass or in two."""
-    is_whole = name.startswith("whole")
-    counted = is_whole or of_parameters
-
-    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
-        if is_whole:
-            step.criterion = _of_all_rows
-            step.options["whole_batch"] = True
-        used = [p for n, p in subject.named_parameters() if not n.startswith("unused")]
-        visit = trap.count if counted else trap.at
-        owners = used if of_parameters else [subject.leave]
-        with _removed(*(getattr(owner, method)(lambda *_: visit(name)) for owner in owners)):
-            yield
-
-    place(name, counted=counted)(prepare)
-
-
 def _of_all_rows(output: Tensor, targets: Tensor) -> Tensor:
     z = nn.functional.normalize(output + 0.1 * torch.rand_like(output), dim=1)
     return (z @ z.T - (targets[:, None] == targets).double()).square().mean()
 
 
-_hooked("forward pre-hook", "register_forward_pre_hook")
-_hooked("forward hook", "register_forward_hook")
-_hooked("full backward pre-hook", "register_full_backward_pre_hook")
-_hooked("full backward hook", "register_full_backward_hook")
-_hooked("whole batch: forward, either pass", "register_forward_hook")
-_hooked("whole batch: backward", "register_full_backward_hook")
-_hooked("hook on a parameter", "register_hook", of_parameters=True)
-name = "post-accumulate hook on a parameter"
-_hooked(name, "register_post_accumulate_grad_hook", of_parameters=True)
+# Of a layer, in one pass or in two, or of all parameters that get a gradient.
+HOOKS = {
+    "forward pre-hook": "register_forward_pre_hook",
+    "forward hook": "register_forward_hook",
+    "full backward pre-hook": "register_full_backward_pre_hook",
+    "full backward hook": "register_full_backward_hook",
+    "whole batch: forward, either pass": "register_forward_hook",
+    "whole batch: backward": "register_full_backward_hook",
+    "hook on a parameter": "register_hook",
+    "post-accumulate hook on a parameter": "register_post_accumulate_grad_hook",
+}
+
+
+def _hooked(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    if name.startswith("whole"):
+        step.criterion = _of_all_rows
+        step.options["whole_batch"] = True
+    used = [p for n, p in subject.named_parameters() if not n.startswith("unused")]
+    visit = trap.count if PLACES[name].counted else trap.at
+    owners: list[Any] = used if name.endswith("parameter") else [subject.leave]
+    with contextlib.ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(getattr(owner, HOOKS[name])(lambda *_: visit(name)))
+        yield
+
+
+for name in HOOKS:
+    place(name, counted=name.startswith("whole") or name.endswith("parameter"))(_hooked)
 
 
 @place("global forward hook")
@@ -216,26 +208,20 @@ def _global_hook(subject: Subject, step: Step, name: str) -> Iterator[None]:
         if type(module) is nn.Dropout:
             trap.at(name)
 
-    with _removed(nn.modules.module.register_module_forward_hook(hook)):
+    with nn.modules.module.register_module_forward_hook(hook):
         yield
 
 
-def _saved_tensor_hook(name: str, number: int) -> None:
-    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
-        def hook(tensor: Tensor) -> Tensor:
-            trap.at(name)
-            return tensor
+@place("saved-tensor hook, pack")
+@place("saved-tensor hook, unpack")
+def _saved(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    def hook(tensor: Tensor) -> Tensor:
+        trap.at(name)
+        return tensor
 
-        hooks: list[Any] = [lambda tensor: tensor] * 2
-        hooks[number] = hook
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            yield
-
-    place(name)(prepare)
-
-
-_saved_tensor_hook("saved-tensor hook, pack", 0)
-_saved_tensor_hook("saved-tensor hook, unpack", 1)
+    hooks = [hook, lambda tensor: tensor]
+    with torch.autograd.graph.saved_tensors_hooks(*hooks[:: -1 if "unpack" in name else 1]):
+        yield
 
 
 class Copied(nn.Module):

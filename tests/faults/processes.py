@@ -2,11 +2,16 @@
 
 How long a script takes depends on what else the machine does, so nobody's total is limited. A
 script that hangs says nothing any more: its silence is what is measured, from one word to the next.
+
+To import torch, with what an optimizer imports, takes three seconds of a core, and a fork next to
+nothing. So most are forked from a server that imports and does nothing else: no thread, no engine,
+no random number of one process is there in the next.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import queue
 import runpy
@@ -16,14 +21,42 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
-from harness import forks
-from harness.forks import environment
+TESTS = Path(__file__).parent.parent
 
 SILENCE = 180.0  # seconds; an idle machine needs two or three
 ABORT_SECONDS = 10.0  # to say where the threads are
+
+
+def environment() -> dict[str, str]:
+    """The environment of a script: the tests' modules and the package are importable."""
+    path = [os.environ.get("PYTHONPATH", ""), str(TESTS), str(TESTS.parent)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def has_forks() -> bool:
+    """Whether the system has forks from a server."""
+    return "forkserver" in multiprocessing.get_all_start_methods()
+
+
+def fork_context() -> Any:
+    """Of `multiprocessing`: its processes are forked from the server, or start from nothing.
+
+    The training tool's workers come from the same server. Where one of them was first, it has
+    imported less.
+    """
+    if not has_forks():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.imported"])
+    with mock.patch.dict(os.environ, environment()):
+        forkserver.ensure_running()
+    return context
 
 
 @dataclass(frozen=True)
@@ -101,7 +134,7 @@ class Forked:
     """Python with ``arguments``; has of a `subprocess.Popen` what it takes to wait for one."""
 
     def __init__(self, *arguments: str) -> None:
-        context = forks.context()
+        context = fork_context()
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         self._process = context.Process(
             target=_become, args=(*(there for _, there in pipes), arguments)
@@ -125,7 +158,7 @@ class Forked:
 
 def start_forked(*arguments: str) -> subprocess.Popen[str] | Forked:
     """``start`` in a fork, where the system has them."""
-    return Forked(*arguments) if forks.are_possible() else start(*arguments)
+    return Forked(*arguments) if has_forks() else start(*arguments)
 
 
 def run_forked(*arguments: str) -> Outcome:

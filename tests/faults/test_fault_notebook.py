@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from harness.forks import environment
 
-from faults.processes import SILENCE
+from faults.processes import SILENCE, environment
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from harness.freed import FREE_THREADED
+from harness.leak_checks import FREE_THREADED
 from torch import Tensor
 
 from scatterpar import Plan

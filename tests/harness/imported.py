@@ -1,4 +1,4 @@
-"""What the server of ``forks`` imports once, and a fork of it then has."""
+"""What the server of ``faults.processes`` imports once, and a fork of it then has."""
 
 import gc
 

@@ -7,8 +7,10 @@ import gc
 import random
 import signal
 import sys
+import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +20,26 @@ from torch.nn.modules import module as module_globals
 
 FAILED = pytest.StashKey[bool]()
 GRACE_SECONDS = 180.0  # a thread that ends by itself may be late on a busy machine
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _AUTOCAST_TYPES = ("cpu", "cuda")
 _KNOWN = ("InductorSubproc", "subproc_worker_timer", "tqdm_monitor")
+
+
+def in_time(gone: Callable[[], bool]) -> bool:
+    """Whether ``gone()`` holds at once.
+
+    In a free-threaded interpreter: before long, since there an object that another thread drops
+    is freed when the thread that made it runs Python again.
+    """
+    deadline = time.monotonic() + (10.0 if FREE_THREADED else 0.0)
+    while not gone() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return gone()
+
+
+def count_tensors() -> int:
+    """How many tensors the interpreter knows of."""
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
 def threads() -> set[int | None]:

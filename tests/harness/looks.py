@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.agree import Case
-from harness.models import CLASSES, FEATURES, mlp
+from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import randint, randn, seeded
 from harness.weighted import classes
 from scatterpar import ScatterOnceParallel
@@ -19,18 +19,12 @@ INPUTS, VALUES, LABELS = randn(ROWS, FEATURES), randn(ROWS, CLASSES), randint(CL
 SEQUENCES = randn(ROWS, LENGTH, FEATURES)
 
 
-class Net(nn.Module):
+class Net(Of):
     """Calls ``function(net, *inputs)``; has a linear layer, dropout, ``parts``, and attributes."""
 
     def __init__(self, function: Any, *parts: nn.Module, **attributes: Any) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(FEATURES, CLASSES), nn.Dropout(0.3)
-        self.function, self.parts = function, nn.ModuleList(parts)
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.function(self, *inputs, **named)
+        layers = {"linear": nn.Linear(FEATURES, CLASSES), "drop": nn.Dropout(0.3)}
+        super().__init__(function, **layers, parts=nn.ModuleList(parts), **attributes)
 
 
 def net(function: Any, *makers: Any, **attributes: Any) -> Any:

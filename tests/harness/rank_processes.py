@@ -15,8 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-
-from harness import forks
+from faults.processes import fork_context
 
 SIZE = 3
 _IDLE_SECONDS = 1800.0
@@ -54,7 +53,7 @@ def run_on_ranks(
 
 def _start() -> tuple[Any, ...]:
     """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
-    context, folder = forks.context(), tempfile.TemporaryDirectory()
+    context, folder = fork_context(), tempfile.TemporaryDirectory()
     pipes = [context.Pipe() for _ in range(SIZE)]
     processes = []
     for rank, (_, there) in enumerate(pipes):

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from faults.state import nothing_changes
-from harness.freed import in_time
+from harness.leak_checks import in_time
 from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.module_cases import with_buffers
 from harness.notes import beginning_of_note

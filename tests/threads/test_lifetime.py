@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness.freed import FREE_THREADED, count_tensors, in_time
+from harness.leak_checks import FREE_THREADED, count_tensors, in_time
 from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import assert_step, build, randint, randn
 from torch import nn

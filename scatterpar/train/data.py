@@ -366,8 +366,9 @@ def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:
     names = [e.name for e in sorted(train.iterdir()) if e.is_dir() and not e.name.startswith(".")]
     if bool(tests) == (val is not None):
         raise UsageError(_HAS_TESTS if tests else _NO_SPLIT)
-    if not names:
-        raise UsageError(f"{train} has no folders in it: it needs one for each class")
+    if len(names) < 2:
+        found = f"one folder in it, {names[0]!r}" if names else "no folders in it"
+        raise UsageError(f"{train} has {found}: it needs one for each class, of two or more")
     files = find_files(train, names)
     if val is None:
         return files, find_files(tests[0], names), names

@@ -65,7 +65,8 @@ def _resume(training: Training) -> None:
         for name, value in options.settings().items():
             if (saved := state["settings"].get(name)) != value:
                 option = "--" + name.replace("_", "-")
-                raise UsageError(f"{path} is of a run with {option} {saved}, not {value}")
+                same = f"leave out {option}" if saved is None else f"pass {option} {saved}"
+                raise UsageError(f"{path} is of a run with {option} {saved}, not {value}: {same}")
         training.load_state_dict(state)
 
 
@@ -259,7 +260,8 @@ class Run:
         if epochs:
             best = max(epochs, key=lambda r: float(r["test_accuracy"]))  # the first of equal ones
             words = f"best epoch: {best['epoch']}, test accuracy {best['test_accuracy']:.2%}"
-            self._say(f"{words}, in {out / BEST_FILE}; to use it: predict {out} PICTURES")
+            self._say(f"{words}, in {out / BEST_FILE}")
+            self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
         in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
         reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
         self._say(f"{ending} after {reached}, {in_all}\ntest accuracy: {measured}")

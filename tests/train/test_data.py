@@ -112,6 +112,8 @@ def test_a_folder_that_lacks_pictures_is_refused(tmp_path):
     shutil.rmtree(tmp_path / "train")
     (tmp_path / "train").mkdir()
     refused("train has no folders in it: it needs one for each class", tmp_path)
+    (tmp_path / "train" / "photos").mkdir()  # as of --data one level too high
+    refused("one folder in it, 'photos': it needs one for each class, of two or more", tmp_path)
 
 
 @pytest.mark.pictures

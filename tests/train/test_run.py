@@ -157,7 +157,7 @@ def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
     for more, code, said in (
         (["--resume"], 0, "finished before, after 4 epochs and 20 steps; --out starts a new run"),
         ([], 2, "checkpoint.pt: --resume goes on from it, another --out starts anew"),
-        (["--resume", "--seed", "1"], 2, "is of a run with --seed 0, not 1"),
+        (["--resume", "--seed", "1"], 2, "is of a run with --seed 0, not 1: pass --seed 0"),
     ):
         capsys.readouterr()
         assert main([*words, *more]) == code

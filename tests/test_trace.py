@@ -123,16 +123,12 @@ def test_nothing_is_recorded_outside_of_it_and_gradients_are_the_same_bits():
         engine.forward_backward(*data)
         assert all(map(torch.equal, found, (p.grad for p in engine.module.parameters())))
         with engine.trace() as other:
+            with pytest.raises(RuntimeError, match="traced already"), engine.trace():
+                pass
             engine.check(*data)
             engine.eval()(data[0])
     assert (len(trace.steps), len(other.steps)) == (1, 0)
     assert str(other) == "No step was recorded."
-
-
-def test_one_trace_at_a_time():
-    refused = pytest.raises(RuntimeError, match="traced already")
-    with engine_of() as engine, engine.trace(), refused, engine.trace():
-        pass
 
 
 def test_the_table_has_a_line_per_replica():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 import traceback
 import weakref
@@ -23,7 +22,7 @@ from scatterpar import DataParallelCriterion, DataParallelModel, Rows, gather
 
 pytestmark = pytest.mark.core
 
-INPUTS = randn(9, FEATURES)
+INPUTS, _ = BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
 
 class Shared(list):
@@ -194,8 +193,6 @@ def test_a_failed_forward_leaves_them_as_they_were(devices):
 
 # --- replicas run side by side, each in the context of the caller ---
 
-EIGHT = randn(8, FEATURES), randint(CLASSES, 8)
-
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
 def test_replicas_run_at_the_same_time(devices, part):
@@ -207,24 +204,24 @@ def test_replicas_run_at_the_same_time(devices, part):
         return output if targets is None else output.mean()
 
     model = DataParallelModel(Of(forward) if part == "model" else nn.Identity(), devices(4))
-    outputs = model(EIGHT[0])
+    outputs = model(BATCH[0])
     if part == "criterion":
-        loss = DataParallelCriterion(Of(forward), devices(4))(outputs, EIGHT[1])
-        assert_close(loss, EIGHT[0].mean(), "loss")
+        loss = DataParallelCriterion(Of(forward), devices(4))(outputs, BATCH[1])
+        assert_close(loss, BATCH[0].mean(), "loss")
     assert len(outputs) == 4
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_grad_there_is_no_graph(devices, mode):
     pair, inferring = Pair(mlp(), nn.CrossEntropyLoss(), devices(3)), mode is torch.inference_mode
-    expected = nn.CrossEntropyLoss()(pair.module(EIGHT[0]), EIGHT[1]).detach()
+    expected = nn.CrossEntropyLoss()(pair.module(BATCH[0]), BATCH[1]).detach()
     with mode():
-        outputs = pair.model(EIGHT[0])
-        loss = pair.criterion(outputs, EIGHT[1])
+        outputs = pair.model(BATCH[0])
+        loss = pair.criterion(outputs, BATCH[1])
     assert all(output.is_inference() == inferring for output in outputs)
     assert not any(tensor.requires_grad for tensor in (*outputs, loss))
     assert_close(loss, expected, "loss")
-    pair.check(*EIGHT)
+    pair.check(*BATCH)
 
 
 def test_eval_and_train_reach_the_replicas(devices):
@@ -233,10 +230,10 @@ def test_eval_and_train_reach_the_replicas(devices):
     for mode, p in ((model.eval, 1.0), (model.train, 0.0), (model[1].eval, 1.0)):
         mode()
         model[1].p = p
-        assert_close(torch.cat(pair(EIGHT[0])), model[0](EIGHT[0]), "outputs")
+        assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
 
 
-def test_nothing_of_a_forward_survives_its_outputs(devices):
+def test_nothing_of_a_forward_survives_its_outputs(devices, by_reference_counts_alone):
     """Replicas are not kept, and go with the graph, without waiting for the collector."""
     alive = []
 
@@ -246,16 +243,11 @@ def test_nothing_of_a_forward_survives_its_outputs(devices):
         return output
 
     pair = Pair(Of(forward, linear=linear()), nn.CrossEntropyLoss(), devices(3))
-    gc.collect()
-    gc.disable()
-    try:
-        loss = pair.loss(*EIGHT)
-        assert len(alive) == 6
-        loss.backward()
-        del loss
-        assert in_time(lambda: [reference() for reference in alive] == [None] * 6)
-    finally:
-        gc.enable()
+    loss = pair.loss(*BATCH)
+    assert len(alive) == 6
+    loss.backward()
+    del loss
+    assert in_time(lambda: [reference() for reference in alive] == [None] * 6)
 
 
 # --- the user's errors, noted where they happened, and calls inside of calls ---

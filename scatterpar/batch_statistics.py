@@ -64,36 +64,34 @@ class StepStatistics(NamedTuple):
         return StepStatistics([(module, _pooled(each)) for (module, _), each in pairs])
 
 
-class BatchStatistics:
-    """Records the statistics of batch normalisations in replicas, and pools them."""
+def record(modules: Iterable[nn.Module]) -> Records:
+    """Install hooks on a replica's batch normalisations; they record the moments of each call.
 
-    def record(self, modules: Iterable[nn.Module]) -> Records:
-        """Install hooks on a replica's batch normalisations; they record the moments of each call.
+    The records are by the number of the module.
+    """
+    layers = {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
+    records: Records = {m: [] for m in layers}
+    for m, module in layers.items():
+        call = _MomentsRecorder(m, records)
+        module.register_forward_pre_hook(call.begin)
+        module.register_forward_hook(call.end, with_kwargs=True)
+    return records
 
-        The records are by the number of the module.
-        """
-        layers = {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
-        records: Records = {m: [] for m in layers}
-        for m, module in layers.items():
-            call = _MomentsRecorder(m, records)
-            module.register_forward_pre_hook(call.begin)
-            module.register_forward_hook(call.end, with_kwargs=True)
-        return records
 
-    def of_step(
-        self, replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
-    ) -> StepStatistics:
-        """The pooled statistics of the first ``active`` replicas, on the master."""
-        layers = []
-        for each in replica_sets:
-            replicas = each.replicas[:active]
-            recorded = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
-            for m in replicas[0].records:
-                module: Any = each.modules[m]
-                if module.running_mean is not None:
-                    moments = [of_replica[m] for of_replica in recorded if m in of_replica]
-                    layers.append((module, _pooled(moments)))
-        return StepStatistics(layers)
+def of_step(
+    replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
+) -> StepStatistics:
+    """The pooled statistics of the first ``active`` replicas, on the master."""
+    layers = []
+    for each in replica_sets:
+        replicas = each.replicas[:active]
+        recorded = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
+        for m in replicas[0].records:
+            module: Any = each.modules[m]
+            if module.running_mean is not None:
+                moments = [of_replica[m] for of_replica in recorded if m in of_replica]
+                layers.append((module, _pooled(moments)))
+    return StepStatistics(layers)
 
 
 def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:

@@ -35,7 +35,7 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, check_number, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import Compiler
-from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
+from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet, StatisticsPolicy
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
@@ -208,11 +208,9 @@ class ScatterOnceParallel(Wrapper):
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
-        policy = None
+        policy: StatisticsPolicy | None = None
         if self.buffer_policy == "batch":
-            from scatterpar.batch_statistics import BatchStatistics
-
-            policy = BatchStatistics()
+            import scatterpar.batch_statistics as policy
         options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
         self._replicas = Replicas(self.device_ids, ReplicaOptions(*options))
         self._checks: dict[str, Any] = {}

@@ -7,13 +7,11 @@ themselves are on the page (README.md).
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
+from faults.processes import run
 from torch import nn
 
 from nullcuda import card
@@ -196,22 +194,13 @@ def script(code, **variables):
     It ends without the interpreter's shutdown. Torch's CUDA build may abort there ("terminate
     called without an active exception") right after a backward pass, in plain programs, too.
     """
-    here = os.path.dirname(os.path.dirname(__file__))
     start = (
         "import torch\nfrom torch import nn\nfrom nullcuda import card, values\nvalues.install()\n"
     )
     end = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
-    environment = os.environ | {"PYTHONPATH": f"{here}:{os.path.dirname(here)}"} | variables
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", start + code + end],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1800,  # a hang, not a busy machine
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.split()
+    done = run("-W", "ignore", "-c", start + code + end, silence=1800.0, **variables)
+    assert done.code == 0, done.err[-3000:]
+    return done.out.split()
 
 
 CONTEXTS = "print(*[card.has_context(device) for device in range(4)])"

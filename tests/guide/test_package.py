@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import configparser
 import importlib
 import importlib.metadata
 import re
 from pathlib import Path
 
 import pytest
+from harness.pages import SETUP, read
 
 import scatterpar
 
-ROOT = Path(__file__).parents[2]
-SETUP = configparser.ConfigParser(interpolation=None)
-SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
-PAGE = (ROOT / "docs" / "package.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE, README = read("docs/package.md"), read("README.md")
 
 
 def test_one_place_holds_the_version():
@@ -50,11 +46,11 @@ def test_the_console_script_is_the_command():
 
 
 def test_the_citation_has_the_version():
-    assert f"\nversion: {scatterpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {scatterpar.__version__}\n" in read("CITATION.cff")
 
 
 def test_the_api_pages_have_every_public_name():
-    pages = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    pages = read("docs/api.md")
     documented = {*re.findall(r"auto(?:class|function):: scatterpar\.(\w+)$", pages, re.MULTILINE)}
     assert "automodule:: scatterpar.recipe\n   :members:" in pages
     assert documented | {*scatterpar.recipe.__all__} == {*scatterpar.__all__}
@@ -63,12 +59,11 @@ def test_the_api_pages_have_every_public_name():
 def test_the_licence_of_the_images_is_packed():
     files = SETUP["metadata"]["license_files"].split()
     assert [Path(file).name for file in files] == ["LICENSE", "SOURCE.md"]
-    images = (ROOT / files[1]).read_text(encoding="utf-8")
-    assert "The MIT License (MIT)" in images
+    assert "The MIT License (MIT)" in read(files[1])
     assert SETUP["metadata"]["license_expression"] == "BSD-3-Clause AND MIT"
 
 
 def test_the_source_distribution_has_what_the_tests_import():
-    manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").split()
+    manifest = read("MANIFEST.in").split()
     for folder in ("tests", "benchmarks", "docs", "examples", "notebooks"):
         assert folder in manifest

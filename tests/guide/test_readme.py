@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import configparser
 import re
 import subprocess
 import sys
 
 import pytest
 from harness.oracle import assert_gradients, gradients
-from harness.pages import ROOT, blocks, namespace, read, run
+from harness.pages import ROOT, SETUP, blocks, namespace, read, run
 from torch.utils.data import TensorDataset
 
 README = read("README.md")
@@ -26,12 +25,10 @@ def test_the_first_screen_is_short():
 def test_three_commands_that_install_with_the_tested_versions():
     commands = [*COMMANDS, *CHECKS]
     assert (len(COMMANDS), len(CHECKS)) == (2, 1)
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg", encoding="utf-8")
     for command in commands:
         install = re.search(r"pip install -c constraints\.txt -e '\.\[(\w+)\]' && ", command)
         assert install is not None
-        assert install[1] in setup["options.extras_require"]
+        assert install[1] in SETUP["options.extras_require"]
     assert commands[0].endswith("python -m scatterpar train")
     assert commands[1].endswith("python -m pytest -n 2 --dist worksteal")
     assert commands[2].endswith("sphinx-build -q -W --keep-going -c docs . build/guide")
@@ -68,9 +65,7 @@ def test_each_command_for_single_tests_finds_some():
 
 
 def test_constraints_hold_what_the_extras_ask_for():
-    setup = configparser.ConfigParser(interpolation=None)
-    setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    listed = "\n".join(setup["options.extras_require"].values())
+    listed = "\n".join(SETUP["options.extras_require"].values())
     asked = set(re.findall(r"^([\w-]+)(?:\[\w+\])?>=", listed, re.MULTILINE)) | {"torch"}
     pinned = re.findall(r"^([\w-]+)==", read("constraints.txt"), re.MULTILINE)
     assert asked == set(pinned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import copy
 import importlib.util
 import re
@@ -17,6 +18,8 @@ from scatterpar.batch.markers import batches_of
 
 ROOT = Path(__file__).parent.parent.parent
 CLASSES = 3
+SETUP = configparser.ConfigParser(interpolation=None)
+SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
 
 
 def read(page: str) -> str:

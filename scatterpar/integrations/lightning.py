@@ -106,9 +106,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._engine = None
         super().teardown()
 
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Run the hooks on batch transfer, but leave the batch on the host; the engine scatters."""
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
@@ -198,19 +196,17 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _log(self, name: str, entries: Sequence[Any], by_path: Mapping[str, Metric]) -> None:
         """Log once, for the whole batch, what calls logged under ``name``: values, or a metric."""
-        calls, logged, options_of_calls = zip(*entries, strict=True)
-        options = options_of_calls[-1]
-        if isinstance(logged[0], str):  # the path of a metric
-            self.lightning_module.log(name, by_path[logged[0]], **options)
+        _, logged, options = entries[-1]
+        if isinstance(logged, str):  # the path of a metric
+            self.lightning_module.log(name, by_path[logged], **options)
             return
-        values = [torch.as_tensor(value).to(self.root_device) for value in logged]
-        user_sizes = [one.get("batch_size") for one in options_of_calls]
-        sizes = [n or len(call.rows) for n, call in zip(user_sizes, calls, strict=True)]
-        weights = [float(n or call.weight) for n, call in zip(user_sizes, calls, strict=True)]
+        values = [torch.as_tensor(value).to(self.root_device) for _, value, _ in entries]
+        size = sum(one.get("batch_size") or len(call.rows) for call, _, one in entries)
+        weights = [float(one.get("batch_size") or call.weight) for call, _, one in entries]
         reduction = options.get("reduce_fx", "mean")
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
         value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)
-        self.lightning_module.log(name, value, **options | {"batch_size": sum(sizes)})
+        self.lightning_module.log(name, value, **options | {"batch_size": size})
 
 
 def _split(output: Any) -> tuple[Tensor, Any]:

@@ -17,6 +17,7 @@ from scatterpar.integrations.loop import as_rows, num_rows
 
 # How losses of batches combine into that of all: as means over these numbers, or as a sum.
 LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
+FIRST = operator.itemgetter(0)  # collates a batch that is a micro-batch: it is not cut
 _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
 
 Fit = Callable[[str, Any, dict[str, Any]], bool | None]
@@ -117,8 +118,7 @@ class Combination:
         """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
         asked, rows = self._candidates, {"batch": as_rows(batch)}
         if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them
-            first = operator.itemgetter(0)
-            asked, rows = [SUM], {"batch": Rows([batch] * 2, first), "row": torch.arange(2)}
+            asked, rows = [SUM], {"batch": Rows([batch] * 2, FIRST), "row": torch.arange(2)}
         answers = {how: fit(how, batch, rows) for how in asked}
         if answers.get(SUM):  # a loss that divides by the items of all batches is exactly this sum
             return [SUM]

@@ -25,7 +25,7 @@ from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop, steps, towers
-from scatterpar.integrations.steps import ROWS, SUM, Step
+from scatterpar.integrations.steps import FIRST, ROWS, SUM, Step
 from scatterpar.pair.pair import gather
 from scatterpar.plan import check_number
 from scatterpar.sharded import ShardedOptimizer
@@ -36,7 +36,7 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 # Not replicated: "model_wrapped" is the model.
 _NOT_REPLICATED = ("_engine", "_parts", "model_wrapped", "train_dataset", "eval_dataset")
-_FIRST, _BESIDE = operator.itemgetter(0), operator.itemgetter("beside")
+_BESIDE = operator.itemgetter("beside")
 _ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
 # TRL's trainers whose losses of batches combine into that of all, except with these loss types.
@@ -197,7 +197,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> Any:
         """The loss of a step, and what ``call`` returns beside the loss of each micro-batch."""
-        batch = Rows(step, _FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
+        batch = Rows(step, FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
         inputs = self._inputs(call, batch, steps.batches_of(step), how)
         return self._engine_loss(inputs, accum, return_outputs=_BESIDE, **steps.options(how))
 
@@ -254,7 +254,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             with towers.returning(self.model, pooled):
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
-        inputs = {"work": towers.pooled, "batch": Rows(batches, _FIRST)}
+        inputs = {"work": towers.pooled, "batch": Rows(batches, FIRST)}
         return self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
 
     def _how_losses_combine(self, step: Any) -> Any:

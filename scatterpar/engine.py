@@ -562,10 +562,12 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive(self.module):
             schedule, master = self._schedule(call), self.device_ids[0]
             request = checked(call, self.dim, master, self.check_finite)
+            if len(request.sizes) > 1:
+                raise ValueError(f"check takes one batch, got {len(request.sizes)}; pass one")
             plan = self.plan(request.sizes, costs)
             # A limit on sub-steps makes it a trial, of this rank only.
-            trial = partial(self._compute, schedule, request, plan, max_substeps=request.rows)
-            return compare(self.module, request, master, self._workers, trial)
+            outcome = self._compute(schedule, request, plan, max_substeps=request.rows)
+            return compare(self.module, outcome, master)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -43,7 +43,7 @@ def map_rows(
     work = _Work(function, replicas.of_model)
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.run(work.of_share, tasks)
-        attempt.check_join(attempt, tasks[0], outputs, work, function is module)
+        attempt.check_join(attempt, tasks[0], outputs, work)
     lists: Lists = "always"
     if function is module:
         lists = "if clear" if has_markers(request.batches, with_rows=True) else "never"
@@ -57,7 +57,7 @@ def map_rows(
 
 
 class _Work:
-    """The function as each replica calls it; ``key`` names its code.
+    """The function as each replica calls it; ``key`` names its code, unless it is the module.
 
     Each replica calls its own method, or ``function`` with the replica as first argument. Raises
     ``ValueError`` if ``function`` refers to the user's module, which is on one device.
@@ -71,7 +71,8 @@ class _Work:
         if isinstance(inner, FunctionType):  # a method's object may have the module, and not use it
             named += named_values(inner).values()
         # Of the code, because a lambda is a new object in each call.
-        self.key = str(getattr(inner, "__code__", type(inner)))
+        is_module = function is replica_set.root
+        self.key = "" if is_module else str(getattr(inner, "__code__", type(inner)))
         replicas = replica_set.replicas
         self._calls = [partial(function, replica.root) for replica in replicas]
         if _is_of(inner, replica_set):

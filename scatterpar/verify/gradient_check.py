@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import as_call, loss_of
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.threads.workers import Workers, restored
+from scatterpar.threads.workers import restored
 from scatterpar.torch_private import hooks_taken_off, uncompiled
 from scatterpar.verify.user_state import UserState
 
@@ -67,19 +67,11 @@ class GradientCheck(Printed):
         )
 
 
-def compare(
-    module: nn.Module,
-    request: Request,
-    device: torch.device,
-    workers: Workers,
-    compute_step: Callable[[], Outcome],
-) -> GradientCheck:
-    """Compare ``compute_step``, a step without its commit, with a plain one, and change nothing."""
-    if len(request.sizes) > 1:
-        raise ValueError(f"check takes one batch, got {len(request.sizes)}; pass one of them")
-    outcome = compute_step()
-    drawn = outcome.attempt.generators.drawn
-    outcome.attempt.undo()
+def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> GradientCheck:
+    """Undo a step that is not committed, and compare it with a plain one, which changes nothing."""
+    attempt, request = outcome.attempt, outcome.attempt.request
+    drawn = attempt.generators.drawn
+    attempt.undo()
     tensors, found = zip(*outcome.gradients, strict=True) if outcome.gradients else ((), ())
     owner = module_of(request.criterion)
     roots = {"": module} if owner is None else {"": module, "criterion.": owner}
@@ -87,7 +79,7 @@ def compare(
     state = UserState([*roots.values(), request.criterion], [device], weights=True)
     plain = partial(_plain, module, request, device, tensors)
     with restored(state.restore), uncompiled(), hooks_taken_off(tensors):
-        ((dtype, expected),) = workers.parallel_apply([plain], [()], devices=[device])
+        ((dtype, expected),) = attempt.workers.parallel_apply([plain], [()], devices=[device])
     worst, position = relative_difference(found, expected)
     place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
     dtypes = {dtype, *map(torch.get_autocast_dtype, autocast_types()), *(t.dtype for t in tensors)}

@@ -244,7 +244,7 @@ class Look:
             if self._combines(outputs[0], parts, weights):
                 return  # the module draws numbers that cannot be repeated
             raise Inconclusive("it gives another result each time", 2)
-        limit = max(limit, self._rounding(verdict.error, expected, found, rows, _sum(one)))
+        limit = max(limit, self._rounding(verdict, expected, found, _sum(one)))
         if verdict.error <= limit:
             return
         if _error(_sum(one), expected) > limit:
@@ -278,15 +278,14 @@ class Look:
     def _tolerance(self) -> float:
         return max(_TOLERANCES.get(dtype, 1.0) for dtype in self._dtypes)
 
-    def _rounding(
-        self, error: float, expected: Sum, found: Sum, rows: Sequence[int], one: Sum
-    ) -> float:
-        """The difference that rounding makes in ``one``, the replica's result for ``rows``.
+    def _rounding(self, verdict: Verdict, expected: Sum, found: Sum, one: Sum) -> float:
+        """The difference that rounding makes in ``one``, the replica's result for all rows.
 
         It may be all: for a student that starts as its teacher, or a loss that is constant. It is
-        the ``error`` if rounding turns what was expected into ``found``, the result in parts: a
-        ReLU at zero was open in one of them.
+        the verdict's error if rounding turns what was expected into ``found``, the result in parts:
+        a ReLU at zero was open in one of them.
         """
+        error, rows = verdict.error, [*chain(*verdict.parts)]
         eps = abs(expected[0]) * min(torch.finfo(dtype).eps for dtype in self._dtypes)
         is_zero = expected[1] and all(g.abs().max() <= eps for g in expected[1] if g.numel())
         is_same, rounding = _error(one, expected) <= self._tolerance, 0.0
@@ -381,7 +380,7 @@ class Look:
                     sums.append(self._loss(outputs.pop(), rows, task, weight))
                 self._states.append(state_of(task.replicas))
             if outputs:
-                sums.append(self._loss(self._joined(outputs, parts), [*chain(*parts)], task))
+                sums.append(self._loss(self._joined(outputs, parts), [*chain(*parts)], task, 1.0))
         return sums
 
     def _joined(self, outputs: Sequence[Any], parts: Parts) -> Any:
@@ -402,9 +401,7 @@ class Look:
 
         return nested.merge(join, outputs)
 
-    def _loss(
-        self, output: Any, rows: Sequence[int], task: ReplicaTask, weight: float = 1.0
-    ) -> Sum:
+    def _loss(self, output: Any, rows: Sequence[int], task: ReplicaTask, weight: float) -> Sum:
         """The loss of these rows and its gradients, times ``weight``; nothing if that is zero."""
         self._require_time()
         if task.criterion is not None:  # which may write into what it is given

@@ -16,7 +16,7 @@ import operator
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, product
@@ -36,7 +36,7 @@ from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
 from scatterpar.step.loss_weights import is_cross_entropy
-from scatterpar.step.request import Call, Count, Request, checked
+from scatterpar.step.request import Call, Request, checked
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
@@ -141,12 +141,7 @@ class Verifier:
         kind.ranges = [*map(max, kind.ranges, ranges)] or ranges
 
     def check_join(
-        self,
-        attempt: Attempt,
-        task: ReplicaTask,
-        outputs: Sequence[Sequence[Any]],
-        compute_rows: Compute,
-        is_module: bool = True,
+        self, attempt: Attempt, task: ReplicaTask, outputs: Sequence[list[Any]], compute: Compute
     ) -> None:
         """Check on a few rows how ``outputs`` are joined, until values show the order.
 
@@ -154,17 +149,17 @@ class Verifier:
 
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call; or they are of
-                a function (``is_module`` is false) that drew random numbers: how many it draws may
-                depend on the rows.
+                a function for ``engine.map`` that drew random numbers: how many it draws may depend
+                on the rows.
         """
         request, flags = attempt.request, attempt.replicas.of_model.flags
         pieces, number = [*chain(*outputs)], attempt.plan.substep_rows[0]
         if len(pieces) < 2 or not _entries(pieces[0], request.dim, number):
             return
-        if not is_module and attempt.generators.drawn:
+        work = getattr(compute, "key", None)  # of ``engine.map``
+        if work and attempt.generators.drawn:
             raise ValueError(_TEXTS["drawn"])
         shapes = [[n / number for n in t.shape] for t in nested.tensors(pieces[0])]
-        work = getattr(compute_rows, "key", None)  # of ``engine.map``
         key = str((shapes, flags, work, request.whole_batch, request.return_outputs))
         if key in self._joined:
             return
@@ -172,7 +167,7 @@ class Verifier:
         rows = few.rows
         some = sorted({0, rows // 2, rows - 1}) if rows > 1 else [0, 0]
         choices = [some, some[:-1], some[-1:]]
-        looks = Look(attempt, few, task).outputs(choices, compute_rows, attempt.isolated(task))
+        looks = Look(attempt, few, task).outputs(choices, compute, attempt.isolated(task))
         run = partial(list[Any], looks)  # in the replica's thread
         with no_kernel_search():  # a look has other sizes
             (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
@@ -234,24 +229,16 @@ def _of_largest(request: Request) -> Request:
     return replace(request, batches=[(0, batch)], sizes=[rows])
 
 
-def fits(
-    engine: Any,
-    inputs: Any,
-    targets: Any = None,
-    criterion: Callable[[Any, Any], Any] | None = None,
-    *,
-    reduction: str | None = None,
-    count: Count | None = None,
-) -> bool | None:
-    """Whether losses combine as ``reduction`` and ``count`` say, for a few rows of this batch.
+def fits(engine: Any, *batch: Any, **options: Any) -> bool | None:
+    """Whether losses combine as ``reduction=`` and ``count=`` say, for a few rows of this batch.
 
-    The first replica of the engine computes them, and all state is restored. Returns ``None`` if
-    the look is inconclusive.
+    Takes the arguments of ``forward_backward``. The first replica of the engine computes the rows,
+    and all state is restored. Returns ``None`` if the look is inconclusive.
 
     Raises:
         ValueError: as ``forward_backward``, for arguments that it refuses.
     """
-    call = Call(inputs, targets, criterion, reduction, count)
+    call = Call(*batch, **options)
     request = _of_largest(checked(call, engine.dim, engine.device_ids[0]))
     plan = engine.plan(request.sizes)
     with engine._workers.exclusive(), engine._attempt(request, plan) as attempt:

@@ -49,7 +49,7 @@ ON_RANKS = {
         *("a trained criterion", "a trained buffer", "constant buffers", "bfloat16 beside double"),
         *("overlapping buffer, row", "buffers of every dtype"),
     ],
-    contrastive: ["clip", "barlow_twins", "ranking"],
+    contrastive: ["clip", "barlow_twins"],
     batches: ["a codebook of 64 and 32 rows"],
 }
 RUNS_OF_RANKS = [

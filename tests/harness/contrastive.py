@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize, softplus
+from torch.nn.functional import cross_entropy, normalize
 
 from harness.agree import Case
 from harness.models import Of
@@ -55,15 +55,7 @@ def barlow_twins(outputs, labels):
     return off.square().mul(0.1 + 0.9 * torch.eye(EMBEDDING)).mean()
 
 
-def ranking(outputs, labels):
-    """RankNet: every pair of rows whose labels differ should have scores in that order."""
-    scores = outputs["one"].sum(1)
-    higher = labels[:, None] > labels
-    pairs = softplus(scores - scores[:, None]) * higher
-    return pairs.sum() / higher.sum().clamp(min=1)
-
-
-LOSSES = {f.__name__: f for f in (nt_xent, clip, barlow_twins, ranking)}
+LOSSES = {f.__name__: f for f in (nt_xent, clip, barlow_twins)}
 
 
 def views(rows):

@@ -5,7 +5,7 @@ Most of them turn (rows, FEATURES) into (rows, CLASSES).
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from harness.agree import BATCH, Case
-from harness.models import CLASSES, FEATURES, Classifier, Of, TokenClassifier, mlp
+from harness.models import CLASSES, FEATURES, Of, TokenClassifier, mlp
 from harness.oracle import build, randint, randn
 
 
@@ -93,16 +93,9 @@ def knows_its_parent():
     return model
 
 
-def partial_forward():
-    model = linear()
-    model.forward = functools.partial(type(model).forward, model)
-    return nn.Sequential(model, nn.Tanh())
-
-
-def bound_forward():
-    """Its forward is a bound method of itself, as ``accelerate`` puts it there."""
-    model = linear()
-    model.forward = model.forward
+def with_forward(model, forward):
+    """Its forward is exchanged, as ``accelerate`` does."""
+    model.forward = forward(model)
     return model
 
 
@@ -329,21 +322,18 @@ def shared_table():
     return nn.Sequential(table, head)
 
 
-class Branches(nn.Module):
+def branches():
     """Rows whose first feature is positive use one head, others the other; one is never used."""
 
-    def __init__(self):
-        super().__init__()
-        self.plus, self.minus, self.never = linear(), linear(), linear()
-
-    def forward(self, inputs):
+    def forward(m, inputs):
         positive = inputs[:, 0] > 0
         outputs = inputs.new_zeros(len(inputs), CLASSES)
-        if positive.any():
-            outputs = outputs.index_put((positive,), self.plus(inputs[positive]))
-        if (~positive).any():
-            outputs = outputs.index_put((~positive,), self.minus(inputs[~positive]))
+        for rows, head in ((positive, m.plus), (~positive, m.minus)):
+            if rows.any():
+                outputs = outputs.index_put((rows,), head(inputs[rows]))
         return outputs
+
+    return Of(forward, plus=linear(), minus=linear(), never=linear())
 
 
 def positive_first(rows, count):
@@ -385,18 +375,17 @@ def no_gradient_for_one():
 # --- buffers ---
 
 
-class Constants(Classifier):
+def constants():
     """A causal mask, a table of frequencies and an id: buffers that nobody writes."""
 
-    def __init__(self):
-        super().__init__()
-        mask, table = torch.full((4, 4), float("-inf")).triu(1), torch.rand(7) / 3
-        with_buffers(self, mask=mask, table=table, nothing=torch.tensor(float("nan")))
-        with_buffers(self, index=torch.arange(4), flag=torch.tensor(True), missing=None)
+    def forward(m, inputs):
+        scores = (m.mask + m.table[:4]).softmax(1)
+        return m.linear(inputs)[:, m.index] @ scores
 
-    def forward(self, inputs):
-        scores = (self.mask + self.table[:4]).softmax(1)
-        return self.linear(inputs)[:, self.index] @ scores
+    mask, table = torch.full((4, 4), float("-inf")).triu(1), torch.rand(7) / 3
+    odd = {"nothing": torch.tensor(float("nan")), "flag": torch.tensor(True), "missing": None}
+    model = Of(forward, linear=linear())
+    return with_buffers(model, mask=mask, table=table, index=torch.arange(4), **odd)
 
 
 def trained_buffer():
@@ -471,18 +460,17 @@ OF_COMPLEX = {
 # --- functions that the module holds: they once read the user's module ---
 
 
-class Multiplies(Classifier):
+def multiplies(attach):
     """A function that closes over it multiplies its child's output with what forward set."""
 
-    def __init__(self, attach):
-        super().__init__()
-        self.mask = torch.ones(CLASSES)
-        self.multiply = lambda output: output * self.mask
-        attach(self)
+    def forward(m, rows):
+        m.mask = rows.abs()[:, :CLASSES]
+        return m.linear(rows)
 
-    def forward(self, rows):
-        self.mask = rows.abs()[:, :CLASSES]
-        return self.linear(rows)
+    model = Of(forward, linear=linear(), mask=torch.ones(CLASSES))
+    model.multiply = lambda output: output * model.mask
+    attach(model)
+    return model
 
 
 def by_hook(masked):
@@ -523,7 +511,7 @@ def with_another_network(model):
         return F.cross_entropy(net(output), targets) + model[0].weight.square().sum()
 
     net = build(lambda: nn.Linear(CLASSES, CLASSES), seed=4)
-    return functools.partial(loss, net=net, model=model)
+    return partial(loss, net=net, model=model)
 
 
 def slope_penalty(_):
@@ -545,7 +533,7 @@ def decayed(model):
     def loss(output, targets, weight):
         return F.cross_entropy(output, targets) + weight.pow(2).sum()
 
-    return functools.partial(loss, weight=model.weight)
+    return partial(loss, weight=model.weight)
 
 
 def hooked():
@@ -578,10 +566,10 @@ def trained_in_backward():
 
 def with_another_forward():
     """Statistics of a layer whose forward was exchanged once stood still."""
-    model = nn.Sequential(linear(), nn.BatchNorm1d(CLASSES))
-    old = model[1].forward
-    model[1].forward = lambda rows: old(rows)
-    return model
+    norm = nn.BatchNorm1d(CLASSES)
+    old = norm.forward
+    norm.forward = lambda rows: old(rows)
+    return nn.Sequential(linear(), norm)
 
 
 class Head(nn.Module):
@@ -617,8 +605,10 @@ MODELS = {
     "lstm": recurrent,
     "unregistered list": unregistered_list,
     "knows its parent": knows_its_parent,
-    "forward is a partial": partial_forward,
-    "forward is a bound method": bound_forward,
+    "forward is a partial": lambda: nn.Sequential(
+        with_forward(linear(), lambda m: partial(type(m).forward, m)), nn.Tanh()
+    ),
+    "forward is a bound method": lambda: with_forward(linear(), lambda m: m.forward),
     "a function that returns its input": lambda: Of(returns_its_input, linear=linear()),
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "in-place activation": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True)),
@@ -646,8 +636,8 @@ CASES = {
     ),
     "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
     "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
-    "checkpointing": Case(lambda: blocks(use_reentrant=False)),
-    "checkpointing, reentrant": Case(lambda: blocks(use_reentrant=True), unless=("check",)),
+    "checkpointing": Case(partial(blocks, use_reentrant=False)),
+    "checkpointing, reentrant": Case(partial(blocks, use_reentrant=True), unless=("check",)),
     "fx": Case(lambda: torch.fx.symbolic_trace(small())),
     "fx subclass": Case(traced_subclass),
     "export": Case(exported, unless=("inference",)),
@@ -668,7 +658,7 @@ CASES = {
     "bfloat16 beside double": Case(lambda: half(torch.bfloat16), keep_dtypes=True, relative=0.02),
     **{
         f"layouts, {last}": Case(
-            lambda last=last: layouts(last),
+            partial(layouts, last),
             batch=(IMAGES, randint(CLASSES, 6)),
             keep_dtypes=True,
             relative=1e-10 if last == torch.float64 else 1e-5,
@@ -694,8 +684,8 @@ CASES = {
     ),
     "sparse gradients": Case(sparse_tokens, batch=TOKENS),
     "a sparse table tied to a layer": Case(shared_table, batch=(randint(CLASSES, 9), BATCH[1])),
-    "unused by some": Case(Branches, batch=(positive_first(9, 6), BATCH[1])),
-    "unused by later batches": Case(Branches, batch=(positive_first(9, 9), BATCH[1])),
+    "unused by some": Case(branches, batch=(positive_first(9, 6), BATCH[1])),
+    "unused by later batches": Case(branches, batch=(positive_first(9, 9), BATCH[1])),
     "gradients in one memory": Case(InOneMemory),
     "one gradient for two": Case(one_gradient_for_two),
     "no gradient for one": Case(no_gradient_for_one),
@@ -733,23 +723,18 @@ CASES = {
     ),
     "batch norm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE),
     "batch norm with another forward": Case(with_another_forward, **BY_SHARE),
-    "constant buffers": Case(Constants),
+    "constant buffers": Case(constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(rebinds),
     "buffers of every dtype": Case(of_every_dtype, keep_dtypes=True, **ONCE),
     **{
-        f"buffer, {name}": Case(lambda other=other: view_of_complex(other), **ONCE)
+        f"buffer, {name}": Case(partial(view_of_complex, other), **ONCE)
         for name, other in OF_COMPLEX.items()
     },
     **{
-        f"overlapping {kind}, {other}": Case(
-            lambda other=other, kind=kind: overlapping(other, kind == "buffer"), **ONCE
-        )
+        f"overlapping {kind}, {other}": Case(partial(overlapping, other, kind == "buffer"), **ONCE)
         for other in OVERLAPPING
         for kind in ("buffer", "attribute")
     },
-    **{
-        f"multiplies {attach.__name__}": Case(lambda attach=attach: Multiplies(attach))
-        for attach in ATTACH
-    },
+    **{f"multiplies {attach.__name__}": Case(partial(multiplies, attach)) for attach in ATTACH},
 }

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Classifier, Of, linear
-from harness.module_cases import Constants
+from harness.module_cases import constants
 from harness.oracle import assert_close, assert_step, build, gradients, randint, randn
 from torch import nn
 
@@ -61,7 +61,7 @@ def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
 @pytest.mark.parametrize("buffers", ["master", "batch"])
 def test_constant_buffers_do_not_drift(devices, buffers):
     """A weighted mean of equal numbers is not that number in floating point; inf - inf is NaN."""
-    model = build(Constants)
+    model = build(constants)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ScatterOnceParallel(model, 1, devices(3), buffers=buffers) as engine:
         for _ in range(7):

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Classifier, Of, mlp
-from harness.module_cases import Branches, InOneMemory, positive_first
+from harness.module_cases import InOneMemory, branches, positive_first
 from harness.oracle import (
     assert_close,
     assert_gradients,
@@ -32,7 +32,7 @@ BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
 @pytest.mark.contract
 def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
-    model = build(Branches)
+    model = build(branches)
     all_plus, all_minus = BATCH[0].clone(), BATCH[0].clone()
     all_plus[:, 0], all_minus[:, 0] = 1, -1
     # A look drops what replicas keep from the step before.

@@ -60,14 +60,11 @@ MODELS = {
 def trained(model, accum, whole_batch, layouts):
     """All bits that training on these layouts, one after the other, leaves; all losses too."""
     torch.manual_seed(0)
-    module = MODELS[model]()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    losses = []
+    losses, states = [], None
     for part, layout in enumerate(layouts):
-        if part:  # as another process would go on
-            states = module.state_dict(), optimizer.state_dict(), torch.get_rng_state()
-            module = MODELS[model]()
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        module = MODELS[model]()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        if states:  # as another process would go on
             module.load_state_dict(states[0])
             optimizer.load_state_dict(states[1])
             torch.set_rng_state(states[2])
@@ -83,10 +80,11 @@ def trained(model, accum, whole_batch, layouts):
                     engine.forward_backward(inputs, targets, CRITERION, whole_batch=whole_batch)
                 )
                 optimizer.step()
+        states = module.state_dict(), optimizer.state_dict(), torch.get_rng_state()
     return {
         **{f"loss {step}": loss for step, loss in enumerate(losses)},
         **module.state_dict(),
-        "random state": torch.get_rng_state(),
+        "random state": states[2],
     }
 
 

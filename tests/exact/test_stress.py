@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness.models import CLASSES, FEATURES
 from harness.notes import beginning_of_note
-from harness.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from harness.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -110,7 +110,7 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
 
     def work(number):
         model = models[number]
-        expected = {kind: plain_step(model, *batch(kind)) for kind in range(3)}
+        expected = {kind: whole_batch(model, *batch(kind), LOSS) for kind in range(3)}
 
         def criterion(output, targets):
             assert caller.get() == number
@@ -147,8 +147,7 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
 def test_threads_that_share_an_engine_are_exact_or_refused(devices, steps):
     """Whoever comes while another steps is refused; no step is lost, none is counted twice."""
     model = build(lambda: Block(0.0)).eval()
-    _, expected = plain_step(model, *batch(0))
-    model.zero_grad()
+    _, expected = whole_batch(model, *batch(0), LOSS)
     done, refused, counting = 0, [], threading.Lock()
     with ScatterOnceParallel(model, 1, devices(3)) as engine:
 
@@ -171,8 +170,7 @@ def test_threads_that_share_an_engine_are_exact_or_refused(devices, steps):
 
 def test_pairs_on_one_module_lose_no_gradient(devices, steps):
     model = build(lambda: Block(0.0)).eval()
-    _, expected = plain_step(model, *batch(0))
-    model.zero_grad()
+    _, expected = whole_batch(model, *batch(0), LOSS)
 
     def work(_):
         pair, criterion = DataParallelModel(model, devices(2)), DataParallelCriterion(LOSS)
@@ -181,10 +179,3 @@ def test_pairs_on_one_module_lose_no_gradient(devices, steps):
 
     in_threads(work)
     assert_gradients(model, {name: CALLERS * steps * g for name, g in expected.items()})
-
-
-def plain_step(model, inputs, targets):
-    model.zero_grad()
-    loss = LOSS(model(inputs), targets)
-    loss.backward()
-    return loss.detach(), gradients(model)

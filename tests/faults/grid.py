@@ -1,8 +1,7 @@
 """Every fault, at every place, in the first, middle and last sub-step of first and last replica.
 
-``python -m faults.grid shared`` (``virtual``, ``accelerator``) prints a line of JSON for each. With
-``pairs`` it tries a twelfth of them: ``shared`` and ``virtual`` together have each place with each
-kind, each place at each moment, and each kind at each moment of a sub-step.
+See README.md. With ``pairs``, ``shared`` and ``virtual`` together have each place with each kind,
+each place at each moment, and each kind at each moment of a sub-step.
 """
 
 from __future__ import annotations

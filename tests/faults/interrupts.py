@@ -1,10 +1,8 @@
 """Ctrl-C in a step: the state is that of before it or of a whole one, and the next step is exact.
 
-``python -m faults.interrupts shared 300 [PLACE [FILES]]`` takes 300 steps of a place, each with an
-interrupt between two other instructions that the engine (or these files of it) executes in the main
-thread. ``python -m faults.interrupts virtual 40 signals`` sends real signals at random moments,
-every second time two in a row: they nearly always hit the long waits, and hardly ever the two
-instructions that matter. Tracing cannot interrupt C code, so both are needed.
+``python -m faults.interrupts LAYOUT TIMES [PLACE [FILES]]`` strikes between two instructions of the
+engine, or of these files of it; with ``signals`` for a place, at random moments. Real signals
+nearly always hit the long waits, and tracing cannot interrupt C code, so both are needed.
 """
 
 from __future__ import annotations

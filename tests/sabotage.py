@@ -233,6 +233,10 @@ an automatic accum is searched again in each step
 -start, self.accum = self.accum, number
 +start = self.accum
 # never stale
+values count as sent before all devices have them
+  Broadcast.update -> test_a_failed_refresh_is_made_good
+-self.invalidate()
++self._sent = dict(enumerate(self._versions))
 a frozen parameter is sent once
   Broadcast.update -> test_every_write_is_followed_however_often
 -changed = set(range(len(self._tensors))) - unchanged

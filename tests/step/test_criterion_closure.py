@@ -11,7 +11,7 @@ import torch
 from faults.state import nothing_changes
 from harness.agree import Case, agree
 from harness.models import CLASSES, FEATURES, Classifier, linear, mlp
-from harness.module_cases import Multiplies
+from harness.module_cases import multiplies
 from harness.oracle import (
     assert_close,
     assert_gradients,
@@ -366,7 +366,7 @@ def test_a_function_that_torch_compiled_has_a_twin_too():
             torch.compile(lambda module, args, output: masked.multiply(output), backend="eager")
         )
 
-    agree(Case(lambda: Multiplies(compiled), accum=1), "engine", ["cpu"])
+    agree(Case(lambda: multiplies(compiled), accum=1), "engine", ["cpu"])
 
 
 def test_what_else_they_close_over_stays_the_user_s(devices):

@@ -354,7 +354,9 @@ def open_data(options: Options) -> Source:
 
 def make_pictures(options: Options, train: Any, test: Any, classes: Sequence[str]) -> Source:
     """Make a data set of pictures; by default their size is the first one's, at most 224."""
-    size = options.image_size or min(224, *_opened(train, 0)[0].size)
+    size = options.image_size or 224
+    with contextlib.suppress(Exception):  # the feed reports a picture that cannot be read
+        size = options.image_size or min(size, *_opened(train, 0)[0].size)
     _transforms(size, options, len(classes))  # raises now if a library is missing
     shape, statistics = (3, size, size), (torch.tensor(_MEAN), torch.tensor(_STD))
     return Source(options.data, train, test, tuple(classes), shape, *statistics, options)
@@ -367,8 +369,7 @@ def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:
     if bool(tests) == (val is not None):
         raise UsageError(_HAS_TESTS if tests else _NO_SPLIT)
     if len(names) < 2:
-        found = f"one folder in it, {names[0]!r}" if names else "no folders in it"
-        raise UsageError(f"{train} has {found}: it needs one for each class, of two or more")
+        raise UsageError(f"{train} needs a folder for each class, two at least; it has {names}")
     files = find_files(train, names)
     if val is None:
         return files, find_files(tests[0], names), names

@@ -3,8 +3,7 @@
 import contextlib
 
 from scatterpar.train.data import library
-from scatterpar.train.options import UsageError
 
-with contextlib.suppress(UsageError):  # raised again where it is needed
+with contextlib.suppress(Exception):  # raised again where it is needed
     library("torchvision.transforms.v2")
     library("timm.data")

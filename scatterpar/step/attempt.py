@@ -73,13 +73,15 @@ class note_replica:
         if error is None:
             return
         where = f"in replica {self._share.replica} on {self._share.device}"
+        rows: Sequence[int] = ()
         if self.number is not None:
+            rows = self._share.rows_of(self.number)
             where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
-            where += f", {_named_rows(self._share.rows_of(self.number))}"
+            where += f", {_named_rows(rows)}"
         add_note(error, f"{where}, counted from 0")
         if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
             add_note(error, _ONE_ROW)
-        if self.number is not None and is_out_of_memory(error):
+        if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
             add_note(error, _LESS_MEMORY)
 
 
@@ -200,6 +202,7 @@ class Attempt:
             start, where = time.perf_counter(), note_replica(task.share)
 
             def proceed(number: int | None) -> None:
+                # Not before the first sub-step, which every replica runs, nor after the last.
                 if None not in (where.number, number):
                     self.replicas.end_substep()
                     if cancel.is_set():

@@ -102,3 +102,16 @@ def test_the_loss_that_is_not_finite_has_the_rows(devices):
     with engine, pytest.raises(FloatingPointError) as caught:
         engine.forward_backward(inputs, LABELS, LOSS)
     assert caught.value.__notes__ == [note_of(1, devices(2)[1], 0, 2, range(7, 10))]
+
+
+@pytest.mark.parametrize("accum", [3, 13])
+def test_memory_that_runs_out_has_a_remedy_if_rows_can_be_divided(accum):
+    def exhausts(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with (
+        failing_engine(["cpu"], accum=accum) as engine,
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        engine.forward_backward(ROWS, LABELS, exhausts)
+    assert ("larger accum=" in "".join(caught.value.__notes__)) == (accum == 3)

@@ -210,9 +210,7 @@ class ScatterOnceParallel(Wrapper):
         self._workers = Workers(self.device_ids, "this engine")
         policy: StatisticsPolicy | None = None
         if self.buffer_policy == "batch":
-            from scatterpar import batch_statistics
-
-            policy = batch_statistics
+            import scatterpar.batch_statistics as policy
         options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
         self._replicas = Replicas(self.device_ids, ReplicaOptions(*options))
         self._checks: dict[str, Any] = {}

@@ -59,6 +59,14 @@ def image_classifier() -> nn.Module:
         return transformers.ViTForImageClassification(config).double()
 
 
+def moved(model: nn.Module) -> nn.Module:
+    """The model, with other parameters."""
+    with seeded(5), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
 def sentences(count: int) -> list[dict[str, Any]]:
     lengths = 3 + randint(6, count, seed=5)
     return [

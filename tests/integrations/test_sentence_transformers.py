@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness.isolation import guarded
 from harness.models import Of
-from harness.oracle import randint, seeded
+from harness.oracle import build, randint, seeded
 from harness.pages import example
 from harness.trainers import (
     LAYOUTS,
@@ -20,6 +20,7 @@ from harness.trainers import (
     VOCABULARY,
     assert_same_bits,
     assert_same_run,
+    moved,
     quietly,
     sequence_classifier,
     tokenizer,
@@ -101,14 +102,6 @@ SCORED = lambda: data("one", "two", label=lambda i: (i % 4) / 4)  # noqa: E731
 BINARY = lambda: data("one", "two", label=lambda i: i % 2)  # noqa: E731
 
 
-def guided(model):
-    guide = copy.deepcopy(model)
-    with seeded(3), torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return guide
-
-
 MNRL = losses.MultipleNegativesRankingLoss
 CACHED = losses.CachedMultipleNegativesRankingLoss
 LOSSES = {
@@ -120,7 +113,7 @@ LOSSES = {
         lambda m: losses.MatryoshkaLoss(m, CACHED(m, mini_batch_size=4), [8, 4]),
         PAIRS,
     ),
-    "GIST": (lambda m: losses.GISTEmbedLoss(m, guided(m)), PAIRS),
+    "GIST": (lambda m: losses.GISTEmbedLoss(m, moved(copy.deepcopy(m))), PAIRS),
     "MegaBatchMargin": (lambda m: losses.MegaBatchMarginLoss(m, mini_batch_size=4), PAIRS),
     "BatchAllTriplet": (losses.BatchAllTripletLoss, CLASSES),
     "BatchHardTriplet": (losses.BatchHardTripletLoss, CLASSES),
@@ -131,15 +124,10 @@ LOSSES = {
     "Contrastive": (losses.ContrastiveLoss, BINARY),
     "Triplet": (losses.TripletLoss, TRIPLES),
     "Softmax": (
-        lambda m: seeded_of(lambda: losses.SoftmaxLoss(m, 8, 3).double()),
+        lambda m: build(lambda: losses.SoftmaxLoss(m, 8, 3)),
         lambda: data("one", "two", label=lambda i: i % 3),
     ),
 }
-
-
-def seeded_of(make):
-    with seeded(7):
-        return make()
 
 
 def trained(cls, saved, folder, loss, rows, *, size, k=1, model=encoder, options=None, **extra):
@@ -277,7 +265,7 @@ def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
     measured = []
 
     class Measures(BaseEvaluator):
-        def __call__(self, model, output_path=None, epoch=-1, steps=-1):
+        def __call__(self, model, *_, **__):
             measured.append(float(model.encode(["1 2", "3"]).sum()))
             return {"measured": measured[-1]}
 

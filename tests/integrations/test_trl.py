@@ -20,6 +20,7 @@ from harness.trainers import (
     assert_same_log,
     assert_same_parameters,
     language_model,
+    moved,
     quietly,
     sentences,
     tokenizer,
@@ -74,14 +75,6 @@ def scorer():
         return transformers.GPT2ForSequenceClassification(config).double()
 
 
-def other_language_model():
-    model = language_model()
-    with seeded(5), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
 LORA = lambda: adapted(language_model())  # noqa: E731
 CASES = {
     "SFT": ({}, language_model),
@@ -123,7 +116,7 @@ def build(name, folder, devices, **changes):
     options = COMMON | {"per_device_train_batch_size": size, **options, **changes}
     args = config(output_dir=str(folder), gradient_accumulation_steps=k, **options)
     if name in ("DPO", "DPO ipo", "KTO"):
-        extra["ref_model"] = other_language_model()
+        extra["ref_model"] = moved(language_model())
     with seeded():
         given = {"args": args, "train_dataset": data_of(name), "processing_class": tokens()}
         return (mixed(cls) if devices else cls)(model=model(), **given, **extra)

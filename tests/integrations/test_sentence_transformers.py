@@ -172,47 +172,16 @@ EMBEDDINGS = ScatterOnceTrainer, st.SentenceTransformerTrainer
 CROSS_ENCODERS = ScatterOnceCrossEncoderTrainer, st.CrossEncoderTrainer
 
 
-def ours(saved, folder, loss, rows, *, cls=ScatterOnceTrainer, layout="virtual", **options):
+def ours(saved, folder, loss, rows, *, classes=EMBEDDINGS, layout="virtual", **options):
     """On two replicas, with two batches of three rows for each in a step."""
-    devices = LAYOUTS[layout]
-    return trained(cls, saved, folder, loss, rows(), size=3, k=2, device_ids=devices, **options)
+    options |= {"size": 3, "k": 2, "device_ids": LAYOUTS[layout]}
+    return trained(classes[0], saved, folder, loss, rows(), **options)
 
 
 def both(saved, folder, loss, rows, *, classes=EMBEDDINGS, **options):
     """Ours, and the stock one with the rows of a step in a batch."""
-    mine = ours(saved, folder, loss, rows, cls=classes[0], **options)
+    mine = ours(saved, folder, loss, rows, classes=classes, **options)
     return mine, trained(classes[1], saved, folder, loss, rows(), size=12, **options)
-
-
-def compared(saved, folder, case, relative=SAME, classes=EMBEDDINGS, model=encoder):
-    """Ours is the stock one, it moves the parameters, and both layouts give the same bits."""
-    mine, stock = both(saved, folder, *case, classes=classes, model=model)
-    assert_same_run(mine, stock, relative, logged=1e-4)
-    start = dict(model(saved).named_parameters())
-    assert any(not torch.equal(start[n], p) for n, p in mine.model.named_parameters())
-    shared = ours(saved, folder, *case, cls=classes[0], layout="shared", model=model)
-    assert_same_bits(mine.model, shared.model)
-
-
-# Those that the integration treats alike, as far as it knows: one of each kind by default.
-ALIKE = {
-    *("MNRL symmetric", "Matryoshka", "BatchHardTriplet", "OnlineContrastive", "AnglE"),
-    *("Contrastive", "MSE", "RankNet", "PListMLE"),
-}
-
-
-def by_kind(cases):
-    return [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else []) for name in cases]
-
-
-@pytest.mark.parametrize("name", by_kind(LOSSES))
-def test_embeddings(saved, tmp_path, name):
-    compared(saved, tmp_path, LOSSES[name])
-
-
-@pytest.mark.parametrize("name", by_kind(PAIR_LOSSES))
-def test_cross_encoders(saved, tmp_path, name):
-    compared(saved, tmp_path, PAIR_LOSSES[name], 1e-6, CROSS_ENCODERS, scorer)
 
 
 def test_no_replica_touches_another_s_memory(saved, tmp_path, monkeypatch):
@@ -232,6 +201,11 @@ def bags(_):
 TWO_SETS = {"pairs": MNRL, "scored": losses.CoSENTLoss}
 PROMPTS = {"pairs": {"anchor": "7 8 "}, "scored": {"one": "9 "}}
 RUNS = {
+    **{f"embeddings, {name}": (*case, {}) for name, case in LOSSES.items()},
+    **{
+        f"scores, {name}": (*case, {"classes": CROSS_ENCODERS, "model": scorer})
+        for name, case in PAIR_LOSSES.items()
+    },
     "no duplicates": (MNRL, PAIRS, {"options": {"batch_sampler": "no_duplicates"}}),
     "grouped": (
         losses.BatchAllTripletLoss,
@@ -249,8 +223,14 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_sees_all_rows_of_a_step(saved, tmp_path, name):
+    """Ours is the stock one, it moves the parameters, and both layouts give the same bits."""
     loss, rows, options = RUNS[name]
-    assert_same_run(*both(saved, tmp_path, loss, rows, **options), logged=1e-4)
+    mine, stock = both(saved, tmp_path, loss, rows, **options)
+    assert_same_run(mine, stock, 1e-6 if name.startswith("scores") else SAME, logged=1e-4)
+    shared = ours(saved, tmp_path, loss, rows, layout="shared", **options)
+    assert_same_bits(mine.model, shared.model)
+    start = dict(options.get("model", encoder)(saved).named_parameters())
+    assert any(not torch.equal(start[n], p) for n, p in mine.model.named_parameters())
 
 
 def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):

@@ -8,7 +8,6 @@ import io
 import itertools
 import math
 import re
-import sys
 import types
 from unittest import mock
 
@@ -148,14 +147,6 @@ def test_the_rate_is_that_of_torchs_schedulers(toy, warmup, drops):
         training.position.consumed += 256
 
 
-@pytest.mark.parametrize("batch", ["4096", "auto"])
-def test_the_rate_is_that_of_the_images_that_a_step_has(toy, batch):
-    """120 images were once trained on with the rate of 4096, or with that of 256 that grow."""
-    training = toy("--batch", batch, rows=120)
-    assert [len(rows) for rows in training.order(0)] == [120]
-    assert training.rate() == pytest.approx(30 * 120 / 256)
-
-
 def test_the_default_batch_leaves_an_epoch_enough_steps():
     """A folder of 480 pictures was one batch of 4096, and one of 379 had batches of 4."""
     sizes = [default_batch(images) for images in (30, 379, 480, 8192, 204_799, 10**7)]
@@ -247,27 +238,25 @@ def test_the_built_in_model_takes_any_size_from_8():
         build_model("cnn", (1, 7, 28), 10)
 
 
-@pytest.fixture
-def zoo(monkeypatch):
-    """A module `zoo` of the user's, to be filled by the test."""
-    module = types.ModuleType("zoo")
-    monkeypatch.setitem(sys.modules, "zoo", module)
-    return module
+class Zoo:
+    """Models of a user's."""
 
-
-def colour_model(num_classes):
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(num_classes))
-
-
-def test_a_callable_gets_the_number_of_classes_if_it_takes_it(zoo):
-    """And grey images as colour, if it takes colour."""
-    zoo.colour_model = colour_model
-    model = build_model("zoo:colour_model", GREY, 7)
-    assert model.training
-    assert model(torch.zeros(2, *GREY)).shape == (2, 7)
+    colour = lambda num_classes: nn.Sequential(  # noqa: E731
+        nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(num_classes)
+    )
     plain = lambda: nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))  # noqa: E731
-    zoo.nets = types.SimpleNamespace(plain=plain)
-    assert build_model("zoo:nets.plain", GREY, 10)(torch.zeros(2, *GREY)).shape == (2, 10)
+    failing = mock.Mock(side_effect=RuntimeError("no\nluck"))
+    dictionary = dict
+    wrong = lambda: nn.Linear(3, 10)  # noqa: E731
+    flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 3))  # noqa: E731
+
+
+@pytest.mark.parametrize(("name", "classes"), [("colour", 7), ("plain", 10)])
+def test_a_callable_gets_the_number_of_classes_if_it_takes_it(name, classes):
+    """And grey images as colour, if it takes colour."""
+    model = build_model(f"{__name__}:Zoo.{name}", GREY, classes)
+    assert model.training
+    assert model(torch.zeros(2, *GREY)).shape == (2, classes)
 
 
 @pytest.mark.pictures
@@ -299,25 +288,19 @@ def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(shape,
     assert model.mean.numel() == channels
 
 
-FAULTS = {
-    "zoo:": (None, "neither cnn nor timm:NAME nor package.module:callable"),
-    "no_such_zoo:net": (None, "ModuleNotFoundError: No module named"),
-    "zoo:absent": (None, "AttributeError: .*absent"),
-    "zoo:failing": (mock.Mock(side_effect=RuntimeError("no\nluck")), "RuntimeError: no luck"),
-    "zoo:dictionary": (dict, "ValueError: no signature found"),
-    "zoo:wrong": (lambda: nn.Linear(3, 10), r"RuntimeError: .*\(with an image \(1, 28, 28\)\)"),
-    "zoo:flat": (
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 3)),
-        r"a score for each of 10 classes; of one image it makes \(1, 3\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_name_that_leads_to_no_model_is_one_line(zoo, name):
-    value, words = FAULTS[name]
-    if value is not None:
-        setattr(zoo, name.partition(":")[2], value)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zoo:", "neither cnn nor timm:NAME nor package.module:callable"),
+        ("no_such_zoo:net", "ModuleNotFoundError: No module named"),
+        (f"{__name__}:absent", "AttributeError: .*absent"),
+        (f"{__name__}:Zoo.failing", "RuntimeError: no luck"),
+        (f"{__name__}:Zoo.dictionary", "ValueError: no signature found"),
+        (f"{__name__}:Zoo.wrong", r"RuntimeError: .*\(with an image \(1, 28, 28\)\)"),
+        (f"{__name__}:Zoo.flat", r"a score for each of 10 classes; of one image it makes \(1, 3\)"),
+    ],
+)
+def test_a_name_that_leads_to_no_model_is_one_line(name, words):
     with pytest.raises(UsageError, match=f"^--model {name}.*{words}") as caught:
         build_model(name, GREY, 10)
     assert "\n" not in str(caught.value)

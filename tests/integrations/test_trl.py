@@ -12,10 +12,10 @@ import transformers
 from harness.isolation import guarded
 from harness.oracle import seeded
 from harness.pages import example
+from harness.tiny_transformers import tiny_config
 from harness.trainers import (
     LAYOUTS,
     QUIET,
-    VOCABULARY,
     assert_same_bits,
     assert_same_log,
     assert_same_parameters,
@@ -187,10 +187,9 @@ def other(kind, folder, devices, *, home=trl, model=language_model, rows=prefere
 
 
 def experts():
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCABULARY}
-    routed = {"num_local_experts": 2, "output_router_logits": True, "eos_token_id": 1}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **routed))
+    config = tiny_config("Mixtral")
+    config.output_router_logits = True
+    return transformers.MixtralForCausalLM(config)
 
 
 def of_experiments(kind, *args):

@@ -123,14 +123,6 @@ def with_and_without(own):
     )
 
 
-class Weighted:
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
-        return (loss, outputs) if return_outputs else loss
-
-
 class Prepares:
     def _prepare_inputs(self, inputs):
         inputs = super()._prepare_inputs(inputs)
@@ -255,7 +247,6 @@ RUNS = {
     "workers": {"dataloader_num_workers": 1, "devices": LAYOUTS["shared"]},
     "iterable": {"prepare": lambda trainer: setattr(trainer, "train_dataset", Streams())},
     "compute_loss_func": {"extra": {"compute_loss_func": total}},
-    "compute_loss": {"case": CLASSIFIER, "classes": with_and_without(Weighted)},
     "_prepare_inputs": {"case": CLASSIFIER, "classes": with_and_without(Prepares)},
     "training_step": {"case": CLASSIFIER, "classes": with_and_without(Steps)},
     "loaders below": {"case": CLASSIFIER, "classes": with_and_without(Loads)},
@@ -532,6 +523,7 @@ def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices
     both = beside(tmp_path, CLASSIFIER, devices=devices, classes=classes, train=train)
     assert_same_run(*both)
     assert both[0].tokens_seen == both[1].tokens_seen > 0
+    assert_same_evaluation(*both)
 
 
 def flat(rows):

@@ -154,8 +154,8 @@ class Parts(Classifier):
         self.net = torch.compile(self.net, backend="eager")
 
 
-def with_step(step):
-    return type("Own", (Classifier,), {"training_step": step})
+def with_own(**attributes):
+    return type("Own", (Classifier,), attributes)
 
 
 def summed(self, batch, batch_idx):
@@ -170,7 +170,7 @@ def kept(self, batch, batch_idx):
 RUNS = {
     "plain": {},
     "accum auto": {"strategy": {"accum": "auto"}},  # memory suffices for one sub-step per replica
-    "a sum": {"kind": with_step(summed), "strategy": {"accum": 3, "reduction": "sum"}},
+    "a sum": {"kind": with_own(training_step=summed), "strategy": {"accum": 3, "reduction": "sum"}},
     "a compiled part": {"kind": Parts},
     "clipping": {"gradient_clip_val": 0.05},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -240,20 +240,14 @@ def test_a_run_goes_on_with_the_other(ours_first, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(precision, devices):
     scales = []
-
-    class Single(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.float()
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return batch[0].float(), batch[1]
+    single = with_own(on_after_batch_transfer=lambda self, rows, _: (rows[0].float(), rows[1]))
 
     def run(strategy):
         half = precision == "16-mixed"
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40) if half else None
         plugin = MixedPrecision(precision, "cpu", scaler)
-        module, _ = fitted(strategy, made(Single), plugins=[plugin], gradient_clip_val=0.5)
+        module = made(single).float()
+        fitted(strategy, module, plugins=[plugin], gradient_clip_val=0.5)
         scales.append(scaler and scaler.get_scale())
         return module
 
@@ -331,12 +325,6 @@ def test_an_error_is_the_users_and_leaves_the_module_whole():
     assert "measures.macro.tp" not in module.state_dict()
 
 
-class Manual(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Correlates(Classifier):
     def __init__(self):
         super().__init__()
@@ -350,11 +338,15 @@ class Correlates(Classifier):
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (Manual, {}, "manual optimization"),
-        (with_step(lambda self, dataloader_iter: None), {}, "dataloader_iter"),
-        (with_step(lambda self, batch, batch_idx: None), {}, "training_step returned None"),
+        (with_own(automatic_optimization=False), {}, "manual optimization"),
+        (with_own(training_step=lambda self, dataloader_iter: None), {}, "dataloader_iter"),
+        (
+            with_own(training_step=lambda self, batch, batch_idx: None),
+            {},
+            "training_step returned None",
+        ),
         (Correlates, {}, "PearsonCorrCoef cannot be merged"),
-        (with_step(kept), {}, "count="),
+        (with_own(training_step=kept), {}, "count="),
         (Classifier, {"strategy": {"graphs": True}}, "graphs=True"),
         (Classifier, {"sync_batchnorm": True}, "sync_batchnorm"),
         (Classifier, {"num_nodes": 2}, "num_nodes"),

@@ -75,9 +75,7 @@ def two_towers(model, one, other):
 
 
 def clip():
-    model = Of(two_towers, body=nn.Linear(4, 3))
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    return model
+    return Of(two_towers, body=nn.Linear(4, 3), scale=nn.Parameter(torch.tensor(1.0)))
 
 
 def two_views():

@@ -16,7 +16,7 @@ from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.losses import BaseLoss
 from fastai.torch_core import to_float
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.runtime import DeviceLike, physical
@@ -54,8 +54,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             this one; in a step, if a callback replaces ``learn.pred``.
     """
 
-    _stateattrs = ("_engine",)  # not pickled
+    _stateattrs = ("_engine", "_criterion")  # not pickled
     _engine: Any = None
+    _criterion: Any = None
 
     def __init__(
         self,
@@ -112,19 +113,15 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         """The predictions of all rows, and the loss, which carries the gradient."""
         engine = self._engine_of(learn)
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
-        func = learn.loss_func.func if isinstance(learn.loss_func, BaseLoss) else None
-        of_torch, count = func or learn.loss_func, self._count
-        if count is None and is_cross_entropy(of_torch):
-            count = lambda _, targets: terms_of_rows(of_torch, targets[0], 0).sum()  # noqa: E731
-        is_sum = getattr(of_torch, "reduction", None) == "sum"
-        reduction = self._reduction or ("sum" if is_sum else None)
-        options: dict[str, Any] = {"count": count, "reduction": reduction}
+        if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
+            self._criterion = _Criterion(learn.loss_func, mixes)
+        options: dict[str, Any] = {"count": self._count or self._criterion.count}
+        options["reduction"] = self._reduction
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
             options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
         scaler = vars(learn).get("scaler")  # MixedPrecision's
         options["scaler"] = scaler if scaler is not None and scaler.is_enabled() else None
-        criterion = partial(_loss, learn.loss_func, func, mixes)
-        batch = tuple(learn.xb), tuple(learn.yb), criterion
+        batch = tuple(learn.xb), tuple(learn.yb), self._criterion
         loss, outputs = engine.loss(*batch, return_outputs=True, **options)
         pred = gather(outputs, physical(engine.device_ids[0]))
         return to_float(pred) if mixes else pred, loss
@@ -138,18 +135,29 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     def _close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        self._engine = None
+        self._engine = self._criterion = None
 
 
-def _loss(loss_func: Any, func: Any, mixes: bool, output: Any, targets: tuple[Any, ...]) -> Any:
-    """The Learner's loss with ``func``, the replica's; of predictions in single precision if asked.
+class _Criterion(nn.Module):
+    """A Learner's loss function as a module, so that its tensors are replicated, too."""
 
-    A loss of fastai's is no module: ``func`` is the module in it, which is replicated.
-    """
-    if func is not None:
-        loss_func = copy.copy(loss_func)
-        loss_func.func = func
-    return loss_func(to_float(output) if mixes else output, *targets)
+    def __init__(self, loss_func: Any, mixes: bool) -> None:
+        super().__init__()
+        self.loss_func, self.mixes = loss_func, mixes
+        self.func = loss_func.func if isinstance(loss_func, BaseLoss) else None
+        of_torch = loss_func if self.func is None else self.func
+        self.reduction = getattr(of_torch, "reduction", "mean")
+        self.count = None
+        if is_cross_entropy(of_torch):
+            self.count = lambda _, targets: terms_of_rows(of_torch, targets[0], 0).sum()
+
+    def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
+        """Return the loss; under MixedPrecision, of predictions in single precision."""
+        loss_func = self.loss_func
+        if self.func is not None:
+            loss_func = copy.copy(loss_func)
+            loss_func.func = self.func  # the replica's
+        return loss_func(to_float(output) if self.mixes else output, *targets)
 
 
 def _places(value: Any) -> list[Any]:

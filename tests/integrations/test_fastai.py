@@ -117,6 +117,7 @@ RUNS = {
     "several labels": SIGMOID,
     "ignored labels": {"targets": IGNORED},
     "count": {"loss_func": halves, "own": {"count": lambda _, targets: (targets[0] > 0).sum()}},
+    "a sum of torch's": {"loss_func": nn.CrossEntropyLoss(reduction="sum"), "opt_func": SGD},
     "a sum": {"loss_func": total, "own": {"reduction": "sum"}},
     "discriminative rates": {
         "how": lambda learn: learn.fit_one_cycle(2, slice(1e-3, 1e-1)),

@@ -68,6 +68,7 @@ class Classifier(pl.LightningModule):
         scores = self(x)
         loss = functional.cross_entropy(scores, y)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("sized", loss, batch_size=len(x), on_step=False, on_epoch=True)
         self.log("largest", scores.amax(), reduce_fx="max")
         self.log("smallest", scores.amin(), reduce_fx=torch.min, on_step=False, on_epoch=True)
         right = (scores.argmax(1) == y).sum().double()

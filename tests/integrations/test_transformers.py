@@ -72,10 +72,6 @@ def ours(folder, case, devices=VIRTUAL, cls=ScatterOnceTrainer, sharded=False, *
     return build(cls, folder, case, extra=extra, **options)
 
 
-def stock(folder, case, **options):
-    return build(transformers.Trainer, folder, case, **options)
-
-
 def beside(
     folder,
     case=LANGUAGE,
@@ -551,23 +547,16 @@ def padded_without_first(rows):
     return batch
 
 
-class Looks(ScatterOnceTrainer):
-    """Records the reports of its steps."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.reports = []
-
-    def training_step(self, *args):
-        loss = super().training_step(*args)
-        self.reports.append(self._engine.last_step)
-        return loss
-
-
 def test_packed_batches_are_dealt_out_whole(tmp_path):
     """They have one row each: all of them ran on the first replica, or "disagreed in rows"."""
     model = oracle.build(lambda: Packed(VOCABULARY, VOCABULARY))
-    model.loss_type = "ForCausalLM"
+    model.loss_type, plans = "ForCausalLM", []
+
+    class Looks(ScatterOnceTrainer):
+        def training_step(self, *args):
+            loss = super().training_step(*args)
+            plans.append(self._engine.last_step.plan.shares)
+            return loss
 
     def prepare(trainer):
         if isinstance(trainer, ScatterOnceTrainer):
@@ -578,7 +567,6 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
     with pytest.warns(UserWarning, match="do not show how the losses"):
         trainers = beside(tmp_path, case, model=model, **how)
     assert_same_run(*trainers)
-    plans = [report.plan.shares for report in trainers[0].reports]
     assert [[len(share.micro_batches) for share in plan] for plan in plans] == [[2, 2], [2, 2]]
 
 
@@ -587,7 +575,7 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
 def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     """Three steps of the one, and one of the other, are four: saved within an epoch."""
     one = partial(ours, tmp_path, LANGUAGE, sharded=sharded, max_steps=4, **sizes(3, 2))
-    other = partial(stock, tmp_path, LANGUAGE, max_steps=4, **sizes(6, 2))
+    other = partial(build, transformers.Trainer, tmp_path, LANGUAGE, max_steps=4, **sizes(6, 2))
     first, second = (other, one) if swapped else (one, other)
     quietly(first(save_strategy="steps", save_steps=3).train)
     resumed = second()

@@ -43,7 +43,7 @@ from scatterpar.verify.gradient_check import (
     relative_difference,
     uses_batch_statistics,
 )
-from scatterpar.verify.rows import Parts
+from scatterpar.verify.rows import Parts, in_two
 from scatterpar.verify.user_state import State, UserState, moved_between, state_of
 
 # Correct results agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
@@ -183,7 +183,6 @@ class Look:
         """Compare the engine's result for these parts of rows with the user's own."""
         rows, request = [*chain(*parts)], self._request
         parts, weights = self._weighted(parts)
-        self._numbers.calls = 0
         expected = self._own(rows)
         self._restart()
         if self._criterion_state.drawn and not self._draws:
@@ -204,8 +203,12 @@ class Look:
             return self.judge(parts)
         if not _is_finite(expected):
             raise Inconclusive("a gradient is NaN or infinite")
-        if not _is_finite(found) and len(parts) > 2 and (larger := self._of_larger(rows)):
-            return larger
+        more = in_two(rows) if not _is_finite(found) and len(parts) > 2 else ()
+        for larger in more:  # one row may have NaN, which says less
+            with contextlib.suppress(Inconclusive):
+                verdict = self.judge(larger)
+                if verdict.kind and verdict.error < math.inf:
+                    return verdict
         if expected[1] and not _num_nonzero([*sums, expected]):
             raise Inconclusive("all gradients are zero")
         verdict = Verdict("", parts, _error(found, expected), (expected[0], found[0]))
@@ -223,15 +226,6 @@ class Look:
         with contextlib.suppress(Exception):
             return bool(self._run([rows]))
         return False
-
-    def _of_larger(self, rows: Sequence[int]) -> Verdict | None:
-        """The verdict on larger parts, if it says more than NaN, which one row may have."""
-        for cut in (len(rows) * quarters // 4 for quarters in (2, 3, 1)):
-            with contextlib.suppress(Inconclusive):
-                verdict = self.judge([rows[:cut], rows[cut:]])
-                if verdict.kind and verdict.error < math.inf:
-                    return verdict
-        return None
 
     def _explain(
         self, verdict: Verdict, weights: Weights, expected: Sum, found: Sum, is_steady: bool
@@ -342,6 +336,7 @@ class Look:
 
     def _own(self, rows: Sequence[int]) -> Sum:
         """The loss and gradients by the user's own module and criterion."""
+        self._numbers.calls = 0
         own = replace(self._task, module=self._model, criterion=self._request.criterion)
         return _sum(self._run([rows], task=own))
 

@@ -124,24 +124,31 @@ def choose_rows(
     return [part for part in parts if part]
 
 
-def ignored_values(function: Any) -> list[int]:
-    """Labels that ``function`` may ignore: -100, and the first integers that it refers to."""
-    values: list[Any] = [-100]
-    for value in (function, *named_values(function).values()):
-        modules = value.modules() if isinstance(value, nn.Module) else [value]
-        values += [getattr(each, "ignore_index", None) for each in modules]
-        values += [value, *named_values(value).values()]
-    while isinstance(function, functools.partial):
-        function = function.func
-    values += getattr(getattr(function, "__code__", None), "co_consts", ())
-    return list(dict.fromkeys(v for v in values if type(v) is int))[:_MAX_LABELS]
+def ignored_values(*functions: Any) -> list[int]:
+    """Labels that functions may ignore: the usual ones, and the first integers they refer to."""
+    values = [-100, 255, -1]  # first: several may explain the loss of a few rows
+    for function in functions:
+        found: list[Any] = []
+        for value in (function, *named_values(function).values()):
+            modules = value.modules() if isinstance(value, nn.Module) else [value]
+            found += [getattr(each, "ignore_index", None) for each in modules]
+            found += [value, *named_values(value).values()]
+        code = getattr(unbound(function), "__code__", None)
+        found += getattr(code, "co_consts", ())
+        values += [*dict.fromkeys(v for v in found if type(v) is int)][:_MAX_LABELS]
+    return [*dict.fromkeys(values)]
 
 
-def halves(parts: Parts) -> Parts:
-    """Two parts of equal size, a multiple of four if there are eight rows."""
-    rows = [*chain(*parts)]
+def unbound(function: Any) -> Any:
+    """The function within ``functools.partial``."""
+    return unbound(function.func) if isinstance(function, functools.partial) else function
+
+
+def in_two(rows: Sequence[int]) -> list[Parts]:
+    """Ways to cut rows in two: of equal sizes, multiples of four if there are eight, and others."""
     half = len(rows) // 2 if len(rows) < 8 else len(rows) // 8 * 4
-    return [rows[:half], rows[half : 2 * half]]
+    cuts = (len(rows) * quarters // 4 for quarters in (3, 1))
+    return [[rows[:half], rows[half : 2 * half]], *([rows[:cut], rows[cut:]] for cut in cuts)]
 
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:

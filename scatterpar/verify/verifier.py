@@ -44,12 +44,13 @@ from scatterpar.verify.look import SMALL, Compute, Inconclusive, Look, Verdict, 
 from scatterpar.verify.rows import (
     Parts,
     choose_rows,
-    halves,
     ignored_values,
+    in_two,
     informative_tensors,
     may_be_labels,
     ranges_of,
     read_ranges,
+    unbound,
 )
 
 _FEW, _MANY = 9, 2  # rows of a look, at least; micro-batches of rows in the first look
@@ -273,10 +274,8 @@ class _Question:
     @cached_property
     def _ignored(self) -> list[int]:
         criterion, model = self.request.criterion, self._attempt.replicas.of_model.root
-        values = ignored_values(model.forward if criterion is None else criterion)
-        # The usual ones first: several may explain the loss of a few rows.
-        values = [-100, 255, -1, *values, *ignored_values(self.request.count)]
-        return list(dict.fromkeys(values))
+        function = model.forward if criterion is None else criterion
+        return ignored_values(function, self.request.count)
 
     def _parts(self, looks: int) -> Parts:
         """As many rows as are cheap: fewer of a large model, and in later looks."""
@@ -329,9 +328,7 @@ class _Question:
 
     @cached_property
     def _name(self) -> str:
-        criterion: Any = self.request.criterion
-        while isinstance(criterion, partial):
-            criterion = criterion.func
+        criterion = unbound(self.request.criterion)
         name = getattr(criterion, "__qualname__", type(criterion).__name__)
         return "the module's own loss" if criterion is None else f"the criterion {name}"
 
@@ -407,7 +404,8 @@ def _judged(look: Look, parts: Parts, is_last: bool = False) -> Verdict:
         if is_last:
             why = "memory ran out" if is_short else why
             raise Inconclusive(why, 2 if is_short else 4) from None
-    return _judged(look, [parts[0][:1], parts[-1][-1:]] if is_short else halves(parts), True)
+    rows = [*chain(*parts)]
+    return _judged(look, [rows[:1], rows[-1:]] if is_short else in_two(rows)[0], True)
 
 
 _OFF = " Nothing was changed; an engine made with verify=False does not check."
@@ -416,20 +414,18 @@ _REFUSED = "combination", "replica", "joined", "order"
 _TEXTS = {
     "combination": "{name}: your loss of {rows} rows is not the {request.reduction} of the losses "
     f"of {{sizes}} rows: the gradient would be {{size}}. {{advice}} (Rows {{listed}}.){_OFF}",
-    "replica": "{name} leads to the module that is trained, or the module has a tensor computed "
-    "from parameters (compute it in forward): the loss of {rows} rows is {verdict.losses[0]:.4g} "
-    "with your own module in plain torch, but {replica} on a replica (the gradient is {size}). It "
-    "reads what forward leaves on the module, such as an auxiliary loss, or asks for gradients by "
-    f"your own parameters. Return it: {_RETURN}; forward can compute gradients. No count=, "
-    f"reduction= or whole_batch= says that.{_OFF}",
+    "replica": "{name} leads to the module that is trained, or that holds a tensor computed from "
+    "parameters: the loss of {rows} rows is {verdict.losses[0]:.4g} in plain torch, but {replica} "
+    "on a replica (the gradient is {size}). It reads what forward leaves there, such as an "
+    "auxiliary loss, or asks for gradients by your own parameters: compute them in forward. Return "
+    f"it: {_RETURN}. No count=, reduction= or whole_batch= says that.{_OFF}",
     "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what the last "
     "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
     f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.{_OFF}",
     "order": "the module's output has {misplaced} entries for {rows} rows, not in the order of the "
-    "rows, so those of micro-batches cannot be joined. Return torch.stack([a, b], 1) in the place "
-    f"of torch.cat([a, b]), or .view(rows, k, -1) of k samples per row.{_OFF}",
+    f"rows: return torch.stack([a, b], 1) for torch.cat([a, b]), or .view(rows, k, -1).{_OFF}",
     "drawn": "the function draws random numbers and returns several entries per row, whose order "
-    "cannot be compared with that of one call: return .view(rows, k, -1) of k entries per row",
+    "cannot be checked: return .view(rows, k, -1) of k entries per row",
     "sum": 'It seems to be a sum: pass reduction="sum".',
     "mean": 'It seems to be a mean over rows: pass reduction="mean", without count=.',
     "rows counted": "It seems to be a mean over rows, whatever the labels: pass count=lambda "

@@ -415,10 +415,10 @@ _TEXTS = {
     "combination": "{name}: your loss of {rows} rows is not the {request.reduction} of the losses "
     f"of {{sizes}} rows: the gradient would be {{size}}. {{advice}} (Rows {{listed}}.){_OFF}",
     "replica": "{name} leads to the module that is trained, or that holds a tensor computed from "
-    "parameters: the loss of {rows} rows is {verdict.losses[0]:.4g} in plain torch, but {replica} "
-    "on a replica (the gradient is {size}). It reads what forward leaves there, such as an "
-    "auxiliary loss, or asks for gradients by your own parameters: compute them in forward. Return "
-    f"it: {_RETURN}. No count=, reduction= or whole_batch= says that.{_OFF}",
+    "parameters: the loss of {rows} rows is {verdict.losses[0]:.4g} with your own module in plain "
+    "torch, but {replica} on a replica (the gradient is {size}). It reads what forward leaves, "
+    "such as an auxiliary loss, or asks for gradients by your own parameters: compute them in "
+    f"forward. Return it: {_RETURN}. No count=, reduction= or whole_batch= says that.{_OFF}",
     "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what the last "
     "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
     f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.{_OFF}",

@@ -414,18 +414,20 @@ _REFUSED = "combination", "replica", "joined", "order"
 _TEXTS = {
     "combination": "{name}: your loss of {rows} rows is not the {request.reduction} of the losses "
     f"of {{sizes}} rows: the gradient would be {{size}}. {{advice}} (Rows {{listed}}.){_OFF}",
-    "replica": "{name} leads to the module that is trained, or that holds a tensor computed from "
-    "parameters: the loss of {rows} rows is {verdict.losses[0]:.4g} with your own module in plain "
-    "torch, but {replica} on a replica (the gradient is {size}). It reads what forward leaves, "
-    "such as an auxiliary loss, or asks for gradients by your own parameters: compute them in "
-    f"forward. Return it: {_RETURN}. No count=, reduction= or whole_batch= says that.{_OFF}",
+    "replica": "{name} leads to the module that is trained, or the module has a tensor computed "
+    "from parameters (compute it in forward): the loss of {rows} rows is {verdict.losses[0]:.4g} "
+    "with your own module in plain torch, but {replica} on a replica (the gradient is {size}). It "
+    "reads what forward leaves on the module, such as an auxiliary loss, or asks for gradients by "
+    f"your own parameters. Return it: {_RETURN}; forward can compute gradients. No count=, "
+    f"reduction= or whole_batch= says that.{_OFF}",
     "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what the last "
     "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
     f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.{_OFF}",
     "order": "the module's output has {misplaced} entries for {rows} rows, not in the order of the "
-    f"rows: return torch.stack([a, b], 1) for torch.cat([a, b]), or .view(rows, k, -1).{_OFF}",
+    "rows, so those of micro-batches cannot be joined. Return torch.stack([a, b], 1) in the place "
+    f"of torch.cat([a, b]), or .view(rows, k, -1) of k samples per row.{_OFF}",
     "drawn": "the function draws random numbers and returns several entries per row, whose order "
-    "cannot be checked: return .view(rows, k, -1) of k entries per row",
+    "cannot be compared with that of one call: return .view(rows, k, -1) of k entries per row",
     "sum": 'It seems to be a sum: pass reduction="sum".',
     "mean": 'It seems to be a mean over rows: pass reduction="mean", without count=.',
     "rows counted": "It seems to be a mean over rows, whatever the labels: pass count=lambda "

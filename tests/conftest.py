@@ -1,12 +1,9 @@
 """Fixtures that every test shares, and those that check each for what it leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import signal
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import simulated
@@ -28,12 +25,11 @@ if find_spec("hypothesis") is not None:
     settings.load_profile("suite")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = "how many steps each of the stress tests takes"
-    parser.addoption("--steps", type=int, default=12, help=help_text)
+def pytest_addoption(parser):
+    parser.addoption("--steps", type=int, default=12, help="of each of the stress tests")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
@@ -66,20 +62,19 @@ class _Module(pytest.Module):
             raise
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+def pytest_pycollect_makemodule(module_path, parent):
     return _Module.from_parent(parent, path=module_path)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     without = [name for name in ("torchvision", "timm") if find_spec(name) is None]
-    if without:
-        skip = pytest.mark.skip(reason=f"{' and '.join(without)}: pip install '.[images]'")
-        for item in items:
-            if item.get_closest_marker("pictures") is not None:
-                item.add_marker(skip)
+    skip = pytest.mark.skip(reason=f"{' and '.join(without)}: pip install '.[images]'")
+    for item in items:
+        if without and item.get_closest_marker("pictures"):
+            item.add_marker(skip)
     if "slow" not in config.getoption("markexpr"):
-        slow = [item for item in items if item.get_closest_marker("slow") is not None]
-        items[:] = [item for item in items if item.get_closest_marker("slow") is None]
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
 
 
@@ -91,7 +86,7 @@ def _only_what_is_new_is_collected():
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+def pytest_runtest_makereport(item, call):
     report = yield
     if report.when == "call":
         item.stash[leak_checks.FAILED] = report.failed
@@ -104,7 +99,7 @@ def _links_are_looked_at_in_every_test():
 
 
 @pytest.fixture(autouse=True)
-def _no_leaked_threads(request: pytest.FixtureRequest):
+def _no_leaked_threads(request):
     before = leak_checks.threads()
     yield
     if not request.node.stash.get(leak_checks.FAILED, True):  # a traceback keeps an engine alive
@@ -113,7 +108,7 @@ def _no_leaked_threads(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(autouse=True)
-def _no_moved_generators(request: pytest.FixtureRequest):
+def _no_moved_generators(request):
     """Random state is put back after every test, and only tests marked ``draws`` may move it.
 
     Data and initial weights come from generators of their own (``harness``), so that what
@@ -126,11 +121,11 @@ def _no_moved_generators(request: pytest.FixtureRequest):
         leak_checks.put_back_random_states(before)
     if request.node.get_closest_marker("draws") is None:
         advice = "take data from harness.oracle, or mark the test `draws`"
-        assert not moved, f"the test moved random generators: {sorted(moved)}; {advice}"
+        assert not moved, f"the test moved random generators: {[*moved]}; {advice}"
 
 
 @pytest.fixture(autouse=True)
-def _no_changed_globals(_no_moved_generators: None):
+def _no_changed_globals(_no_moved_generators):
     before = leak_checks.globals_of_torch()
     yield
     changed = leak_checks.differences(before, leak_checks.globals_of_torch())
@@ -159,7 +154,7 @@ def one_thread_an_operation():
 
 
 @pytest.fixture(scope="session")
-def simulated_accelerator(tmp_path_factory: pytest.TempPathFactory):
+def simulated_accelerator(tmp_path_factory):
     """What the environment of a process needs to load it; nothing where there is no compiler."""
     if shutil.which("g++") is None:
         return {}
@@ -170,10 +165,11 @@ _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "virt
 
 
 @pytest.fixture(params=["mixed", *_SLOW])
-def devices(request: pytest.FixtureRequest):
+def devices(request):
     """``devices(n)``: n replicas in one memory, on n virtual devices of their own, or both."""
-    if request.param == "mixed":
-        return lambda n: [f"cpu:{'0102'[i % 4]}" for i in range(n)]
-    if request.param == "shared":
-        return lambda n: ["cpu"] * n
-    return lambda n: [f"cpu:{i}" for i in range(n)]
+    layouts = {
+        "mixed": lambda n: [f"cpu:{'0102'[i % 4]}" for i in range(n)],
+        "shared": lambda n: ["cpu"] * n,
+        "virtual": lambda n: [f"cpu:{i}" for i in range(n)],
+    }
+    return layouts[request.param]

@@ -1,8 +1,7 @@
 """Is every promise tested? Each is broken in the engine, and a test has to fail.
 
-    python -m tests.sabotage              with the test of each sabotage
-    python -m tests.sabotage --contract   with all of `pytest -m contract`
-    python -m tests.sabotage WORD...      only the sabotages with all these words in their line
+    python -m tests.sabotage              all sabotages
+    python -m tests.sabotage WORD...      those with all these words in their line
 
 It prints a table of the sabotages, the promises that they break, and the tests that see them, and
 ends with 1 if one is not seen.
@@ -13,8 +12,6 @@ not there exactly once, the sabotage has to be mended: that is a failure, too.
 Tests are collected once. Each sabotage is tried in a fork, where the function gets the code of the
 changed text. Processes that tests start import a copy of the package with that text.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
@@ -29,10 +26,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import NamedTuple
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -54,7 +50,7 @@ class Sabotage(NamedTuple):
     seen_by: str  # the name of a test
 
     @property
-    def line(self) -> str:
+    def line(self):
         """The columns of the table that are known beforehand."""
         return f"{self.what} ({self.place}) | {self.promise}"
 
@@ -64,384 +60,284 @@ TABLE = r"""
 # exact
 the first micro-batch counts one row more
   term_counts -> test_training_is_that_of_one_device
--rows_of_each = [float(stop - start) for start, stop in spans]
-+rows_of_each = [float(stop - start + (start == 0)) for start, stop in spans]
+  float(stop - start) for => float(stop - start + (start == 0)) for
 the last micro-batch of a share is dropped
   Substeps.train -> test_training_is_that_of_one_device
--enumerate(task.weights[:max_substeps])
-+enumerate(task.weights[: max_substeps or max(1, len(task.weights) - 1)])
+  [:max_substeps] => [: max_substeps or max(1, len(task.weights) - 1)]
 a sum is taken for a mean
   compute_loss_weights -> test_a_step_is_that_of_plain_torch
--if request.is_mean:
-+if True:
+  if request.is_mean: => if True:
 count= is ignored by engine.loss
   ScatterOnceParallel.loss -> test_a_loop_gets_what_plain_torch_gives_it
--reduction, count, scaler
-+reduction, None, scaler
+  reduction, count, scaler => reduction, None, scaler
 ignore_index counts unless it is -100
   terms_of_rows -> test_a_step_is_that_of_plain_torch
--option_of(criterion, "ignore_index", -100)
-+-100
+  option_of(criterion, "ignore_index", -100) => -100
 class weights do not count
   terms_of_rows -> test_a_step_is_that_of_plain_torch
--if class_weight is not None:
-+if False:
+  if class_weight is not None: => if False:
 gradients that share memory are added to twice
   unalias -> test_a_loop_gets_what_plain_torch_gives_it
--leaves[number].grad = gradient.clone()
-+pass
+  leaves[number].grad = gradient.clone() => pass
 of a parameter that model and criterion share, the criterion's gradient alone arrives
   reduce_gradients -> test_a_loop_gets_what_plain_torch_gives_it
--functools.reduce(plus, both) if both else None
-+both[-1] if both else None
+  functools.reduce(plus, both) if both else None => both[-1] if both else None
 a parameter that no replica used gets zeros
   reduce_gradients -> test_used_once_then_unused_keeps_the_gradient_it_had
--sums.get(i))
-+sums.get(i, torch.zeros_like(each.tensors[i])))
+  sums.get(i)) => sums.get(i, torch.zeros_like(each.tensors[i])))
 the scale of a scaler is left out
   Substeps.run -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
--weight * self._request.scale
-+weight
+  weight * self._request.scale => weight
 the factor that arrives at engine.loss is left out
   _ReturnGradients.backward -> test_a_loop_gets_what_plain_torch_gives_it
--torch._foreach_mul_(gradients, by)
-+pass
+  torch._foreach_mul_(gradients, by) => pass
 outputs are joined in another order
   returned_outputs -> test_return_outputs
--join_rows(pieces, attempt
-+join_rows(pieces[::-1], attempt
+  join_rows(pieces, attempt => join_rows(pieces[::-1], attempt
 outputs of plans by cost stay in the plan's order
   returned_outputs -> test_outputs_are_one_entry_in_the_order_of_the_batch
--if attempt.plan.order:
-+if False:
+  if attempt.plan.order: => if False:
 batch statistics leave out how the means of micro-batches differ
   _pooled -> test_the_first_layer_has_what_plain_torch_has
--(_sum(between) + _sum(within))
-+_sum(within)
+  (_sum(between) + _sum(within)) => _sum(within)
 sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
   sum_dtype -> test_512_ones_add_up_to_512_and_are_added_to_what_is_there
--return dtype if accumulate_dtype is None
-+return dtype if True
+  return dtype if accumulate_dtype is None => return dtype if True
 ranks weigh alike, however many rows they have
   Ranks._exchange -> test_a_step_of_ranks_is_that_of_one_device
--factor = outcome.terms / terms if terms else 0.0
-+factor = 1.0 / self.size
+  factor = outcome.terms / terms if terms else 0.0 => factor = 1.0 / self.size
 the second pass draws other random numbers
   Passes.second -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
--attempt.generators.set_state(share.replica, self._states[number])
-+pass
+  attempt.generators.set_state(share.replica, self._states[number]) => pass
 micro_batch_size= is exceeded
   _plan -> test_every_plan
---(-(stop - start) // limits[replica])
-+max(1, (stop - start) // limits[replica])
+  -(-(stop - start) // limits[replica]) => max(1, (stop - start) // limits[replica])
 steps are not checked
   Verifier.check -> test_a_wrong_gradient_is_told_before_anything_changes
--if kind.is_due(question.ranges, details):
-+if False:
+  if kind.is_due(question.ranges, details): => if False:
 0-dim outputs of a ragged share are averaged with equal weights
   returned_outputs -> test_return_outputs
--weights, rows))
-+[1.0] * len(rows), rows))
+  weights, rows)) => [1.0] * len(rows), rows))
 0-dim outputs of inference are averaged with equal weights
   compute_loss_weights -> test_numbers_without_rows_are_averaged_over_the_rows
--factors = [float(stop - start) for start, stop in spans]
-+pass
+  factors = [float(stop - start) for start, stop in spans] => pass
 engine.map calls the user's own method for all replicas
   _Work.__init__ -> test_each_replica_calls_its_own_method
--[replica.copy_of(function) for replica in replicas]
-+[function for _ in replicas]
+  [replica.copy_of(function) for replica in replicas] => [function for _ in replicas]
 pad= of engine.map is ignored
   map_rows -> test_tensors_are_joined_padded_or_refused
--outputs, lists, pad)
-+outputs, lists)
+  outputs, lists, pad) => outputs, lists)
 inference leaves rows in the order of a plan by cost
   join_on_master -> test_inference_puts_back_whatever_goes_by_row
--order=plan.order
-+order=()
+  order=plan.order => order=()
 accumulate_dtype= is ignored for float16
   sum_dtype -> test_the_sum_is_rounded_once
--dtype if accumulate_dtype is None else
-+dtype if accumulate_dtype is None or dtype == torch.float16 else
+  is None else => is None or dtype == torch.float16 else
 engine.loss forgets the factor of a scaler
   commit -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
--pairs, outcome.request.scale)
-+pairs, 1.0)
+  pairs, outcome.request.scale) => pairs, 1.0)
 micro-batches weigh alike in batch statistics, however many rows they have
   _pooled -> test_the_first_layer_has_what_plain_torch_has
--[count / total for count in counts]
-+[1 / len(counts) for _ in counts]
+  [count / total for count in counts] => [1 / len(counts) for _ in counts]
 batch statistics move in inference alone
   commit -> test_the_first_layer_has_what_plain_torch_has
--outcome.statistics.values() if outcome.statistics else []
-+[]
+  outcome.statistics.values() if outcome.statistics else [] => []
 engine.check passes whatever it finds
   relative_difference -> test_a_difference_is_measured_and_has_a_meaning
--worst = max(errors, default=0.0)
-+errors = [0.0] * len(errors)
-+    worst = 0.0
+  [math.inf if math.isnan(error) else error for error in errors] => [0.0] * len(errors)
 a micro-batch without terms is divided by zero
   compute_loss_weights -> test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing
--count / total if count else 0.0
-+count / total
+  count / total if count else 0.0 => count / total
 the noise of gradients counts a replica too many
   noise_of -> test_the_formula
--/ (replicas - 1)
-+/ replicas
+  / (replicas - 1) => / replicas
 gather averages 0-dim entries with equal weights
   gather -> test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows
--join_rows(moved, dim, rows)
-+join_rows(moved, dim, [1] * len(rows))
+  join_rows(moved, dim, rows) => join_rows(moved, dim, [1] * len(rows))
 an owner's new values of a sharded optimizer reach no other device
   ShardedOptimizer.step -> test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again
--for p in updated if p in copies}
-+for p in updated if p in copies and self._owners[p] == self._memories[0]}
+  in copies} => in copies and self._owners[p] == self._memories[0]}
 rounding of shares makes a sub-step more
   _plan -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
--part - _ROUNDING)
-+part)
+  part - _ROUNDING) => part)
 costs are dealt without looking at shares
   plan_by_cost -> test_loads_are_in_proportion_to_shares
--/ shares[r]
-+/ 1
+  / shares[r] => / 1
 rank 0's parameters are not sent to other ranks
   Ranks.__init__ -> test_the_first_ranks_parameters_are_taken_over
--self._collectives.broadcast_from_rank_0(module)
-+pass
+  self._collectives.broadcast_from_rank_0(module) => pass
 a gradient that arrives at another network, and that no graph shows, is not refused
   compute -> test_the_error_names_what_it_arrives_at
--if leaf.grad is not None:
-+if False:
+  if leaf.grad is not None: => if False:
 two replicas are in one criterion at a time
   criterion_lock -> test_a_function_that_replicas_share_computes_one_loss_at_a_time
--if is_module else threading.Lock()
-+
+  if is_module else threading.Lock() =>
 # once
 a copy is counted twice
   Transfers.copy -> test_every_byte_once
--self.count(tensor, phase)
-+self.count(tensor, phase), self.count(tensor, phase)
+  self.count(tensor, phase) => self.count(tensor, phase), self.count(tensor, phase)
 a copy is not counted
   Transfers.copy_into -> test_every_byte_once
--self.count(source, phase)
-+pass
+  self.count(source, phase) => pass
 parameters are sent at every step, changed or not
   Broadcast.update -> test_frozen_parameters_go_out_once_and_do_not_come_back
--- unchanged
-+- set()
+  - unchanged => - set()
 an automatic accum is searched again in each step
   AutoAccum._keep -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
--start, self.accum = self.accum, number
-+start = self.accum
+  start, self.accum = self.accum, number => start = self.accum
 # never stale
 values count as sent before all devices have them
   Broadcast.update -> test_a_failed_refresh_is_made_good
--self.invalidate()
-+self._sent = dict(enumerate(self._versions))
+  self.invalidate() => self._sent = dict(enumerate(self._versions))
 a frozen parameter is sent once
   Broadcast.update -> test_every_write_is_followed_however_often
--changed = set(range(len(self._tensors))) - unchanged
-+changed = {
-+            i
-+            for i in set(range(len(self._tensors))) - unchanged
-+            if i not in self._sent or self._tensors[i].requires_grad
-+        }
+  - unchanged => - unchanged - {i for i in self._sent if not self._tensors[i].requires_grad}
 a parameter written through .data is not sent
   Broadcast.update -> test_edits_that_leave_no_version_travel
--changed = set(range(len(self._tensors))) - unchanged
-+changed = {
-+            i
-+            for i in set(range(len(self._tensors))) - unchanged
-+            if self._sent.get(i) != self._versions[i]
-+        }
+  - unchanged => - unchanged - {i for i, old in self._sent.items() if old == self._versions[i]}
 replicas do not follow training, nor other plain values
   ReplicaSet._update_in_place -> test_the_next_step_obeys
--(self._state, *(replica.state for replica in self.replicas))
-+(self._state,)
+  (self._state, *(replica.state for replica in self.replicas)) => (self._state,)
 replicas do not follow requires_grad
   ReplicaSet._update_in_place -> test_the_next_step_obeys
--!= self._required:
-+!= self._required and not self._required:
+  != self._required: => != self._required and not self._required:
 buffers of the last replica are kept
   ReplicaSet.buffers_after -> test_master_keeps_those_of_replica_0_bit_for_bit
--first = self.replicas[0]
-+first = self.replicas[-1]
+  first = self.replicas[0] => first = self.replicas[-1]
 replicas keep the gradients of the last step
   ScatterOnceParallel._attempt -> test_used_once_then_unused_keeps_the_gradient_it_had
--self._replicas.clear_step_state()
-+pass
+  self._replicas.clear_step_state() => pass
 # all or nothing
 buffers are written before hooks on gradients run
   commit -> test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises
--loss = outcome.loss_tensor()
-+write_buffers(); loss = outcome.loss_tensor()
+  loss = outcome.loss_tensor() => write_buffers(); loss = outcome.loss_tensor()
 a rollback forgets .grad
   Attempt.save_for_undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
--partial(setattr, leaf, "grad", value)
-+(lambda: None)
+  partial(setattr, leaf, "grad", value) => (lambda: None)
 a rollback forgets values
   Attempt.undo -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
--partial(write, tensor, value)
-+(lambda: None)
+  partial(write, tensor, value) => (lambda: None)
 a rollback forgets torch's generators
   Attempt.undo -> test_a_failed_step_leaves_the_generator_as_it_was
--self.generators.rollback, *self
-+*self
+  self.generators.rollback, *self => *self
 a rollback forgets the user's generators
   Attempt.save_for_undo -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
--partial(each.set_state, each.get_state())
-+(lambda: None)
+  partial(each.set_state, each.get_state()) => (lambda: None)
 a loss that is not finite is committed in spite of check_finite=True
   Substeps.train -> test_names_replica_and_sub_step_and_changes_nothing
--if self._request.check_finite and not math.isfinite(value):
-+if False:
+  if self._request.check_finite and not math.isfinite(value): => if False:
 tries of an automatic accum leave what they wrote
   AutoAccum.fit -> test_a_second_try_starts_anew
--max_substeps=2, retain_rows=False).attempt.undo()
-+max_substeps=2, retain_rows=False)
+  max_substeps=2, retain_rows=False).attempt.undo() => max_substeps=2, retain_rows=False)
 Ctrl-C is forgotten
   Workers._wait -> test_a_long_step_ends_at_its_next_sub_step
--job.errors[_CALLER] = error
-+pass
+  job.errors[_CALLER] = error => pass
 threads that were abandoned keep replicas that the next step uses
   ScatterOnceParallel._attempt -> test_the_second_time_does_not_wait_for_a_replica_that_is_stuck
--self._replicas.discard()
-+pass
+  self._replicas.discard() => pass
 a rank that fails lets the others wait
   Ranks.reduce_outcome -> test_a_rank_that_fails_fails_all
--if not is_common and (others := self._collectives.report_failure()):
-+if others := ():
+  if not is_common and (others := self._collectives.report_failure()): => if others := ():
 two engines may step on one module at once
   Workers.exclusive -> test_two_engines_on_one_module_in_two_threads
--_claims.setdefault(key, self) is not self:
-+_claims.setdefault(key, self) is None:
+  _claims.setdefault(key, self) is not self: => _claims.setdefault(key, self) is None:
 the caller's tensors may be written by a sub-step
   ShareLoader.load -> test_in_place_layers_do_not_write_the_caller_s_tensors
--return self._sliced(number, _COPIED)
-+return self.rows_at_source(number)
+  return self._sliced(number, _COPIED) => return self.rows_at_source(number)
 # same bits
 gradients are added in any order
   sum_in_order -> test_the_sum_has_the_same_bits_every_time
--in sum_pairs(len(sums)):
-+in [
-+        (0, i)
-+        for i in __import__("random").SystemRandom().sample(
-+            range(1, len(sums)), len(sums) - 1
-+        )
-+    ]:
+  sum_pairs(len(sums))
+  => sorted(((0, i) for i in range(1, len(sums))), key=lambda _: __import__("os").urandom(4))
 all replicas of a rank draw the same numbers
   Generators._generator -> test_every_replica_of_every_rank_draws_masks_of_its_own
--number + self._replica_offset
-+self._replica_offset
+  number + self._replica_offset => self._replica_offset
 a second pass and checks move the replicas' generators
   Attempt.isolated -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
--with restored(set_state), contextlib
-+with contextlib
+  with restored(set_state), contextlib => with contextlib
 numbers that replicas draw in inference are drawn again
   map_rows -> test_inference_draws_on_and_the_seed_decides_it
--attempt.generators.commit()
-+pass
+  attempt.generators.commit() => pass
 numbers that only another replica than the first draws are drawn again
   Generators.commit -> test_a_replica_other_than_the_first_drawing_moves_the_generator
--for _, device in drawn}
-+for number, device in drawn if not number}
+  for _, device in drawn} => for number, device in drawn if not number}
 # as in plain torch
 workers compute under autocast in its default dtype
   CallerContext.__init__ -> test_autocast_dtype_without_its_cache
--partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
-+partial(torch.autocast, kind)
+  partial(torch.autocast, kind, torch.get_autocast_dtype(kind)) => partial(torch.autocast, kind)
 workers do not see the caller's context variables
   CallerContext.run -> test_contextvars
--self._variables.copy().run(self._run, device, work)
-+self._run(device, work)
+  self._variables.copy().run(self._run, device, work) => self._run(device, work)
 hooks on parameters are left out
   _add -> test_hooks_on_parameters_act_once_on_the_whole_gradient
--are_first = not observed and not old
-+are_first = not old
+  are_first = not observed and not old => are_first = not old
 keys of a state dict begin with module.
   Wrapper.state_dict -> test_keys_are_the_module_s_and_load_with_or_without_a_prefix
--return self.module.state_dict(*args, **kwargs)
-+return super().state_dict(*args, **kwargs)
+  return self.module.state_dict(*args, **kwargs) => return super().state_dict(*args, **kwargs)
 compile= is forgotten, and replicas run eagerly
   Compiler.compiled_call -> test_it_trains_as_the_eager_engine_does
--partial(compile_fn(self._function_for(kind)), replica)
-+partial(self._function_for(kind), replica)
+  compile_fn(self._function_for(kind)) => self._function_for(kind)
 inference in training mode moves no statistics
   map_rows -> test_inference_moves_statistics_as_a_module_does
--if any(part.training for part in module.modules()):
-+if False:
+  if any(part.training for part in module.modules()): => if False:
 workers do not see the caller's hooks on saved tensors
   CallerContext.__init__ -> test_saved_tensors_hooks
--if hooks := saved_tensors_hooks():
-+if False:
+  if hooks := saved_tensors_hooks(): => if False:
 hooks on parameters run in engine.check
   compare -> test_it_leaves_no_trace
--hooks_taken_off(tensors)
-+hooks_taken_off([])
+  hooks_taken_off(tensors) => hooks_taken_off([])
 # clear errors
 the user's exception is replaced
   Workers.parallel_apply -> test_the_lowest_replica_speaks_and_the_others_are_noted
--raise error
-+raise RuntimeError(str(error))
+  raise error => raise RuntimeError(str(error))
 the note on an error names no sub-step
   note_replica.__exit__ -> test_the_words_of_a_note
--if self.number is not None:
-+if False:
+  if self.number is not None: => if False:
 a closed engine steps on
   Workers._refuse_if_closed -> test_close_twice_and_close_before_use
--if self._closed:
-+if False:
+  if self._closed: => if False:
 a second backward pass of engine.loss gives nothing
   _ReturnGradients.backward -> test_a_second_backward_pass_is_an_error
--raise RuntimeError(_TWICE)
-+return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
+  raise RuntimeError(_TWICE) => return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
 a report says that nothing was tried again
   AutoAccum.fit -> test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit
--replace(outcome, retries=retries)
-+outcome
+  replace(outcome, retries=retries) => outcome
 copies that arrive altered are not noticed
   ScatterOnceParallel._attempt -> test_the_engine_refuses_devices_whose_memory_brings_other_bytes
--check_links(self.device_ids)
-+pass
+  check_links(self.device_ids) => pass
 the note on an error numbers rows in the order of a plan by cost
   Share.rows_of -> test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost
--if self.row_numbers:
-+if False:
+  if self.row_numbers: => if False:
 """
 
 
-def _read(table: str) -> Iterator[Sabotage]:
+def _read(table):
     promise = ""
-    for entry in re.split(r"\n(?![ +-])", table.strip()):
-        what, *rest = entry.splitlines()
-        if what.startswith("# "):
+    for entry in re.split(r"\n(?! )", table.strip()):
+        what, *rest = map(str.strip, entry.splitlines())
+        if not rest:
             promise = what[2:]
             continue
-        where, *lines = rest
-        place, seen_by = where.split(" -> ")
-        text, instead = ("\n".join(s[1:] for s in lines if s[0] == sign) for sign in "-+")
-        yield Sabotage(promise, what, place.strip(), text, instead, seen_by)
+        place, seen_by = rest[0].split(" -> ")
+        text, instead = " ".join(rest[1:]).split(" =>")
+        yield Sabotage(promise, what, place, text, instead.strip(), seen_by)
 
 
 SABOTAGES = [*_read(TABLE)]
 
 
-def main() -> None:
+def main():
     """Try all sabotages, or some, and print which test sees each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only lines that have all of these")
-    parser.add_argument("--contract", action="store_true", help="with `pytest -m contract`")
-    given = parser.parse_args()
-    tried = [each for each in SABOTAGES if all(word in each.line for word in given.words)]
-    trials = Trials(tried, own_tests=not given.contract)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-W", "ignore"]
-    if given.contract:
-        options += ["-m", "contract"]
-        files = {str(file) for file, text in _tests() if "mark.contract" in text}
-    else:
-        files = {name_of_test(each).partition("::")[0] for each in tried} - {""}
+    words = parser.parse_args().words
+    tried = [each for each in SABOTAGES if all(word in each.line for word in words)]
+    trials = Trials(tried)
+    files = {name_of_test(each).partition("::")[0] for each in tried} - {""}
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start; tensors are small
     sys.path.insert(0, str(ROOT))
     print("sabotage | promise | seen by")
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-W", "ignore"]
     pytest.main([*options, *sorted(files)], plugins=[trials])
     print(f"{len(tried) - len(trials.unseen)} of {len(tried)} sabotages are seen")
     print(f"{trials.by_contract} of them by the contract", *trials.unseen, sep="\n")
@@ -451,41 +347,36 @@ def main() -> None:
 class Trials:
     """A plugin that runs the collected tests under each sabotage, up to the first failure."""
 
-    def __init__(self, sabotages: Sequence[Sabotage], *, own_tests: bool) -> None:
-        self._sabotages, self._own_tests = sabotages, own_tests
-        self.unseen: list[str] = []
-        self.by_contract = 0
-        self.done = False
+    def __init__(self, sabotages):
+        self._sabotages = sabotages
+        self.unseen, self.by_contract, self.done = [], 0, False
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def pytest_runtestloop(self, session):
         """In the place of pytest's own loop."""
-        terminal: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         begin = time.monotonic()
         for sabotage in self._sabotages:
             start = time.monotonic()
-            items = session.items
-            if self._own_tests:
-                items = [item for item in items if item.originalname == sabotage.seen_by]
-            items = sorted(items, key=in_contract, reverse=True)
+            items = [item for item in session.items if item.originalname == sabotage.seen_by]
+            items.sort(key=in_contract, reverse=True)
             limit = min(LIMIT_SECONDS, max(0, begin + TOTAL_SECONDS - start))
-            work = functools.partial(first_failure, sabotage, items)
-            seen, is_contract = in_fork(work, limit)
+            seen, is_contract = in_fork(functools.partial(first_failure, sabotage, items), limit)
             if seen.startswith("NOBODY"):
                 self.unseen.append(f"{sabotage.line} | {seen}")
             self.by_contract += is_contract
+            seen += " (contract)" * is_contract
             seconds = time.monotonic() - start
-            where = " (contract)" if is_contract else ""
-            terminal.write_line(f"{sabotage.line} | {seen}{where} | {seconds:.0f} s", flush=True)
+            terminal.write_line(f"{sabotage.line} | {seen} | {seconds:.0f} s", flush=True)
         self.done = True
         return True
 
 
-def in_contract(item: pytest.Item) -> bool:
+def in_contract(item):
     """Whether `pytest -m contract` runs a test."""
     return item.get_closest_marker("contract") is not None
 
 
-def first_failure(sabotage: Sabotage, items: Sequence[pytest.Item]) -> tuple[str, bool]:
+def first_failure(sabotage, items):
     """The first test that fails under a sabotage, and whether it is in the contract.
 
     Changes this process.
@@ -500,8 +391,7 @@ def first_failure(sabotage: Sabotage, items: Sequence[pytest.Item]) -> tuple[str
         os.chdir(copy)  # of new processes the first place with modules, before PYTHONPATH
         function, code = code_of(sabotage, path, source)
         function.__code__ = code
-        for number, item in enumerate(items):
-            following = items[number + 1] if number + 1 < len(items) else None
+        for item, following in zip(items, [*items[1:], None], strict=True):
             reports = runtestprotocol(item, log=False, nextitem=following)
             if any(report.failed for report in reports):
                 return item.nodeid.partition("::")[2], in_contract(item)
@@ -510,10 +400,10 @@ def first_failure(sabotage: Sabotage, items: Sequence[pytest.Item]) -> tuple[str
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def code_of(sabotage: Sabotage, path: Path, source: str) -> tuple[FunctionType, CodeType]:
+def code_of(sabotage, path, source):
     """The function that a sabotage changes, and the code that it has in ``source``."""
-    owner: Any = importlib.import_module(".".join(path.with_suffix("").parts))
-    code: CodeType = compile(source, str(ROOT / path), "exec", dont_inherit=True)
+    owner = importlib.import_module(".".join(path.with_suffix("").parts))
+    code = compile(source, str(ROOT / path), "exec", dont_inherit=True)
     for part in sabotage.place.split("."):
         owner = inspect.getattr_static(owner, part)
         found = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part]
@@ -521,7 +411,7 @@ def code_of(sabotage: Sabotage, path: Path, source: str) -> tuple[FunctionType, 
     return inspect.unwrap(getattr(owner, "__func__", owner)), code
 
 
-def in_fork(work, limit: float) -> tuple[str, bool]:
+def in_fork(work, limit):
     """What ``work`` returns in a fork of this process, or why it does not."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
@@ -544,19 +434,17 @@ def in_fork(work, limit: float) -> tuple[str, bool]:
         os.waitpid(pid, 0)
 
 
-def sabotaged(sabotage: Sabotage) -> tuple[Path, str]:
+def sabotaged(sabotage):
     """The file of the engine that a sabotage changes, and its text afterwards."""
     found = []
     for path, source, tree in _engine():
-        nodes: list[Any] = [tree]
+        nodes = [tree]
         for part in sabotage.place.split("."):
             inside = [child for node in nodes for child in getattr(node, "body", [])]
             nodes = [child for child in inside if getattr(child, "name", "") == part]
-        lines = source.splitlines(keepends=True)
         for node in nodes:
-            cuts = (0, node.lineno - 1), (node.lineno - 1, node.end_lineno), (node.end_lineno, None)
-            before, body, after = ("".join(lines[start:stop]) for start, stop in cuts)
-            changed = before + body.replace(sabotage.text, sabotage.instead) + after
+            body = ast.get_source_segment(source, node)
+            changed = source.replace(body, body.replace(sabotage.text, sabotage.instead))
             found += [(path, changed)] * body.count(sabotage.text)
     if len(found) != 1:
         times = f"{len(found)} times in {sabotage.place}"
@@ -565,7 +453,7 @@ def sabotaged(sabotage: Sabotage) -> tuple[Path, str]:
 
 
 @functools.cache
-def _engine() -> list[tuple[Path, str, ast.Module]]:
+def _engine():
     """The files of the engine, relative to the repository: their texts, and what these define."""
     files = [file.relative_to(ROOT) for file in sorted((ROOT / "scatterpar").rglob("*.py"))]
     paths = [path for path in files if path.parts[1] not in APART]
@@ -573,7 +461,7 @@ def _engine() -> list[tuple[Path, str, ast.Module]]:
     return [(path, text, ast.parse(text)) for path, text in zip(paths, texts, strict=True)]
 
 
-def name_of_test(sabotage: Sabotage) -> str:
+def name_of_test(sabotage):
     """The test that sees a sabotage, as pytest names it; empty if there is none of that name."""
     begins = f"\ndef {sabotage.seen_by}("
     found = [f"{file}::{sabotage.seen_by}" for file, text in _tests() if begins in text]
@@ -581,8 +469,7 @@ def name_of_test(sabotage: Sabotage) -> str:
 
 
 @functools.cache
-def _tests() -> list[tuple[Path, str]]:
-    """The files of tests, and their texts."""
+def _tests():
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [(file, file.read_text(encoding="utf-8")) for file in files]
 

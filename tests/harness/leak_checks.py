@@ -1,7 +1,5 @@
 """What a test must leave as it found it, and how to tell."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import random
@@ -10,8 +8,6 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +15,12 @@ from torch.fx import traceback as fx_traceback
 from torch.nn.modules import module as module_globals
 
 FAILED = pytest.StashKey[bool]()
-GRACE_SECONDS = 180.0  # a thread that ends by itself may be late on a busy machine
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-_AUTOCAST_TYPES = ("cpu", "cuda")
+_GRACE_SECONDS = 180.0  # a thread that ends by itself may be late on a busy machine
 _KNOWN = ("InductorSubproc", "subproc_worker_timer", "tqdm_monitor")
 
 
-def in_time(gone: Callable[[], bool]) -> bool:
+def in_time(gone):
     """Whether ``gone()`` holds at once.
 
     In a free-threaded interpreter: before long, since there an object that another thread drops
@@ -37,22 +32,22 @@ def in_time(gone: Callable[[], bool]) -> bool:
     return gone()
 
 
-def count_tensors() -> int:
+def count_tensors():
     """How many tensors the interpreter knows of."""
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
-def threads() -> set[int | None]:
+def threads():
     return {thread.ident for thread in threading.enumerate()}
 
 
-def leaked_threads(before: set[int | None]) -> list[str]:
+def leaked_threads(before):
     """Names of threads that were not there before and that do not end by themselves."""
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     while leaked := [
         thread.name
         for thread in threading.enumerate()
-        if thread.ident not in before and thread not in threads_of_torchs_compiler()
+        if thread.ident not in before and thread not in _threads_of_torchs_compiler()
     ]:
         gc.collect()
         if time.monotonic() > deadline:
@@ -61,7 +56,7 @@ def leaked_threads(before: set[int | None]) -> list[str]:
     return leaked
 
 
-def threads_of_torchs_compiler() -> set[threading.Thread | None]:
+def _threads_of_torchs_compiler():
     """The pools that torch.compile makes once per process and never ends, and tqdm's monitor.
 
     Known by what owns them, or by the names that torch gives those beside Triton's compiler, so
@@ -71,12 +66,17 @@ def threads_of_torchs_compiler() -> set[threading.Thread | None]:
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None and inductor.AsyncCompile.pool.cache_info().currsize:
         pools.append(inductor.AsyncCompile.pool())
-    found: set[threading.Thread | None] = set()
-    found.update(*(pool._threads for pool in pools if pool is not None))
-    return found.union(t for t in threading.enumerate() if t.name in _KNOWN)
+    named = {thread for thread in threading.enumerate() if thread.name in _KNOWN}
+    return named.union(*(pool._threads for pool in pools if pool is not None))
 
 
-def globals_of_torch() -> dict[str, Any]:
+def _stance():
+    """With ``force_eager`` left behind, all that comes later runs eager in silence."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if frames is None else frames._stance.stance
+
+
+def globals_of_torch():
     """What torch, or Python, keeps for the whole process or the calling thread."""
     return {
         "num_threads": torch.get_num_threads(),
@@ -85,11 +85,10 @@ def globals_of_torch() -> dict[str, Any]:
         "default device": torch.get_default_device(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast enabled": [torch.is_autocast_enabled(kind) for kind in _AUTOCAST_TYPES],
-        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in _AUTOCAST_TYPES],
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
         "autocast cache": torch.is_autocast_cache_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "deterministic warnings": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "deterministic": torch.get_deterministic_debug_mode(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "stance of torch.compile": _stance(),
@@ -99,53 +98,43 @@ def globals_of_torch() -> dict[str, Any]:
         "torch.random.default_generator": id(torch.random.default_generator),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
-        "global module hooks": [
-            len(getattr(module_globals, name))
-            for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
-        ],
+        "forward hooks": len(module_globals._global_forward_hooks),
+        "forward pre-hooks": len(module_globals._global_forward_pre_hooks),
         "excepthook": sys.excepthook,
         "threading.excepthook": threading.excepthook,
         "SIGINT": signal.getsignal(signal.SIGINT),
     }
 
 
-def put_back(before: dict[str, Any]) -> None:
+def put_back(before):
     """Undo what can be undone, so that one test's fault is not its neighbour's."""
     torch.set_num_threads(before["num_threads"])
     torch.set_default_dtype(before["default dtype"])
     torch.set_default_device(None if before["default device"].type == "cpu" else "meta")
     torch.set_grad_enabled(before["grad mode"])
-    torch.set_autocast_enabled("cpu", before["autocast enabled"][0])
+    torch.set_autocast_enabled("cpu", before["autocast"][0])
     torch.set_autocast_dtype("cpu", before["autocast dtype"][0])
     torch.set_autocast_cache_enabled(before["autocast cache"])
-    torch.use_deterministic_algorithms(
-        before["deterministic"], warn_only=before["deterministic warnings"]
-    )
+    torch.set_deterministic_debug_mode(before["deterministic"])
     torch.random.default_generator = torch.default_generator
     if _stance() != before["stance of torch.compile"]:
         torch.compiler.set_stance(before["stance of torch.compile"])
     signal.signal(signal.SIGINT, before["SIGINT"])
 
 
-def _stance() -> str:
-    """With ``force_eager`` left behind, all that comes later runs eager in silence."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return "default" if frames is None else frames._stance.stance
-
-
-def random_states() -> dict[str, Any]:
+def random_states():
     state = torch.default_generator.get_state()
     content = ctypes.string_at(state.data_ptr(), state.numel())  # whatever mode was left on
     return {"torch": content, "random": random.getstate()}
 
 
-def put_back_random_states(before: dict[str, Any]) -> None:
+def put_back_random_states(before):
     state = torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8)
     torch.default_generator.set_state(state)
     random.setstate(before["random"])
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(before, after):
     return {
         name: (value, after[name])
         for name, value in before.items()

@@ -203,7 +203,7 @@ def keeper(kind):
     """It cannot be copied."""
     model = Of(uses, linear=linear(), other=linear(1), third=linear(2))
     model.kept = KEPT[kind](model)
-    return model.double()
+    return model
 
 
 @pytest.mark.parametrize("kind", KEPT)

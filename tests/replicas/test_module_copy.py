@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from harness.isolation import guarded
-from harness.models import CLASSES, FEATURES, Classifier, Of, Returns, mlp
+from harness.models import CLASSES, FEATURES, Of, Returns, linear, mlp
 from harness.oracle import assert_close, assert_step, build, randint, randn, seeded, whole_batch
 from harness.weighted import CLASS_WEIGHTS, classes
 from torch import nn
@@ -19,17 +19,33 @@ BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 CRITERION = nn.CrossEntropyLoss()
 
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Sparse")]
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.filterwarnings(*(f"ignore:{words}" for words in ("Sparse", ".*quantize", ".*jit"))),
+]
 
 
 class Slotted(nn.Linear):
     __slots__ = ("scale",)
 
 
-def with_sparse(register):
-    model = Classifier()
-    register(model, "adjacency", torch.eye(3).to_sparse())
-    return model
+def holding(register, make_table):
+    """Makes a module to which ``register`` gives such a table."""
+
+    def make():
+        model = linear()
+        register(model, "table", make_table())
+        return model
+
+    return make
+
+
+def sparse():
+    return torch.eye(3).to_sparse()
+
+
+def quantised():
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
 
 
 def returning(wrap):
@@ -38,13 +54,18 @@ def returning(wrap):
 
 REFUSED = {
     "slots": (lambda: Slotted(FEATURES, CLASSES), "class Slotted of a module has __slots__"),
-    "a sparse buffer": (
-        lambda: with_sparse(nn.Module.register_buffer),
-        "'adjacency', a spars.*Repl",
-    ),
+    "a sparse buffer": (holding(nn.Module.register_buffer, sparse), "'table', a spars.*Repl"),
     "a sparse attribute": (
-        lambda: with_sparse(setattr),
-        r"sparse tensor of shape \(3, 3\).*Replicated",
+        holding(setattr, sparse),
+        r"sparse tensor of shape.*Replicated",
+    ),
+    "a quantised buffer": (
+        holding(nn.Module.register_buffer, quantised),
+        r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr",
+    ),
+    "TorchScript": (
+        holding(setattr, lambda: torch.jit.script(nn.Tanh())),
+        r"cannot be replicated, since its child 'table' is a TorchScript module, .* torch.jit was",
     ),
     "a generator as output": (
         returning(lambda logits: {"logits": (row for row in logits)}),
@@ -73,7 +94,7 @@ def zeroes(m, inputs):
 
 def test_zero_grad_in_forward_does_not_wipe_earlier_sub_steps(devices):
     """Each sub-step forgot the ones before it, in silence."""
-    model = build(lambda: Of(zeroes, linear=nn.Linear(FEATURES, CLASSES)))
+    model = Of(zeroes, linear=linear())
     with (
         ScatterOnceParallel(model, 3, devices(2)) as engine,
         pytest.warns(UserWarning, match="zero_grad.. inside forward has no effect"),
@@ -93,22 +114,21 @@ def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
         assert_step(engine, *BATCH, CRITERION)
 
 
-def makes_its_head(model, inputs):
+def makes_its_head(m, inputs):
     """Its head comes with the first batch, as wide as that."""
-    if model.head is None:
-        model.head = nn.Linear(6, CLASSES).double()
-    return model.head(model.enter(inputs))
+    m.head = m.head or nn.Linear(6, CLASSES).double()
+    return m.head(m.enter(inputs))
 
 
-def exchanges_its_weight(model, inputs):
-    if model.exchanges:
-        model.head.weight = nn.Parameter(model.head.weight * 0.5)
-    return model.head(inputs)
+def exchanges_its_weight(m, inputs):
+    if m.exchanges:
+        m.head.weight = nn.Parameter(m.head.weight * 0.5)
+    return m.head(inputs)
 
 
 MAKERS = {
     "a head": lambda: Of(makes_its_head, enter=nn.Linear(FEATURES, 6), head=None),
-    "a weight": lambda: Of(exchanges_its_weight, head=nn.Linear(FEATURES, CLASSES), exchanges=True),
+    "a weight": lambda: Of(exchanges_its_weight, head=linear(), exchanges=True),
 }
 
 
@@ -116,23 +136,22 @@ MAKERS = {
 @pytest.mark.parametrize("whole_batch", [False, True])
 def test_parameters_that_a_forward_pass_makes_are_refused_by_name(devices, kind, whole_batch):
     model, words = build(MAKERS[kind]), r"creates the parameter 'head\.weight'"
-    engine = ScatterOnceParallel(model, 2, devices(3))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"{words}.*before the first"):
-            engine.forward_backward(*BATCH, CRITERION, whole_batch=whole_batch)
-        with pytest.raises(ValueError, match=words), torch.no_grad():
-            engine(BATCH[0])
-        assert all(parameter.grad is None for parameter in model.parameters())
-    model.exchanges = False
-    with seeded():
-        model(BATCH[0])
-    assert_step(engine, *BATCH, CRITERION)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{words}.*before the first"):
+                engine.forward_backward(*BATCH, CRITERION, whole_batch=whole_batch)
+            with pytest.raises(ValueError, match=words), torch.no_grad():
+                engine(BATCH[0])
+            assert all(parameter.grad is None for parameter in model.parameters())
+        model.exchanges = False
+        with seeded():
+            model(BATCH[0])
+        assert_step(engine, *BATCH, CRITERION)
 
 
 # --- criteria that hold tensors ---
 
-ROWS = 13
-LABELLED = randn(ROWS, FEATURES), classes(ROWS)
+LABELLED = randn(13, FEATURES), classes(13)
 
 
 def weighted(output, targets, options, scale=1.0):
@@ -141,29 +160,28 @@ def weighted(output, targets, options, scale=1.0):
 
 
 CRITERIA = {
-    "class weights": functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS.clone()),
     "nested": functools.partial(
         functools.partial(weighted, options={"weight": CLASS_WEIGHTS.clone()}), scale=3.0
     ),
     "a module": functools.partial(nn.CrossEntropyLoss(CLASS_WEIGHTS.clone(), reduction="sum")),
-    "a module's method": functools.partial(nn.MSELoss().forward),
 }
 
 
 @pytest.mark.parametrize("case", CRITERIA)
 def test_tensors_in_a_partial_are_in_each_replica_s_memory(monkeypatch, case):
     """The second card failed: the weight stayed on the first."""
-    model, criterion = mlp(), CRITERIA[case]
-    batch = (LABELLED[0], randn(ROWS, CLASSES)) if "method" in case else LABELLED
-    options = {"reduction": "sum"} if case == "a module" else {}
-    expected, _ = whole_batch(model, *batch, criterion)
+    model, criterion, ids = mlp(), CRITERIA[case], ["cpu:0", "cpu:1", "cpu:2"]
+    expected, _ = whole_batch(model, *LABELLED, criterion)
     module = criterion.func if isinstance(criterion.func, nn.Module) else nn.Module()
     with (
-        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1", "cpu:2"]) as engine,
+        ScatterOnceParallel(model, 2, ids) as engine,
         guarded(monkeypatch, model, module) as memories,
     ):
         memories.claim(list(criterion.keywords.values()), torch.device("cpu:0"))
-        assert_close(engine.forward_backward(*batch, criterion, **options), expected, "loss")
+        assert_close(engine.forward_backward(*LABELLED, criterion), expected, "loss")
+        outputs = DataParallelModel(model, ids)(LABELLED[0])
+        loss = DataParallelCriterion(criterion, ids)(outputs, LABELLED[1])
+        assert_close(loss.detach(), expected, "loss of the pair")
         assert len(memories.checked) == 3
 
 
@@ -182,43 +200,28 @@ def test_they_are_sent_once_and_follow_what_is_written_into_them():
 
 def test_a_bound_tensor_that_is_trained_gets_its_gradient(devices):
     def scaled(output, targets, scale):
-        return (scale * F.cross_entropy(output, targets, reduction="none")).mean()
+        return scale * F.cross_entropy(output, targets)
 
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    twin = scale.detach().clone().requires_grad_()
     model = mlp()
-    whole_batch(model, *LABELLED, functools.partial(scaled, scale=twin))
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         engine.forward_backward(*LABELLED, functools.partial(scaled, scale=scale))
-    assert_close(scale.grad, twin.grad, "scale")
+    assert_close(scale.grad, whole_batch(model, *LABELLED, F.cross_entropy)[0], "scale")
 
 
 def test_what_a_closure_brings_along_is_named(devices):
     """It cannot be moved; so the error says what it is, where it is, and what to write instead."""
     weight, few = CLASS_WEIGHTS.to("meta"), CLASS_WEIGHTS[:3]
 
-    def criterion(output, targets):
-        return F.cross_entropy(output, targets, weight=weight)
-
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+    def notes_on(criterion):
+        """Another error says nothing of it."""
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             engine.forward_backward(*LABELLED, criterion)
-        (said,) = [note for note in caught.value.__notes__ if "criterion uses" in note]
+        return [note for note in caught.value.__notes__ if "criterion uses" in note]
+
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        (said,) = notes_on(lambda o, t: F.cross_entropy(o, t, weight=weight))
         assert "the criterion uses 'weight' on meta, but this replica computes on cpu" in said
         assert "bind it with functools.partial(criterion, weight=weight)" in said
         assert all(parameter.grad is None for parameter in engine.parameters())
-        with pytest.raises(RuntimeError) as caught:  # another error says nothing of it
-            engine.forward_backward(*LABELLED, lambda o, t: F.cross_entropy(o, t, weight=few))
-        assert not any("criterion uses" in note for note in caught.value.__notes__)
-
-
-def test_the_pair_s_criterion_too(monkeypatch):
-    model = mlp()
-    weighted = functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS.clone())
-    ids = ["cpu:0", "cpu:1"]
-    expected, _ = whole_batch(model, *LABELLED, weighted)
-    with guarded(monkeypatch, model) as memories:
-        memories.claim(weighted.keywords["weight"], torch.device("cpu:0"))
-        outputs = DataParallelModel(model, ids)(LABELLED[0])
-        loss = DataParallelCriterion(weighted, ids)(outputs, LABELLED[1])
-        assert_close(loss.detach(), expected, "loss")
+        assert not notes_on(lambda o, t: F.cross_entropy(o, t, weight=few))

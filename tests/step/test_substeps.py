@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES
+from harness.models import CLASSES, FEATURES, linear
 from harness.oracle import assert_gradients, build, randint, randn, whole_batch
 from torch import nn
 
@@ -27,8 +27,7 @@ def test_one_replica_steps_in_the_thread_of_the_caller():
         threads.add(threading.current_thread())
         return LOSS(output, targets)
 
-    model = build(lambda: nn.Linear(FEATURES, CLASSES))
-    with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
+    with ScatterOnceParallel(linear(), 3, ["cpu"]) as engine:
         engine.forward_backward(ROWS, LABELS, criterion)
     assert threads == {threading.current_thread()}
 
@@ -73,8 +72,7 @@ def per_substep(work):
 
 
 def test_a_substep_calls_few_functions_besides_the_model_and_its_backward_pass():
-    model = build(lambda: nn.Linear(4, 2))
-    inputs, targets = randn(2 * SUBSTEPS, 4), randint(2, 2 * SUBSTEPS)
+    model, inputs, targets = linear(), randn(2 * SUBSTEPS, FEATURES), randint(CLASSES, 2 * SUBSTEPS)
     engines = {n: ScatterOnceParallel(model, n, ["cpu"]) for n in (SUBSTEPS, 2 * SUBSTEPS)}
 
     def plain(substeps):
@@ -102,18 +100,17 @@ class Seen(torch.Tensor):
 @pytest.mark.parametrize("accum", [1, 3])
 def test_a_loss_of_the_users_own_class_is_asked_at_its_backward_pass(devices, accum):
     """The short way into the backward pass is for plain tensors alone."""
-    model = build(lambda: nn.Linear(4, 2))
-    inputs, targets = randn(7, 4), randint(2, 7)
+    model = linear()
 
     def criterion(output, targets):
         return LOSS(output, targets).as_subclass(Seen)
 
     Seen.asked = []
-    torch.autograd.backward([criterion(model(inputs), targets)])
+    torch.autograd.backward([criterion(model(ROWS), LABELS)])
     in_torch = Seen.asked.count(torch.autograd.backward)  # not in all its versions
-    model.zero_grad()
     Seen.asked = []
+    model.zero_grad()
     with ScatterOnceParallel(model, accum, devices(2)) as engine:
-        engine.forward_backward(inputs, targets, criterion)
-    assert_gradients(model, whole_batch(model, inputs, targets, LOSS)[1])
+        engine.forward_backward(ROWS, LABELS, criterion)
+    assert_gradients(model, whole_batch(model, ROWS, LABELS, LOSS)[1])
     assert Seen.asked.count(torch.autograd.backward) == 2 * accum * in_torch

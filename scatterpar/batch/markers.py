@@ -212,33 +212,31 @@ BatchList = Sequence[tuple[int, Any]]  # per batch: the number of its first row,
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int]]:
     """The batches, and the number of rows of each."""
     parts = {"inputs": inputs, "targets": targets}
-    split = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
-    if not split:
+    windows = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
+    if not windows:
         return [(0, (inputs, targets))], [count_rows(parts, dim)]
-    sizes = {
+    counts = {
         name: [count_rows({f"{name}, batch {k}": batch}, dim) for k, batch in enumerate(batches)]
-        for name, batches in split.items()
+        for name, batches in windows.items()
     }
-    batch_sizes = next(iter(sizes.values()))
-    *firsts, total = accumulate(batch_sizes, initial=0)
-    for name in parts.keys() - split.keys():  # one batch: it is sliced like the others
-        rows = count_rows({name: parts[name]}, dim, known=total)
-        sizes[name] = batch_sizes if rows == total else [rows]
-        spans = pairwise([*firsts, total])
-        split[name] = [select_rows(parts[name], range(*s), dim) for s in spans if rows == total]
-    if any(each != batch_sizes for each in sizes.values()):
-        shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
+    sizes = next(iter(counts.values()))
+    firsts = [*accumulate(sizes, initial=0)]
+    for name in parts.keys() - windows.keys():
+        rows = count_rows({name: parts[name]}, dim, known=firsts[-1])
+        counts[name] = sizes if rows == firsts[-1] else [rows]
+    if any(each != sizes for each in counts.values()):
+        shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in counts.items())
         raise ValueError(f"the several batches disagree in their rows along dim={dim}: {shown}")
-    pairs = zip(split["inputs"], split["targets"], strict=True)
-    return list(zip(firsts, pairs, strict=True)), batch_sizes
+    for name in parts.keys() - windows.keys():  # one batch: it is sliced like the others
+        windows[name] = [select_rows(parts[name], range(*s), dim) for s in pairwise(firsts)]
+    pairs = zip(windows["inputs"], windows["targets"], strict=True)
+    return list(zip(firsts[:-1], pairs, strict=True)), sizes
 
 
 def has_markers(value: Any, *, with_rows: bool = False) -> bool:
     """Whether any leaf of ``value`` is a marker, or a marker ``with_rows``."""
-    for leaf in nested.leaves(value):
-        if isinstance(leaf, Marker) and not (with_rows and leaf.num_rows is None):
-            return True
-    return False
+    markers = [leaf for leaf in nested.leaves(value) if isinstance(leaf, Marker)]
+    return any(not with_rows or marker.num_rows is not None for marker in markers)
 
 
 def all_tensors(value: Any) -> list[Tensor]:
@@ -292,136 +290,121 @@ def count_rows(
     This is the size of its tensors along ``dim`` and the ``num_rows`` of its markers, which must
     agree. If nothing has rows, it is ``known``. With ``refuse_grad``, no tensor may require grad.
     """
-    names_by_size: dict[int, str] = {}
+    sizes: dict[int, str] = {}  # each with the first value that has it
     for name, part in batch.items():
         for leaf in nested.leaves(part):
-            if refuse_grad:
-                _refuse_grad(name, leaf)
-            size = _size(name, leaf, dim)
-            if size is not None and size not in names_by_size:
+            size = _size(leaf, dim)
+            if size is not None and size not in sizes:
                 shown = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-                names_by_size[size] = f"{name} with {size} ({shown})"
-    if not names_by_size and known is not None:
+                sizes[size] = f"{name} with {size} ({shown})"
+    for name, part in batch.items():
+        for value in nested.leaves(part, containers=True):
+            if problem := _problem(value, dim, sizes, refuse_grad):
+                raise ValueError(f"{name}: {problem}")
+    if not sizes and known is not None:
         return known
-    if not names_by_size:
+    if not sizes:
         kinds = ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
         raise ValueError(
             f"the batch has no tensor with rows: {kinds}; a list with one entry per row is passed "
             f"as Rows(entries)"
         )
-    for name, part in batch.items():
-        _refuse_ambiguous(name, part, dim, names_by_size)
-    if len(names_by_size) > 1:
-        shown, more = ", ".join([*names_by_size.values()][:3]), len(names_by_size) - 3
+    if len(sizes) > 1:
+        shown, more = ", ".join([*sizes.values()][:3]), len(sizes) - 3
         raise ValueError(
             f"the batch disagrees in its rows along dim={dim}: {shown}"
             f"{f' and {more} more' if more > 0 else ''}; mark what has no rows as "
             f"Replicated(value), and a list with one entry per row as Rows(entries)"
         )
-    (rows,) = names_by_size
+    (rows,) = sizes
     if rows == 0:
-        raise ValueError(f"the batch is empty: {names_by_size[rows]} along dim={dim}")
+        raise ValueError(f"the batch is empty: {sizes[rows]} along dim={dim}")
     return rows
 
 
-def _size(name: str, leaf: Any, dim: int) -> int | None:
-    """The number of rows of a leaf; ``None`` if every replica gets it unchanged."""
+def _size(leaf: Any, dim: int) -> int | None:
+    """The number of rows of a leaf; ``None`` if it has none, or ``_problem`` refuses it."""
     if isinstance(leaf, Marker):
         return leaf.num_rows
     is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
-    if not is_dense and (remedy := _remedy(leaf)):
-        what = f"a tensor of layout {leaf.layout}" if isinstance(leaf, Tensor) else repr(type(leaf))
-        raise ValueError(f"{name}: {what} cannot be split into rows; {remedy}")
-    if not is_dense or not leaf.ndim:
-        return None
-    if not -leaf.ndim <= dim < leaf.ndim:
-        raise ValueError(
-            f"{name}: a tensor of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
-            f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
-        )
-    size: int = leaf.size(dim)
-    return size
+    return leaf.size(dim) if is_dense and -leaf.ndim <= dim < leaf.ndim else None
 
 
-def _remedy(leaf: Any) -> str:
-    """What to pass for an object with rows that cannot be split; empty for one without rows.
+def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> str:
+    """Why a leaf or container is refused, and what to pass instead; empty if it is not.
 
-    Every replica would get all of such an object.
+    Refused is what cannot be split, what would silently be split along something other than rows,
+    and what would silently go whole to every replica although it has as many entries as rows.
     """
-    modules = [kind.__module__ for kind in type(leaf).__mro__]
-    if isinstance(leaf, Batches):
+    if isinstance(value, (Tensor, Marker)) and refuse_grad:
+        for tensor in all_tensors(value):
+            if tensor.requires_grad:
+                shape = tuple(tensor.shape)
+                return (
+                    f"a tensor of shape {shape} requires grad, but a batch is data; pass "
+                    f"tensor.detach()"
+                )
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
+        if not value.ndim or -value.ndim <= dim < value.ndim:
+            return ""
+        return (
+            f"a tensor of shape {tuple(value.shape)} has no dimension {dim} to split; every tensor "
+            f"but 0-dim ones is split along dim={dim}, unless it is Replicated"
+        )
+    if remedy := _remedy(value):
+        what = f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else type(value)
+        return f"{what} cannot be split into rows; {remedy}"
+    if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
+        return (
+            f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like images, "
+            f"which would be split over their 3 channels; pass Rows(images) for one image per row, "
+            f"or a tuple if dimension 0 does hold 3 rows"
+        )
+    are_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
+    if are_entries and (kind := _kind_of_entries(value)):
+        return (
+            f"a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
+            f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "
+            f"row, or Replicated({kind})"
+        )
+    return ""
+
+
+def _remedy(value: Any) -> str:
+    """What to pass for an object with rows that is no dense tensor; empty for one without rows."""
+    modules = [kind.__module__ for kind in type(value).__mro__]
+    if isinstance(value, Batches):
         return (
             "several batches must be the whole inputs, or the whole targets, of forward_backward: "
             "put all that belongs to a batch into that batch. For inference, and with the pair, "
             "make one call per batch"
         )
-    if isinstance(leaf, Tensor) and leaf.is_nested:
+    if isinstance(value, PackedSequence):
+        pack = "(pack_sequence(few, enforce_sorted=False),)"
+        return f"pass Rows(sequences, pack), where pack(few) returns {pack}"
+    if isinstance(value, Tensor) and value.is_nested:
         return "pass Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins"
-    if isinstance(leaf, Tensor):
+    if isinstance(value, Tensor):
         return "pass it as a dense tensor, or its parts"
-    if isinstance(leaf, DataLoader):
+    if isinstance(value, DataLoader):
         return "iterate the loader, for inputs, targets in loader: …"
     if any(module.startswith("torch_geometric.data") for module in modules):
         return "pass Rows(graphs, Batch.from_data_list)"
-    if modules[0] == "numpy" and getattr(leaf, "shape", None):
+    if modules[0] == "numpy" and getattr(value, "shape", None):
         return "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
     return ""
 
 
-def _refuse_grad(name: str, leaf: Any) -> None:
-    for tensor in [leaf] if isinstance(leaf, Tensor) else all_tensors(leaf):
-        if tensor.requires_grad:
-            raise ValueError(
-                f"{name}: a tensor of shape {tuple(tensor.shape)} requires grad, but a batch is "
-                f"data; pass tensor.detach()"
-            )
-
-
-def _refuse_ambiguous(name: str, value: Any, dim: int, sizes: Container[int]) -> None:
-    """Refuse values that would silently be split along something other than rows, or not at all.
-
-    A packed sequence would be split inside its tensors, a list of ``[3, H, W]`` images along the
-    channels. Every replica would get the whole of a list with as many texts or numbers, or lists of
-    them, as there are rows.
-    """
-    if not isinstance(value, (list, tuple, Mapping)):
-        return
-    if isinstance(value, PackedSequence):
-        raise ValueError(
-            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
-            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
-        )
-    if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
-        raise ValueError(
-            f"{name}: a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like "
-            f"images, which would be split over their 3 channels; pass Rows(images) for one "
-            f"image per row, or a tuple if dimension 0 does hold 3 rows"
-        )
-    kind = _kind_of_entries(value) if 1 < len(value) in sizes else ""
-    if kind:
-        raise ValueError(
-            f"{name}: a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
-            f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "
-            f"row, or Replicated({kind})"
-        )
-    for item in value.values() if isinstance(value, Mapping) else value:
-        _refuse_ambiguous(name, item, dim, sizes)
-
-
-def _kind_of_entries(value: Any) -> str:
+def _kind_of_entries(value: list[Any] | tuple[Any, ...]) -> str:
     """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else nothing."""
-    if isinstance(value, Mapping):
-        return ""
     nest = list, tuple
     flat = [one for item in value for one in (item if isinstance(item, nest) else [item])]
-    if isinstance(value, list) and flat and all(isinstance(one, str) for one in flat):
-        return "texts"
+    if isinstance(value, list) and all(isinstance(one, str) for one in flat):
+        return "texts" if flat else ""
     # Up to four numbers are taken for a size, such as (height, width).
-    are_entries = flat and (len(value) > 4 or any(isinstance(item, nest) for item in value))
-    scalars = (
-        isinstance(one, Number) or (isinstance(one, Tensor) and not one.ndim) for one in flat
-    )
-    return "numbers" if are_entries and all(scalars) else ""
+    is_size = len(value) < 5 and not any(isinstance(item, nest) for item in value)
+    are_numbers = all(isinstance(n, (Number, Tensor)) and not getattr(n, "ndim", 0) for n in flat)
+    return "numbers" if flat and are_numbers and not is_size else ""
 
 
 def _is_image(entry: Any) -> bool:

@@ -61,18 +61,17 @@ def merge(
     return make([merge(function, children, is_leaf) for children in zip(*each, strict=True)])
 
 
-def leaves(value: Any) -> list[Any]:
-    """Every leaf of ``value``, in order."""
+def leaves(value: Any, *, containers: bool = False) -> list[Any]:
+    """Every leaf of ``value``, in order; with ``containers`` each of these before its leaves."""
     if isinstance(value, Tensor) or type(value) in _PLAIN:
         return [value]
     children, make = _parts(value, value)
     if make is None:
         return [value]
-    return [
-        leaf
-        for child in children
-        for leaf in ((child,) if isinstance(child, Tensor) else leaves(child))
-    ]
+    found = [value] if containers else []
+    for child in children:
+        found += (child,) if isinstance(child, Tensor) else leaves(child, containers=containers)
+    return found
 
 
 def tensors(value: Any) -> list[Tensor]:

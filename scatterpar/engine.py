@@ -43,7 +43,6 @@ from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
 from scatterpar.step.request import (
-    Call,
     Count,
     Request,
     check_cuts,
@@ -301,7 +300,7 @@ class ScatterOnceParallel(Wrapper):
             the replica and sub-step. After any exception, nothing has changed.
         """
         options = reduction, count, scaler, return_outputs, whole_batch, costs
-        return self._step(Call(inputs, targets, criterion, *options), deferred=False)
+        return self._step(Request(inputs, targets, criterion, *options), deferred=False)
 
     def loss(
         self,
@@ -344,9 +343,9 @@ class ScatterOnceParallel(Wrapper):
             torch.Size([2, 4])
         """
         options = reduction, count, scaler, return_outputs, whole_batch, costs
-        return self._step(Call(inputs, targets, criterion, *options), deferred=True)
+        return self._step(Request(inputs, targets, criterion, *options), deferred=True)
 
-    def _step(self, call: Call, *, deferred: bool) -> Any:
+    def _step(self, call: Request, *, deferred: bool) -> Any:
         """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""
         waited = max(0.0, time.perf_counter() - self._step_ended)
         recorded = self._trace.step() if self._trace else contextlib.nullcontext()
@@ -363,7 +362,7 @@ class ScatterOnceParallel(Wrapper):
                 self._step_ended = time.perf_counter()
         return (loss, outcome.outputs) if call.return_outputs else loss
 
-    def _fit(self, call: Call, backward: bool) -> Outcome:
+    def _fit(self, call: Request, backward: bool) -> Outcome:
         """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
         schedule = self._schedule(call)
         request = checked(call, self.dim, self.device_ids[0], self.check_finite, backward)
@@ -379,7 +378,7 @@ class ScatterOnceParallel(Wrapper):
             self._workers.interrupts.deliver()  # later ones wait until every rank has committed
         return outcome
 
-    def _schedule(self, call: Call) -> Schedule:
+    def _schedule(self, call: Request) -> Schedule:
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
@@ -519,8 +518,8 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
-            batch = call_inputs(inputs, kwargs), None
-            request = Request([(0, batch)], self.dim, [rows])
+            batches = [(0, (call_inputs(inputs, kwargs), None))]
+            request = Request(batches=batches, sizes=[rows], dim=self.dim)
             with self._attempt(request, plan) as attempt:
                 return map_rows(attempt, self.module, function, pad)
 
@@ -558,7 +557,7 @@ class ScatterOnceParallel(Wrapper):
         """
         from scatterpar.verify.gradient_check import compare
 
-        call = Call(inputs, targets, criterion, reduction, count, whole_batch=whole_batch)
+        call = Request(inputs, targets, criterion, reduction, count, whole_batch=whole_batch)
         with self._workers.exclusive(self.module):
             schedule, master = self._schedule(call), self.device_ids[0]
             request = checked(call, self.dim, master, self.check_finite)

@@ -28,8 +28,8 @@ def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
         )
 
 
-def observe(attempt: Attempt) -> None:
-    """Record the number of replicas that had terms, and their ``sum of c_i |g_i|^2``."""
+def observe(attempt: Attempt) -> tuple[float, float]:
+    """The ``sum of c_i |g_i|^2`` over the replicas that had terms, and their number."""
     request, weights = attempt.request, attempt.weights
     counts = [float(share.rows) for share in attempt.plan.shares]
     if request.is_mean:
@@ -41,7 +41,7 @@ def observe(attempt: Attempt) -> None:
         for replica, count in enumerate(counts)
         if count
     ]
-    attempt.observed = sum(squares), len(squares)
+    return sum(squares), len(squares)
 
 
 def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:

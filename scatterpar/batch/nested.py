@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import getitem, setitem
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import to_device
+from scatterpar.devices.transfers import to_device, to_numbers
 
 Lists = Literal["never", "if clear", "always"]  # whether lists may have one entry per row
 
@@ -178,11 +179,15 @@ def join_rows(
     if len(pieces) == 1:
         return pieces[0]
 
-    def are_entries(values: Sequence[Any]) -> bool:
-        return rows is not None and lists != "never" and _are_entries(values, rows, dim, lists)
-
-    if rows is not None and lists != "never" and _are_entries(pieces, rows, dim, "always"):
-        return _entries(pieces, order)
+    def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
+        """Whether values are lists with one entry per row, and not lists of tensors with rows."""
+        if rows is None or lists == "never":
+            return False
+        pairs = list(zip(values, rows, strict=True))
+        if not all(isinstance(value, list) and len(value) == n for value, n in pairs):
+            return False
+        inside = [(tensor, n) for value, n in pairs for tensor in tensors(value)]
+        return lists == "always" or not inside or any(t.shape[dim:][:1] != (n,) for t, n in inside)
 
     def join_leaves(leaves: list[Any]) -> Any:
         if isinstance(leaves[0], PackedSequence):
@@ -192,7 +197,7 @@ def join_rows(
                 "pad_packed_sequence(output, batch_first=True) gives"
             )
         if are_entries(leaves):
-            return _entries(leaves, order)
+            return _in_order([*chain(*leaves)], order, dim)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves[0] if _all_same(leaves) else leaves
         if not leaves[0].ndim:
@@ -201,9 +206,10 @@ def join_rows(
             leaves = _padded(leaves, dim, pad)
         if rows is not None and not _entries_per_row(leaves, rows, dim):
             return leaves[0]
-        joined = torch.cat(leaves, dim)
-        return joined.index_select(dim, _places(order, joined, dim)) if order else joined
+        return _in_order(torch.cat(leaves, dim), order, dim)
 
+    if lists != "never" and are_entries(pieces, "always"):
+        return _in_order([*chain(*pieces)], order, dim)
     return merge(join_leaves, pieces, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
 
 
@@ -220,26 +226,15 @@ def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
     return padded
 
 
-def _entries(pieces: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """The entries of all pieces, in ascending ``order`` of their rows."""
-    entries = [entry for piece in pieces for entry in piece]
-    return [entries[i] for i in sorted(range(len(order)), key=order.__getitem__)] or entries
-
-
-def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
-    """The indices along ``dim`` that sort the rows of ``joined`` by their numbers in ``order``."""
-    each = joined.size(dim) // len(order)  # entries per row
-    places = torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
-    return to_device(places.flatten(), joined.device)
-
-
-def _are_entries(values: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists) -> bool:
-    """Whether values are lists with one entry per row, and not lists of tensors with rows."""
-    pairs = list(zip(values, rows, strict=True))
-    if not all(isinstance(value, list) and len(value) == n for value, n in pairs):
-        return False
-    inside = [(tensor, n) for value, n in pairs for tensor in tensors(value)]
-    return lists == "always" or not inside or any(t.shape[dim:][:1] != (n,) for t, n in inside)
+def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
+    """A list or tensor with its rows in ascending ``order`` of their numbers."""
+    if not order:
+        return joined
+    each = 1 if isinstance(joined, list) else joined.size(dim) // len(order)  # entries per row
+    places = (torch.tensor(order).argsort()[:, None] * each + torch.arange(each)).flatten()
+    if isinstance(joined, list):
+        return [joined[place] for place in to_numbers(places)]
+    return joined.index_select(dim, to_device(places, joined.device))
 
 
 def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
@@ -270,10 +265,9 @@ def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) ->
 
 
 def _all_same(leaves: list[Any]) -> bool:
-    first = leaves[0]
-    is_plain = isinstance(first, (bool, int, float, complex, str, bytes, torch.Size))
+    first, plain = leaves[0], (bool, int, float, complex, str, bytes, torch.Size)
     return all(
-        leaf is first or (is_plain and type(leaf) is type(first) and leaf == first)
+        leaf is first or (isinstance(first, plain) and type(leaf) is type(first) and leaf == first)
         for leaf in leaves
     )
 

@@ -112,7 +112,6 @@ class Attempt:
     # Set while the attempt runs:
     user_leaves: Sequence[Tensor] = ()  # that user code reaches: no gradient may arrive there
     is_serial: bool = False  # replicas run one after the other
-    observed: tuple[float, float] = 0.0, 0.0  # numbers of an observer, which ranks add
 
     def __post_init__(self) -> None:
         shares = self.plan.shares

@@ -51,7 +51,7 @@ class Outcome:
     outputs: Sequence[Any]  # to be returned, if the user asked for outputs
     terms: float  # the number of terms that a mean loss averages over; 1 for a sum
     rows: int  # the number of rows in the batch; of all ranks
-    observed: tuple[float, float]  # what an observer recorded; ranks add it
+    observed: tuple[float, float]  # what an observer returned; ranks add it
     gradients: list[Gradient]  # of every trained tensor of the user's
     buffers: list[BufferValue]
     statistics: Statistics | None  # of layers that are updated once per step
@@ -84,14 +84,14 @@ class Outcome:
 
 # Around all of the step up to the commit: ranks exchange sums, and what one raises all raise.
 Combine = Callable[[Callable[[], Outcome]], Outcome]
-# Called while each replica has its own gradients, before they are added.
-Observer = Callable[[Attempt], None]
+# Called while each replica has its own gradients, before they are added. Ranks add the numbers.
+Observer = Callable[[Attempt], tuple[float, float]]
 
 
 def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Outcome:
     """Combine what the replicas have; the results of the step are in the master's memory."""
-    if observe is not None:  # first: sums are made in place, in the gradients of replica 0
-        observe(attempt)
+    # First: sums are made in place, in the gradients of replica 0.
+    observed = observe(attempt) if observe is not None else (0.0, 0.0)
     buffers, statistics = reduce_buffers(attempt)
     written = attempt.written()  # buffers that the criterion has written keep its values
     return Outcome(
@@ -101,7 +101,7 @@ def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Ou
         outputs=computed.outputs,
         terms=attempt.weights.terms,
         rows=attempt.plan.rows,
-        observed=attempt.observed,
+        observed=observed,
         gradients=reduce_gradients(attempt, computed.external_gradients),
         buffers=[one for one in buffers if id(one[0].get(one[1])) not in written],
         statistics=statistics,
@@ -187,12 +187,14 @@ def _add_received(
     transfers: Transfers,
 ) -> None:
     """Add gradients from another device, chunk by chunk if dtype, shape and strides are equal."""
-    pairs = {i: (total[i], gradient) for i, gradient in gradients.items() if i in total}
-    flats = {
-        i: flat_view(gradient) for i, (one, gradient) in pairs.items() if _are_alike(one, gradient)
-    }
-    alike = {i: flat for i, flat in flats.items() if flat is not None}
-    sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
+    sums: dict[int, Tensor] = {}
+    alike: dict[int, Tensor] = {}
+    for i, gradient in gradients.items():
+        one, other = total.get(i), flat_view(gradient)
+        if one is None or other is None or (flat := flat_view(one)) is None:
+            continue
+        if one.dtype == gradient.dtype and one.stride() == gradient.stride():
+            sums[i], alike[i] = flat, other
     for message, flat in iter_messages(alike):  # one message has memory at a time
         arrived = transfers.copy(flat, device, "reduce")
         del flat
@@ -201,14 +203,6 @@ def _add_received(
     if len(alike) < len(gradients):
         others = {i: tensor for i, tensor in gradients.items() if i not in alike}
         _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether the elements of two tensors are stored in the same order and form."""
-    if not one.layout == other.layout == torch.strided or one.dtype != other.dtype:
-        return False
-    is_lazy = one.is_conj(), one.is_neg()
-    return one.stride() == other.stride() and is_lazy == (other.is_conj(), other.is_neg())
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:

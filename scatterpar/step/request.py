@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,32 +23,22 @@ Count = Callable[[Any, Any], "float | Tensor"]
 
 
 @dataclass(frozen=True)
-class Call:
-    """The arguments of ``forward_backward`` or ``loss``, as the user passed them."""
+class Request:
+    """The arguments of one call, and what ``checked`` adds to them. It never changes."""
 
-    inputs: Any
+    inputs: Any = None  # ``checked`` moves inputs and targets to ``batches``
     targets: Any = None
     criterion: Callable[[Any, Any], Any] | None = None
-    reduction: str | None = None
+    reduction: str | None = None  # "mean" or "sum" if it is checked
     count: Count | None = None
     scaler: torch.amp.GradScaler | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
     costs: Any = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """A checked call: what a step needs of it and of the engine's options. It never changes."""
-
-    batches: BatchList
-    dim: int
+    # Added:
+    batches: BatchList = ()
     sizes: Sequence[int] = ()  # the number of rows of each batch
-    criterion: Callable[[Any, Any], Any] | None = None
-    reduction: str = "mean"  # or "sum"
-    count: Count | None = None
-    return_outputs: bool | Callable[[Any], Any] = False
-    whole_batch: bool = False
+    dim: int = 0
     scale: float = 1.0  # of the scaler
     backward: bool = True  # otherwise sub-steps are forward passes only
     check_finite: bool = False
@@ -65,12 +55,9 @@ class Request:
 
 
 def checked(
-    call: Call, dim: int, master: torch.device, check_finite: bool = False, backward: bool = True
+    call: Request, dim: int, master: torch.device, check_finite: bool = False, backward: bool = True
 ) -> Request:
-    """The request of a call, with its rows counted and its reduction resolved.
-
-    Refuses invalid arguments.
-    """
+    """The request with its rows counted and its reduction resolved. Refuses invalid arguments."""
     _check_types(call)
     batches, sizes = batches_of(call.inputs, call.targets, dim)
     # With whole_batch each share has a part of one loss.
@@ -78,22 +65,11 @@ def checked(
     scale = 1.0
     if call.scaler is not None:
         scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
-    return Request(
-        batches,
-        dim,
-        sizes,
-        call.criterion,
-        reduction,
-        call.count,
-        call.return_outputs,
-        call.whole_batch,
-        scale,
-        backward,
-        check_finite,
-    )
+    call = replace(call, batches=batches, sizes=sizes, dim=dim, reduction=reduction, scale=scale)
+    return replace(call, inputs=None, targets=None, backward=backward, check_finite=check_finite)
 
 
-def _check_types(call: Call) -> None:
+def _check_types(call: Request) -> None:
     criterion, targets = call.criterion, call.targets
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
@@ -172,21 +148,18 @@ def check_module(module: Any) -> None:
 
 def check_synchronised(module: nn.Module) -> None:
     """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it would hang."""
-    first = None
-    for name, norm in module.named_modules():
-        if not isinstance(norm, nn.SyncBatchNorm):
-            continue
-        is_distributed = dist.is_available() and dist.is_initialized()
+    norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)}
+    is_distributed = dist.is_available() and dist.is_initialized()
+    for name, norm in norms.items():
         if is_distributed and dist.get_world_size(norm.process_group) > 1:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics in every "
                 f"forward pass: replicas would do so in no order, and wait for ever; {_PLAIN}"
             )
-        first = first or name
-    if first is not None:
+    if norms:
         warn(
-            f"{first!r} is an nn.SyncBatchNorm: replicas do not exchange its statistics, and it "
-            f"normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
+            f"{next(iter(norms))!r} is an nn.SyncBatchNorm: replicas do not exchange its "
+            f"statistics, and it normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
         )
 
 

@@ -1,11 +1,9 @@
-"""Life and death of an engine: nothing stays behind, and copies, moves and crowds work."""
+"""Life and death of an engine: nothing stays behind."""
 
 from __future__ import annotations
 
 import contextvars
-import copy
 import gc
-import os
 import signal
 import threading
 import time
@@ -15,22 +13,18 @@ from functools import partial
 import pytest
 import torch
 from harness.leak_checks import FREE_THREADED, count_tensors, in_time
-from harness.models import CLASSES, FEATURES, mlp
+from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import assert_step, build, randint, randn
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar.engine
-from scatterpar import Replicated, ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 from scatterpar.threads.workers import Job, Workers
 
 pytestmark = pytest.mark.core
 
 LOSS = nn.CrossEntropyLoss()
-
-
-def data(rows=12):
-    return randn(rows, FEATURES), randint(CLASSES, rows)
+BATCH = randn(12, FEATURES), randint(CLASSES, 12)
 
 
 def workers():
@@ -38,7 +32,7 @@ def workers():
 
 
 def step(engine, criterion=LOSS, **options):
-    return engine.forward_backward(*data(), criterion, **options)
+    return engine.forward_backward(*BATCH, criterion, **options)
 
 
 def fail(engine):
@@ -70,18 +64,13 @@ def grow(engine):
 
 
 LIVES = {
-    "never used": lambda engine: None,
     "a step": step,
-    "outputs kept": lambda engine: step(engine, return_outputs=True),
-    "something replicated": lambda engine: engine.forward_backward(
-        data()[0], (data()[1], Replicated(randn(3))), lambda output, both: LOSS(output, both[0])
-    ),
-    "inference": lambda engine: engine.eval()(data()[0]),
+    "outputs kept": partial(step, return_outputs=True),
+    "inference": lambda engine: engine.eval()(BATCH[0]),
     "a failed step": fail,
     "an interrupted step": interrupt,
-    "replicas looked at": lambda engine: engine.replicas,
-    "a criterion with weights": lambda engine: step(
-        engine, nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))
+    "a criterion with weights": partial(
+        step, criterion=nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))
     ),
     "a new tree": grow,
 }
@@ -106,7 +95,7 @@ def test_no_thread_tensor_or_cycle_is_left(devices, by_reference_counts_alone, l
     assert in_time(lambda: gone() is None)
     for thread in workers():
         thread.join(60)
-    assert workers() == []
+        assert not thread.is_alive()
     model.zero_grad()
     assert in_time(lambda: count_tensors() <= tensors)
 
@@ -124,65 +113,18 @@ def test_close_twice_and_close_before_use(devices):
     assert workers() == []
 
 
-@pytest.mark.draws
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_data_loader_workers_fork_beside_a_live_engine(devices):
-    inputs, targets = data(24)
-    loader = DataLoader(
-        TensorDataset(inputs, targets), 8, num_workers=2, multiprocessing_context="fork"
-    )
+def test_an_engine_outlives_the_thread_that_used_it_and_follows_where_its_module_moves(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        for _ in range(2):
-            for batch in loader:
-                assert_step(engine, *batch, LOSS)
-
-
-def test_a_copy_made_inside_a_step_works(devices):
-    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
-        twins = []
-
-        def criterion(output, targets):
-            twins.append(copy.deepcopy(engine))
-            return LOSS(output, targets)
-
-        step(engine, criterion)
-        for twin in twins:
-            with twin:
-                assert_step(twin, *data(), LOSS)
-
-
-def test_to_another_dtype_is_followed(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        assert_step(engine, *data(), LOSS)
-        inputs, targets = data()
-        for dtype, relative in ((torch.float32, 1e-5), (torch.half, 1e-2), (torch.double, 1e-10)):
-            engine.to(dtype)
-            engine.module.zero_grad(set_to_none=True)
+        thread = threading.Thread(target=step, args=(engine,))
+        thread.start()
+        thread.join()
+        inputs, targets = BATCH
+        for dtype, relative in ((torch.double, 1e-10), (torch.half, 1e-2)):
+            engine.to(dtype).zero_grad()
             assert_step(engine, inputs.to(dtype), targets, LOSS, relative=relative)
-
-
-def test_to_another_device_is_refused_in_words(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        step(engine)
         engine.to("meta")
         with pytest.raises(ValueError, match=r"must be on device_ids\[0\], which is cpu.* on meta"):
             step(engine)
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_made_and_used_in_a_thread_that_ends(devices, used):
-    made = []
-
-    def make():
-        made.append(ScatterOnceParallel(mlp(), 2, devices(2)))
-        if used:
-            step(made[0])
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    with made[0] as engine:
-        assert_step(engine, *data(), LOSS)
 
 
 def test_closed_while_a_step_hands_out_its_work(devices, monkeypatch):
@@ -240,69 +182,51 @@ def test_a_worker_keeps_nothing(devices, monkeypatch, lingers):
 
 
 @pytest.fixture
-def when_scattered(monkeypatch, by_reference_counts_alone):
-    """A list of what to call before each batch is scattered."""
-    calls = []
-    scatter = scatterpar.engine.scatter
+def alive_when_scattered(outputs, monkeypatch, by_reference_counts_alone):
+    """How many outputs there are when each batch is scattered."""
+    found, scatter = [], scatterpar.engine.scatter
 
     def scattering(*args):
-        for call in calls:
-            call()
+        found.append(alive(outputs))
         return scatter(*args)
 
     monkeypatch.setattr(scatterpar.engine, "scatter", scattering)
-    return calls
+    return found
 
 
-class Shared(list):
-    """What was computed: replicas share any object that is not a plain container."""
-
-    def add(self, tensor):
-        self.append(weakref.ref(tensor))
-        return tensor
-
-    def alive(self):
-        return sum(reference() is not None for reference in self)
+@pytest.fixture
+def outputs():
+    """References to what ``runs_out`` has computed."""
+    return []
 
 
-class RunsOut(nn.Linear):
-    """Fails in a ``way``, once it has a graph, for more than so many rows."""
+def alive(outputs):
+    return sum(reference() is not None for reference in outputs)
 
-    def __init__(self, outputs, fail=lambda hidden: None, rows=0):
-        super().__init__(FEATURES, CLASSES)
-        self.outputs, self.fail, self.rows = outputs, fail, rows
 
-    def forward(self, inputs):
-        hidden = self.outputs.add(self.outputs.add(super().forward(inputs)).sigmoid())
-        if len(inputs) > self.rows:
-            self.fail(hidden)
+def runs_out(outputs, fail=lambda hidden: None, rows=0):
+    """A linear layer that fails once it has a graph, for more than so many rows."""
+
+    def forward(layer, inputs):
+        logits = layer.linear(inputs)
+        hidden = logits.sigmoid()
+        outputs.extend(map(weakref.ref, (logits, hidden)))
+        if len(inputs) > rows:
+            fail(hidden)
         return hidden
 
+    return build(lambda: Of(forward, linear=nn.Linear(FEATURES, CLASSES)))
 
-def fail_with(kind, text=""):
-    def fail(_):
-        raise kind(text)  # made here: one of the closure would be in a cycle
 
-    return fail
+def no_memory(_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
 def fail_twice(hidden):
     try:
-        fail_with(MemoryError)(hidden)
-    except MemoryError as error:  # whose traceback alone has this call, and so ``hidden``
+        no_memory(hidden)
+    except RuntimeError as error:  # whose traceback alone has this call, and so ``hidden``
         raise RuntimeError("CUDA error: out of memory") from error
-
-
-WAYS = {
-    "allocator": fail_with(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2 GiB"),
-    "cuBLAS": fail_with(RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
-    "cause": fail_twice,
-    "backward": lambda hidden: hidden.register_hook(fail_with(MemoryError)),
-}
-
-
-def of_pairs(outputs, _):
-    return (outputs @ outputs.T).sigmoid().mean()
 
 
 @pytest.mark.parametrize("accum", [1, 2])
@@ -322,51 +246,46 @@ def test_a_call_leaves_what_it_returns_and_no_more(devices, by_reference_counts_
         assert in_time(lambda: count_tensors() <= before)
 
 
-def test_what_an_error_held_is_gone_when_the_next_step_begins(devices, when_scattered):
-    outputs, found = Shared(), []
-    with ScatterOnceParallel(build(lambda: RunsOut(outputs)), 1, devices(3)) as engine:
+def test_what_an_error_held_is_gone_when_the_next_step_begins(
+    devices, outputs, alive_when_scattered
+):
+    with ScatterOnceParallel(runs_out(outputs), 1, devices(3), verify=False) as engine:
         for _ in range(5):
             fail(engine)
-            when_scattered[:] = [lambda: found.append(outputs.alive())]
-            engine.forward_backward(*data(24), LOSS)
-            when_scattered.clear()
-    assert found == [0] * 5
-
-
-USES = LIVES | {"whole batch": partial(step, whole_batch=True)}
-FAILS = [(way, "a step") for way in WAYS]
+            step(engine)
+    assert alive_when_scattered == [0] * 10
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    ("way", "use"), [*FAILS, ("allocator", "whole batch"), ("allocator", "inference")]
+    ("fails", "use"),
+    [
+        *((fails, step) for fails in (no_memory, fail_twice, lambda x: x.register_hook(no_memory))),
+        *((no_memory, use) for use in (partial(step, whole_batch=True), LIVES["inference"])),
+    ],
 )
 def test_an_error_of_memory_that_is_kept_keeps_no_activations(
-    devices, by_reference_counts_alone, way, use, count
+    devices, by_reference_counts_alone, outputs, fails, use, count
 ):
     """A notebook keeps the last error, so the next try would run out of memory, too."""
-    outputs = Shared()
-    model = build(lambda: RunsOut(outputs, WAYS[way]))
+    model = runs_out(outputs, fails)
     with ScatterOnceParallel(model, 2, devices(count), verify=False) as engine:
-        with pytest.raises((RuntimeError, MemoryError)) as caught:
-            USES[use](engine)
+        with pytest.raises(RuntimeError) as caught:
+            use(engine)
         assert outputs
-        assert in_time(lambda: not outputs.alive())
+        assert in_time(lambda: not alive(outputs))
         assert caught.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
 def test_a_try_that_ran_out_of_memory_holds_nothing_when_the_next_is_scattered(
-    devices, when_scattered, whole_batch
+    devices, outputs, alive_when_scattered, whole_batch
 ):
-    outputs, found = Shared(), []
-    when_scattered.append(lambda: found.append(outputs.alive()))
-    criterion = of_pairs if whole_batch else LOSS
-    model = build(lambda: RunsOut(outputs, WAYS["allocator"], rows=2))
+    model = runs_out(outputs, no_memory, rows=2)
     with (
         ScatterOnceParallel(model, "auto", devices(2)) as engine,
-        pytest.warns(UserWarning, match="accum=6 is the smallest that fits"),
+        pytest.warns(UserWarning, match="accum=3 is the smallest that fits"),
     ):
-        engine.forward_backward(*data(24), criterion, whole_batch=whole_batch)
-    assert len(found) > 2
-    assert not any(found)
+        step(engine, whole_batch=whole_batch)
+    assert len(alive_when_scattered) > 2
+    assert not any(alive_when_scattered)

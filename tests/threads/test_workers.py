@@ -15,7 +15,7 @@ import torch
 from faults.processes import run
 from harness.models import Of
 from harness.notes import beginning_of_note
-from harness.oracle import assert_step, build, randn, seeded
+from harness.oracle import assert_step, build, randn
 from harness.watch import Watch
 from torch import nn
 from torch._ops import HigherOrderOperator
@@ -26,8 +26,8 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 
 pytestmark = pytest.mark.core
 
-REPLICAS = 4
-SECONDS = 120
+REPLICAS, SECONDS = 4, 120
+NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -56,12 +56,9 @@ def calls(function):
     return build(lambda: Of(forward, call=function, linear=nn.Linear(2, 1)))
 
 
-def watched(watch):
-    def look(_):
-        with watch:
-            time.sleep(0.002)
-
-    return calls(look)
+def dwell(watch):
+    with watch:
+        time.sleep(0.005)
 
 
 def mean(output, _):
@@ -70,8 +67,9 @@ def mean(output, _):
 
 def test_short_work_keeps_to_the_cores(devices, cores, patience):
     watch = Watch()
-    with ScatterOnceParallel(watched(watch), 1, devices(REPLICAS), verify=False) as engine:
-        engine.forward_backward(randn(REPLICAS, 2), criterion=mean)
+    model = calls(lambda _: dwell(watch))
+    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
+        engine.forward_backward(NUMBERED, criterion=mean)
     assert watch.most <= cores
     names = [f"scatterpar replica {i}, {device}" for i, device in enumerate(devices(REPLICAS))]
     assert sorted(watch.threads) == names
@@ -83,8 +81,7 @@ def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
     watch = Watch()
 
     def criterion(output, _):
-        with watch:
-            time.sleep(0.01)
+        dwell(watch)
         return output.mean()
 
     with ScatterOnceParallel(build(lambda: nn.Linear(2, 1)), 2, devices(3)) as engine:
@@ -100,40 +97,42 @@ def test_replicas_that_wait_for_each_other_all_start(devices, cores):
     assert not barrier.broken
 
 
-def failing(visits):
+@pytest.fixture
+def visits():
+    """The numbers of the replicas that began."""
+    return []
+
+
+@pytest.fixture
+def failing(devices, visits):
+    """A step of a model that fails in each replica, by an engine and by the pair."""
+
     def fail(inputs):
         visits.append(int(inputs[0, 0]))
         raise ValueError("boom")
 
-    return calls(fail)
+    def by_pair(rows):
+        DataParallelModel(model, devices(REPLICAS))(rows)
+
+    model = calls(fail)
+    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
+        yield partial(engine.forward_backward, criterion=mean), by_pair
 
 
-NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
-
-
-def test_when_all_fail_the_first_replica_speaks(devices, cores):
+def test_when_all_fail_the_first_replica_speaks(devices, cores, failing):
     """The fastest to fail once kept replica 0 from failing, now and then."""
-    model = failing([])
-    pair = DataParallelModel(model, devices(REPLICAS))
-    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
-        for step in [partial(engine.forward_backward, criterion=mean), pair] * 30:
-            with pytest.raises(ValueError, match="boom") as caught:
-                step(NUMBERED)
-            first = beginning_of_note(0, devices(REPLICAS)[0])
-            assert caught.value.__notes__[0].startswith(first)
+    for step in failing * 30:
+        with pytest.raises(ValueError, match="boom") as caught:
+            step(NUMBERED)
+        first = beginning_of_note(0, devices(REPLICAS)[0])
+        assert caught.value.__notes__[0].startswith(first)
 
 
-def test_who_waits_while_another_fails_never_starts(devices, cores, patience):
-    visits = []
-    model = failing(visits)
-    with pytest.raises(ValueError, match="boom"):
-        DataParallelModel(model, devices(REPLICAS))(NUMBERED)
-    with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
+def test_who_waits_while_another_fails_never_starts(cores, patience, failing, visits):
+    for step in failing:
         with pytest.raises(ValueError, match="boom"):
-            engine.forward_backward(NUMBERED, criterion=mean)
-        assert {*visits} <= set(range(cores))
-        model.call = lambda _: None
-        engine.forward_backward(NUMBERED, criterion=mean)
+            step(NUMBERED)
+    assert {*visits} <= set(range(cores))
 
 
 def test_every_accelerator_starts_at_once():
@@ -145,7 +144,8 @@ def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
     """The threads' end once overtook the calls that were still to come: nobody ever ended."""
     monkeypatch.setattr(scatterpar.threads.workers, "_EXIT_SECONDS", 0.5)
     watch = Watch()
-    engine = ScatterOnceParallel(watched(watch), 1, devices(REPLICAS), verify=False)
+    model = calls(lambda _: dwell(watch))
+    engine = ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False)
 
     def criterion(output, _):
         engine.close()
@@ -156,8 +156,6 @@ def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
 
 
 # --- higher-order operators in workers ---
-
-DEVICES = [["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu"] * 3]
 
 
 class Doubled(torch.autograd.Function):
@@ -195,27 +193,28 @@ def of(function):
     return build(lambda: Of(function, linear=nn.Linear(4, 3)))
 
 
-@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
-@pytest.mark.parametrize("kind", [vmapped, differentiated])
-def test_custom_functions_under_transforms(kind, device_ids):
-    with ScatterOnceParallel(of(kind), 2, device_ids) as engine:
+def take_a_step(function, device_ids=("cpu", "cpu")):
+    with ScatterOnceParallel(of(function), 2, device_ids) as engine:
         assert_step(engine, randn(11, 4), criterion=mean)
+
+
+@pytest.mark.parametrize("kind", [vmapped, differentiated])
+def test_custom_functions_under_transforms(kind, devices):
+    take_a_step(kind, devices(3))
 
 
 CONTROL_FLOW = """
 import pytest
-from harness.oracle import assert_step, randn
+from harness.oracle import randn
 from scatterpar import ScatterOnceParallel
-from threads.test_workers import branching, mean, of
+from threads.test_workers import branching, mean, of, take_a_step
 
 model = of(branching)
-for device_ids in (["cpu"] * 2, ["cpu:0", "cpu:1"]):
-    with ScatterOnceParallel(model, 2, device_ids, verify=False) as engine:
-        with pytest.raises(RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"):
-            engine.forward_backward(randn(11, 4), criterion=mean)
-        assert model.linear.weight.grad is None
-with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
-    assert_step(engine, randn(11, 4), criterion=mean)
+with ScatterOnceParallel(model, 2, ["cpu"] * 2, verify=False) as engine:
+    with pytest.raises(RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"):
+        engine.forward_backward(randn(11, 4), criterion=mean)
+    assert model.linear.weight.grad is None
+take_a_step(branching, ["cpu"])
 print("exact")
 """
 
@@ -235,10 +234,6 @@ def test_an_operator_that_is_registered_later():
         def __call__(self, rows):
             return super().__call__(rows)
 
-    def take_a_step(function):
-        with ScatterOnceParallel(of(function), 1, ["cpu"] * 2) as engine:
-            assert_step(engine, randn(4, 4), criterion=mean)
-
     take_a_step(lambda layer, rows: layer.linear(rows))  # the key is routed by now
     later = Later()
     later.py_impl(torch._C.DispatchKey.Autograd)(lambda rows: rows * 3)
@@ -249,17 +244,13 @@ def test_an_operator_that_is_registered_later():
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_dropout_under_vmap(randomness):
     dropped = torch.vmap(nn.functional.dropout, randomness=randomness)
-
-    def gradient():
-        model = of(lambda layer, rows: dropped(layer.linear(rows)))
-        with seeded(7), ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
-            _, outputs = engine.forward_backward(
-                torch.ones(12, 4).double(), criterion=mean, return_outputs=True
-            )
-        return model.linear.weight.grad, outputs
-
-    (first, outputs), (second, _) = gradient(), gradient()
-    assert torch.equal(first, second)  # the same seed, the same masks
-    rows_differ = [len(set(map(tuple, (output != 0).tolist()))) > 1 for output in outputs]
+    model, rows = of(lambda layer, rows: dropped(layer.linear(rows))), torch.ones(12, 4).double()
+    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
+        found = []
+        for _ in range(2):
+            torch.manual_seed(7)
+            found.append(engine.forward_backward(rows, criterion=mean, return_outputs=True)[1])
+    assert all(map(torch.equal, *found)), "the same seed, the same masks"
+    rows_differ = [len(output.ne(0).unique(dim=0)) > 1 for output in found[0]]
     assert rows_differ == [randomness == "different"] * 2
-    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(*found[0])

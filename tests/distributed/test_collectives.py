@@ -17,6 +17,7 @@ import torch.distributed as dist
 from faults.processes import run_forked
 from faults.state import nothing_changes
 from harness.models import CLASSES, FEATURES, Of, mlp
+from harness.module_cases import with_buffers
 from harness.notes import beginning_of_note
 from harness.oracle import assert_gradients, build, randint, randn, whole_batch
 from harness.rank_processes import failure, run_on_ranks
@@ -36,41 +37,32 @@ class Trouble(Exception):
     pass
 
 
-class Troubled(nn.Module):
-    """Raises in forward, in backward, or not at all; counts in a buffer, and draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = build(mlp)
-        self.dropout = nn.Dropout(0.5)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.rebinds = {}
-
-    def forward(self, inputs):
-        self.calls += 1
-        self._buffers.update(self.rebinds)
-        trouble("forward")
-        outputs = self.body(inputs) + 0 * self.dropout(inputs).sum()
-        outputs.register_hook(lambda _: trouble("backward"))
-        return outputs
-
-
 def trouble(place):
     if place in TROUBLE:
         raise TROUBLE[place]("mine")
 
 
+def troubled():
+    """Raises in forward, in backward, or not at all; counts in a buffer, and draws."""
+
+    def forward(model, inputs):
+        model.calls += 1
+        trouble("forward")
+        outputs = model.body(inputs) + 0 * model.dropout(inputs).sum()
+        outputs.register_hook(lambda _: trouble("backward"))
+        return outputs
+
+    model = Of(forward, body=build(mlp), dropout=nn.Dropout(0.5))
+    return with_buffers(model, calls=torch.zeros((), dtype=torch.long))
+
+
+# What a rank does in the place of a good step, given the step and its batch.
+
+
 def raising_in(place, error=Trouble):
-    def fail(engine, inputs, targets):
+    def fail(step, *batch):
         TROUBLE[place] = error
-        engine.forward_backward(inputs, targets, CRITERION)
-
-    return fail
-
-
-def given(criterion=CRITERION, rows=slice(None), labels=slice(None), **options):
-    def fail(engine, inputs, targets):
-        engine.forward_backward(inputs[rows], targets[labels], criterion, **options)
+        step(*batch, CRITERION)
 
     return fail
 
@@ -79,87 +71,69 @@ def raises(*_):
     raise Trouble("mine")
 
 
-def not_finite(engine, inputs, targets):
-    engine.check_finite = True
-    engine.forward_backward(inputs * torch.nan, targets, CRITERION)
+def not_finite(step, inputs, targets):
+    step(inputs * torch.nan, targets, CRITERION)
 
 
-def interrupted_by_a_signal(engine, inputs, targets):
-    def criterion(*_):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
-        return (_[0] * 0).sum()
-
-    engine.forward_backward(inputs, targets, criterion)
-
-
-def interrupted_while_reducing(engine, inputs, targets):
+def interrupted_while_reducing(step, *batch):
     def reduce(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGINT)
         return kept(*args, **kwargs)
 
     kept = engine_module.reduce
     with mock.patch.object(engine_module, "reduce", reduce):
-        engine.forward_backward(inputs, targets, CRITERION)
+        step(*batch, CRITERION)
 
 
-def no_memory_to_pack(engine, inputs, targets):
+def no_memory_to_pack(step, *batch):
     with mock.patch.object(ranks, "Buckets", side_effect=MemoryError("mine")):
-        engine.forward_backward(inputs, targets, CRITERION)
+        step(*batch, CRITERION)
 
 
 NOTED = f"mine\n{beginning_of_note(0, 'cpu')}"
 PLACES = {
     "forward": (raising_in("forward"), "Trouble", NOTED),
     "backward": (raising_in("backward"), "Trouble", NOTED),
-    "criterion": (given(raises), "Trouble", NOTED),
-    "count": (given(count=raises), "Trouble", "mine"),
-    "empty": (given(rows=slice(0), labels=slice(0)), "ValueError", "empty"),
-    "rows": (given(labels=slice(1)), "ValueError", "rows"),
-    "reduction": (given(reduction="none"), "ValueError", "none"),
+    "criterion": (lambda step, *batch: step(*batch, raises), "Trouble", NOTED),
+    "count": (lambda step, *batch: step(*batch, CRITERION, count=raises), "Trouble", "mine"),
+    "empty": (lambda step, *batch: step(*(b[:0] for b in batch), CRITERION), "ValueError", "empty"),
     "not finite": (not_finite, "FloatingPointError", "nan"),
-    "interrupt": (raising_in("forward", KeyboardInterrupt), "KeyboardInterrupt", "mine"),
-    "signal": (interrupted_by_a_signal, "KeyboardInterrupt", ""),
     "signal while reducing": (interrupted_while_reducing, "KeyboardInterrupt", ""),
     "exit": (raising_in("forward", SystemExit), "SystemExit", "mine"),
     "no memory to pack": (no_memory_to_pack, "MemoryError", "mine"),
 }
-ON_THE_WHOLE_BATCH = ["forward", "backward", "criterion", "empty"]
 
 
-def fail(group, place, culprits, whole_batch_too=False):
-    module = Troubled()
-    rows = (9, 4, 2)[: group.size()]
+def fail(group, place, culprits, **options):
+    module, rows = troubled(), (9, 4, 2)[: group.size()]
     batch = randn(sum(rows), FEATURES), randint(CLASSES, sum(rows))
     mine = [tensor.split(rows)[group.rank()] for tensor in batch]
-    with ScatterOnceParallel(module, 2, ["cpu"], process_group=group) as engine:
-        if whole_batch_too:
-            step = functools.partial(engine.forward_backward, whole_batch=True)
-            engine.forward_backward = step
-        engine.forward_backward(*mine, CRITERION)
+    engine = ScatterOnceParallel(module, 2, ["cpu"], check_finite=True, process_group=group)
+    with engine:
+        step = functools.partial(engine.forward_backward, **options)
+        step(*mine, CRITERION)
         with nothing_changes(module):
-            wrong = PLACES[place][0] if group.rank() in culprits else given()
-            raised = failure(wrong, engine, *mine)
+            wrong = PLACES[place][0] if group.rank() in culprits else raising_in("nowhere")
+            raised = failure(wrong, step, *mine)
         TROUBLE.clear()
         module.zero_grad()
         expected = whole_batch(module.body, *batch, CRITERION)[1]
-        engine.forward_backward(*mine, CRITERION)
+        step(*mine, CRITERION)
         assert_gradients(module.body, expected)
     return raised
 
 
-@pytest.mark.parametrize(
-    ("place", "whole"),
-    [*((place, False) for place in PLACES), *((place, True) for place in ON_THE_WHOLE_BATCH)],
-)
+JOINED = [(place, True) for place in ("forward", "backward", "criterion", "empty")]
+
+
+@pytest.mark.parametrize(("place", "joined"), [*((place, False) for place in PLACES), *JOINED])
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_fails_fails_all(place, whole, culprit):
-    found = run_on_ranks(2, fail, place, [culprit], whole)
+def test_a_rank_that_fails_fails_all(place, joined, culprit):
+    found = run_on_ranks(2, functools.partial(fail, whole_batch=joined), place, [culprit])
     _, kind, words = PLACES[place]
-    words = words.partition("\n")[0] if whole else words
     own, other = found[culprit], found[1 - culprit]
     assert own[0] == kind
-    assert words in own[1]
+    assert (words.partition("\n")[0] if joined else words) in own[1]
     assert other[0] == "RuntimeError"
     assert other[1].startswith(
         f"rank {culprit} of 2 failed in this step, so that nothing was changed on any rank"
@@ -174,32 +148,37 @@ def test_ranks_that_fail_together_name_each_other():
 
 
 def disagree(group, how):
-    module, rank = Troubled(), group.rank()
-    module.twins = nn.ParameterList([torch.ones(2), torch.ones(2)])
-    module.register_buffer("first", torch.ones(2))
-    module.register_buffer("second", torch.ones(2))
-    inputs, labels = FOUR
-    if how == "shape" and rank:
-        module.rebinds = {"calls": torch.zeros(3, dtype=torch.long)}
-    if how == "buffer":
-        module.rebinds = {"first" if rank else "second": None}
+    """What a step raises if this rank's module, call or labels are of another kind."""
+    rank, rebound, options, (inputs, labels) = group.rank(), {}, {}, FOUR
+
+    def forward(model, inputs):
+        model._buffers.update(rebound)
+        return model.body(inputs)
+
+    twins = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    module = Of(forward, body=build(mlp), twins=twins)
+    with_buffers(module, first=torch.ones(2), second=torch.ones(2))
     with ScatterOnceParallel(module, process_group=group, verify=False) as engine:
-        if how == "trained" and rank:
-            module.body[0].weight.requires_grad_(False)
-        if how == "frozen":
-            module.twins[rank].requires_grad_(False)
-        options = {"reduction": "sum"} if how == "reduction" and rank else {}
-        if how == "scale":
-            options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0 * (1 + rank))}
-        if how == "labels" or (how == "call" and rank):
-            options = {"whole_batch": True}
-        if how == "labels" and rank:
-            labels = labels.double()
+        match how:
+            case "frozen":
+                twins[rank].requires_grad_(False)
+            case "shape":
+                rebound["first"] = torch.zeros(2 + rank)
+            case "buffer":
+                rebound["first" if rank else "second"] = None
+            case "reduction":
+                options = {"reduction": ["mean", "sum"][rank]}
+            case "scale":
+                options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0 * (1 + rank))}
+            case "call":
+                options = {"whole_batch": bool(rank)}
+            case "labels":
+                options, labels = {"whole_batch": True}, [labels, labels.double()][rank]
         return failure(engine.forward_backward, inputs, labels, CRITERION, **options)
 
 
 @pytest.mark.parametrize(
-    "how", ["trained", "frozen", "reduction", "scale", "shape", "buffer", "call", "labels"]
+    "how", ["frozen", "reduction", "scale", "shape", "buffer", "call", "labels"]
 )
 def test_ranks_that_disagree_are_told_so(how):
     """Of weights with equal shapes, one got the other's gradient; scaled ones were added up."""
@@ -209,25 +188,20 @@ def test_ranks_that_disagree_are_told_so(how):
         assert how in ("call", "labels") or "which tensors are trained, on their shapes" in words
 
 
-def hungry_model(most):
-    """Runs out of memory for more than so many rows at a time."""
+def hungry(group, most):
+    """A rank with little memory: the sub-steps of each, or what they raise."""
 
     def forward(model, inputs):
-        if len(inputs) > most:
+        if group.rank() == 1 and len(inputs) > most:
             raise torch.OutOfMemoryError("out of memory")
         return model.body(inputs)
 
-    return Of(forward, body=build(mlp))
-
-
-def hungry(group, most):
-    """A rank with little memory: the sub-steps of each, and what they raise."""
-    module = hungry_model(most if group.rank() == 1 else 100)
+    module = Of(forward, body=build(mlp))
     batch = randn(16, FEATURES), randint(CLASSES, 16)
     mine = [tensor.chunk(2)[group.rank()] for tensor in batch]
     expected = whole_batch(module.body, *batch, CRITERION)[1]
     with ScatterOnceParallel(module, "auto", process_group=group) as engine:
-        for _ in range(2 if most else 1):
+        for _ in range(2):
             module.zero_grad()
             if raised := failure(engine.forward_backward, *mine, CRITERION):
                 return raised
@@ -236,11 +210,8 @@ def hungry(group, most):
 
 
 @pytest.mark.filterwarnings("ignore:accum=")
-def test_a_rank_alone_may_need_more_sub_steps():
+def test_a_rank_alone_may_need_more_sub_steps_or_more_memory_than_there_is():
     assert run_on_ranks(2, hungry, 2) == [1, 4]
-
-
-def test_memory_that_is_not_enough_on_one_rank_fails_all():
     zero, one = run_on_ranks(2, hungry, 0)
     assert one[0] == "OutOfMemoryError"
     assert zero[1].startswith("rank 1 of 2 failed")
@@ -303,7 +274,7 @@ def with_nccl_alone(group):
 
 def test_a_group_without_gloo_is_warned_of():
     ((words,),) = run_on_ranks(1, with_nccl_alone)
-    assert words.startswith("the process group has nccl alone, which ends this process where")
+    assert words.startswith("the process group has nccl alone")
     assert 'init_process_group("cpu:gloo,' in words
 
 
@@ -312,7 +283,6 @@ import contextlib, glob, os, time
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import torch
 import torch.distributed as dist
-from torch import nn
 from scatterpar import ScatterOnceParallel
 
 def running():
@@ -323,10 +293,10 @@ def running():
     return found
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = nn.Linear(4, 2)
-batch = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+model, batch = torch.nn.Linear(4, 2), torch.ones(8, 4)
 engine = ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=dist.group.WORLD)
-engine.forward_backward(*batch, nn.CrossEntropyLoss())
+step = lambda: engine.forward_backward(batch, batch[:, :2], torch.nn.MSELoss())
+step()
 assert running()
 dist.destroy_process_group()
 deadline = time.monotonic() + 60
@@ -335,7 +305,7 @@ while running() and time.monotonic() < deadline:
 print(running(), "threads")
 before = model.weight.grad.clone()
 try:
-    engine.forward_backward(*batch, nn.CrossEntropyLoss())
+    step()
 except RuntimeError as error:
     print(error)
 assert torch.equal(before, model.weight.grad)

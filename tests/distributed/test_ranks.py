@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import contrastive
 from harness.contrastive import two_views
-from harness.models import CLASSES, FEATURES, Of, mlp
+from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.module_cases import CASES, with_buffers
 from harness.oracle import (
     assert_close,
@@ -86,44 +86,23 @@ def test_a_step_of_the_whole_batch_has_four_collectives():
 
 
 def scaled(group):
-    model, twin = build(mlp), build(mlp)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, scaler = build(mlp), torch.amp.GradScaler("cpu", init_scale=8.0)
     with ScatterOnceParallel(model, process_group=group) as engine:
         engine.forward_backward(*part(group), CE, scaler=scaler)
-    CE(twin(BATCH[0]), BATCH[1]).backward()
-    assert_gradients(model, {name: 8 * g for name, g in gradients(twin).items()})
-    scaler.unscale_(optimizer)
-    assert_gradients(model, gradients(twin))
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def several_engines(group):
-    engines = [ScatterOnceParallel(mlp(seed), process_group=group) for seed in (1, 2)]
-    for engine in engines * 2:
-        engine.module.zero_grad()
-        engine.forward_backward(*part(group), CE)
-        assert_gradients(engine.module, whole_batch(engine.module, *BATCH, CE)[1])
-    for engine in engines:
-        engine.close()
+    _, expected = whole_batch(model, *BATCH, CE)
+    assert_gradients(model, {name: 8 * gradient for name, gradient in expected.items()})
 
 
 def masks(group, replicas):
     torch.manual_seed(7)
-    if replicas is None:  # of each rank others
-        replicas = 3 - group.rank()
-    options = {"process_group": group, "verify": False}  # a sum, taken for a mean
+    replicas = replicas or 3 - group.rank()
     parts = {"weight": nn.Parameter(torch.ones(64)), "dropout": nn.Dropout()}
     module = Of(lambda m, inputs: m.dropout(m.weight * inputs), **parts)  # puts out the mask
-    with ScatterOnceParallel(module, 1, ["cpu"] * replicas, **options) as engine:
-        seen = []
+    batch, seen = (torch.ones(replicas, 64), None, lambda output, _: output.mean()), []
+    with ScatterOnceParallel(module, 1, ["cpu"] * replicas, process_group=group) as engine:
         for _ in range(2):
-            _, outputs = engine.forward_backward(
-                torch.ones(replicas, 64), criterion=lambda out, _: out.sum(), return_outputs=True
-            )
-            seen += [output.flatten().tolist() for output in outputs]
-    return seen
+            seen += engine.forward_backward(*batch, return_outputs=True)[1]
+    return [output.flatten().tolist() for output in seen]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, None])
@@ -155,7 +134,7 @@ def lists_and_windows(group):
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("case", [scaled, several_engines, lists_and_windows])
+@pytest.mark.parametrize("case", [scaled, lists_and_windows])
 def test_two_ranks_are_one_device_with(case):
     run_on_ranks(2, case)
 
@@ -186,8 +165,7 @@ def test_targets_without_rows_are_rank_0_s(devices):
     expected, its = whole_batch(two_views(), VIEWS[0], targets, beside_a_table)
     for loss, found in run_on_ranks(2, step_beside_a_table, devices(2)):
         assert_close(loss, expected, "loss")
-        for name in ("first.weight", "last.weight"):
-            assert_close(found[name], its[name], name)
+        assert_close(found["first.weight"], its["first.weight"], "gradient")
 
 
 def lists_of(group, where):
@@ -199,18 +177,16 @@ def lists_of(group, where):
         "texts": Rows(["a", "b"]),
         "collated": Rows(list(rows), torch.stack),
     }[where]
-    model, inputs = build(lambda: nn.Linear(FEATURES, 2)), rows
-    if where == "outputs":
-        model, inputs = (
-            Of(lambda m, x: [m.linear(row) for row in x], linear=model),
-            Rows(list(rows)),
-        )
+
+    def forward(model, inputs):
+        return [*model.linear(inputs)] if where == "outputs" else model.linear(inputs)
 
     def criterion(outputs, _):
         return torch.stack(list(outputs)).sum()
 
+    model, collated = Of(forward, linear=linear()), Rows(list(rows), torch.stack)
     with ScatterOnceParallel(model, process_group=group) as engine:
-        raised = failure(engine.forward_backward, inputs, targets, criterion, whole_batch=True)
+        raised = failure(engine.forward_backward, collated, targets, criterion, whole_batch=True)
     return raised, gradients(model)
 
 
@@ -221,7 +197,7 @@ def test_lists_are_refused_that_ranks_cannot_join(where):
         assert kind == "ValueError"
         assert "whole_batch" in text
         assert ("outputs" if where == "outputs" else "targets") in text
-        assert all(gradient is None for gradient in found.values())
+        assert {*found.values()} == {None}
 
 
 def learned(noise):
@@ -280,9 +256,7 @@ def quantised():
 MODULES = {
     "small": lambda: nn.Linear(2, 3),
     "wider": lambda: nn.Linear(2, 4),
-    "double": lambda: nn.Linear(2, 3).double(),
     "without bias": lambda: nn.Linear(2, 3, bias=False),
-    "nested": lambda: nn.Sequential(nn.Linear(2, 3)),
     "with buffer": lambda: with_buffers(nn.Linear(2, 3), scale=torch.ones(())),
     "table": lambda: nn.Embedding(2, 3),
     "sparse table": lambda: nn.Embedding(2, 3, sparse=True),
@@ -297,30 +271,15 @@ def construct(group, modules, options):
 
 
 DIFFER = "the ranks' modules differ: rank 0 has "
-WEIGHT = r"parameter 'weight' of shape \(3, 2\), torch"
-POLICY, WIDE = {"buffers": "batch"}, {"accumulate_dtype": torch.float32}
-REFUSED = [  # the modules of ranks 0 and 2 and of rank 1, its options, and the words
-    ("small", "wider", {}, rf"{DIFFER}{WEIGHT}\.float32, rank 1 has"),
-    ("small", "double", {}, rf"{DIFFER}.*, rank 1 has {WEIGHT}\.float64; make"),
-    (
-        *("small", "without bias", {}),
-        rf"{DIFFER}.*'bias' of shape \(3,\), torch\.float32, rank 1 has nothing more",
-    ),
-    ("without bias", "small", {}, f"{DIFFER}nothing more, rank 1 has parameter 'bias'"),
-    ("small", "nested", {}, rf"{DIFFER}.*rank 1 has parameter '0\.weight'"),
-    ("small", "with buffer", {}, rf"{DIFFER}.*rank 1 has buffer 'scale' of shape \(\), torch\.flo"),
-    (
-        *("table", "sparse table", {}),
-        rf"{DIFFER}.*rank 1 has parameter 'weight' of shape \(2, 3\), torch\.float32, sparse",
-    ),
-    ("small", "lazy", {}, f"{DIFFER}.*rank 1 has parameter 'weight' not initialised yet, torch.fl"),
-    ("small", "small", POLICY, f"{DIFFER}buffers='master', rank 1 has buffers='batch'"),
-    (
-        "small",
-        "small",
-        WIDE,
-        f"{DIFFER}accumulate_dtype=None, rank 1 has accumulate_dtype=torch.fl",
-    ),
+WEIGHT = r"parameter 'weight' of shape \(3, 2\), torch.float32"
+REFUSED = [  # the modules of ranks 0 and 2 and of rank 1, the options of rank 1, and the words
+    ("small", "wider", {}, rf"{DIFFER}{WEIGHT}, rank 1 has .*\(4, 2\), torch.float32; make"),
+    ("small", "without bias", {}, f"{DIFFER}parameter 'bias' .*, rank 1 has nothing more"),
+    ("small", "with buffer", {}, f"{DIFFER}nothing more, rank 1 has buffer 'scale' of shape"),
+    ("table", "sparse table", {}, f"{DIFFER}.*, rank 1 has parameter 'weight' .*, sparse"),
+    ("small", "lazy", {}, f"{DIFFER}{WEIGHT}, rank 1 has parameter 'weight' not initialised yet"),
+    ("small", "small", {"buffers": "batch"}, f"{DIFFER}buffers='master', .* buffers='batch'"),
+    ("small", "small", {"accumulate_dtype": torch.half}, f"{DIFFER}.*=None, .*=torch.float16"),
     ("lazy", "lazy", {}, "'weight' is not initialised yet.*call the module once"),
     ("quantised", "quantised", {}, "'weight' is quantised, a Parameter.*without a process_group"),
     ("sparse table", "sparse table", {}, "'weight' has sparse gradients.*with sparse=False"),
@@ -330,22 +289,10 @@ REFUSED = [  # the modules of ranks 0 and 2 and of rank 1, its options, and the 
 @pytest.mark.parametrize(("first", "second", "options", "words"), REFUSED)
 def test_what_is_refused_is_the_same_error_on_every_rank(first, second, options, words):
     found = run_on_ranks(3, construct, [first, second, first], [{}, options, {}])
-    assert found[0][0] == "ValueError"
-    assert re.match(words, found[0][1])
-    assert found[0] == found[1] == found[2]
-
-
-def outside(group):
-    inner = dist.new_group([0])
-    return failure(ScatterOnceParallel, nn.Linear(2, 3), process_group=inner)
-
-
-def test_a_process_outside_the_group_is_told_so():
-    first, *others = run_on_ranks(3, outside)
-    assert first is None
-    for kind, words in others:
-        assert kind == "TypeError"
-        assert words.startswith("process_group must be a torch.distributed process group that")
+    kind, text = found[0]
+    assert kind == "ValueError"
+    assert re.match(words, text)
+    assert found == [found[0]] * 3
 
 
 def layers():
@@ -378,45 +325,26 @@ def test_the_first_ranks_parameters_are_taken_over():
 
 def copied(group):
     with ScatterOnceParallel(nn.Linear(2, 3), process_group=group) as engine:
-        return failure(copy.deepcopy, engine), failure(pickle.dumps, engine)
+        return [failure(way, engine) for way in (copy.deepcopy, pickle.dumps)]
 
 
 def test_an_engine_with_a_group_says_what_to_copy_instead():
-    for words in run_on_ranks(1, copied)[0]:
-        assert words[0] == "TypeError"
-        assert "copy engine.module, or save engine.state_dict()" in words[1]
+    for kind, words in run_on_ranks(1, copied)[0]:
+        assert kind == "TypeError"
+        assert "copy engine.module, or save engine.state_dict()" in words
 
 
 def subgroup(group):
-    pair = dist.new_group([1, 2])
+    pair, model = dist.new_group([1, 2]), mlp(group.rank())
     if group.rank() == 0:
-        return None
-    with ScatterOnceParallel(mlp(group.rank()), process_group=pair) as engine:
+        return failure(ScatterOnceParallel, model, process_group=pair)
+    with ScatterOnceParallel(model, process_group=pair) as engine:
         return engine.forward_backward(*part(pair), CE)
 
 
-def test_a_group_of_some_of_the_ranks():
-    _, first, second = run_on_ranks(3, subgroup)
+def test_a_group_of_some_of_the_ranks_and_a_process_outside_it():
+    (kind, words), first, second = run_on_ranks(3, subgroup)
+    assert kind == "TypeError"
+    assert words.startswith("process_group must be a torch.distributed process group that")
     assert torch.equal(first, second)
     assert_close(first, CE(mlp(1)(BATCH[0]), BATCH[1]).detach(), "loss")
-
-
-def written(group):
-    def forward(m, inputs):
-        m.linear.weight.data.mul_(0.9)
-        return m.linear(inputs)
-
-    module = Of(forward, linear=build(lambda: nn.Linear(FEATURES, CLASSES)))
-    with ScatterOnceParallel(module, process_group=group) as engine:
-        found = [failure(engine.forward_backward, *part(group), CE) for _ in range(2)]
-    return found, module.linear.weight.grad
-
-
-def test_parameters_that_a_forward_pass_writes_are_refused():
-    """Each rank would have gone on with values of its own."""
-    for found, gradient in run_on_ranks(2, written):
-        for kind, words in found:
-            assert kind == "RuntimeError"
-            assert "the forward pass writes the parameter 'linear.weight'" in words
-            assert "values are lost" in words
-        assert gradient is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from unittest import mock
 
@@ -25,9 +24,7 @@ def size(tensors):
 
 
 def with_batch_norm():
-    return build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-    )
+    return build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
 
 
 def deep():
@@ -49,7 +46,7 @@ def step(model, device_ids, rows=64, accum=3):
             optimizer.step()
 
 
-LAYOUTS = [
+LAYOUTS = [  # devices, rows, and how often a model has to cross, out and back
     (VIRTUAL, 64, 3, 3),
     (["cpu:0", "cpu:1", "cpu:1", "cpu:0"], 64, 1, 3),  # pairs: 0 + 1, 2 + 3, 0 + 2
     (["cpu:0", "cpu:0", "cpu:1", "cpu:1"], 64, 1, 1),
@@ -125,10 +122,6 @@ def test_what_has_not_changed_does_not_travel_again():
         assert sent() == 0
 
 
-def no_version(model):
-    model[0].weight.data.mul_(2)
-
-
 def swapped_away_and_back(model):
     """As an exponential moving average is swapped in for an evaluation."""
     kept = model[0].weight.data
@@ -137,40 +130,29 @@ def swapped_away_and_back(model):
     kept.mul_(2)
 
 
-def another_thread(model):
-    thread = threading.Thread(target=no_version, args=(model,))
-    thread.start()
-    thread.join()
-
-
 EDITS = {
-    "no version": no_version,
-    "numpy": lambda model: model[0].weight.detach().numpy().__setitem__((0, 0), 1.0),
+    "no version": lambda model: model[0].weight.data.mul_(2),
     "inference mode": torch.inference_mode()(lambda model: model[0].weight.mul_(2)),
     "another storage": lambda model: setattr(model[0].weight, "data", model[0].weight * 2),
     "swapped away and back": swapped_away_and_back,
-    "another thread": another_thread,
     "not a number": lambda model: model[0].weight.data.fill_(torch.nan),
 }
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-@pytest.mark.parametrize("training", [True, False])
-def test_edits_that_leave_no_version_travel(edit, training):
+def test_edits_that_leave_no_version_travel(edit):
     """A frozen parameter's version says nothing about them: its bits do."""
     model = mlp().requires_grad_(False)
     model[2].requires_grad_(True)
-    model.train(training)
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
         for _ in range(2):
             engine.forward_backward(*NINE, CRITERION)
         edit(model)
         engine.forward_backward(*NINE, CRITERION)
         assert engine.last_step.bytes["replicate"] == 3 * size([model[0].weight])
-        for replica in engine.replicas:
-            ours, theirs = (m[0].weight.detach().view(torch.int64) for m in (model, replica))
-            assert torch.equal(ours, theirs)
+        ours, *others = (m[0].weight.view(torch.int64) for m in (model, *engine.replicas))
+        assert all(ours.equal(theirs) for theirs in others)
 
 
 def test_dtypes_travel_bit_by_bit():
@@ -183,18 +165,12 @@ def test_dtypes_travel_bit_by_bit():
     model[0].weight = nn.Parameter(model[0].weight.detach().T.contiguous().T)
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
         engine.forward_backward(*NINE, CRITERION)
-        for number in range(len(dtypes)):
-            buffer = getattr(model, f"extra{number}")
+        for name, buffer in model.named_buffers():
             buffer.data[1, 1] = 1
             engine.forward_backward(*NINE, CRITERION)
             assert engine.last_step.bytes["replicate"] == 3 * size([buffer])
-            for replica in engine.replicas:
-                there = getattr(replica, f"extra{number}")
-                assert there.view(torch.uint8).tolist() == buffer.view(torch.uint8).tolist()
-
-
-def fails(*_):
-    raise MemoryError
+            there = [replica.get_buffer(name).view(torch.uint8) for replica in engine.replicas]
+            assert all(buffer.view(torch.uint8).equal(each) for each in there)
 
 
 def test_a_failed_refresh_is_made_good():
@@ -206,12 +182,11 @@ def test_a_failed_refresh_is_made_good():
             model[0].weight.mul_(2)
         # All but the last device: fingerprints are compared with those of the second one's copies.
         copies = iter([Transfers.copy_into] * (len(VIRTUAL) - 2))
-        copy = lambda *args: next(copies, fails)(*args)  # noqa: E731
-        with mock.patch.object(Transfers, "copy_into", copy), pytest.raises(MemoryError):
+        copy = lambda *args: next(copies)(*args)  # noqa: E731
+        with mock.patch.object(Transfers, "copy_into", copy), pytest.raises(StopIteration):
             engine.forward_backward(*NINE, CRITERION)
         engine.forward_backward(*NINE, CRITERION)
-        for replica in engine.replicas:
-            assert torch.equal(replica[0].weight, model[0].weight)
+        assert all(r[0].weight.equal(model[0].weight) for r in engine.replicas)
 
 
 def test_sparse_gradients_travel_as_indices_and_values():
@@ -236,33 +211,23 @@ def bag():
     return nn.EmbeddingBag(10, CLASSES, padding_idx=9)
 
 
-class Times(nn.Linear):
-    def __init__(self):
-        super().__init__(FEATURES, 3)
-
-    def forward(self, rows, table):
-        return super().forward((table @ rows.T).T)
+def times():
+    return Of(lambda m, rows, table: m.linear((table @ rows.T).T), linear=nn.Linear(FEATURES, 3))
 
 
 def mean(output, _):
     return output.mean()
 
 
-def test_entries_cross_without_padding_and_together():
+def test_entries_cross_once_without_padding_small_ones_together():
     sentences, labels = [randint(9, n) for n in (3, 5, 1, 4, 2, 5, 3)], randint(CLASSES, 7)
     padded = Rows(sentences, partial(pad_sequence, batch_first=True, padding_value=9))
     found = scattered(bag, VIRTUAL[:2], padded, labels, CRITERION)
     assert found == (size([*sentences, labels]), 4 + 4)
-
-
-def test_large_entries_travel_by_themselves():
     images, labels = [randn(3, 60 + n, 60) for n in range(4)], randint(CLASSES, 4)
     rows = Rows(images, lambda few: torch.stack([image.mean((1, 2)) for image in few]))
     found = scattered(lambda: nn.Linear(3, CLASSES), VIRTUAL[:2], rows, labels, CRITERION)
     assert found == (size([*images, labels]), 4 + 4)
-
-
-def test_a_window_of_batches_is_scattered_once():
     sizes = (4, 5), (3, 2), (1, 3)
     batches, labels = [randint(9, *each) for each in sizes], [randint(CLASSES, n) for n, _ in sizes]
     window = Rows.from_batches(batches), Rows.from_batches(labels)
@@ -273,7 +238,7 @@ def test_what_is_replicated_goes_once_to_every_memory():
     """Two replicas in one memory share what came; in inputs and targets it is one tensor still."""
     rows, table = randn(7, FEATURES), randn(5, FEATURES)
     batch = (rows, Replicated(table)), Replicated(table), mean
-    found, _ = scattered(Times, ["cpu:0", "cpu:0", "cpu:1"], *batch)
+    found, _ = scattered(times, ["cpu:0", "cpu:0", "cpu:1"], *batch)
     assert found == size([rows, table, table])
 
 
@@ -284,7 +249,7 @@ def test_each_byte_of_a_sparse_tensor_counts(layout):
     rows, table = randn(7, FEATURES), torch.eye(FEATURES, dtype=torch.float64)
     pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))  # compressed: one more end of rows
     inputs = rows, Replicated(table.to_sparse(layout=layout))
-    assert scattered(Times, VIRTUAL[:2], inputs, None, mean)[0] == size([rows]) + 2 * pieces
+    assert scattered(times, VIRTUAL[:2], inputs, None, mean)[0] == size([rows]) + 2 * pieces
 
 
 @pytest.mark.parametrize(("device_ids", "away"), [(VIRTUAL[:3], 2), (["cpu"] * 3, 0)])
@@ -299,8 +264,7 @@ def test_moments_of_the_whole_batch_cross_once(device_ids, away):
 
 def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
     def two(model, inputs):
-        z = model.linear(inputs)
-        return {"z": z, "classes": z.argmax(1)}
+        return {"z": (z := model.linear(inputs)), "classes": z.argmax(1)}
 
     def pairs(model, outputs, labels):
         """On the master alone: its parameters do not cross."""
@@ -326,11 +290,9 @@ def test_the_report():
         loss = engine.forward_backward(*NINE, CRITERION)
         report = engine.last_step
         assert isinstance(report, StepReport)
-        assert report.plan == engine.plan(9)
-        assert report.loss == loss.item()
+        assert (report.plan, report.loss, report.retries) == (engine.plan(9), loss.item(), 0)
         assert report.seconds.keys() == report.bytes.keys() == report.messages.keys() == PHASES
         assert all(seconds > 0 for seconds in report.seconds.values())
-        assert report.retries == 0
         title, head, *phases = str(report).splitlines()
         assert title == f"loss {loss.item():.6g}, 9 rows on {len(VIRTUAL)} replicas"
         assert head.split() == ["phase", "ms", "bytes", "copies"]

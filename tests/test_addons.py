@@ -1,7 +1,5 @@
 """A capability beside the engine can be deleted with its file, and everything but it works."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packages import only from lower packages, in the order of docs/architecture.md."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

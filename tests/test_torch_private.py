@@ -1,7 +1,5 @@
 """A private entry point of torch that is not there is named; those that no other test tries."""
 
-from __future__ import annotations
-
 import re
 import runpy
 
@@ -35,36 +33,6 @@ def test_an_unknown_dispatch_key_is_named(monkeypatch):
     monkeypatch.setattr("torch._C._dispatch_key_parse", lambda name: torch.device(name))
     with pytest.raises(RuntimeError, match=WORDS.format("dispatch key TESTING_ONLY_GenericMode")):
         runpy.run_path(private.__file__)
-
-
-def test_a_backward_pass_reaches_nodes_and_leaves():
-    leaf, tasks = torch.ones(2, requires_grad=True), []
-    middle = leaf * 2
-    middle.register_hook(lambda _: tasks.append(private.current_graph_task()))
-    loss = middle.sum()
-    assert private.nodes_of([leaf, middle]) == [middle.grad_fn]
-    (found,) = private.leaves_reached(loss, [])
-    assert found is leaf
-    assert private.leaves_reached(loss, [middle.grad_fn]) == []
-    assert private.nodes_reached(loss)[0] is loss.grad_fn
-    assert private.current_graph_task() == -1
-    private.backward([loss], [torch.ones(())])
-    assert leaf.grad.tolist() == [2.0, 2.0]
-    assert tasks[0] >= 0
-
-
-def test_hooks_on_leaves():
-    before, after, seen = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True), []
-    assert not private.are_observed([before])
-    before.register_hook(lambda _: seen.append("before"))
-    after.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
-    assert [private.are_observed([leaf]) for leaf in (before, after)] == [True, True]
-    assert [private.has_gradient_hooks(leaf) for leaf in (before, after)] == [False, True]
-    with private.hooks_taken_off([before, after]):
-        (before + after).backward()
-    assert seen == []
-    (before + after).backward()
-    assert sorted(seen) == ["after", "before"]
 
 
 @pytest.mark.parametrize(("mode", "records"), [("reduce-overhead", True), ("default", False)])

@@ -3,8 +3,6 @@
 ``harness/agree.py`` has the ways and the comparison; the tables of cases lie beside it.
 """
 
-from __future__ import annotations
-
 import pytest
 from harness import batches, contrastive, module_cases, weighted, whole_batches
 from harness.agree import agree, on_ranks, runs

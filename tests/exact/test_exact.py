@@ -1,7 +1,5 @@
 """A step gives the gradient, the loss and the training of the whole batch on one device."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

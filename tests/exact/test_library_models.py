@@ -3,8 +3,6 @@
 A loss is a mean over rows of all floating-point tensors of a model, so that no output goes unused.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness.oracle import assert_close, assert_parameters, build

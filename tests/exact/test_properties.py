@@ -3,8 +3,6 @@
 And what outputs are made of.
 """
 
-from __future__ import annotations
-
 import collections
 from dataclasses import make_dataclass
 
@@ -18,7 +16,7 @@ from torch import nn
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather
 
 
-def device_lists(count: int) -> st.SearchStrategy[list[str]]:
+def device_lists(count):
     """Shared, virtual, and any mixture of replicas that share a memory and such that do not."""
     return st.lists(
         st.sampled_from(["cpu", "cpu:0", "cpu:1", "cpu:2"]), min_size=count, max_size=count

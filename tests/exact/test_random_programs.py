@@ -5,8 +5,6 @@ gradient of a plain backward over the whole batch, in float64 and without noise,
 wrong if that is off by more than 1 % in each of six batches. What lies between is not counted.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

@@ -7,15 +7,15 @@ takes some steps in every run of the tests, and thousands with ``--steps``:
     python -m pytest tests/exact/test_stress.py --steps 2000
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES
+from harness.models import CLASSES, FEATURES, Of
+from harness.module_cases import with_buffers
 from harness.notes import beginning_of_note
 from harness.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
 from torch import nn
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.core
 
 REPLICAS = 8
 CALLERS = 4
-SECONDS = 300
 LOSS = nn.CrossEntropyLoss()
 caller = contextvars.ContextVar("caller")
 
@@ -37,28 +36,24 @@ def steps(request):
     return request.config.getoption("--steps")
 
 
-class Block(nn.Module):
+def block(seed=0):
     """Something of everything that the threads share: buffers, checkpoints, plain attributes."""
 
-    def __init__(self, p):
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.dropout = nn.Dropout(p)
-        self.head = nn.Linear(6, CLASSES)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.seen = []
+    def inner(m, inputs):
+        return m.norm(m.first(inputs)).tanh()
 
-    def forward(self, inputs):
-        self.calls += 1
-        self.seen.append(len(inputs))
+    def forward(m, inputs):
+        m.calls += 1
+        m.seen.append(len(inputs))
         # Plain threads that rewind the process's one generator would disturb each other.
-        draws = self.dropout.p > 0
-        hidden = checkpoint(self._inner, inputs, use_reentrant=False, preserve_rng_state=draws)
-        return self.head(hidden)
+        return m.head(checkpoint(inner, m, inputs, use_reentrant=False, preserve_rng_state=False))
 
-    def _inner(self, inputs):
-        return self.dropout(self.norm(self.first(inputs)).tanh())
+    def make():
+        parts = {"first": nn.Linear(FEATURES, 6), "norm": nn.BatchNorm1d(6)}
+        model = Of(forward, **parts, head=nn.Linear(6, CLASSES), seen=[])
+        return with_buffers(model, calls=torch.zeros((), dtype=torch.long))
+
+    return build(make, seed).eval()
 
 
 def batch(kind):
@@ -69,23 +64,13 @@ def batch(kind):
 
 def in_threads(work):
     """``work(number)`` in several threads at once; what they raise is raised here."""
-    errors = []
 
     def run(number):
-        try:
-            caller.set(number)
-            work(number)
-        except BaseException as error:
-            errors.append(error)
+        caller.set(number)
+        work(number)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(CALLERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive(), "stuck"
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(CALLERS) as pool:
+        list(pool.map(run, range(CALLERS), timeout=300))
 
 
 def test_closed_from_another_thread_at_any_moment(devices, steps):
@@ -106,7 +91,7 @@ def test_closed_from_another_thread_at_any_moment(devices, steps):
 
 def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
     """Each caller's steps are exact, in its own context, and its faults are its own."""
-    models = [build(lambda: Block(0.0), seed).eval() for seed in range(CALLERS)]
+    models = [block(seed) for seed in range(CALLERS)]
 
     def work(number):
         model = models[number]
@@ -146,30 +131,26 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
 
 def test_threads_that_share_an_engine_are_exact_or_refused(devices, steps):
     """Whoever comes while another steps is refused; no step is lost, none is counted twice."""
-    model = build(lambda: Block(0.0)).eval()
+    model = block()
     _, expected = whole_batch(model, *batch(0), LOSS)
-    done, refused, counting = 0, [], threading.Lock()
+    done, refused = [], []
     with ScatterOnceParallel(model, 1, devices(3)) as engine:
 
         def work(_):
-            nonlocal done
             for _ in range(steps):
                 try:
-                    engine.forward_backward(*batch(0), LOSS)
+                    done.append(engine.forward_backward(*batch(0), LOSS))
                 except RuntimeError as error:
                     refused.append(str(error))
-                    continue
-                with counting:
-                    done += 1
 
         in_threads(work)
     assert done
     assert all("is in the middle of a step" in words for words in refused)
-    assert_gradients(model, {name: done * gradient for name, gradient in expected.items()})
+    assert_gradients(model, {name: len(done) * gradient for name, gradient in expected.items()})
 
 
 def test_pairs_on_one_module_lose_no_gradient(devices, steps):
-    model = build(lambda: Block(0.0)).eval()
+    model = block()
     _, expected = whole_batch(model, *batch(0), LOSS)
 
     def work(_):

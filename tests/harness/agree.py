@@ -9,8 +9,6 @@ batch: losses, gradients and parameters must be its. ``first`` sees only what re
 micro-batches: buffers must be its.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import re
@@ -199,7 +197,7 @@ def _heads(criterion):
     return [one for one in found if isinstance(one, nn.Module)]
 
 
-RUNNERS: dict[str, Callable[..., Any]] = {
+RUNNERS = {
     "engine": by_engine,
     "loss": lambda *args: by_engine(*args, by="loss"),
     "check": lambda *args: by_engine(*args, by="check"),

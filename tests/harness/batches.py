@@ -1,7 +1,5 @@
 """Batches that are not tensors with rows alone, and cuts that are not even: ``CASES``, by name."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Losses that compare rows with each other, and with a batch ``CASES``, by name."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
@@ -13,7 +11,7 @@ from harness.oracle import build, randint, randn
 FEATURES, EMBEDDING = 5, 6
 
 
-def make_two_views(between: nn.Module | None = None) -> Of:
+def make_two_views(between=None):
     """Two views of each row to two embeddings, and a temperature that is learned."""
 
     def forward(m, one, other):
@@ -25,7 +23,7 @@ def make_two_views(between: nn.Module | None = None) -> Of:
     return Of(forward, last=nn.Linear(7, EMBEDDING), log_scale=scale, **parts)
 
 
-def two_views(*layers: nn.Module, seed: int = 0) -> Of:
+def two_views(*layers, seed=0):
     return build(lambda: make_two_views(*layers), seed)
 
 

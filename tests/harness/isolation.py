@@ -5,18 +5,13 @@ host's memory, where torch sees no difference; this dispatch mode knows which me
 storage belongs to, and raises where a GPU would.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,19 +28,19 @@ class MixedMemories(RuntimeError):
 class Memories:
     """Which memory each storage belongs to; those that nobody claimed are the host's."""
 
-    def __init__(self) -> None:
-        self._owners: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+    def __init__(self):
+        self._owners = {}
         self._lock = threading.Lock()
-        self.checked: dict[torch.device, int] = {}
+        self.checked = {}
 
-    def claim(self, tensors: Any, memory: torch.device) -> None:
+    def claim(self, tensors, memory):
         storages = _storages(tensors)
         with self._lock:
             for storage in storages:
                 reference = StorageWeakRef(storage)
                 self._owners[reference.cdata] = (reference, memory)
 
-    def owner(self, tensor: Tensor) -> torch.device | None:
+    def owner(self, tensor):
         storages = _storages(tensor)
         with self._lock:
             for storage in storages:
@@ -54,9 +49,7 @@ class Memories:
                     return memory
         return None
 
-    def check(
-        self, operator: Any, values: Any, here: torch.device, *, host_too: bool
-    ) -> torch.device:
+    def check(self, operator, values, here, *, host_too):
         """The one memory that all tensors among ``values`` are in."""
         found = {}
         for tensor in _tensors(values):
@@ -77,7 +70,7 @@ class Guard(TorchDispatchMode):
     tensors between the two with ``.to``, which on virtual devices leaves no trace.
     """
 
-    def __init__(self, memories: Memories, here: torch.device, *, host_too: bool = False) -> None:
+    def __init__(self, memories, here, *, host_too=False):
         super().__init__()
         self.memories, self.here, self.host_too = memories, here, host_too
 
@@ -90,11 +83,11 @@ class Guard(TorchDispatchMode):
         return result
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values):
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def _storages(values):
     with torch._C._DisableTorchDispatch():
         return [
             part.untyped_storage()
@@ -105,7 +98,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 @functools.cache
-def _make_operators() -> None:
+def _make_operators():
     """Make the Python object of every operator, which torch else makes when a mode first sees it.
 
     Of two threads that see it first at once, torch keeps one's object and frees the other's, to
@@ -120,7 +113,7 @@ def _make_operators() -> None:
 
 
 @contextlib.contextmanager
-def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Memories]:
+def guarded(monkeypatch, *modules):
     """Virtual devices are apart from here on; ``modules`` are in the memory of ``cpu:0``."""
     _make_operators()
     memories = Memories()

@@ -1,9 +1,6 @@
 """Programs for the tests of looks, in a few lines each, and what a step says of them."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
@@ -12,7 +9,6 @@ from harness.agree import Case
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import randint, randn, seeded
 from harness.weighted import classes
-from scatterpar import ScatterOnceParallel
 
 ROWS, LENGTH = 24, 5
 INPUTS, VALUES, LABELS = randn(ROWS, FEATURES), randn(ROWS, CLASSES), randint(CLASSES, ROWS)
@@ -22,25 +18,23 @@ SEQUENCES = randn(ROWS, LENGTH, FEATURES)
 class Net(Of):
     """Calls ``function(net, *inputs)``; has a linear layer, dropout, ``parts``, and attributes."""
 
-    def __init__(self, function: Any, *parts: nn.Module, **attributes: Any) -> None:
+    def __init__(self, function, *parts, **attributes):
         layers = {"linear": nn.Linear(FEATURES, CLASSES), "drop": nn.Dropout(0.3)}
         super().__init__(function, **layers, parts=nn.ModuleList(parts), **attributes)
 
 
-def net(function: Any, *makers: Any, **attributes: Any) -> Any:
+def net(function, *makers, **attributes):
     """Makes a ``Net`` whose parts the ``makers`` make."""
     return lambda: Net(function, *(make() for make in makers), **attributes)
 
 
-def loss_of(
-    criterion: Any, targets: Any = classes, *, model: Any = mlp, accum: int = 3, **options: Any
-) -> Case:
+def loss_of(criterion, targets=classes, *, model=mlp, accum=3, **options):
     """A case of this criterion, the same one for every module."""
     batch = INPUTS, targets(ROWS) if callable(targets) else targets
     return Case(model, batch, lambda _: criterion, accum=accum, options=options)
 
 
-def case_of(model: Any, inputs: Any = INPUTS, targets: Any = VALUES, **how: Any) -> Case:
+def case_of(model, inputs=INPUTS, targets=VALUES, **how):
     """A case of a module, with the mean of squares unless ``how`` has another criterion."""
     criterion = how.pop("criterion", F.mse_loss)
     accum, engine = how.pop("accum", 2), how.pop("engine", {})
@@ -49,22 +43,22 @@ def case_of(model: Any, inputs: Any = INPUTS, targets: Any = VALUES, **how: Any)
     )
 
 
-def own_loss(model: Any, inputs: Any, accum: int = 3, **options: Any) -> Case:
+def own_loss(model, inputs, accum=3, **options):
     """A case of a module that computes its loss."""
     return Case(model, (inputs, None), lambda _: None, accum=accum, options=options)
 
 
-def train(engine: Any, case: Case, batch: Any = None) -> Any:
+def train(engine, case, batch=None):
     """A step, on the case's batch or another one."""
     criterion = case.criterion(engine.module)
     return engine.forward_backward(*(batch or case.batch), criterion, **case.options)
 
 
-def step(engine: Any, criterion: Any, targets: Any, inputs: Any = INPUTS, **options: Any) -> Any:
+def step(engine, criterion, targets, inputs=INPUTS, **options):
     return engine.forward_backward(inputs, targets, criterion, **options)
 
 
-def said(engine: Any, case: Case, steps: int) -> list[str]:
+def said(engine, case, steps):
     """The texts of all warnings in some steps."""
     criterion = case.criterion(engine.module)
     with warnings.catch_warnings(record=True) as caught, seeded(0):
@@ -80,18 +74,18 @@ class Calls:
     number = 0
 
 
-def counted(criterion: Any) -> Any:
-    def calls(output: Any, targets: Any) -> Any:
+def counted(criterion):
+    def calls(output, targets):
         Calls.number += 1
         return criterion(output, targets)
 
     return calls
 
 
-def assert_agreed(engine: ScatterOnceParallel, step: Any, looks: bool = True) -> None:
+def assert_agreed(engine, step, looks=True):
     """The first of two steps has a look (more calls), which agrees; without ``looks`` neither."""
 
-    def note(*_: Any) -> None:
+    def note(*_):
         Calls.number += 1
 
     numbers = []
@@ -106,9 +100,9 @@ def assert_agreed(engine: ScatterOnceParallel, step: Any, looks: bool = True) ->
     assert (numbers[0] > sub_steps) == looks
 
 
-def in_a_def(output: Any, targets: Any) -> Any:
+def in_a_def(output, targets):
     return F.cross_entropy(output, targets)
 
 
-def squares(output: Any, targets: Any) -> Any:
+def squares(output, targets):
     return (output - targets).square().sum()

@@ -3,8 +3,6 @@
 Most of them turn (rows, FEATURES) into (rows, CLASSES).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,15 +1,12 @@
 """Libraries that a test needs and another environment may lack."""
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
 
-def needed(name: str, extra: str) -> Any:
+def needed(name, extra):
     """The module ``name``; skips the test's file if its package is not installed.
 
     torchmetrics and fastai import torchvision, which is imported first: PyPI's does not import

@@ -1,62 +1,51 @@
 """Plain torch on one device: what every step is compared with."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 RELATIVE = 1e-10
 _ROUNDING = 1e-14  # where the exact value is zero: some rounding errors of numbers around one
 
-Gradients = dict[str, Tensor | None]
-
 
 @contextlib.contextmanager
-def seeded(seed: int = 0) -> Iterator[None]:
+def seeded(seed=0):
     """Draw from a seeded generator, and leave the global one as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
-def build(factory: Callable[[], Any], seed: int = 0) -> Any:
+def build(factory, seed=0):
     """A float64 module with the weights of ``seed``."""
     with seeded(seed):
         return factory().double()
 
 
-def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+def randn(*shape, seed=1, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def randint(high: int, *shape: int, seed: int = 2) -> Tensor:
+def randint(high, *shape, seed=2):
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def call(module: Callable[..., Any], inputs: Any) -> Any:
+def call(module, inputs):
     if isinstance(inputs, dict):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
-def gradients(module: nn.Module) -> Gradients:
+def gradients(module):
     """A copy of each parameter's gradient by name; tied parameters under each of their names."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
 
 
-def whole_batch(
-    module: nn.Module,
-    inputs: Any,
-    targets: Any = None,
-    criterion: Callable[[Any, Any], Any] | None = None,
-) -> tuple[Tensor, Gradients]:
+def whole_batch(module, inputs, targets=None, criterion=None):
     """The loss and the gradients of one whole-batch backward through a copy of ``module``."""
     twin = copy.deepcopy(module)
     twin.zero_grad()
@@ -65,14 +54,14 @@ def whole_batch(
     return loss.detach(), gradients(twin)
 
 
-def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None) -> Any:
+def loss_of(output, targets, criterion):
     """The criterion's; without one, what the module has computed."""
     if criterion is not None:
         return criterion(output, targets)
     return output if isinstance(output, Tensor) else output["loss"]
 
 
-def assert_close(actual: Tensor, expected: Tensor, name: str, relative: float = RELATIVE) -> None:
+def assert_close(actual, expected, name, relative=RELATIVE):
     """Equal up to rounding, measured against the expected tensor's own size."""
     assert actual.shape == expected.shape, f"{name}: {actual.shape} != {expected.shape}"
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} != {expected.dtype}"
@@ -83,7 +72,7 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, relative: float = 
     assert off <= relative * size + _ROUNDING, f"{name}: off by {off}, of {size}"
 
 
-def assert_alike(actual: Any, expected: Any, relative: float = RELATIVE) -> None:
+def assert_alike(actual, expected, relative=RELATIVE):
     """Of the same types and structure, with tensors that are close; all else is equal."""
     assert type(actual) is type(expected)
     if isinstance(expected, Tensor):
@@ -101,7 +90,7 @@ def assert_alike(actual: Any, expected: Any, relative: float = RELATIVE) -> None
         assert actual == expected
 
 
-def assert_gradients(module: nn.Module, expected: Gradients, relative: float = RELATIVE) -> None:
+def assert_gradients(module, expected, relative=RELATIVE):
     """Each parameter's gradient, separately, is the expected one or is missing where it is."""
     actual = gradients(module)
     assert actual.keys() == expected.keys()
@@ -113,21 +102,14 @@ def assert_gradients(module: nn.Module, expected: Gradients, relative: float = R
             assert_close(actual[name], gradient, name, relative)
 
 
-def assert_parameters(module: nn.Module, plain: nn.Module, relative: float = RELATIVE) -> None:
+def assert_parameters(module, plain, relative=RELATIVE):
     for (name, one), other in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert_close(one.detach(), other.detach(), name, relative)
 
 
 def assert_step(
-    engine: Any,
-    inputs: Any,
-    targets: Any = None,
-    criterion: Callable[[Any, Any], Any] | None = None,
-    *,
-    plain: tuple[Any, Any] | None = None,
-    relative: float = RELATIVE,
-    **options: Any,
-) -> Tensor:
+    engine, inputs, targets=None, criterion=None, *, plain=None, relative=RELATIVE, **options
+):
     """One step of ``engine`` gives the whole batch's loss and gradients.
 
     ``plain``: the inputs and targets as plain torch takes them, where the engine's have markers.

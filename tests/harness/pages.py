@@ -1,13 +1,11 @@
 """The pages of the guide as tests read them: their snippets, and what these take for granted."""
 
-from __future__ import annotations
-
 import configparser
 import copy
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,11 +20,11 @@ SETUP = configparser.ConfigParser(interpolation=None)
 SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
 
 
-def read(page: str) -> str:
+def read(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def example(name: str) -> Any:
+def example(name):
     """The script of that name in examples/, as a module."""
     where = ROOT / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, where)
@@ -35,18 +33,18 @@ def example(name: str) -> Any:
     return script
 
 
-def blocks(text: str, language: str) -> list[str]:
+def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def sections(page: str) -> dict[str, str]:
+def sections(page):
     """Each section of second order by its title; those without a snippet are left out."""
     found = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
     titled = {section.partition("\n")[0]: section for section in found}
     return {title: text for title, text in titled.items() if blocks(text, "python")}
 
 
-def namespace() -> dict[str, Any]:
+def namespace():
     """What pages take for granted: a model on the master, data, a loss."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(64 * 16, 4, dtype=torch.float64, generator=generator)
@@ -67,7 +65,7 @@ def namespace() -> dict[str, Any]:
 class Checked(scatterpar.ScatterOnceParallel):
     """An engine that first compares each step's gradient with that of plain torch."""
 
-    engines: ClassVar[list[Any]] = []
+    engines: ClassVar = []
     compared = 0
 
     def __init__(self, *args, **options):
@@ -84,7 +82,7 @@ class Checked(scatterpar.ScatterOnceParallel):
         return super().forward_backward(inputs, targets, criterion, **options)
 
 
-def run(code: str, names: dict[str, Any]) -> None:
+def run(code, names):
     """Run a snippet, and end the threads of the engine that it leaves open."""
     try:
         exec(code, names)

@@ -1,26 +1,18 @@
 """Folders of pictures, made of the Fashion-MNIST images that are included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from PIL import Image
 
-from scatterpar.train.data import Source, load, open_data
+from scatterpar.train.data import load, open_data
 from scatterpar.train.options import Options
 
 CLASSES = ("Trouser", "Bag", "Sandal")
 
 
 def write_folder(
-    folder: Path,
-    train: int = 12,
-    test: int = 4,
-    ending: str = "png",
-    size: tuple[int, int] = (28, 28),
-    classes: tuple[str, ...] = CLASSES,
-    held_out: str = "test",
-) -> Path:
+    folder, train=12, test=4, ending="png", size=(28, 28), classes=CLASSES, held_out="test"
+):
     """Write train/CLASS and test/CLASS, with so many pictures of each class."""
     data = load()
     for part, split, number in (("train", data.train, train), (held_out, data.test, test)):
@@ -35,13 +27,13 @@ def write_folder(
     return folder
 
 
-def truncate(file: Path) -> None:
+def truncate(file):
     """Leave two thirds of a file, as a copy that was broken off does."""
     content = file.read_bytes()
     file.write_bytes(content[: 2 * len(content) // 3])
 
 
-def broken_folder(folder: Path) -> tuple[Source, str]:
+def broken_folder(folder):
     """A data set of JPEG files, the second of which is truncated, and that file's name."""
     data = open_data(Options(data=str(write_folder(folder, ending="jpg", size=(60, 60)))))
     truncate(Path(data.train[1][0]))

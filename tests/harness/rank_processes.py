@@ -1,16 +1,12 @@
 """Ranks for tests: processes that start once, run what they are given, and end by themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,12 +18,10 @@ _IDLE_SECONDS = 1800.0
 _REPLY_SECONDS = 300.0
 
 
-_ranks: list[Any] = []  # the processes, the ends of their pipes, and the folder of their store
+_ranks = []  # the processes, the ends of their pipes, and the folder of their store
 
 
-def run_on_ranks(
-    size: int, case: Callable[..., Any], *args: Any, killed: int | None = None
-) -> list[Any]:
+def run_on_ranks(size, case, *args, killed=None):
     """What ``case(group, *args)`` returns on each of the first ``size`` ranks of all tests.
 
     ``None`` for the rank that is ``killed`` meanwhile.
@@ -51,7 +45,7 @@ def run_on_ranks(
     return [value for _, value in answers]
 
 
-def _start() -> tuple[Any, ...]:
+def _start():
     """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
     context, folder = fork_context(), tempfile.TemporaryDirectory()
     pipes = [context.Pipe() for _ in range(SIZE)]
@@ -64,7 +58,7 @@ def _start() -> tuple[Any, ...]:
     return processes, [here for here, _ in pipes], folder
 
 
-def _serve(pipe: Any, rank: int, store: str) -> None:
+def _serve(pipe, rank, store):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=_REPLY_SECONDS / 3)
@@ -84,7 +78,7 @@ def _serve(pipe: Any, rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def failure(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str] | None:
+def failure(call, *args, **kwargs):
     """The type and the words, notes included, of what ``call`` raises."""
     try:
         call(*args, **kwargs)
@@ -102,11 +96,11 @@ _COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def Counted() -> Iterator[list[tuple[str, torch.dtype, int]]]:
+def Counted():
     """Yields the list of the body's collectives: of each its name, dtype and bytes."""
     calls = []
 
-    def counted(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def counted(name, original, *args, **kwargs):
         tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), torch.empty(0))
         calls.append((name, tensor.dtype, tensor.nbytes))
         return original(*args, **kwargs)

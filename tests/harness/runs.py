@@ -1,15 +1,9 @@
 """Runs of the training tool: what they recorded, and whether two are the same; a model for them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from faults.processes import SILENCE
 from torch import Tensor, nn
@@ -20,14 +14,14 @@ from scatterpar.train.records import Metrics
 class Small(nn.Module):
     """Draws random numbers, and has buffers. Of coloured images it sees one channel."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes):
         super().__init__()
         self.body = nn.Sequential(
             nn.Flatten(), nn.AvgPool1d(4), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
         )
         self.head = nn.Linear(8, num_classes)
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, images):
         return self.head(self.body(images[:, :1]))
 
 
@@ -36,11 +30,11 @@ class Stop(Exception):
 
 
 @contextlib.contextmanager
-def stop_after(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
+def stop_after(monkeypatch, number):
     """A run in the body ends once so many steps are recorded, before the next one is."""
     write = Metrics.write
 
-    def stopping(self: Metrics, kind: str, **fields: Any) -> None:
+    def stopping(self, kind, **fields):
         if kind == "step" and fields["step"] > number:
             raise Stop
         write(self, kind, **fields)
@@ -50,7 +44,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
         yield
 
 
-def wait_until(reached: Callable[[], bool], folder: Path) -> None:
+def wait_until(reached, folder):
     """Wait for as long as files in ``folder`` keep changing: logs, records, checkpoints."""
     seen, heard = None, time.monotonic()
     while not reached():
@@ -61,7 +55,7 @@ def wait_until(reached: Callable[[], bool], folder: Path) -> None:
         time.sleep(0.02)
 
 
-def records(out: Path, kind: str) -> list[dict[str, Any]]:
+def records(out, kind):
     """The records of a kind, as far as they are written."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -69,11 +63,11 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in found if record["kind"] == kind]
 
 
-def steps(out: Path) -> list[dict[str, Any]]:
+def steps(out):
     return records(out, "step")
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
+def flat(value, name=""):
     """Every leaf of a checkpoint, by its place."""
     if isinstance(value, dict):
         parts = value.items()
@@ -84,7 +78,7 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key, part in parts for k, v in flat(part, f"{name}/{key}").items()}
 
 
-def differences(one: Path, other: Path) -> list[str]:
+def differences(one, other):
     """The places where the final checkpoints of two runs differ by a bit."""
     first, second = (flat(torch.load(out / "checkpoint.pt")) for out in (one, other))
     assert first.keys() == second.keys()
@@ -96,7 +90,7 @@ def differences(one: Path, other: Path) -> list[str]:
     ]
 
 
-def assert_same_run(whole: Path, parts: Path, number: int) -> None:
+def assert_same_run(whole, parts, number):
     """So many steps, each recorded once, with the same bits as in a run that nobody stopped."""
     fields = "step", "epoch", "images", "learning_rate", "loss"
     made = [[[r[field] for field in fields] for r in steps(out)] for out in (whole, parts)]

@@ -1,12 +1,7 @@
 """Models of the transformers library, tiny, without dropout and without weights to download."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from harness.oracle import randint, randn
 
@@ -46,7 +41,7 @@ SIZES = {name: size for size, names in _NAMES for name in names.split()} | {"use
 OFF = ("drop", "jitter")
 
 
-def tiny_config(name: str) -> Any:
+def tiny_config(name):
     """The library's configuration with small sizes; skips where the library has no such model."""
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, f"{name}Config", None)
@@ -65,19 +60,19 @@ def tiny_config(name: str) -> Any:
     return config
 
 
-def tiny(name: str, device: str = "cpu") -> nn.Module:
+def tiny(name, device="cpu"):
     """The library's ``{name}Model``, in training mode."""
     import transformers
 
     config = tiny_config(name)
     with torch.device(device):
-        model: nn.Module = getattr(transformers, f"{name}Model")(config)
+        model = getattr(transformers, f"{name}Model")(config)
     return model.train()
 
 
-def inputs_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def inputs_of(model):
     """A batch of ``ROWS`` rows, by the names of the model's arguments."""
-    config: Any = model.config
+    config = model.config
     if model.main_input_name == "pixel_values":
         size = config.image_size
         size = size if isinstance(size, int) else size[0]

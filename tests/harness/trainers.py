@@ -1,11 +1,7 @@
 """Trainers for tests: small models of three kinds, their data, and a run of any Trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import io
-from pathlib import Path
-from typing import Any
 
 import accelerate.utils.memory
 import pytest
@@ -30,7 +26,7 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 
 SMALL |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
 
 
-def language_model(dropout: float = 0.0) -> nn.Module:
+def language_model(dropout=0.0):
     """A causal language model, in float64."""
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
     drops = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], dropout)
@@ -40,26 +36,26 @@ def language_model(dropout: float = 0.0) -> nn.Module:
         return transformers.GPT2LMHeadModel(config).double()
 
 
-def sequence_classifier(**options: Any) -> nn.Module:
+def sequence_classifier(**options):
     words = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
     with seeded():
         config = transformers.BertConfig(**SMALL | words | options)
         return transformers.BertForSequenceClassification(config).double()
 
 
-def token_classifier() -> nn.Module:
+def token_classifier():
     with seeded():
         config = sequence_classifier().config
         return transformers.BertForTokenClassification(config).double()
 
 
-def image_classifier() -> nn.Module:
+def image_classifier():
     with seeded():
         config = transformers.ViTConfig(image_size=8, patch_size=4, **SMALL)
         return transformers.ViTForImageClassification(config).double()
 
 
-def moved(model: nn.Module) -> nn.Module:
+def moved(model):
     """The model, with other parameters."""
     with seeded(5), torch.no_grad():
         for parameter in model.parameters():
@@ -67,7 +63,7 @@ def moved(model: nn.Module) -> nn.Module:
     return model
 
 
-def sentences(count: int) -> list[dict[str, Any]]:
+def sentences(count):
     lengths = 3 + randint(6, count, seed=5)
     return [
         {"input_ids": randint(VOCABULARY, int(n), seed=i + 1).tolist(), "number": i}
@@ -75,15 +71,15 @@ def sentences(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def images(count: int) -> list[dict[str, Any]]:
+def images(count):
     return [{"pixel_values": randn(3, 8, 8, seed=i), "labels": i % 3} for i in range(count)]
 
 
-def padded(rows: list[dict[str, Any]], kind: str = "language") -> dict[str, torch.Tensor]:
+def padded(rows, kind="language"):
     """A batch of sentences, padded to its longest, with labels of one kind."""
     longest = max(len(row["input_ids"]) for row in rows)
 
-    def pad(row: dict[str, Any], value: int) -> list[int]:
+    def pad(row, value):
         return row["input_ids"] + [value] * (longest - len(row["input_ids"]))
 
     ids = torch.tensor([pad(row, 0) for row in rows])
@@ -99,7 +95,7 @@ def padded(rows: list[dict[str, Any]], kind: str = "language") -> dict[str, torc
     return {**batch, "labels": labels}
 
 
-def tokenizer(**special: str) -> Any:
+def tokenizer(**special):
     """Of the words that are the vocabulary's numbers."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(
@@ -111,7 +107,7 @@ def tokenizer(**special: str) -> Any:
     )
 
 
-def parameters(trainer: Any) -> dict[str, nn.Parameter]:
+def parameters(trainer):
     """Those of the model, and of losses that are modules."""
     losses = getattr(trainer, "loss", None)
     parts = [trainer.model, nn.ModuleDict(losses) if isinstance(losses, dict) else losses]
@@ -119,7 +115,7 @@ def parameters(trainer: Any) -> dict[str, nn.Parameter]:
     return {name: p for module in modules for name, p in module.named_parameters()}
 
 
-def assert_same_parameters(ours: Any, stock: Any, relative: float) -> None:
+def assert_same_parameters(ours, stock, relative):
     mine, theirs = parameters(ours), parameters(stock)
     assert mine.keys() == theirs.keys()
     for name, parameter in mine.items():
@@ -127,14 +123,14 @@ def assert_same_parameters(ours: Any, stock: Any, relative: float) -> None:
         assert off <= relative, f"{name}: off by {off}"
 
 
-def assert_same_run(ours: Any, stock: Any, relative: float = SAME, logged: float = 2e-6) -> None:
+def assert_same_run(ours, stock, relative=SAME, logged=2e-06):
     """The trainers have the same parameters, and logged the same, times aside."""
     assert_same_parameters(ours, stock, relative)
     for mine, its in zip(ours.state.log_history, stock.state.log_history, strict=True):
         assert_same_log(mine, its, max(logged, relative))
 
 
-def assert_same_log(mine: Any, its: Any, relative: float) -> None:
+def assert_same_log(mine, its, relative):
     assert mine.keys() == its.keys()
     timed = {key for key in its if "time" in key or "per_second" in key}
     for key in its.keys() - timed - {"total_flos", "epoch"}:
@@ -142,7 +138,7 @@ def assert_same_log(mine: Any, its: Any, relative: float) -> None:
         assert mine[key] == near, key
 
 
-def assert_same_bits(model: nn.Module, other: nn.Module) -> None:
+def assert_same_bits(model, other):
     for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(parameter, its), "the same bits"
 
@@ -151,12 +147,12 @@ QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_st
 QUIET |= {"save_strategy": "no", "max_steps": 3}
 
 
-def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
+def arguments(folder, **options):
     own = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "optim": "adamw_torch"}
     return transformers.TrainingArguments(output_dir=str(folder), **QUIET | own | options)
 
 
-def quietly(call: Any, *args: Any, **kwargs: Any) -> Any:
+def quietly(call, *args, **kwargs):
     """Without what the Trainer prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         return call(*args, **kwargs)

@@ -1,24 +1,22 @@
 """How many threads are in a place at once."""
 
-from __future__ import annotations
-
 import threading
 
 
 class Watch:
     """Counts the threads inside ``with``; one for all replicas, as any object of no known kind."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lock = threading.Lock()
         self.inside = self.most = 0
-        self.threads: list[str] = []
+        self.threads = []
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         with self.lock:
             self.threads.append(threading.current_thread().name)
             self.inside += 1
             self.most = max(self.most, self.inside)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         with self.lock:
             self.inside -= 1

@@ -1,13 +1,9 @@
 """Losses whose terms do not all count alike: ``LOSSES``, and with a batch ``CASES``, by name."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from harness.agree import Case
@@ -76,7 +72,7 @@ def _ce(**options):
     return lambda: nn.CrossEntropyLoss(**options)
 
 
-LOSSES: dict[str, tuple[Callable[[], Any], Callable[[int], Tensor]]] = {
+LOSSES = {
     "mean": (_ce(), classes),
     "sum": (_ce(reduction="sum"), classes),
     "padded": (_ce(), padded),

@@ -1,7 +1,5 @@
 """Criteria that see the outputs of all rows at once, and models of every kind for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

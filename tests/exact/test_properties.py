@@ -1,13 +1,10 @@
-"""Whatever the sizes: hypothesis chooses batch, replicas, accumulation, dimension and loss.
-
-And what outputs are made of.
-"""
+"""Hypothesis chooses batch, replicas, accumulation, dimension, and what outputs are made of."""
 
 import collections
 from dataclasses import make_dataclass
 
 import torch
-from harness.models import CLASSES, FEATURES, Classifier, Returns
+from harness.models import CLASSES, FEATURES, Of, Returns
 from harness.oracle import assert_alike, assert_step, build, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,16 +13,11 @@ from torch import nn
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather
 
 
-def device_lists(count):
-    """Shared, virtual, and any mixture of replicas that share a memory and such that do not."""
-    return st.lists(
-        st.sampled_from(["cpu", "cpu:0", "cpu:1", "cpu:2"]), min_size=count, max_size=count
-    )
-
-
 @st.composite
 def setups(draw):
-    devices = draw(st.integers(1, 4).flatmap(device_lists))
+    """Shared, virtual, and any mixture of replicas that share a memory and such that do not."""
+    memories = st.sampled_from(["cpu", "cpu:0", "cpu:1", "cpu:2"])
+    devices = draw(st.lists(memories, min_size=1, max_size=4))
     if draw(st.booleans()):
         return devices, {"accum": draw(st.integers(1, 6))}
     return devices, {"micro_batch_size": draw(st.integers(1, 9))}
@@ -35,27 +27,21 @@ def setups(draw):
 @given(setup=setups(), rows=st.integers(1, 12), dim=st.sampled_from([0, 1, -1, -2]))
 def test_any_dimension(setup, rows, dim):
     devices, options = setup
-
-    class Moved(Classifier):
-        def forward(self, inputs):
-            return self.linear(inputs.movedim(dim, 0)).movedim(0, dim)
-
     inputs, targets = (randn(rows, n).movedim(0, dim) for n in (FEATURES, CLASSES))
-    with ScatterOnceParallel(build(Moved), device_ids=devices, dim=dim, **options) as engine:
+
+    def forward(m, inputs):
+        return m.linear(inputs.movedim(dim, 0)).movedim(0, dim)
+
+    model = build(lambda: Of(forward, linear=nn.Linear(FEATURES, CLASSES)))
+    with ScatterOnceParallel(model, device_ids=devices, dim=dim, **options) as engine:
         assert_step(engine, inputs, targets, nn.MSELoss())
 
 
 # --- outputs of any type ---
 
 
-class Pair(collections.namedtuple("Pair", "first second")):
-    pass
-
-
-Record = make_dataclass("Record", ["first", "second"])
+Pair = collections.namedtuple("Pair", "first second")
 Frozen = make_dataclass("Frozen", ["first"], frozen=True)
-
-
 LEAVES = [
     lambda logits, inputs: logits,
     lambda logits, inputs: inputs,
@@ -72,7 +58,6 @@ CONTAINERS = [
     lambda values: dict(zip("abc", values, strict=False)),
     lambda values: collections.OrderedDict(zip("zya", values, strict=False)),
     lambda values: Pair(values[0], values[-1]),
-    lambda values: Record(values[0], values[-1]),
     lambda values: Frozen(values[0]),
 ]
 
@@ -83,8 +68,7 @@ def contained(parts):
     def make(container, parts):
         return lambda *values: container([part(*values) for part in parts])
 
-    inside = st.lists(parts, min_size=1, max_size=3)
-    return st.builds(make, st.sampled_from(CONTAINERS), inside)
+    return st.builds(make, st.sampled_from(CONTAINERS), st.lists(parts, min_size=1, max_size=3))
 
 
 OUTPUTS = st.recursive(st.sampled_from(LEAVES), contained, max_leaves=8)

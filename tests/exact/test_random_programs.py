@@ -28,18 +28,16 @@ def words(text):
 
 LOSSES = {
     "classes": words(
-        "mean, sum, ignored, ignored literal, class weights, sum over constant, smoothed, "
-        "sample weights, hard examples, std, root, coupled labels, penalty, top half"
+        "mean, sum, ignored, class weights, sum over constant, smoothed, sample weights, "
+        "hard examples, std, root, penalty"
     ),
-    "tokens": words(
-        "mean, sum, ignored, class weights, per row, shifted, sum over constant, root, penalty"
-    ),
+    "tokens": words("mean, sum, ignored, class weights, per row, shifted, root, penalty"),
     "values": words(
-        "mean, sum, masked, sample weights, NaN left out, std, root, correlation, contrastive, "
-        "dice, quantile, penalty, per row masked"
+        "mean, sum, masked, sample weights, NaN left out, std, root, contrastive, quantile, "
+        "penalty, per row masked"
     ),
 }
-COUNTED = words("ignored, ignored literal, class weights, sample weights, masked, shifted")
+COUNTED = words("ignored, class weights, sample weights, masked, shifted")
 
 
 def draw(seed):
@@ -48,7 +46,7 @@ def draw(seed):
     program = SimpleNamespace(seed=seed, task=pick.choice(list(LOSSES)))
     program.loss = pick.choice(LOSSES[program.task])
     program.passed = pick.choice(words("nothing, nothing, nothing, sum, count, wrong count"))
-    if program.loss.startswith("sum") and pick.random() < 0.6:
+    if program.loss == "sum" and pick.random() < 0.6:
         program.passed = "sum"
     if program.loss in COUNTED and pick.random() < 0.5:
         program.passed = "count"
@@ -56,8 +54,8 @@ def draw(seed):
     program.layers = pick.sample(words("dropout, batch norm, layer norm"), pick.randint(0, 2))
     program.rows = pick.choice([6, 8, 13, 24, 24, 48, 97, 200])
     program.replicas, program.accum = pick.choice([1, 2, 3]), pick.choice([2, 3, 4])
-    program.holes = pick.choice(words("none, some, some, many, few rows"))
-    program.index, program.scale = pick.randrange(CLASSES), pick.choice([0.1, 1.0, 7.0])
+    program.left_out = pick.choice([0.0, 0.1, 0.2, 0.2, 0.6])
+    program.scale = pick.choice([0.1, 1.0, 7.0])
     program.weights = torch.rand(CLASSES, generator=torch.Generator().manual_seed(seed)) + 0.05
     return program
 
@@ -71,7 +69,7 @@ class Net(nn.Module):
         self.first = nn.Embedding(VOCABULARY, 8) if tokens else nn.Linear(FEATURES, 8)
         self.norm = nn.BatchNorm1d(8) if "batch norm" in program.layers else nn.Identity()
         self.flat = nn.LayerNorm(8) if "layer norm" in program.layers else nn.Identity()
-        self.drop = nn.Dropout(0.3) if "dropout" in program.layers else nn.Identity()
+        self.drop = nn.Dropout(0.3 * ("dropout" in program.layers))
         self.last = nn.Linear(8, CLASSES)
         self.loss = loss
 
@@ -86,30 +84,15 @@ def average(each, weight):
     return (each * weight).sum() / weight.sum().clamp(min=1e-9)
 
 
-def mean_of_rows(each, labels):
-    kept = (labels != -100).to(each.dtype)
-    return ((each * kept).sum(1) / kept.sum(1).clamp(min=1)).mean()
-
-
-def correlation(output, wanted):
-    a, b = output - output.mean(0), wanted - wanted.mean(0)
-    return -(a * b).sum() / (a.norm() * b.norm() + 1e-3)
-
-
 def contrastive(output, wanted):
     logits = F.normalize(output, dim=1) @ F.normalize(wanted, dim=1).T * 3
     return F.cross_entropy(logits, torch.arange(len(output)))
 
 
-def dice(output, wanted):
-    chance, truth = output.sigmoid(), (wanted > 0).to(output.dtype)
-    return 1 - (2 * (chance * truth).sum() + 1) / (chance.sum() + truth.sum() + 1)
-
-
 def of_classes(program, output, targets):
-    kind, labels = program.loss, targets["labels"]
-    if output.ndim == 3:
-        if kind == "shifted":
+    labels = targets["labels"]
+    if program.task == "tokens":
+        if program.loss == "shifted":
             output, labels = output[:, :-1], labels[:, 1:]
         output = output.transpose(1, 2)
     entropy = partial(F.cross_entropy, output, labels)
@@ -117,19 +100,16 @@ def of_classes(program, output, targets):
     losses = {
         "sum": lambda: entropy(reduction="sum"),
         "sum over constant": lambda: entropy(reduction="sum") / 64,
-        "ignored literal": lambda: entropy(ignore_index=program.index),
         "class weights": lambda: entropy(weight=program.weights.to(output)),
         "smoothed": lambda: entropy(label_smoothing=0.1),
         "root": lambda: entropy().sqrt(),
         "penalty": lambda: entropy() + 0.1 * output.square().mean(),
         "sample weights": lambda: average(each(), targets["weights"]),
         "hard examples": lambda: average(each(), each().detach() > each().detach().mean()),
-        "top half": lambda: each().topk((len(labels) + 1) // 2).values.mean(),
         "std": lambda: each().mean() + each().std(),
-        "coupled labels": lambda: sum(each()[labels == k].mean() for k in labels.unique()),
-        "per row": lambda: mean_of_rows(each(), labels),
+        "per row": lambda: (each().sum(1) / (labels != -100).sum(1).clamp(min=1)).mean(),
     }
-    return losses.get(kind, entropy)()
+    return losses.get(program.loss, entropy)()
 
 
 def of_values(program, output, targets):
@@ -145,53 +125,40 @@ def of_values(program, output, targets):
         "sample weights": lambda: average(each, weight),
         "std": lambda: output.std(),
         "root": lambda: error.mean().sqrt(),
-        "correlation": lambda: correlation(output, wanted),
         "contrastive": lambda: contrastive(output, wanted),
-        "dice": lambda: dice(output, wanted),
         "quantile": lambda: each.float().quantile(0.7).to(error.dtype),
         "penalty": lambda: error.sum() + program.scale * output.mean().square(),
     }
     return losses.get(program.loss, error.mean)()
 
 
-def count_of(program):
-    def count(inputs, targets):
-        targets = targets if targets is not None else inputs[1]
-        labels = targets["labels"]
-        if program.passed == "wrong count":
-            return (labels % 3 == 1).sum() + 1
-        if program.loss in ("sample weights", "masked"):
-            return targets["mask" if program.loss == "masked" else "weights"].sum()
-        if program.loss == "class weights":
-            return program.weights[labels.clamp(min=0)].where(labels >= 0, 0).sum()
-        ignored = program.index if program.loss == "ignored literal" else -100
-        return count_labels(ignored, shifted=program.loss == "shifted")(None, labels)
-
-    return count
+def count_of(program, inputs, targets):
+    targets = targets if targets is not None else inputs[1]
+    labels = targets["labels"]
+    if program.passed == "wrong count":
+        return (labels % 3 == 1).sum() + 1
+    if program.loss in ("sample weights", "masked"):
+        return targets["mask" if program.loss == "masked" else "weights"].sum()
+    if program.loss == "class weights":
+        return program.weights[labels.clamp(min=0)].where(labels >= 0, 0).sum()
+    return count_labels(shifted=program.loss == "shifted")(None, labels)
 
 
 def batch_of(program, seed, dtype):
     generator = torch.Generator().manual_seed(program.seed * 1000 + seed)
     n, tokens = program.rows, program.task == "tokens"
     shape = (n, LENGTH) if tokens else (n,)
-    if tokens:
-        inputs = torch.randint(VOCABULARY, shape, generator=generator)
-    else:
-        inputs = torch.randn(n, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    rows = torch.randn(n, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    inputs = torch.randint(VOCABULARY, shape, generator=generator) if tokens else rows
     labels = torch.randint(CLASSES, shape, generator=generator)
     values = torch.randn(n, CLASSES, generator=generator, dtype=torch.float64).to(dtype)
-    chance = {"none": 0.0, "some": 0.2, "many": 0.6, "few rows": 0.1}[program.holes]
-    left_out = torch.rand(n, generator=generator) < chance
-    if chance and program.loss in ("ignored", "per row", "shifted"):
-        lengths = torch.randint(2, LENGTH + 1, (n,), generator=generator)
-        unlabelled = torch.arange(LENGTH) >= lengths[:, None] if tokens else left_out
-        labels = labels.masked_fill(unlabelled, -100)
-    mask = torch.ones(n).masked_fill(left_out, 0)
+    left_out = torch.rand(n, generator=generator) < program.left_out
+    if program.left_out and program.loss in ("ignored", "per row", "shifted"):
+        lengths = torch.randint(2, LENGTH + 1, (n, 1), generator=generator)
+        labels[torch.arange(LENGTH) >= lengths if tokens else left_out] = -100
     values[:, 0].masked_fill_(left_out & (program.loss == "NaN left out"), float("nan"))
-    weights = torch.rand(n, generator=generator) + 0.1 if chance else torch.ones(n)
-    if tokens:
-        weights = weights[:, None].expand(n, LENGTH).contiguous()
-    return inputs, {"labels": labels, "values": values, "mask": mask, "weights": weights}
+    weights = torch.rand(shape, generator=generator) + 0.1
+    return inputs, {"labels": labels, "values": values, "mask": ~left_out, "weights": weights}
 
 
 def parts_of(program, dtype):
@@ -201,7 +168,7 @@ def parts_of(program, dtype):
     model = Net(program, loss if program.owns_loss else None).to(dtype)
     options = {"reduction": "sum"} if program.passed == "sum" else {}
     if "count" in program.passed:
-        options["count"] = count_of(program)
+        options["count"] = partial(count_of, program)
     return model, None if program.owns_loss else loss, options
 
 
@@ -223,8 +190,6 @@ def off_by(program, seed):
         torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None])
         for each in (model, twin)
     )
-    if one.shape != other.shape or not (one.isfinite().all() and other.isfinite().all()):
-        return float("nan")
     return float((one - other).norm() / max(float(other.norm()), 1e-12))
 
 
@@ -255,7 +220,7 @@ def judge(seed):
     program = draw(seed)
     try:
         off = [off_by(program, number) for number in range(1, 7)]
-        is_right, is_wrong = max(off) < RIGHT, min(off) > WRONG
+        is_right, is_wrong = all(o < RIGHT for o in off), all(o > WRONG for o in off)
         if not (is_right or is_wrong):  # NaN is neither
             return None
         return vars(program) | {"right": is_right, "off": off[0], "said": told(program)}
@@ -270,5 +235,4 @@ def test_wrong_programs_are_told_and_right_ones_are_not(seeds):
     found = [one for one in map(judge, range(seeds)) if one]
     assert len(found) > seeds // 2
     assert not [each for each in found if each["right"] and each["said"] in ("refused", "warned")]
-    wrong = [each for each in found if not each["right"]]
-    assert not [each for each in wrong if not each["said"]]
+    assert not [each for each in found if not (each["right"] or each["said"])]

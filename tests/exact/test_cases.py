@@ -42,9 +42,9 @@ ON_RANKS = {
     weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     module_cases: [
         *("tied", "spectral norm", "own parameters", "frozen and thawed", "several dtypes"),
-        *("complex", "conjugates", "negatives", "changes between steps", "half beside double"),
-        *("layouts, torch.float64", "unused by some", "gradients in one memory", "torch.float16"),
-        *("a trained criterion", "a trained buffer", "constant buffers", "bfloat16 beside double"),
+        *("complex", "conjugates", "changes between steps", "layouts, torch.float64"),
+        *("unused by some", "gradients in one memory", "torch.float16", "a trained criterion"),
+        *("a trained buffer", "constant buffers", "bfloat16 beside double"),
         *("overlapping buffer, row", "buffers of every dtype"),
     ],
     contrastive: ["clip", "barlow_twins"],

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from harness.oracle import (
-    assert_close,
-    assert_gradients,
-    build,
-    call,
-    gradients,
-    whole_batch,
-)
+from harness.oracle import assert_close, assert_gradients, build, call, gradients, whole_batch
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, gather
@@ -21,14 +14,11 @@ class Plain:
     """A model and a criterion on one device."""
 
     def __init__(self, module, criterion):
-        self.module = self.model = module
+        self.module = self.model = self.outputs = module
         self.criterion = criterion
 
     def loss(self, inputs, targets):
         return self.criterion(self.model(inputs), targets)
-
-    def outputs(self, inputs):
-        return self.model(inputs)
 
 
 class Pair:

@@ -94,6 +94,7 @@ def test_replicas_that_wait_for_each_other_all_start(devices, cores):
     model = calls(lambda _: barrier.wait(SECONDS))
     with ScatterOnceParallel(model, 3, devices(REPLICAS), verify=False) as engine:
         engine.forward_backward(randn(3 * REPLICAS, 2), criterion=mean)
+    DataParallelModel(model, devices(REPLICAS))(NUMBERED)
     assert not barrier.broken
 
 

@@ -12,40 +12,13 @@ from torch import Tensor
 from scatterpar import ScatterOnceParallel
 from scatterpar.batch import nested
 
-RATE = 0.05
-
 
 def criterion(output, _):
     """A mean over rows: every element of every tensor counts, and each in its own way."""
-    values = output.to_tuple() if hasattr(output, "to_tuple") else output
-    found = [t for t in nested.leaves(values) if isinstance(t, Tensor) and t.ndim]
+    found = [t for t in nested.leaves(output.to_tuple()) if isinstance(t, Tensor) and t.ndim]
     found = [t for t in found if t.is_floating_point()]
     weights = [torch.linspace(0.5, 1.5, t[0].numel(), dtype=t.dtype).view_as(t[0]) for t in found]
     return sum(((t + 0.1) ** 2 * w).mean() for t, w in zip(found, weights, strict=True))
-
-
-def assert_two_steps(make, inputs, devices, relative=1e-10):
-    model, plain = build(make), build(make)
-    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-    optimizers = [torch.optim.SGD(m.parameters(), RATE, momentum=0.9) for m in (model, plain)]
-    with ScatterOnceParallel(model, 2, devices) as engine:
-        for _ in range(2):
-            loss = engine.forward_backward(inputs, None, criterion)
-            expected = criterion(plain(*args, **kwargs), None)
-            expected.backward()
-            assert_close(loss, expected.detach(), "loss", relative)
-            ours, theirs = (
-                {name: p.grad.to_dense() for name, p in m.named_parameters() if p.grad is not None}
-                for m in (model, plain)
-            )
-            assert ours.keys() == theirs.keys()
-            scale = max(grad.abs().max() for grad in theirs.values())
-            for name, grad in ours.items():
-                assert (grad - theirs[name]).abs().max() <= relative * scale, f"{name}.grad"
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_parameters(model, plain, relative)
 
 
 def words(text):
@@ -81,24 +54,36 @@ IN_FLOAT32 = words("""
     MiniMaxM3VLText MLCDVision MuseGlimmerText NemotronH OpenAIPrivacyFilter Qwen3_5MoeText
     Qwen3_5Text Qwen3Next Qwen4ExpText RecurrentGemma VaultGemma
 """)
-QUICK_TRANSFORMERS = ["Llama", "T5", "Mixtral", "Mamba"]
+QUICK = ["Llama", "T5", "Mixtral", "Mamba"]
+OTHERS = sorted({*IN_FLOAT64, *IN_FLOAT32} - {*QUICK})
 
 
-def assert_transformer(name, device_ids):
+@pytest.mark.draws  # some do, even for dropout of nothing
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_two_steps_of_a_model_of_transformers(name):
+    """On two memories, where more can go wrong than in one."""
     tiny_config(name)  # or skip
     relative = 1e-5 if name in IN_FLOAT32 else 1e-9
     inputs = inputs_of(tiny(name, "meta"))
-    assert_two_steps(lambda: tiny(name), inputs, device_ids, relative)
-
-
-@pytest.mark.parametrize("name", QUICK_TRANSFORMERS)
-def test_a_few_models_of_transformers(devices, name):
-    assert_transformer(name, devices(2))
-
-
-@pytest.mark.slow
-@pytest.mark.draws  # some do, even for dropout of nothing
-@pytest.mark.parametrize("name", sorted({*IN_FLOAT64, *IN_FLOAT32} - {*QUICK_TRANSFORMERS}))
-def test_models_of_transformers(name):
-    """On two memories, where more can go wrong than in one."""
-    assert_transformer(name, ["cpu:0", "cpu:1"])
+    model, plain = both = [build(lambda: tiny(name)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in both]
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
+        for _ in range(2):
+            loss = engine.forward_backward(inputs, None, criterion)
+            expected = criterion(plain(**inputs), None)
+            expected.backward()
+            assert_close(loss, expected.detach(), "loss", relative)
+            ours, theirs = (
+                {key: p.grad.to_dense() for key, p in m.named_parameters() if p.grad is not None}
+                for m in both
+            )
+            assert ours.keys() == theirs.keys()
+            scale = max(grad.abs().max() for grad in theirs.values())
+            for key, grad in ours.items():
+                assert (grad - theirs[key]).abs().max() <= relative * scale, f"{key}.grad"
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_parameters(model, plain, relative)

@@ -59,11 +59,6 @@ class LogSoftmaxKL(nn.KLDivLoss):
         return super().forward(input.log_softmax(1), target)
 
 
-class Method:
-    def squared(self, output, targets):
-        return F.mse_loss(output, targets)
-
-
 def of_rows(output, targets):
     return ((output - targets) ** 2).sum(1).mean()
 
@@ -89,15 +84,11 @@ LOSSES = {
     "probabilities, class weights": (_ce(weight=CLASS_WEIGHTS), probabilities),
     "a share without labels": (_ce(), half_padded),
     "nll, padded": (LogSoftmaxNLL, padded),
-    "nll, class weights": (lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS), classes),
     "mse": (nn.MSELoss, values),
-    "mse, sum": (lambda: nn.MSELoss(reduction="sum"), values),
     "bce, positive weights": (lambda: nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), signs),
     "kl, batchmean": (lambda: LogSoftmaxKL(reduction="batchmean"), probabilities),
-    "kl, sum": (lambda: LogSoftmaxKL(reduction="sum"), probabilities),
     "function of torch": (lambda: F.cross_entropy, classes),
     "function": (lambda: of_rows, probabilities),
-    "bound method": (lambda: Method().squared, values),
     "method of a module": (lambda: nn.MSELoss().forward, values),
     "partial": (lambda: partial(F.smooth_l1_loss, beta=0.5), values),
 }

@@ -5,11 +5,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
-from torch.nn.utils.parametrizations import spectral_norm
 
 from harness.agree import Case
 from harness.contrastive import FEATURES
-from harness.models import Columns, Of, Returns, linear
+from harness.models import Of, Returns, linear
 from harness.module_cases import InOneMemory, with_buffers
 from harness.oracle import build, randint, randn
 from scatterpar import Replicated, Rows
@@ -164,10 +163,6 @@ def in_row_order(outputs, targets):
     return (outputs.sum(1) * torch.stack([row.sum() for row in rows]) * factor).sum()
 
 
-def of_columns(outputs, labels):
-    return cross_entropy(outputs.T @ outputs, labels[0])
-
-
 NAMES, ANCHORS = [f"row {n}" for n in range(7)], randn(4, 3)
 ENTRIES, FACTOR = [randn(length + 1) for length in range(11)], torch.tensor(2.0)
 PARTS = [(Rows(few), [Replicated(FACTOR)]) for few in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:])]
@@ -201,9 +196,6 @@ WHOLE = {
     "a criterion that shares a layer": Case(
         three_layers, ROWS, lambda model: build(lambda: Tempered(model[2])), accum=3
     ),
-    "versions of the same pictures": Case(
-        lambda: nn.Linear(5, 3), (randn(24, 5), randint(3, 24)), lambda _: Versions()
-    ),
     "names and anchors": Case(
         linear,
         (ROWS[0][:7], (Rows(NAMES), Replicated(ANCHORS))),
@@ -216,12 +208,6 @@ WHOLE = {
         lambda _: in_row_order,
         plain=(ROWS[0][:11], (ENTRIES, [FACTOR])),
     ),
-    "a criterion of columns": Case(
-        Columns,
-        (randn(FEATURES, 11), torch.arange(11)[None]),
-        lambda _: of_columns,
-        engine={"dim": 1},
-    ),
 }
 for accum in (1, 3):
     WHOLE |= {
@@ -230,10 +216,5 @@ for accum in (1, 3):
         ),
         f"statistics of a whole batch, {accum}": of_pairs(normed, by_share=True, accum=accum),
         f"counters, {accum}": of_pairs(counted, by_share=True, accum=accum),
-        f"spectral norm, whole batch, {accum}": of_pairs(
-            lambda: nn.Sequential(spectral_norm(nn.Linear(FEATURES, 6)), nn.Tanh()),
-            by_share=True,
-            accum=accum,
-        ),
     }
 CASES = {name: replace(case, only=("whole batch",)) for name, case in WHOLE.items()}

@@ -93,8 +93,8 @@ def of_pairs(outputs, _):
 @pytest.mark.parametrize(
     ("form", "where", "rows", "accum", "whole_batch"),
     [
-        *((form, where, 24, 4, False) for form in FORMS for where in ("forward", "backward")),
-        *(("torch", where, 24, 4, True) for where in ("forward", "backward")),
+        *((form, "forward", 24, 4, False) for form in FORMS),
+        *(("torch", "backward", 24, 4, whole_batch) for whole_batch in (False, True)),
         # The search tries eight, one of them of a single row: batch normalisation raised.
         *(("torch", "forward", 29, 5, whole_batch) for whole_batch in (False, True)),
     ],

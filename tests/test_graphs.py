@@ -119,45 +119,35 @@ def test_gradients_are_those_of_the_whole_batch(places, make, accum):
             optimizer.step()
 
 
-class Draws(nn.Module):
+def draws(module, x):
     """Keeps what it drew, in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("drawn", torch.zeros(4, dtype=torch.float64))
-
-    def forward(self, x):
-        self.drawn.mul_(3).add_(torch.rand(4, device=x.device, dtype=torch.float64))
-        return x
+    module.drawn.mul_(3).add_(torch.rand(4, device=x.device, dtype=torch.float64))
+    return x
 
 
-@pytest.mark.parametrize("name", ["dropout", "batch_norm"])
 @pytest.mark.draws
-def test_draws_and_buffers_are_those_of_a_step_without_graphs(places, name):
-    if name == "dropout":
-        model, inputs, targets = problem(mlp, nn.Dropout(0.3), Draws())
-    else:
-        model, inputs, targets = problem(cnn, nn.BatchNorm2d(4))
+def test_draws_and_buffers_are_those_of_a_step_without_graphs(places):
+    layers = Of(draws, drawn=nn.Buffer(torch.zeros(4))), nn.BatchNorm2d(4), nn.Dropout(0.3)
+    model, inputs, targets = problem(cnn, *layers)
 
     def run(engine):
         losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(3)]
         return [*losses, torch.rand(3)]
 
     *losses, _ = assert_same(run, model, places, 3, draws=True)
-    assert torch.stack(losses).unique().numel() == 3 or name == "batch_norm"
+    assert torch.stack(losses).unique().numel() == 3
 
 
 def test_outputs_scaler_weights_and_masks(places):
     model, inputs, targets = problem(GPT)
     targets[::3] = -100
-    options = {
-        "scaler": torch.amp.GradScaler(home().type, init_scale=8.0),
-        "return_outputs": True,
-    }
+    scaler = torch.amp.GradScaler(home().type, init_scale=8.0)
 
     def run(engine):
         for _ in range(2):
-            loss, outputs = engine.forward_backward({"words": inputs}, targets, LOSS, **options)
+            loss, outputs = engine.forward_backward(
+                {"words": inputs}, targets, LOSS, scaler=scaler, return_outputs=True
+            )
         return [loss, *outputs]
 
     assert_same(run, model, places, 4, check_finite=True, accumulate_dtype=torch.float64)
@@ -227,14 +217,11 @@ def test_another_criterion_or_what_is_in_it_too(two_places):
             scale += 1
 
 
-@pytest.mark.parametrize(
-    ("holder", "name"),
-    [
-        (torch.backends.cuda.matmul, "allow_tf32"),
-        *((torch.backends.cudnn, name) for name in ("allow_tf32", "benchmark", "deterministic")),
-    ],
-    ids=["matmul", "convolution", "benchmark", "deterministic"],
-)
+FLAGS = [(torch.backends.cuda.matmul, "allow_tf32")]
+FLAGS += [(torch.backends.cudnn, name) for name in ("allow_tf32", "benchmark", "deterministic")]
+
+
+@pytest.mark.parametrize(("holder", "name"), FLAGS)
 def test_flags_that_choose_kernels_are_captured_anew(two_places, holder, name):
     """A graph keeps the kernels that it was captured with."""
     model, inputs, targets = problem()

@@ -38,10 +38,10 @@ def engine_of(devices=LAYOUTS[0], accum=3, **options):
     return ScatterOnceParallel(network(), accum, devices, **options)
 
 
-def traced(engine, criterion=CE, steps=1, **options):
+def traced(engine, steps=1, **options):
     with engine, engine.trace() as trace:
         for _ in range(steps):
-            engine.forward_backward(*batch(), criterion, **options)
+            engine.forward_backward(*batch(), CE, **options)
     return trace
 
 
@@ -79,7 +79,7 @@ def test_every_sub_step_has_one_forward_and_one_backward(devices, how, options, 
 
 
 def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
-    trace = traced(engine_of(), lambda o, t: nn.functional.cross_entropy(o, t), steps=3)
+    trace = traced(engine_of(), steps=3)
     assert [step.number for step in trace.steps] == [0, 1, 2]
     for step in trace.steps:
         assert step.error is None
@@ -144,28 +144,20 @@ def test_the_table_has_a_line_per_replica():
     assert sum(percent) <= 103  # rounded
 
 
-def test_a_replica_that_is_done_early_has_waited():
+def test_a_replica_that_is_done_early_has_waited_and_the_time_between_steps_is_the_callers():
     class SlowOnTheSecond(nn.Module):
         def forward(self, output, targets):
             time.sleep(0.2 * bool(targets[0]))
             return output.sum()
 
-    inputs, targets = torch.randn(4, 4), torch.tensor([0, 0, 1, 1])
+    data = torch.randn(4, 4), torch.tensor([0, 0, 1, 1]), SlowOnTheSecond()
     with engine_of(LAYOUTS[1], 1, verify=False) as engine:
-        engine.forward_backward(inputs, targets, SlowOnTheSecond(), reduction="sum")
+        engine.forward_backward(*data, reduction="sum")
         with engine.trace() as trace:
-            engine.forward_backward(inputs, targets, SlowOnTheSecond(), reduction="sum")
+            time.sleep(0.3)
+            engine.forward_backward(*data, reduction="sum")
     waited = [float(line.split()[-1]) for line in str(trace).splitlines()[2:4]]
     assert waited[0] > 150 > waited[1]
-
-
-def test_the_time_between_steps_is_the_callers():
-    with engine_of() as engine:
-        engine.forward_backward(*batch(), CE)
-        with engine.trace() as trace:
-            for _ in range(2):
-                time.sleep(0.3)
-                engine.forward_backward(*batch(), CE)
     between = re.search(r"([\d.]+) ms between steps", str(trace))
     assert 300 <= float(between[1]) < 600
     assert engine.last_step.waited >= 0.3
@@ -209,14 +201,11 @@ def test_a_profiler_of_all_threads_sees_the_operators_of_replicas():
     assert found["scatterpar replicate"] == found["scatterpar reduce"] == 1
 
 
-def test_a_profiler_of_one_thread_is_told():
+@pytest.mark.filterwarnings("error")
+def test_a_profiler_of_one_thread_is_told_unless_one_replica_is_in_it():
     with pytest.warns(UserWarning, match=re.escape(PROFILE_ALL_THREADS)):
         found = profiled(engine_of())
     assert found["scatterpar compute"] == 1
-
-
-@pytest.mark.filterwarnings("error")
-def test_one_replica_is_in_the_callers_thread():
     found = profiled(engine_of(LAYOUTS[2], verify=False))
     assert found["aten::addmm"] == 2 * 3
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -21,48 +23,46 @@ def mean_or_std(net, rows, mode="plain"):
     return net.linear(rows).std(0).sum() if compares else net.linear(rows).square().mean()
 
 
-def by_switch(engine):
-    def batch(step):
-        engine.module.compares = step >= 10
-        return INPUTS, None
-
-    return batch
+def by_switch(engine, step):
+    engine.module.compares = step >= 10
+    return (INPUTS,)
 
 
-def by_word(_):
-    return lambda step: ({"rows": INPUTS, "mode": "std" if step >= 10 else "plain"}, None)
+def by_word(_, step):
+    return ({"rows": INPUTS, "mode": "std" if step >= 10 else "plain"},)
 
 
 def with_number(number):
-    return lambda o, t: o.std(0).sum() if number >= 10 else F.mse_loss(o, t)
+    return INPUTS, VALUES, lambda o, t: o.std(0).sum() if number >= 10 else F.mse_loss(o, t)
 
 
+@dataclass
 class Loop:
     """The user's own training loop: its method is the criterion, and it holds the engine."""
 
-    def __init__(self, engine):
-        self.engine, self.weight = engine, 0.0
+    engine: Any
+    weight: float
 
     def loss(self, output, targets):
         loss = F.mse_loss(output, targets)
         return loss + self.weight * output.std(0).sum() if self.weight else loss
-
-    def batch(self, step):
-        self.weight = 0.5 * (step >= 19)
-        return INPUTS, VALUES, self.loss
 
 
 CHANGES = {  # the model, what is passed in each step, the number of the step that changes
     "a switch of the module": (net(mean_or_std, compares=False), by_switch, 10),
     "a word in the batch": (net(mean_or_std, compares=False), by_word, 10),
     # Unseen through step 63: a closure with another number was of the same kind.
-    "a number": (linear, lambda _: lambda n: (INPUTS, VALUES, with_number(n // 10 * 10)), 10),
+    "a number": (linear, lambda _, n: with_number(n // 10 * 10), 10),
     "one of the numbers that change in every step": (  # step 16 is looked at
         linear,
-        lambda _: lambda n: (INPUTS, VALUES, with_number(min(n, 9) + n / 100 + n // 15)),
+        lambda _, n: with_number(min(n, 9) + n / 100 + n // 15),
         15,
     ),
-    "a number beside an engine": (linear, lambda engine: Loop(engine).batch, 19),
+    "a number beside an engine": (
+        linear,
+        lambda engine, n: (INPUTS, VALUES, Loop(engine, 0.5 * (n >= 19)).loss),
+        19,
+    ),
 }
 
 
@@ -71,11 +71,10 @@ def test_a_step_that_changes_is_looked_at(devices, name):
     """A term over the batch that began in step 10 was unseen for hundreds of steps."""
     make, batch_of, first = CHANGES[name]
     with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
-        batch = batch_of(engine)
         for step in range(first):
-            engine.forward_backward(*batch(step))
+            engine.forward_backward(*batch_of(engine, step))
         with pytest.raises(ValueError, match="would be off by"):
-            engine.forward_backward(*batch(first))
+            engine.forward_backward(*batch_of(engine, first))
 
 
 def test_a_name_in_each_batch_does_not_make_each_step_the_first_of_its_kind():

@@ -38,15 +38,14 @@ def spread(output, _):
     return output.std(0).sum()
 
 
-@pytest.mark.parametrize("accum", [1, 3])
-def test_two_views_are_joined_or_refused(devices, accum):
+def test_two_views_are_joined_or_refused(devices):
     """The loss of SimCLR was 5.081, and is 3.378: views of other micro-batches lay between."""
-    with engine_of(True, accum, devices(2)) as engine:
+    with engine_of(True, 3, devices(2)) as engine:
         assert_step(engine, INPUTS, None, spread, whole_batch=True)
         assert_step(engine, TWO, None, spread, plain=(INPUTS[:2], None), whole_batch=True)
         with torch.no_grad():
             assert_close(engine(INPUTS), engine.module(INPUTS), "output")
-    with engine_of(False, accum, devices(2)) as engine:
+    with engine_of(False, 1, devices(2)) as engine:
         with pytest.raises(ValueError, match=NO_ORDER), torch.no_grad():
             engine(INPUTS)
         with pytest.raises(ValueError, match=NO_ORDER):
@@ -64,12 +63,11 @@ def test_views_that_were_equal_at_first_are_told_later():
             engine(INPUTS)
 
 
-@pytest.mark.parametrize("accum", [1, 3])
-def test_equal_entries_of_rows_are_no_codebook(devices, accum):
+def test_equal_entries_of_rows_are_no_codebook(devices):
     """Of 96 entries came 16. Four masks for each picture, flat, are all background at first."""
     model = build(net(lambda net, rows: net.linear(rows).flatten()))
     nn.init.zeros_(model.linear.weight), nn.init.zeros_(model.linear.bias)
-    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
         _, outputs = engine.forward_backward(
             INPUTS, None, lambda o, t: o.square().mean(), return_outputs=True
         )

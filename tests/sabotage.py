@@ -279,7 +279,7 @@ hooks on parameters run in engine.check
   hooks_taken_off(tensors) => hooks_taken_off([])
 # clear errors
 the user's exception is replaced
-  Workers.parallel_apply -> test_the_lowest_replica_speaks_and_the_others_are_noted
+  Workers.parallel_apply -> test_the_lowest_replica_speaks_and_the_others_are_noted_once
   raise error => raise RuntimeError(str(error))
 the note on an error names no sub-step
   note_replica.__exit__ -> test_the_words_of_a_note

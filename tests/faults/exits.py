@@ -7,7 +7,6 @@ there before the fork, unless ``whole`` is given.
 
 from __future__ import annotations
 
-import atexit  # noqa: F401  the states use it
 import gc
 import importlib
 import json
@@ -15,16 +14,16 @@ import os
 import signal
 import sys
 import tempfile
-import threading  # noqa: F401  likewise
-import time  # noqa: F401  likewise
 
-import torch  # noqa: F401  likewise
-from torch import nn  # noqa: F401  likewise
-
-from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
+import scatterpar  # noqa: F401  for the states, which are forked
 
 # A child that hangs is ended. An engine gives its workers four seconds.
 BEGIN = """
+import atexit, os, signal, sys, threading, time
+import torch
+from torch import nn
+from scatterpar import ScatterOnceParallel
+
 signal.alarm(100)
 model = nn.Linear(4, 2)
 inputs, targets = torch.randn(64, 4), torch.randint(2, (64,))
@@ -34,11 +33,10 @@ step = lambda engine, criterion=criterion: engine.forward_backward(inputs, targe
 def slow(output, targets):
     time.sleep(0.05)
     return criterion(output, targets)
-inside = threading.Event()
+inside, heard = threading.Event(), threading.Semaphore(0)
 def stuck(output, targets):
     inside.set()
     time.sleep(1000)
-heard = threading.Semaphore(0)
 def hear(*given):
     heard.release()
     signal.default_int_handler(*given)
@@ -58,26 +56,18 @@ STATES = {  # the exit code, and how it is come to
         "engine = make(); signal.signal(signal.SIGINT, hear)\n"
         "threading.Thread(target=strike_twice, daemon=True).start(); step(engine, stuck)",
     ),
-    "used, virtual devices": (0, "engine = make(['cpu:0', 'cpu:1']); step(engine)"),
     "in a cycle": (0, "engine = make(); step(engine); engine.me = [engine]; del engine"),
-    "sys.exit in a criterion": (
-        9,
-        "engine = make()\ndef leave(*_): sys.exit(9)\nstep(engine, leave)",
-    ),
+    "sys.exit in a criterion": (9, "step(make(['cpu:0', 'cpu:1']), lambda *_: sys.exit(9))"),
     "a step in a thread that goes on": (
         0,
-        "engine = make()\nthreading.Thread(target=step, args=(engine, slow)).start()",
+        "threading.Thread(target=step, args=(make(), slow)).start()",
     ),
     "a first step at exit": (0, "engine = make(); atexit.register(step, engine)"),
     "closed at exit": (0, "engine = make(); step(engine); atexit.register(engine.close)"),
-    "Ctrl-C": (
-        -signal.SIGINT,
-        "engine = make(); later(signal.SIGINT)\nwhile True: step(engine, slow)",
-    ),
-    "SIGTERM": (
-        -signal.SIGTERM,
-        "engine = make(); step(engine); later(signal.SIGTERM)\nwhile True: step(engine, slow)",
-    ),
+    **{
+        number.name: (-number, f"engine = make(); later({number})\nwhile True: step(engine, slow)")
+        for number in (signal.SIGINT, signal.SIGTERM)
+    },
     "a forked child": (
         0,
         "engine = make(); step(engine)\n"

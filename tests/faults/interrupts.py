@@ -1,20 +1,17 @@
 """Ctrl-C in a step: the state is that of before it or of a whole one, and the next step is exact.
 
 ``python -m faults.interrupts LAYOUT TIMES [PLACE [FILES]]`` strikes between two instructions of the
-engine, or of these files of it; with ``signals`` for a place, at random moments. Real signals
-nearly always hit the long waits, and tracing cannot interrupt C code, so both are needed.
+engine, or of these files of it. Real signals, which nearly always hit the long waits, are in
+``test_fault_interrupts.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
-import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -99,58 +96,9 @@ def between_instructions(
         yield {"where": at.where, "whole": is_whole, "wrong": wrong}
 
 
-class Signals:
-    """Sends Ctrl-C to this process after each delay; ``attempt`` alone lets them through."""
-
-    def __init__(self, delays: list[float]) -> None:
-        self.inside = 0
-        signal.signal(signal.SIGINT, self._ignore)
-        self.thread = threading.Thread(target=self._send, args=(delays,))
-        self.thread.start()
-
-    def _send(self, delays: list[float]) -> None:
-        for delay in delays:
-            time.sleep(delay)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def _ignore(self, *_: object) -> None:
-        pass
-
-    def attempt(self, bench: Bench) -> None:
-        """Take a step with the usual reaction to Ctrl-C."""
-        try:
-            try:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                bench.step(bench.engine, PLACES[FIRST_LINE])
-            finally:
-                signal.signal(signal.SIGINT, self._ignore)
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, self._ignore)
-            self.inside += 1
-
-
-def at_random_moments(bench: Bench, times: int) -> Iterator[dict[str, Any]]:
-    """Interrupt steps at ``times`` moments, every second time twice in a row."""
-    draw, place = random.Random(7), PLACES[FIRST_LINE]
-    whole = bench.expected(place, True)[0]
-    for i in range(times):
-        wrong: list[str] = []
-        signals = Signals([draw.uniform(0, 0.01) for _ in range(1 + i % 2)])
-        while signals.thread.is_alive():
-            bench.back_to_start(bench.subject, accumulate=True)
-            before = capture(bench.subject)
-            signals.attempt(bench)
-            # Struck twice: threads given up draw on from their accelerator's generator.
-            wrong += bench.half_a_step(before, whole, ("generator of",) if i % 2 else ())
-        bench.back_to_start(bench.subject, accumulate=True)
-        wrong += [f"next step: {name}" for name in bench.good_step(place, True)]
-        yield {"inside": signals.inside, "wrong": wrong}
-
-
 def run(layout: str, times: str, *place: str) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
-    way, place = (at_random_moments, ()) if place == ("signals",) else (between_instructions, place)
-    strikes = way(bench_on(layout), int(times), *place)
+    strikes = between_instructions(bench_on(layout), int(times), *place)
     faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
     for found in strikes:
         faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later

@@ -8,17 +8,6 @@ from dataclasses import dataclass
 import torch
 
 
-class ManyArguments(Exception):
-    """Cannot be made anew from its message, as ``type(error)(str(error))`` would."""
-
-    def __init__(self, what: str, where: int, *, why: str) -> None:
-        super().__init__(f"{what} at {where}: {why}")
-
-
-class NotAnException(BaseException):
-    """Passes ``except Exception``."""
-
-
 class Sulky(Exception):
     """Refuses to be printed, compared or hashed."""
 
@@ -51,7 +40,6 @@ class Noted(Exception):
 
 KINDS: dict[str, Callable[[], BaseException]] = {
     "ValueError": lambda: ValueError("boom"),
-    "with several arguments": lambda: ManyArguments("trap", 3, why="armed"),
     "with notes": Noted,
     "a group": lambda: ExceptionGroup("two", [ValueError("one"), TypeError("two")]),
     "StopIteration": lambda: StopIteration("early"),
@@ -59,7 +47,6 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
     "GeneratorExit": GeneratorExit,
-    "a BaseException": lambda: NotAnException("not an Exception"),
     "without a repr": Sulky,
     "frozen": lambda: Frozen(7),
 }

@@ -53,7 +53,6 @@ def _nothing(subject: Subject, step: Step, name: str) -> Iterator[None]:
 
 for name in (  # the subject itself knows these
     "forward, first line",
-    "forward, in the middle",
     "forward, last line",
     "parametrisation",
     "recomputation under checkpoint",
@@ -153,20 +152,6 @@ def _subclass(subject: Subject, step: Step, name: str) -> Iterator[None]:
     yield
 
 
-class TrappedDict(dict[str, Any]):
-    """A mapping of the user's own that is copied for every share."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        trap.count("mapping of the user's in the batch")
-        super().__setitem__(key, value)
-
-
-@place("mapping of the user's in the batch", counted=True)
-def _mapping(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    step.inputs = TrappedDict(inputs=step.inputs)
-    yield
-
-
 def _of_all_rows(output: Tensor, targets: Tensor) -> Tensor:
     z = nn.functional.normalize(output + 0.1 * torch.rand_like(output), dim=1)
     return (z @ z.T - (targets[:, None] == targets).double()).square().mean()
@@ -174,9 +159,7 @@ def _of_all_rows(output: Tensor, targets: Tensor) -> Tensor:
 
 # Of a layer, in one pass or in two, or of all parameters that get a gradient.
 HOOKS = {
-    "forward pre-hook": "register_forward_pre_hook",
     "forward hook": "register_forward_hook",
-    "full backward pre-hook": "register_full_backward_pre_hook",
     "full backward hook": "register_full_backward_hook",
     "whole batch: forward, either pass": "register_forward_hook",
     "whole batch: backward": "register_full_backward_hook",
@@ -200,16 +183,6 @@ def _hooked(subject: Subject, step: Step, name: str) -> Iterator[None]:
 
 for name in HOOKS:
     place(name, counted=name.startswith("whole") or name.endswith("parameter"))(_hooked)
-
-
-@place("global forward hook")
-def _global_hook(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    def hook(module: nn.Module, *_: Any) -> None:
-        if type(module) is nn.Dropout:
-            trap.at(name)
-
-    with nn.modules.module.register_module_forward_hook(hook):
-        yield
 
 
 @place("saved-tensor hook, pack")

@@ -1,7 +1,4 @@
-"""Scripts in processes of their own; one that falls silent is ended.
-
-How long a script takes depends on what else the machine does, so nobody's total is limited. A
-script that hangs says nothing any more: its silence is what is measured, from one word to the next.
+"""Scripts in processes of their own; one that hangs says where its threads are, and ends.
 
 To import torch, with what an optimizer imports, takes three seconds of a core, and a fork next to
 nothing. So most are forked from a server that imports and does nothing else: no thread, no engine,
@@ -13,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import queue
 import runpy
 import signal
 import subprocess
@@ -24,13 +20,13 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 TESTS = Path(__file__).parent.parent
 
-SILENCE = 180.0  # seconds; an idle machine needs two or three
-ABORT_SECONDS = 10.0  # to say where the threads are
+SILENCE = 180.0  # seconds without a sign of life; an idle machine needs two or three
+LIMIT = 3600.0  # seconds of a script: a hang, not a busy machine
 
 
 def environment() -> dict[str, str]:
@@ -68,66 +64,28 @@ class Outcome:
 
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", "-X", "faulthandler", *arguments]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "errors": "replace"}
     return subprocess.Popen(command, env=environment() | variables, **pipes)
 
 
-def finish(process: subprocess.Popen[str], silence: float = SILENCE) -> Outcome:
-    """Wait for a process; one that is silent for too long is ended and fails the test.
-
-    It is aborted first, so that it says where each of its threads is.
-    """
-    heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-    listeners = [
-        threading.Thread(target=_listen, args=(name, pipe, heard), daemon=True)
-        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
-    ]
-    for listener in listeners:
-        listener.start()
-    said: dict[str, list[str]] = {"stdout": [], "stderr": []}
-    if not _take_down(heard, said, silence):
-        process.send_signal(signal.SIGABRT)
-        _take_down(heard, said, ABORT_SECONDS)
-        process.kill()
-        process.wait()
-        out, err = ("".join(lines) for lines in said.values())
-        raise AssertionError(f"silent for {silence:g} s\n{out[-2000:]}\n{err}")
-    for listener in listeners:
-        listener.join()
-    return Outcome(process.wait(), *("".join(lines) for lines in said.values()))
+def finish(process: subprocess.Popen[str] | Forked) -> Outcome:
+    """Wait for a process. One that takes too long is aborted: its code is not that of success."""
+    timer = threading.Timer(LIMIT, process.send_signal, [signal.SIGABRT])
+    timer.start()
+    with ThreadPoolExecutor(2) as pool:  # each is read as it is written: a full pipe holds up
+        out, err = pool.map(_read, (process.stdout, process.stderr))
+    timer.cancel()
+    return Outcome(process.wait(), out, err)
 
 
-def _take_down(
-    heard: queue.SimpleQueue[tuple[str, str]], said: dict[str, list[str]], silence: float
-) -> bool:
-    """Whether everything was said to its end, without so long a silence in between."""
-    speaking = len(said)
-    try:
-        while speaking:
-            name, line = heard.get(timeout=silence)
-            said[name].append(line)
-            speaking -= line == ""
-    except queue.Empty:
-        return False
-    return True
-
-
-def _listen(name: str, pipe: IO[str], heard: queue.SimpleQueue[tuple[str, str]]) -> None:
-    """Pass on what is said, in whatever pieces it comes, and an empty one at the end."""
+def _read(pipe: Any) -> str:
     with pipe:
-        while piece := pipe.buffer.read1().decode(errors="replace"):  # type: ignore[attr-defined]
-            heard.put((name, piece))
-    heard.put((name, ""))
+        found: str = pipe.read()
+    return found
 
 
-def finish_all(processes: dict[str, subprocess.Popen[str]]) -> dict[str, Outcome]:
-    """Wait for all at once: each is read as it writes, since a full pipe would hold it up."""
-    with ThreadPoolExecutor(len(processes)) as pool:
-        return dict(zip(processes, pool.map(finish, processes.values()), strict=True))
-
-
-def run(*arguments: str, silence: float = SILENCE, **variables: str) -> Outcome:
-    return finish(start(*arguments, **variables), silence)
+def run(*arguments: str, **variables: str) -> Outcome:
+    return finish(start(*arguments, **variables))
 
 
 class Forked:
@@ -143,13 +101,12 @@ class Forked:
         self.pid = self._process.pid
         for _, there in pipes:
             there.close()
-        self.stdout, self.stderr = (os.fdopen(os.dup(here.fileno())) for here, _ in pipes)
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(here.fileno()), errors="replace") for here, _ in pipes
+        )
 
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def wait(self) -> int:
         self._process.join()

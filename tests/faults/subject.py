@@ -66,7 +66,6 @@ class Subject(nn.Module):
         hidden = trap.watch(self.dropout(self.norm(self.enter(inputs))))
         hidden.register_hook(lambda gradient: trap.at("hook on a tensor"))
         hidden = checkpoint(self._recomputed, hidden, use_reentrant=False)
-        trap.at("forward, in the middle")
         hidden = trap.watch(self.middle(hidden).tanh())
         output = trap.watch(self.leave(Steps.apply(hidden)))
         trap.follow(output)

@@ -11,26 +11,24 @@ from faults.processes import run, run_forked
 pytestmark = pytest.mark.core
 
 TWO_PASSES = "whole batch: forward, either pass"
-# Where Ctrl-C strikes, on which layouts how often, and on which ``-m slow`` strikes how often.
-STRIKES = {
-    "between instructions": ((), {"shared": 16, "alone": 16}, 160),
-    "of two passes": ((TWO_PASSES,), {"virtual": 14}, 160),
-    # A criterion of all rows draws in the main thread, from a generator that is put in there. An
-    # interrupt in the middle of that left it in for good, or a lock taken.
-    "of the generators": ((TWO_PASSES, "threads/generators.py"), {"shared": 24}, 160),
-    "signals": (("signals",), {"virtual": 16, "alone": 16}, 48),
-}
-ALL = ("shared", "virtual", "alone", "accelerator")
-CASES = []
-for way, (_, quick, many) in STRIKES.items():
-    CASES += [(way, layout, few) for layout, few in quick.items()]
-    layouts = ALL if way != "of the generators" else ALL[3:]
-    CASES += [pytest.param(way, layout, many, marks=pytest.mark.slow) for layout in layouts]
+# A criterion of all rows draws in the main thread, from a generator that is put in there. An
+# interrupt in the middle of that left it in for good, or a lock taken.
+OF_GENERATORS = TWO_PASSES, "threads/generators.py"
+CASES = [  # the layout, how often Ctrl-C strikes, and where
+    *(("shared", 16), ("alone", 16), ("virtual", 14, TWO_PASSES), ("shared", 24, *OF_GENERATORS)),
+    *(
+        pytest.param((layout, 160, *place), marks=pytest.mark.slow)
+        for layout in ("shared", "virtual", "alone", "accelerator")
+        for place in ((), (TWO_PASSES,))
+    ),
+    pytest.param(("accelerator", 160, *OF_GENERATORS), marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("way", "layout", "times"), CASES)
-def test_an_interrupted_step_is_whole_or_not_at_all(request, way, layout, times):
-    script = ("-m", "faults.interrupts", layout, str(times), *STRIKES[way][0])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_an_interrupted_step_is_whole_or_not_at_all(request, case):
+    layout, times, *place = case
+    script = ("-m", "faults.interrupts", *map(str, case))
     if layout != "accelerator":
         outcome = run_forked(*script)
     elif variables := request.getfixturevalue("simulated_accelerator"):
@@ -43,9 +41,7 @@ def test_an_interrupted_step_is_whole_or_not_at_all(request, way, layout, times)
     wrong = [line for line in found if line["wrong"]]
     assert not wrong, "\n".join(map(str, wrong))
     assert len(found) > times // 2
-    if way == "signals":
-        assert any(line["inside"] for line in found)
-    elif way == "of the generators":
+    if len(place) > 1:
         assert {line["where"].partition(":")[0] for line in found} == {"generators.py"}
     else:
         assert not all(line["whole"] for line in found)

@@ -30,7 +30,7 @@ def raised(calls, devices, kind, *, accum, rows):
     return caught.value
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("failing", [0, 2])
 def test_siblings_stop_at_their_next_sub_step(devices, failing):
     """A replica's first sub-step fails once every other replica is in its own first sub-step."""
     accum, visits, barrier, error = 40, [], threading.Barrier(3), ValueError("boom")
@@ -42,9 +42,7 @@ def test_siblings_stop_at_their_next_sub_step(devices, failing):
             barrier.wait(SECONDS)
             if replica == failing:
                 raise error
-            for _ in range(100 * SECONDS):
-                if hasattr(error, "__notes__"):
-                    break
+            while not hasattr(error, "__notes__"):
                 time.sleep(0.01)
             time.sleep(0.2)  # for the cancellation to get around: it is the next thing
         return inputs
@@ -55,31 +53,19 @@ def test_siblings_stop_at_their_next_sub_step(devices, failing):
     assert error.__notes__ == [note_of(failing, devices(3)[failing], 0, accum, rows)]
 
 
-def error_of_all(devices, errors):
-    """What arrives when three replicas raise these at once."""
-    barrier = threading.Barrier(3)
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+def test_the_lowest_replica_speaks_and_the_others_are_noted_once(devices, kind):
+    errors, barrier = [kind(f"from {i}") for i in range(3)], threading.Barrier(3)
 
     def fail(inputs):
         barrier.wait(SECONDS)
         raise errors[int(inputs[0, 0]) // 4]
 
-    assert raised(fail, devices, type(errors[0]), accum=2, rows=4) is errors[0]
-    return errors[0].__notes__
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
-def test_the_lowest_replica_speaks_and_the_others_are_noted(devices, kind):
-    errors = [kind(f"from {i}") for i in range(3)]
-    assert error_of_all(devices, errors) == [
-        note_of(0, devices(3)[0], 0, of=2, rows=range(2)),
-        f"replica 1 failed too: {errors[1]!r}",
-        f"replica 2 failed too: {errors[2]!r}",
-    ]
-
-
-def test_one_exception_object_raised_by_all_collects_no_notes_without_end(devices):
-    error = ValueError("shared")
-    for _ in range(20):
-        notes = error_of_all(devices, [error] * 3)
-    assert len(notes) <= 3
+    for _ in range(3):  # the same exceptions
+        assert raised(fail, devices, kind, accum=2, rows=4) is errors[0]
+        assert errors[0].__notes__ == [
+            note_of(0, devices(3)[0], 0, of=2, rows=range(2)),
+            f"replica 1 failed too: {errors[1]!r}",
+            f"replica 2 failed too: {errors[2]!r}",
+        ]

@@ -19,11 +19,12 @@ from scatterpar.devices.coalescing import (
     tree_rounds,
 )
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
-from scatterpar.devices.transfers import Transfers, to_device, write
+from scatterpar.devices.transfers import Transfers, to_device, to_host, write
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents
 
 _VERSION = attrgetter("_version")
+_Known = dict[int, Fingerprint]  # by number of the tensor
 
 
 def version(tensor: Tensor) -> int:
@@ -65,7 +66,7 @@ class Broadcast:
         self._flats = {  # their elements in the order of memory, 1-D
             device: list(map(flat_view, there)) for device, there in self._copies.items()
         }
-        self._fingerprints: dict[int, Fingerprint] = {}  # those known of the sent values
+        self._fingerprints: _Known = {}  # those known of the sent values
         self._sent: dict[int, int] = {}  # the versions of the sent values
         self._find_places()
 
@@ -97,38 +98,30 @@ class Broadcast:
         """Send all tensors the next time, also unchanged ones."""
         self._sent = {}
 
-    def compare(self) -> list[Fingerprints]:
-        """Returns fingerprints of tensors that may have changed.
-
-        ``update`` needs their ``values`` on the host, which waits once for all objects like this.
-        """
-        self._compared: list[Fingerprints] = []
-        if not self._copies:
-            return []
-        now = self._versions = versions(self._tensors)  # read before the values
-        parameters = set(self.parameters)
-        doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
-        if doubtful:  # else an optimizer has updated all, and there are no buffers
-            master, other = self.memories[:2]
-            unknown = [i for i in doubtful if i not in self._fingerprints]
-            here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
-            there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
-            # The fingerprints are combined on the master, so the host waits for one copy.
-            there.values = to_device(there.values, master)
-            self._compared = [here, there]
-        return self._compared
-
     def update(self, transfers: Transfers) -> None:
-        """Send the master's values of changed tensors, after ``compare``."""
+        """Send the master's values of changed tensors."""
         if not self._copies:
             return
-        here, there = [each.read(each.values) for each in self._compared] or ({}, {})
-        known = self._fingerprints | there
+        now = versions(self._tensors)  # read before the values
+        parameters = set(self.parameters)
+        doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
+        # Often an optimizer has updated all, and there are no buffers.
+        here, known = self._compared(doubtful) if doubtful else ({}, {})
         unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(dict.fromkeys(changed, self.memories[0]), transfers)
-        self._sent, self._fingerprints = dict(enumerate(self._versions)), here
+        self._sent, self._fingerprints = dict(enumerate(now)), here
+
+    def _compared(self, numbers: Sequence[int]) -> tuple[_Known, _Known]:
+        """Fingerprints of the master's tensors with these numbers, and of the sent values."""
+        master, other = self.memories[:2]
+        unknown = [i for i in numbers if i not in self._fingerprints]
+        here = Fingerprints({i: self._flat(i, master) for i in numbers}, master)
+        there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
+        # Brought together on the master, so that the host waits once.
+        values = to_host([here.values, to_device(there.values, master)])
+        return here.read(values[0]), self._fingerprints | there.read(values[1])
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import by_dtype, flat_view, messages
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.devices.transfers import (
     VIA_HOST,
     Transfers,
     as_bytes,
     pieces_of,
     to_device,
+    to_host,
     to_numbers,
 )
 from scatterpar.report import warn
@@ -40,7 +41,10 @@ _BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked c
 
 
 class Fingerprints:
-    """Fingerprints of dense tensors, computed on their device; ``read`` takes host ``values``."""
+    """Fingerprints of dense tensors, computed on their device; ``read`` takes host ``values``.
+
+    The values stay on the device until then, if it has streams.
+    """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         self._owners: list[int] = []
@@ -53,8 +57,9 @@ class Fingerprints:
             for message in messages(tuple([(i, words[i].numel()) for i in numbers]), most):
                 self._owners += message.keys
                 sums.append(_sums(message.of(words), message.sizes, factors))
-        self.values = torch.cat(sums)
-        self._keys = list(tensors)
+        self.values, self._keys = torch.cat(sums), list(tensors)
+        if not has_streams(device):  # work of several threads may have no order there
+            (self.values,) = to_host([self.values])
 
     def read(self, values: Tensor) -> dict[int, Fingerprint]:
         """The fingerprint of each tensor, from ``values`` on the host."""
@@ -62,6 +67,13 @@ class Fingerprints:
         for owner, value in zip(self._owners, to_numbers(values), strict=True):
             fingerprints[owner] += (value,)
         return fingerprints
+
+    def differing_from(self, earlier: Fingerprints) -> set[int]:
+        """The keys of the tensors that had other fingerprints earlier."""
+        if torch.equal(self.values, earlier.values):
+            return set()
+        now, before = (self.read(values) for values in to_host([self.values, earlier.values]))
+        return {key for key, fingerprint in now.items() if fingerprint != before[key]}
 
 
 def _words(tensor: Tensor) -> Tensor:

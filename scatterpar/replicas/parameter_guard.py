@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.fingerprints import Fingerprints, same_bits
-from scatterpar.devices.runtime import has_streams
-from scatterpar.devices.transfers import to_host
 from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
 from scatterpar.threads.workers import add_note, restore_after
@@ -77,14 +75,12 @@ class ParameterGuard:
         self.checked_modes.add(mode)
 
     def _fingerprints(self) -> dict[torch.device, Fingerprints]:
-        """Fingerprints of the parameters in each memory; they stay there until they are read."""
-        found = {}
+        """Fingerprints of the parameters in each memory."""
         with torch.inference_mode(False), torch.no_grad():
-            for device, tensors in self._memories.items():
-                found[device] = Fingerprints(dict(enumerate(tensors)), device)
-                if not has_streams(device):  # work of several threads may have no order there
-                    (found[device].values,) = to_host([found[device].values])
-        return found
+            return {
+                device: Fingerprints(dict(enumerate(tensors)), device)
+                for device, tensors in self._memories.items()
+            }
 
     def _refusals(
         self, earlier: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
@@ -137,9 +133,5 @@ class ParameterGuard:
                 elif now[i] != before[i]:
                     version_changed.add((i, device))
         for device, new in self._fingerprints().items() if fingerprints else ():
-            old = fingerprints[device]
-            if not torch.equal(old.values, new.values):
-                both = to_host([old.values, new.values])
-                one, other = map(Fingerprints.read, (old, new), both)
-                written |= {(i, device) for i, value in one.items() if other[i] != value}
+            written |= {(i, device) for i in new.differing_from(fingerprints[device])}
         return written | (version_changed - exchanged)

@@ -39,7 +39,8 @@ class AutoAccum:
         while True:
             number = (failed + fits + 1) // 2 if fits else min(2 * failed, largest)
             is_whole, cut = fits == failed + 1, plan(number)
-            retain_rows = is_whole and self._retain_rows and _has_two_passes(request, cut)
+            computes_twice = request.whole_batch and len(cut.substep_rows) > len(cut.shares)
+            retain_rows = is_whole and self._retain_rows and computes_twice
             try:
                 if is_whole:
                     outcome = compute(request, cut, retain_rows=retain_rows)
@@ -71,10 +72,6 @@ class AutoAccum:
                     f'accum="auto": {outcome.request.rows} rows with accum={start} ran out of '
                     f"memory; accum={number} is the smallest that fits, and is kept"
                 )
-
-
-def _has_two_passes(request: Request, cut: Plan) -> bool:
-    return request.whole_batch and any(len(share.micro_batches) > 1 for share in cut.shares)
 
 
 def _require_more(error: Exception, number: int, largest: int, retries: int) -> None:

@@ -32,20 +32,19 @@ from scatterpar.batch.markers import count_rows
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.runtime import DeviceLike, resolve
 from scatterpar.devices.transfers import Transfers
-from scatterpar.plan import Plan, check_number, check_shares, make_plan
+from scatterpar.plan import Plan, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import Compiler
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet, StatisticsPolicy
-from scatterpar.report import GradientNoise, StepReport
+from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.reduce import Combine, Observer, Outcome, reduce
+from scatterpar.step.reduce import Combine, Outcome, reduce
 from scatterpar.step.request import (
     Count,
     Request,
-    check_cuts,
     check_module,
     check_options,
     check_synchronised,
@@ -180,11 +179,9 @@ class ScatterOnceParallel(Wrapper):
     def _check_options(self) -> None:
         """Refuse invalid options, and modules that are not on the master."""
         check_module(self.module)
-        check_cuts(self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids))
-        check_options(self.dim, self.buffer_policy, self.accumulate_dtype)
+        cuts = self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids)
+        check_options(*cuts, self.dim, self.buffer_policy, self.accumulate_dtype)
         check_synchronised(self.module)
-        if self.micro_batch_cost is not None:
-            check_number("micro_batch_cost", self.micro_batch_cost)
         check_placement(self.module, self.device_ids, lazy=True)
 
     def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:
@@ -203,7 +200,7 @@ class ScatterOnceParallel(Wrapper):
             self._ranks = Ranks(process_group, self.module, master, self.buffer_policy, dtype)
             self._replica_offset = self._ranks.rank * _MAX_REPLICAS
 
-    _transient = "_workers", "_replicas", "_checks", "_one_pass", "_trace"
+    _transient = "_workers", "_replicas", "_checks", "_one_pass", "_noise", "_trace"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
@@ -226,13 +223,12 @@ class ScatterOnceParallel(Wrapper):
             buffers, cost = self.buffer_policy, self.micro_batch_cost
             check_graphs(self.graphs, self.device_ids, buffers, self._compile_fn, cost)
             self._one_pass = Captured()
-        self._observe: Observer | None = None
-        self._noise_of: Callable[[Outcome], GradientNoise] | None = None
+        self._noise: Any = None  # the add-on
         if self.measure_noise:
-            from scatterpar.noise import check_noise, noise_of, observe
+            from scatterpar import noise
 
-            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
-            self._observe, self._noise_of = observe, noise_of
+            noise.check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
+            self._noise = noise
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
 
@@ -355,7 +351,7 @@ class ScatterOnceParallel(Wrapper):
                 outcome = self._combine(compute) if self._combine else compute()
                 attempt = outcome.attempt
                 with attempt, attempt.span("commit"):  # a hook that raises undoes the step
-                    noise = self._noise_of(outcome) if self._noise_of else None
+                    noise = self._noise.noise_of(outcome) if self._noise else None
                     loss = commit(outcome, deferred=deferred)  # 6
                 self.last_step = outcome.report(noise, waited)
             finally:
@@ -389,10 +385,10 @@ class ScatterOnceParallel(Wrapper):
     def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         with self._attempt(request, plan, **trial) as attempt:
-            transfers, have_losses = attempt.transfers, schedule.weights_apply()
+            transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
                 data = in_order(schedule.data(request), plan, self.dim)
-                pieces = micro_batches(data, plan, self.dim) if have_losses else None
+                pieces = micro_batches(data, plan, self.dim) if schedule.has_losses else None
                 # First: it may read labels from a device, and would wait for copies in the queue.
                 attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
@@ -402,7 +398,8 @@ class ScatterOnceParallel(Wrapper):
             with attempt.phase("compute"):  # 4
                 computed = compute(attempt, loaders, schedule)
             with attempt.phase("reduce"):  # 5
-                return reduce(attempt, computed, self._observe if have_losses else None)
+                observes = self._noise and schedule.has_losses
+                return reduce(attempt, computed, self._noise.observe if observes else None)
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:

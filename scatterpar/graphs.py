@@ -98,7 +98,7 @@ class _Graph:
         self.output = detached_output(output, True) if return_output else None
         del output
         write(self.loss, loss.detach())
-        task.run_backward(number, [loss], [self.factor], autocast_types())
+        task.run_backward(number, [loss], [self.factor])
 
 
 class Captured(Schedule):
@@ -148,11 +148,11 @@ class GraphedSubsteps(Substeps):
         self._accumulate_in(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
         with task.span("replay", number):
-            graph.replay(task, bool(self._return_outputs), number)
+            graph.replay(task, bool(self._request.return_outputs), number)
         output = None
-        if self._return_outputs:
+        if self._request.return_outputs:
             output = nested.map_tensors(Tensor.clone, graph.output)
-            output = detached_output(output, self._return_outputs)
+            output = detached_output(output, self._request.return_outputs)
         return graph.loss.clone(), output
 
     def _accumulate_in(self, static: dict[int, Tensor]) -> None:
@@ -182,7 +182,7 @@ class GraphedSubsteps(Substeps):
         try:
             with self._task.span("capture", number), self._attempt.isolated(task):
                 warm_up = partial(self._warm_up, task, rows)
-                return graphs.record(warm_up, task, bool(self._return_outputs))
+                return graphs.record(warm_up, task, bool(self._request.return_outputs))
         except _Refused as why:
             graphs.refuse(f"{type(task.module).__name__} {why}")
             return None

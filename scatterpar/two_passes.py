@@ -50,7 +50,6 @@ from scatterpar.step.substeps import (
     scalar_loss,
     unalias,
 )
-from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import State
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import leaves_reached, nodes_of
@@ -66,6 +65,7 @@ class TwoPasses(Schedule):
     """
 
     replicas_of_criterion = 1  # the master's
+    has_losses = False  # but one, of all rows
 
     def __init__(self, call: Request, ranks: Ranks | None, graphs: bool = False) -> None:
         self._ranks = ranks
@@ -89,10 +89,6 @@ class TwoPasses(Schedule):
     def data(self, request: Request) -> BatchList:
         """The inputs only: the master alone needs the targets."""
         return [(first, (inputs, None)) for first, (inputs, _) in request.batches]
-
-    def weights_apply(self) -> bool:
-        """No: micro-batches have outputs, and the loss is that of all rows."""
-        return False
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run both passes, and the master's criterion between them.
@@ -193,7 +189,7 @@ class Passes:
         gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
         if gradients:
             pairs = [roots[i] for i in gradients], [*gradients.values()]
-            self.task.run_backward(number, *pairs, autocast_types())
+            self.task.run_backward(number, *pairs)
         self._without_gradient = unalias(self._without_gradient)
 
 
@@ -313,7 +309,7 @@ class WholeBatch:
                 scale = torch.full_like(loss, request.scale, requires_grad=False)
                 # What other ranks give these leaves is what the first rank gives them.
                 with set_aside(hidden if self.counts else [*hidden, *self._task.leaves]):
-                    run_backward([loss], [scale], autocast_types())
+                    run_backward([loss], [scale])
                     self._take_gradients(hidden)
                 _require_one_value(self._pieces)
         except BaseException as error:

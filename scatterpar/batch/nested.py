@@ -32,9 +32,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     children, make = _parts(value, value)
     if make is None:
         return function(value)
-    return make(  # most children are tensors, which need no further call
-        [function(v) if isinstance(v, Tensor) else map_leaves(function, v) for v in children]
-    )
+    return make([map_leaves(function, child) for child in children])
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -71,7 +69,7 @@ def leaves(value: Any, *, containers: bool = False) -> list[Any]:
         return [value]
     found = [value] if containers else []
     for child in children:
-        found += (child,) if isinstance(child, Tensor) else leaves(child, containers=containers)
+        found += leaves(child, containers=containers)
     return found
 
 
@@ -92,16 +90,14 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
     if isinstance(value, (tuple, list)):
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
         return value, (lambda children: type(value)(*children)) if is_named else type(value)
-    get: Callable[..., Any] = getitem
-    put: Callable[..., None] = setitem
+    get: Callable[..., Any] = getattr
+    put: Callable[..., None] = object.__setattr__  # of frozen dataclasses too
     if isinstance(value, Mapping):
-        names = [*like]
+        names, get, put = [*like], getitem, setitem
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        get, put = getattr, object.__setattr__  # of frozen ones too
     elif _is_cache(value):
         names = [n for n, v in vars(like).items() if isinstance(v, (Tensor, list)) or _is_cache(v)]
-        get, put = getattr, object.__setattr__
     else:
         return (), None
 

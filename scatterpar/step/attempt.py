@@ -29,8 +29,6 @@ _Result = TypeVar("_Result")
 # Names the sub-step in notes on errors: called before each one, with ``None`` after the last.
 Proceed = Callable[[int | None], None]
 _UNTIMED = contextlib.nullcontext()
-
-
 # Times its body: a part of the step, the share whose replica does it (``None``: the caller's
 # thread), and the sub-step. Threads of several replicas call it at the same time.
 Clock = Callable[[str, Share | None, int | None], contextlib.AbstractContextManager[object]]
@@ -40,8 +38,8 @@ def profiler_block(
     name: str, share: Share | None = None, sub_step: int | None = None
 ) -> contextlib.AbstractContextManager[object]:
     """Show the body in torch's profilers as a block, such as ``scatterpar forward 3``."""
-    label = name if sub_step is None else f"{name} {sub_step}"
-    return torch.profiler.record_function(f"scatterpar {label}")
+    number = "" if sub_step is None else f" {sub_step}"
+    return torch.profiler.record_function(f"scatterpar {name}{number}")
 
 
 # Called before the sub-steps with the replicas' tasks, when replicas are refreshed; may raise.
@@ -49,7 +47,6 @@ Check = Callable[["Attempt", Sequence[Any]], None]
 # Called with a task, the outputs of each replica, and a function of a task and rows that computes
 # such outputs. Raises if these outputs, joined, are not what one call gives for all rows.
 CheckJoin = Callable[..., None]
-
 
 _ONE_ROW = (
     "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
@@ -76,20 +73,15 @@ class note_replica:
         rows: Sequence[int] = ()
         if self.number is not None:
             rows = self._share.rows_of(self.number)
+            is_span = isinstance(rows, range) and len(rows) > 1
+            named = f"{rows[0]} to {rows[-1]}" if is_span else shown(", ".join(map(str, rows)))
             where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
-            where += f", {_named_rows(rows)}"
+            where += f", row{'s' * (len(rows) > 1)} {named}"
         add_note(error, f"{where}, counted from 0")
         if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
             add_note(error, _ONE_ROW)
         if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
             add_note(error, _LESS_MEMORY)
-
-
-def _named_rows(numbers: Sequence[int]) -> str:
-    """The numbers of a sub-step's rows as text, such as "rows 40 to 47"."""
-    if isinstance(numbers, range) and len(numbers) > 1:
-        return f"rows {numbers[0]} to {numbers[-1]}"
-    return f"row{'s' * (len(numbers) > 1)} {shown(', '.join(map(str, numbers)))}"
 
 
 @dataclass(eq=False)

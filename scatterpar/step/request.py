@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scatterpar.batch.markers import BatchList, batches_of
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.plan import check_int
+from scatterpar.plan import check_int, check_number
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.report import warn
 from scatterpar.wrapper import Wrapper
@@ -94,10 +94,16 @@ def _check_types(call: Request) -> None:
         )
 
 
-def check_cuts(
-    accum: Any, micro_batch_size: Any, micro_batch_cost: float | None, replicas: int
+def check_options(
+    accum: Any,
+    micro_batch_size: Any,
+    micro_batch_cost: Any,
+    replicas: int,
+    dim: Any,
+    buffers: Any,
+    accumulate_dtype: Any,
 ) -> None:
-    """Refuse invalid ``accum`` and ``micro_batch_size``, and two ways to cut a share."""
+    """Refuse invalid options of an engine, and two ways to cut a share."""
     if accum != "auto":
         check_int("accum", accum, least=1, also=' or "auto"')
     if isinstance(micro_batch_size, (list, tuple)):
@@ -110,15 +116,13 @@ def check_cuts(
     elif micro_batch_size is not None:
         also = " or a list with one per replica"
         check_int("micro_batch_size", micro_batch_size, least=1, also=also)
+    if micro_batch_cost is not None:
+        check_number("micro_batch_cost", micro_batch_cost)
     cuts = {"micro_batch_size": micro_batch_size, "micro_batch_cost": micro_batch_cost}
     passed = [f"accum={accum}"] if accum != 1 else []
     passed += [f"{name}={value}" for name, value in cuts.items() if value is not None]
     if len(passed) > 1:
         raise ValueError(f"{' and '.join(passed)} both say how a share is cut; pass one of them")
-
-
-def check_options(dim: Any, buffers: Any, accumulate_dtype: Any) -> None:
-    """Refuse invalid options of an engine."""
     check_int("dim", dim)
     if buffers not in ("master", "batch"):
         raise ValueError(

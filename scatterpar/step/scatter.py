@@ -30,7 +30,7 @@ from scatterpar.devices.coalescing import by_dtype
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 
-_COPIED = partial(unwrap_marker, copy=True)
+_COPIED, _NOT_COPIED = (partial(unwrap_marker, copy=copy) for copy in (True, False))
 _SMALL = 2**16  # bytes; for larger tensors a separate copy costs less than packing
 
 
@@ -55,7 +55,6 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
     sources = {tensor.device for tensor in all_tensors(batch)}
     is_marked = has_markers(batch)
     mover, loaders = LeafMover(transfers), []
-    moved: dict[torch.device, BatchList] = {}  # values without rows are in the memory of the key
     for share in plan.shares:
         device = share.device
         if sources <= {device}:
@@ -63,10 +62,9 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
             continue
         ahead = Prefetcher(device, sources)
         transfers.follow(ahead)  # from now on a step that fails waits for its copies, too
-        if device not in moved:
-            moved[device] = nested.map_leaves(partial(mover.move_rowless, device), batch)
+        moved = nested.map_leaves(partial(mover.move_rowless, device), batch)
         copies = is_marked or device in sources
-        loaders.append(ShareLoader(moved[device], share, dim, ahead, copies=copies))
+        loaders.append(ShareLoader(moved, share, dim, ahead, copies=copies))
     return loaders
 
 
@@ -86,17 +84,13 @@ class ShareLoader:
     copies: bool = True
     arrived: dict[int, Any] = field(default_factory=dict)
 
-    def rows_at_source(self, number: int) -> Any:
-        """The rows of one micro-batch after ``collate``, not copied: views if possible."""
-        return self._sliced(number, partial(unwrap_marker, copy=False))
+    def rows_at_source(self, number: int, function: Callable[[Any], Any] = _NOT_COPIED) -> Any:
+        """The rows of one micro-batch: views of tensors. ``function`` is applied to each leaf.
 
-    def _sliced(self, number: int, function: Callable[[Any], Any]) -> Any:
-        """Slice the rows of one micro-batch, and apply ``function`` to each leaf."""
+        By default the rows are those after ``collate``.
+        """
         start, stop = self.share.micro_batches[number]
-        which = -1
-        while self.batches[which][0] > start:
-            which -= 1
-        first, value = self.batches[which]
+        first, value = next(batch for batch in reversed(self.batches) if batch[0] <= start)
         return select_rows(value, range(start - first, stop - first), self.dim, function)
 
     def load(self, number: int, *, retain: bool = False) -> Any:
@@ -105,13 +99,13 @@ class ShareLoader:
         With ``retain`` the rows stay on the device for a later call.
         """
         if self.ahead is None:
-            return self._sliced(number, _COPIED)
+            return self.rows_at_source(number, _COPIED)
         # The wait comes between the two: the next rows are issued behind these rows' copies, and
         # the sub-step must not wait for both.
         for coming in (number, number + 1):
             if coming not in self.arrived and coming < len(self.share.micro_batches):
                 move = partial(move_rows, self.ahead, self.share.device)
-                self.arrived[coming] = self._sliced(coming, move)
+                self.arrived[coming] = self.rows_at_source(coming, move)
                 self.ahead.issue(coming)
             if coming == number:
                 self.ahead.wait_on_stream(number)

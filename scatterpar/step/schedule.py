@@ -45,17 +45,15 @@ class Schedule:
     Attributes:
         replicas_of_criterion: the number of replicas of the criterion; ``None`` for as many as the
             module has.
+        has_losses: whether each micro-batch has a loss, with a factor in the loss of the batch.
     """
 
     replicas_of_criterion: int | None = None
+    has_losses = True
 
     def data(self, request: Request) -> BatchList:
         """The rows to scatter: for each batch its first row's number, its inputs and targets."""
         return request.batches
-
-    def weights_apply(self) -> bool:
-        """Whether each micro-batch has a loss, which has a factor in the loss of the batch."""
-        return True
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """What runs the sub-steps of one replica in one step."""

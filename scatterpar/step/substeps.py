@@ -53,24 +53,15 @@ class ReplicaTask:
 
     def rows_of(self, number: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
-        if self.clock is None:  # not an empty span: N replicas share the GIL in each sub-step
-            return self.loader.load(number, retain=retain)
         with self.span("arrival", number):
             return self.loader.load(number, retain=retain)
 
     def run_backward(
-        self,
-        number: int,
-        roots: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        autocast: Sequence[str],
+        self, number: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Run the backward pass of sub-step ``number``, timed."""
-        if self.clock is None:
-            run_backward(roots, gradients, autocast)
-            return
         with self.span("backward", number):
-            run_backward(roots, gradients, autocast)
+            run_backward(roots, gradients)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -146,25 +137,19 @@ class Substeps:
 
     def __init__(self, task: ReplicaTask, request: Request) -> None:
         self._task, self._request = task, request
-        self._return_outputs = request.return_outputs
-        self._autocast = autocast_types()
         self._without_gradient: Sequence[Tensor] = task.leaves
 
     def train(self, max_substeps: int | None, proceed: Proceed) -> Computed:
         """Accumulate in the replica's parameters the gradient of its share of the loss."""
-        task, share = self._task, self._task.share
-        losses: list[Tensor] = []
-        outputs: list[Any] = []
+        task, share, results = self._task, self._task.share, list[tuple[Tensor, Any]]()
         for number, weight in enumerate(task.weights[:max_substeps]):
             proceed(number)
-            loss, output = self.run(number, weight)
-            losses.append(loss)
-            outputs.append(output)
-            del output
+            results.append(self.run(number, weight))
         proceed(None)
         self.finish()
+        losses, outputs = zip(*results, strict=True)
         # One transfer. Errors of the device are raised here at the latest.
-        values = to_numbers(torch.stack(losses) if len(losses) > 1 else losses[0][None])
+        values = to_numbers(torch.stack(losses))
         total = 0.0
         for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
             if not weight:  # ignores even NaN
@@ -182,13 +167,14 @@ class Substeps:
         """Add a micro-batch's gradients. Returns its loss, and the part of its output to return."""
         task = self._task
         output, loss = forward(task, task.rows_of(number) if rows is None else rows, number)
-        returned = detached_output(output, self._return_outputs) if self._return_outputs else None
+        what = self._request.return_outputs
+        returned = detached_output(output, what) if what else None
         del output  # the graph has what the backward pass needs: a large output is freed before it
         if weight and self._request.backward:
             if not loss.requires_grad:
                 require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
-            task.run_backward(number, [loss], [factor], self._autocast)
+            task.run_backward(number, [loss], [factor])
             if self._without_gradient:  # usually all get gradients in the first sub-step
                 self._without_gradient = unalias(self._without_gradient)
         return loss.detach(), returned
@@ -197,10 +183,9 @@ class Substeps:
         """Called after the last sub-step; here all gradients are in the leaves already."""
 
 
-def run_backward(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]
-) -> None:
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Run a backward pass from ``roots``, with autocast off, as torch recommends."""
+    autocast = autocast_types()
     for kind in autocast:
         torch.set_autocast_enabled(kind, False)
     try:
@@ -270,14 +255,14 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 def _instead_of(loss: Any, source: str) -> str:
     """What to pass or return for a loss that is no tensor, but may have one in it."""
-    entries = [*(loss.values() if isinstance(loss, Mapping) else ())]
-    if entries and all(isinstance(t, Tensor) and not t.ndim for t in entries):
+    entries = enumerate(loss) if isinstance(loss, (tuple, list)) else ()
+    named = dict(loss if isinstance(loss, Mapping) else entries)
+    scalars = [key for key, t in named.items() if isinstance(t, Tensor) and not t.ndim]
+    if isinstance(loss, Mapping) and scalars and len(scalars) == len(named):
         one, criterion = "sum(losses.values())", "criterion=lambda losses, _: sum(losses.values())"
     else:
-        entries = [*(loss if isinstance(loss, (tuple, list)) else ())]
-        scalars = [i for i, t in enumerate(entries) if isinstance(t, Tensor) and not t.ndim]
         which = scalars[0] if scalars else 0  # many models return (logits, loss)
-        one, criterion = "it alone", f"a criterion, such as lambda output, _: output[{which}]"
+        one, criterion = "it alone", f"a criterion, such as lambda output, _: output[{which!r}]"
     if source == "the module":
         return f"pass {criterion}, or return the loss, .loss or ['loss'] from the module"
     return f"return {one}"

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -84,24 +85,22 @@ def plan_by_cost(
         )
     numbers = _checked(costs, number, budget)
     used = min(len(devices), number)
-    pieces = _cut(numbers, budget, used)
-    padded = [len(piece) * numbers[piece[0]] for piece in pieces]
+    pieces = [(len(piece) * numbers[piece[0]], piece) for piece in _cut(numbers, budget, used)]
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(used)]
     loads = [0.0] * used
-    for dealt_out, i in enumerate(sorted(range(len(pieces)), key=lambda i: -padded[i])):
+    for dealt_out, (load, piece) in enumerate(sorted(pieces, key=itemgetter(0), reverse=True)):
         # The replica that would finish first (longest processing time first, Graham 1969). At the
         # end, replicas without a micro-batch come first: each gets at least one.
         idle = [replica for replica in range(used) if not dealt[replica]]
         among = idle if len(pieces) - dealt_out <= len(idle) else range(used)
-        best = min(among, key=lambda r: ((loads[r] + padded[i]) / shares[r], len(dealt[r]), r))
-        dealt[best].append(tuple(sorted(pieces[i])))
-        loads[best] += padded[i]
-    planned, start = [], 0
+        best = min(among, key=lambda r: ((loads[r] + load) / shares[r], len(dealt[r]), r))
+        dealt[best].append(tuple(sorted(piece)))
+        loads[best] += load
+    planned: list[Share] = []
     for replica, row_numbers in enumerate(dealt):
-        cuts = tuple(pairwise(accumulate(map(len, row_numbers), initial=start)))
-        stop = cuts[-1][1]
-        planned.append(Share(replica, devices[replica], start, stop, cuts, tuple(row_numbers)))
-        start = stop
+        ends = [*accumulate(map(len, row_numbers), initial=planned[-1].stop if planned else 0)]
+        span = ends[0], ends[-1], tuple(pairwise(ends))
+        planned.append(Share(replica, devices[replica], *span, tuple(row_numbers)))
     return CostPlan(number, tuple(planned), numbers)
 
 

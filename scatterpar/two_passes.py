@@ -112,9 +112,7 @@ class TwoPasses(Schedule):
                 why = "other ranks have seen these outputs"
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
-        returned: Sequence[Any] = ()
-        if attempt.request.return_outputs:
-            returned = returned_outputs(attempt, [each.returned for each in passes])
+        returned = returned_outputs(attempt, [each.returned for each in passes])
         value = to_numbers(loss) if batch.counts else 0.0
         return Computed(value, loss.dtype, returned, batch.gradients)
 

@@ -57,7 +57,7 @@ def closure_contents(function: Any) -> list[Held]:
 def trained_leaves(held: Sequence[Held]) -> list[Tensor]:
     """The leaves among these tensors, and in these modules, that require grad."""
     each = (value.parameters() if isinstance(value, nn.Module) else [value] for value in held)
-    tensors = (value for value in chain(*each) if isinstance(value, Tensor))
+    tensors = [value for value in chain(*each) if isinstance(value, Tensor)]
     return list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
 
 
@@ -75,12 +75,11 @@ def reachable(root: Any, depth: int, seen: set[int]) -> list[Any]:
     with contextlib.suppress(Exception):  # raised by a user's object
         while rest:
             value, left = rest.pop()
-            if isinstance(value, PLAIN):
-                found.append(value)
-            elif id(value) not in seen:
+            is_plain = isinstance(value, PLAIN)
+            if is_plain or id(value) not in seen:
                 found.append(value)
                 seen.add(id(value))
-                if left and not isinstance(value, (Tensor, nn.Module)):
+                if left and not is_plain and not isinstance(value, (Tensor, nn.Module)):
                     rest += [(child, left - 1) for child in reversed([*_children(value)])]
     return found
 

@@ -75,11 +75,10 @@ class Outcome:
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the previous one."""
-        attempt, plan = self.attempt, self.attempt.plan
-        copied = attempt.transfers.bytes, attempt.transfers.messages
-        counted = attempt.seconds, *copied, self.retries
+        attempt, copied = self.attempt, self.attempt.transfers
+        counts = attempt.seconds, copied.bytes, copied.messages, self.retries
         busy = tuple(attempt.replica_seconds)
-        return StepReport(plan, self.loss, *counted, noise, waited, busy)
+        return StepReport(attempt.plan, self.loss, *counts, noise, waited, busy)
 
 
 # Around all of the step up to the commit: ranks exchange sums, and what one raises all raise.
@@ -242,7 +241,12 @@ def join_on_master(
 
 
 def returned_outputs(attempt: Attempt, outputs: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """The outputs for ``return_outputs``: one entry per replica, or with costs one of all rows."""
+    """The outputs for ``return_outputs``: one entry per replica, or with costs one of all rows.
+
+    Empty if the user asked for none.
+    """
+    if not attempt.request.return_outputs:
+        return ()
     if attempt.plan.order:
         return (join_on_master(attempt, outputs),)
     joined, shares = [], attempt.plan.shares

@@ -58,18 +58,6 @@ def checked(
     call: Request, dim: int, master: torch.device, check_finite: bool = False, backward: bool = True
 ) -> Request:
     """The request with its rows counted and its reduction resolved. Refuses invalid arguments."""
-    _check_types(call)
-    batches, sizes = batches_of(call.inputs, call.targets, dim)
-    # With whole_batch each share has a part of one loss.
-    reduction = "sum" if call.whole_batch else resolve_reduction(call.criterion, call.reduction)
-    scale = 1.0
-    if call.scaler is not None:
-        scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
-    call = replace(call, batches=batches, sizes=sizes, dim=dim, reduction=reduction, scale=scale)
-    return replace(call, inputs=None, targets=None, backward=backward, check_finite=check_finite)
-
-
-def _check_types(call: Request) -> None:
     criterion, targets = call.criterion, call.targets
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
@@ -92,6 +80,14 @@ def _check_types(call: Request) -> None:
             f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
             f"images, which a micro-batch has not; pass whole_batch=True"
         )
+    batches, sizes = batches_of(call.inputs, targets, dim)
+    # With whole_batch each share has a part of one loss.
+    reduction = "sum" if call.whole_batch else resolve_reduction(criterion, call.reduction)
+    scale = 1.0
+    if call.scaler is not None:
+        scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
+    call = replace(call, batches=batches, sizes=sizes, dim=dim, reduction=reduction, scale=scale)
+    return replace(call, inputs=None, targets=None, backward=backward, check_finite=check_finite)
 
 
 def check_options(
@@ -183,11 +179,9 @@ def check_function(name: str, value: Any) -> None:
 
 def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     """``"mean"`` or ``"sum"``: as passed, else the criterion's own attribute, else a mean."""
-    option = option_of(criterion, "reduction", None)
-    if reduction is None and isinstance(option, str):
-        reduction = "mean" if option == "batchmean" else option
     if reduction is None:
-        return "mean"
+        option = option_of(criterion, "reduction", "mean")
+        reduction = option if isinstance(option, str) and option != "batchmean" else "mean"
     if reduction == "none":
         raise ValueError(
             'reduction="none" gives one loss per term; use a criterion with reduction="mean" or '

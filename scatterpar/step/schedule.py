@@ -73,12 +73,10 @@ class Schedule:
             results = attempt.run(train, tasks)
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
         loss = functools.reduce(operator.add, [result.loss for result in results])
-        outputs: Sequence[Any] = ()
+        pieces = [result.outputs for result in results]
         if request.return_outputs:
-            pieces = [result.outputs for result in results]
             attempt.check_join(attempt, tasks[0], pieces, returned)
-            outputs = returned_outputs(attempt, pieces)
-        return Computed(loss, results[0].dtype, outputs)
+        return Computed(loss, results[0].dtype, returned_outputs(attempt, pieces))
 
 
 def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule) -> Computed:

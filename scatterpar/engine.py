@@ -42,14 +42,7 @@ from scatterpar.step.commit import commit
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Outcome, reduce
-from scatterpar.step.request import (
-    Count,
-    Request,
-    check_module,
-    check_options,
-    check_synchronised,
-    checked,
-)
+from scatterpar.step.request import Count, Request, check_options, checked
 from scatterpar.step.scatter import in_order, micro_batches, scatter
 from scatterpar.step.schedule import Schedule, compute
 from scatterpar.step.substeps import call_inputs
@@ -170,19 +163,13 @@ class ScatterOnceParallel(Wrapper):
 
             compile_fn = compile_fn_from(compile) or compile_fn
         self._compile_fn = compile_fn
-        self._check_options()
+        cuts = accum, micro_batch_size, micro_batch_cost, len(self.device_ids)
+        check_options(self.module, *cuts, dim, buffers, accumulate_dtype)
+        check_placement(self.module, self.device_ids, lazy=True)
         self.shares = check_shares(shares, len(self.device_ids))
         self.last_step: StepReport | None = None
         self._init_add_ons(process_group)
         self._init_transient()
-
-    def _check_options(self) -> None:
-        """Refuse invalid options, and modules that are not on the master."""
-        check_module(self.module)
-        cuts = self.accum, self.micro_batch_size, self.micro_batch_cost, len(self.device_ids)
-        check_options(*cuts, self.dim, self.buffer_policy, self.accumulate_dtype)
-        check_synchronised(self.module)
-        check_placement(self.module, self.device_ids, lazy=True)
 
     def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:
         """Make the add-ons that keep their state when the engine is copied."""

@@ -91,6 +91,7 @@ def checked(
 
 
 def check_options(
+    module: Any,
     accum: Any,
     micro_batch_size: Any,
     micro_batch_cost: Any,
@@ -99,7 +100,8 @@ def check_options(
     buffers: Any,
     accumulate_dtype: Any,
 ) -> None:
-    """Refuse invalid options of an engine, and two ways to cut a share."""
+    """Refuse an invalid module or option of an engine, and two ways to cut a share."""
+    check_module(module)
     if accum != "auto":
         check_int("accum", accum, least=1, also=' or "auto"')
     if isinstance(micro_batch_size, (list, tuple)):
@@ -131,6 +133,7 @@ def check_options(
         raise ValueError(
             f"accumulate_dtype must be floating-point, as torch.float32 is, got {accumulate_dtype}"
         )
+    _check_synchronised(module)
 
 
 def check_module(module: Any) -> None:
@@ -146,7 +149,7 @@ def check_module(module: Any) -> None:
         )
 
 
-def check_synchronised(module: nn.Module) -> None:
+def _check_synchronised(module: nn.Module) -> None:
     """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it would hang."""
     norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)}
     is_distributed = dist.is_available() and dist.is_initialized()

@@ -46,7 +46,6 @@ from scatterpar.step.substeps import (
     Gradient,
     ReplicaTask,
     detached_output,
-    run_backward,
     scalar_loss,
     unalias,
 )
@@ -307,7 +306,7 @@ class WholeBatch:
                 scale = torch.full_like(loss, request.scale, requires_grad=False)
                 # What other ranks give these leaves is what the first rank gives them.
                 with set_aside(hidden if self.counts else [*hidden, *self._task.leaves]):
-                    run_backward([loss], [scale])
+                    self._task.run_backward(None, [loss], [scale])
                     self._take_gradients(hidden)
                 _require_one_value(self._pieces)
         except BaseException as error:

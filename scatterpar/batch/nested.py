@@ -32,7 +32,9 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     children, make = _parts(value, value)
     if make is None:
         return function(value)
-    return make([map_leaves(function, child) for child in children])
+    return make(  # most children are tensors, which need no further call
+        [function(v) if isinstance(v, Tensor) else map_leaves(function, v) for v in children]
+    )
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -90,7 +90,10 @@ class ShareLoader:
         By default the rows are those after ``collate``.
         """
         start, stop = self.share.micro_batches[number]
-        first, value = next(batch for batch in reversed(self.batches) if batch[0] <= start)
+        which = -1
+        while self.batches[which][0] > start:
+            which -= 1
+        first, value = self.batches[which]
         return select_rows(value, range(start - first, stop - first), self.dim, function)
 
     def load(self, number: int, *, retain: bool = False) -> Any:

@@ -46,6 +46,7 @@ class ReplicaTask:
     leaves: Sequence[Tensor]  # in which backward passes accumulate gradients
     criterion_lock: _Context | None  # held in calls of the criterion; ``None`` for torch's own
     clock: Clock | None  # ``None`` if nobody asks for times
+    autocast: Sequence[str]  # device types for which the caller has enabled it
 
     def span(self, name: str, number: int) -> _Context:
         """Time the body as a part of sub-step ``number``."""
@@ -53,15 +54,30 @@ class ReplicaTask:
 
     def rows_of(self, number: int, *, retain: bool = False) -> Any:
         """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
+        if self.clock is None:  # not an empty span: N replicas share the GIL in each sub-step
+            return self.loader.load(number, retain=retain)
         with self.span("arrival", number):
             return self.loader.load(number, retain=retain)
 
     def run_backward(
-        self, number: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, number: int | None, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Run the backward pass of sub-step ``number``, timed."""
-        with self.span("backward", number):
-            run_backward(roots, gradients)
+        """Run a backward pass with autocast off, as torch recommends; timed as that of a sub-step.
+
+        The pass of a criterion of all rows belongs to none: ``number`` is ``None``.
+        """
+        if self.clock is not None and number is not None:
+            with self.span("backward", number):
+                self.run_backward(None, roots, gradients)
+            return
+        for kind in self.autocast:
+            torch.set_autocast_enabled(kind, False)
+        try:
+            with generator_for_backward(roots):
+                backward(roots, gradients)
+        finally:
+            for kind in self.autocast:
+                torch.set_autocast_enabled(kind, True)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -127,6 +143,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
                 leaves=[each.replicas[i].tensors[n] for each in sets for n in each.trained_indices],
                 criterion_lock=lock,
                 clock=attempt.clock,
+                autocast=autocast_types(),
             )
         )
     return tasks
@@ -181,19 +198,6 @@ class Substeps:
 
     def finish(self) -> None:
         """Called after the last sub-step; here all gradients are in the leaves already."""
-
-
-def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Run a backward pass from ``roots``, with autocast off, as torch recommends."""
-    autocast = autocast_types()
-    for kind in autocast:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        with generator_for_backward(roots):
-            backward(roots, gradients)
-    finally:
-        for kind in autocast:
-            torch.set_autocast_enabled(kind, True)
 
 
 def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:

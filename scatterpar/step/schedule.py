@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.batch.markers import BatchList
 from scatterpar.devices.runtime import no_kernel_search
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Proceed
@@ -27,7 +26,6 @@ from scatterpar.step.criterion_closure import (
     training_buffers,
 )
 from scatterpar.step.reduce import returned_outputs
-from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.substeps import (
     Computed,
@@ -43,17 +41,11 @@ class Schedule:
     """One pass: each replica adds up the gradient of its sub-steps' losses.
 
     Attributes:
-        replicas_of_criterion: the number of replicas of the criterion; ``None`` for as many as the
-            module has.
         has_losses: whether each micro-batch has a loss, with a factor in the loss of the batch.
+            Otherwise the criterion and all targets are on the master alone.
     """
 
-    replicas_of_criterion: int | None = None
     has_losses = True
-
-    def data(self, request: Request) -> BatchList:
-        """The rows to scatter: for each batch its first row's number, its inputs and targets."""
-        return request.batches
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """What runs the sub-steps of one replica in one step."""

@@ -212,10 +212,10 @@ class ScatterOnceParallel(Wrapper):
             self._one_pass = Captured()
         self._noise: Any = None  # the add-on
         if self.measure_noise:
-            from scatterpar import noise
+            import scatterpar.noise as add_on
 
-            noise.check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
-            self._noise = noise
+            add_on.check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
+            self._noise = add_on
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
 

@@ -270,22 +270,6 @@ def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words
     random.setstate(state)
 
 
-@pytest.mark.draws
-def test_a_criterion_that_has_parameters_of_its_own_in_a_closure_is_refused(two_places):
-    model, inputs, targets = problem()
-    temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64, device=home()))
-
-    def criterion(output, targets):
-        return F.cross_entropy(output * temperature.to(output.device), targets)
-
-    with graphed(model, 2, two_places) as engine:
-        with pytest.raises(ValueError, match=r"arrives at temperature, .* functools\.partial"):
-            engine.forward_backward(inputs, targets, criterion)
-        assert temperature.grad is None
-        temperature.requires_grad_(False)
-        assert_step(engine, inputs, targets, criterion)
-
-
 def test_a_criterion_that_is_made_anew_in_every_step_is_given_up(two_places):
     model, inputs, targets = problem(rows=8)
     with graphed(model, 1, two_places) as engine:

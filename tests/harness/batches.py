@@ -103,6 +103,10 @@ def pad(texts):
     return pad_sequence(texts, batch_first=True, padding_value=9)
 
 
+def with_lengths(texts):
+    return pad(texts), torch.tensor([*map(len, texts)]).double()
+
+
 def pad_tags(tags):
     return pad_sequence(tags, batch_first=True, padding_value=-100)
 
@@ -220,6 +224,12 @@ CASES = {
         F.cross_entropy,
         tagged=True,
         **BY_LENGTH | {"options": {"costs": LENGTHS, "count": count_labels()}},
+    ),
+    "several arguments of one collate": Case(
+        lambda: Of(lambda m, ids, factor: m.reader(ids) * factor[:, None], reader=Reader()),
+        (Rows(TEXTS, with_lengths), LABELS),
+        plain=(with_lengths(TEXTS), LABELS),
+        only=(*OF_ROWS, "pair"),
     ),
     "another marker": Case(Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS),
     "a window of another marker": Case(

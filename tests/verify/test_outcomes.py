@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -25,7 +24,6 @@ from harness.looks import (
     SEQUENCES,
     VALUES,
     Net,
-    assert_agreed,
     case_of,
     in_a_def,
     loss_of,
@@ -37,17 +35,12 @@ from harness.looks import (
 )
 from harness.models import CLASSES, FEATURES, Classifier, Of, mlp, token_classifier
 from harness.oracle import (
-    assert_gradients,
     assert_step,
     build,
-    call,
-    gradients,
     randint,
     randn,
     seeded,
-    whole_batch,
 )
-from harness.oracle import loss_of as loss_of_plain
 from harness.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -129,7 +122,7 @@ def tokens(rows=12, length=6):
 
 
 COUNT = "count=scatterpar.count_labels"
-SUM = 'It seems to be a sum: pass reduction="sum".*count='
+SUM = 'It seems to be a sum: pass reduction="sum".*count=.*whole_batch='
 MEAN = 'seems to be a mean over rows: pass reduction="mean", without count='
 SHIFTED = r"count=scatterpar.count_labels\(shifted=True\)"
 COUPLED = "compares rows with each other.*pass whole_batch=True.*mean of one loss per row"
@@ -161,99 +154,7 @@ def hardest(output, targets):
 FEW = torch.zeros(ROWS, CLASSES).double()
 FEW[::12] = 1
 
-WRONG: dict[str, tuple[Case, str]] = {
-    "ignored labels in a lambda": (loss_of(lambda o, t: F.cross_entropy(o, t), padded), COUNT),
-    "class weights, then a mean": (loss_of(Focal(CLASS_WEIGHTS), LABELS), BY_ROWS),
-    "a sum in a lambda": (loss_of(lambda o, t: added_up(o, t)), SUM),
-    "a sum by a deprecated name": (loss_of(partial(F.cross_entropy, size_average=False)), SUM),
-    "a mean that is called a sum": (loss_of(in_a_def, reduction="sum"), MEAN),
-    "a wrong count": (loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()), MEAN),
-    "torch's own loss with another forward": (loss_of(with_forward()), BY_ROWS),
-    "torch's own loss with a hook": (loss_of(hooked()), "whole_batch=True"),
-    "rows compared with each other": (loss_of(compares), COUPLED),
-    "pairs of rows": (loss_of(preferences, None, accum=2), "whole_batch=True"),
-    "the hardest rows": (
-        case_of(mlp, randn(48, FEATURES), randint(CLASSES, 48), criterion=hardest, accum=4),
-        COUPLED,
-    ),
-    "a penalty beside a sum": (
-        penalised(share=False),
-        "add something that does not depend on the rows.*len.output. /",
-    ),
-    "rows that count leaves out": (
-        loss_of(positives, FEW, count=lambda _, labels: labels.sum()),
-        "would be off by",
-    ),
-    "one row without a label": (
-        loss_of(in_a_def, without_first(), accum=8),
-        r"(?!.*It seems to be a sum).*not -100: .*\(\)",
-    ),
-    "one row without a label, called a sum": (
-        loss_of(in_a_def, without_first(), accum=8, reduction="sum"),
-        "count=",
-    ),
-    "a label that a child of the criterion leaves out": (
-        loss_of(
-            Of(lambda own, *pair: own.child(*pair), child=nn.CrossEntropyLoss(ignore_index=3)),
-            torch.tensor([3] * 3 + [0, 1, 2] * 7),
-            accum=8,
-        ),
-        r"count_labels\(3\)",
-    ),
-    # Two micro-batches that held as many of it once agreed, and stood for all others.
-    "a label in a closure": (loss_of(leaves_out(2), REPEATED, accum=8), "count="),
-    "in a module": (own_loss(OwnLoss, tokens()), SHIFTED),
-    "in a module, badly counted": (own_loss(OwnLoss, tokens(), count=count_labels()), SHIFTED),
-    "in a module at its start": (own_loss(at_its_start, tokens()), "count="),
-}
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_gradient_is_told_before_anything_changes(devices, name):
-    case, words = WRONG[name]
-    # Of one replica all parts are its own sub-steps.
-    model, places = case.build(), devices(1 if name == "the hardest rows" else 2)
-    expected = whole_batch(model, *case.all(), case.criterion(model))[1]
-    with ScatterOnceParallel(model, case.accum, places) as engine:
-        for _ in range(2):  # and it is not taken for verified afterwards
-            with nothing_changes(model), pytest.raises(ValueError, match=words) as caught:
-                train(engine, case)
-            for option in ("count=", "reduction=", "whole_batch="):
-                assert option in str(caught.value)
-    with ScatterOnceParallel(model, case.accum, places, verify=False) as engine:
-        train(engine, case)
-    with pytest.raises(AssertionError):  # else the test has no teeth
-        assert_gradients(model, expected, 1e-3)
-
-
-RIGHT = {
-    "a mean": loss_of(in_a_def),
-    "ignored labels, counted": loss_of(in_a_def, padded, count=count_labels()),
-    "a sum that is called one": loss_of(added_up, reduction="sum"),
-    "writes into what it is given": loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))),
-    "a penalty that is shared out": penalised(share=True),
-    "one row without a label, counted": loss_of(
-        in_a_def, without_first(), accum=8, count=count_labels()
-    ),
-    "in a module, counted": own_loss(OwnLoss, tokens(), count=count_labels(shifted=True)),
-}
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_one_is_verified_once_and_exact(devices, name):
-    case = RIGHT[name]
-    model, twin, (inputs, targets) = case.build(), case.build(), case.all()
-    loss_of_plain(call(twin, inputs), targets, case.criterion(twin)).backward()
-    with ScatterOnceParallel(model, case.accum, devices(2)) as engine:
-        assert_agreed(engine, partial(train, engine, case))
-        model.zero_grad()
-        train(engine, case)
-    assert_gradients(model, gradients(twin))
-
-
-# --- random numbers and batch normalisation are no excuse ---
+# --- random numbers and batch normalisation, which are no excuse ---
 
 
 def with_dropout(output, targets):
@@ -275,60 +176,13 @@ def with_own_generator(output, targets):
     return F.mse_loss(output + noise, targets)
 
 
-def behind(layer):
-    """A language model with this layer: refused as it is, and right where count= is given."""
-    make, unpadded = lambda: OwnLoss(layer()), {k: v.abs() % 4 for k, v in tokens().items()}
-    right = own_loss(make, tokens(), count=count_labels(shifted=True)), own_loss(make, unpadded)
-    return own_loss(make, tokens()), SHIFTED, right
-
-
-LAYERS = {
-    "dropout": nn.Dropout,
-    "batch normalisation": partial(nn.BatchNorm1d, CLASSES),
-    "noise": partial(Of, noise),
-}
-NO_EXCUSE: dict[str, tuple[Case, str, Sequence[Case]]] = {
-    "dropout": (
-        loss_of(with_dropout, VALUES),
-        SUM,
-        [loss_of(with_dropout, VALUES, reduction="sum")],
-    ),
-    "numbers from one's own generator": (
-        loss_of(with_own_generator, VALUES, reduction="sum"),
-        "count=",
-        [loss_of(with_own_generator, VALUES)],
-    ),
-    **{f"a language model with {name}": behind(layer) for name, layer in LAYERS.items()},
+LANGUAGE_MODELS = {
+    "dropout": lambda: OwnLoss(nn.Dropout()),
+    "batch normalisation": lambda: OwnLoss(nn.BatchNorm1d(CLASSES)),
+    "noise": lambda: OwnLoss(Of(noise)),
 }
 
-
-@pytest.mark.draws
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", NO_EXCUSE)
-def test_random_numbers_and_batch_normalisation_are_no_excuse(devices, name):
-    """Refused with them, and the right program beside it is silent."""
-    torch.manual_seed(0)  # one seed in sixty hides the sum in the first step
-    case, words, right = NO_EXCUSE[name]
-    assert_refused(devices(2), case, words)
-    for each in right:
-        with ScatterOnceParallel(each.build(), 3, devices(2)) as another:
-            for _ in range(3):
-                train(another, each)
-
-
-# --- refused for what module and criterion are ---
-
-
-def assert_refused(places, case, words):
-    """Each of two steps is refused, and nothing changes."""
-    model = case.build()
-    for parameter in [*model.parameters()][:1]:
-        parameter.grad = torch.ones_like(parameter)
-    criterion = case.criterion(model)
-    with ScatterOnceParallel(model, case.accum, places, **case.engine) as engine:
-        for _ in range(2):
-            with nothing_changes(model), pytest.raises(ValueError, match=words):
-                engine.forward_backward(*case.batch, criterion, **case.options)
+# --- what module and criterion leave behind, and read ---
 
 
 def with_balance(net, rows):
@@ -408,6 +262,58 @@ def leaving(net, rows):
 REPLICA = "leads to the module.*in plain torch, but.*on a replica"
 
 REFUSED: dict[str, tuple[Case, str]] = {
+    "ignored labels in a lambda": (loss_of(lambda o, t: F.cross_entropy(o, t), padded), COUNT),
+    "class weights, then a mean": (loss_of(Focal(CLASS_WEIGHTS), LABELS), BY_ROWS),
+    "a sum in a lambda": (loss_of(lambda o, t: added_up(o, t)), SUM),
+    "a sum by a deprecated name": (loss_of(partial(F.cross_entropy, size_average=False)), SUM),
+    "a mean that is called a sum": (loss_of(in_a_def, reduction="sum"), MEAN),
+    "a wrong count": (loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()), MEAN),
+    "torch's own loss with another forward": (loss_of(with_forward()), BY_ROWS),
+    "torch's own loss with a hook": (loss_of(hooked()), "whole_batch=True"),
+    "rows compared with each other": (loss_of(compares), COUPLED),
+    "pairs of rows": (loss_of(preferences, None, accum=2), "whole_batch=True"),
+    "the hardest rows": (
+        case_of(mlp, randn(48, FEATURES), randint(CLASSES, 48), criterion=hardest, accum=4),
+        COUPLED,
+    ),
+    "a penalty beside a sum": (
+        penalised(share=False),
+        "add something that does not depend on the rows.*len.output. /",
+    ),
+    "rows that count leaves out": (
+        loss_of(positives, FEW, count=lambda _, labels: labels.sum()),
+        "would be off by",
+    ),
+    "one row without a label": (
+        loss_of(in_a_def, without_first(), accum=8),
+        r"(?!.*It seems to be a sum).*not -100: .*\(\)",
+    ),
+    "one row without a label, called a sum": (
+        loss_of(in_a_def, without_first(), accum=8, reduction="sum"),
+        "count=",
+    ),
+    "a label that a child of the criterion leaves out": (
+        loss_of(
+            Of(lambda own, *pair: own.child(*pair), child=nn.CrossEntropyLoss(ignore_index=3)),
+            torch.tensor([3] * 3 + [0, 1, 2] * 7),
+            accum=8,
+        ),
+        r"count_labels\(3\)",
+    ),
+    # Two micro-batches that held as many of it once agreed, and stood for all others.
+    "a label in a closure": (loss_of(leaves_out(2), REPEATED, accum=8), "count="),
+    "in a module": (own_loss(OwnLoss, tokens()), SHIFTED),
+    "in a module, badly counted": (own_loss(OwnLoss, tokens(), count=count_labels()), SHIFTED),
+    "in a module at its start": (own_loss(at_its_start, tokens()), "count="),
+    "dropout": (loss_of(with_dropout, VALUES), SUM),
+    "numbers from one's own generator": (
+        loss_of(with_own_generator, VALUES, reduction="sum"),
+        "count=",
+    ),
+    **{
+        f"a language model with {name}": (own_loss(make, tokens()), SHIFTED)
+        for name, make in LANGUAGE_MODELS.items()
+    },
     "shapes that broadcast to all pairs": (
         case_of(
             net(lambda net, rows: net.linear(rows)[:, :1]),
@@ -442,11 +348,20 @@ REFUSED: dict[str, tuple[Case, str]] = {
 }
 
 
+@pytest.mark.contract
 @pytest.mark.draws
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_before_anything_changes(devices, name):
-    with seeded(0):
-        assert_refused(devices(1 if name.endswith("left behind") else 2), *REFUSED[name])
+def test_a_wrong_gradient_is_told_before_anything_changes(devices, name):
+    """Each of two steps is refused: the first is not taken for verified."""
+    case, words = REFUSED[name]
+    model = case.build()
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    # Of one replica all parts are its own sub-steps.
+    replicas = 1 if name == "the hardest rows" or "left behind" in name else 2
+    with ScatterOnceParallel(model, case.accum, devices(replicas), **case.engine) as engine:
+        for _ in range(2):
+            with seeded(0), nothing_changes(model), pytest.raises(ValueError, match=words):
+                train(engine, case)
 
 
 # --- told ---
@@ -614,25 +529,6 @@ class Penalised(nn.Module):
         return F.cross_entropy(output, targets) + 0.01 * penalty
 
 
-def frozen_head(criterion_of):
-    """A function must not train the model, except once with ``whole_batch``."""
-
-    def of(model):
-        model.head.requires_grad_(False)
-        return criterion_of(model)
-
-    return of
-
-
-HOLDS_THE_MODEL = {
-    "a penalty on weights": lambda m: adds(lambda: m.head[1].weight.square().sum()),
-    "a module that holds the model": Penalised,
-    "a part that is called": lambda m: (
-        lambda o, t: F.cross_entropy(o, t) + m.head(o.new_ones(5, FEATURES)).square().mean()
-    ),
-}
-
-
 ZERO = torch.zeros(0)
 STEADY = {  # none of them moves state
     "a table that grows once": lambda: Net(rotates, table=buffer(0), length=0, angles=ZERO),
@@ -643,7 +539,28 @@ STEADY = {  # none of them moves state
     ),
 }
 
+COUNT_SHIFTED = count_labels(shifted=True)
+UNPADDED = {key: value.abs() % 4 for key, value in tokens().items()}
 SILENT = {
+    "a mean": loss_of(in_a_def),
+    "ignored labels, counted": loss_of(in_a_def, padded, count=count_labels()),
+    "a sum that is called one": loss_of(added_up, reduction="sum"),
+    "writes into what it is given": loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))),
+    "a penalty that is shared out": penalised(share=True),
+    "one row without a label, counted": loss_of(
+        in_a_def, without_first(), accum=8, count=count_labels()
+    ),
+    "in a module, counted": own_loss(OwnLoss, tokens(), count=COUNT_SHIFTED),
+    "dropout": loss_of(with_dropout, VALUES, reduction="sum"),
+    "numbers from one's own generator": loss_of(with_own_generator, VALUES),
+    **{
+        f"a language model with {name}, counted": own_loss(make, tokens(), count=COUNT_SHIFTED)
+        for name, make in LANGUAGE_MODELS.items()
+    },
+    **{
+        f"a language model with {name}, unpadded": own_loss(make, UNPADDED)
+        for name, make in LANGUAGE_MODELS.items()
+    },
     **{f"masked by {name}": case_of(net(function)) for name, function in MASKED.items()},
     "padding": case_of(
         net(lambda net, rows: net.linear(rows.sum(1))),
@@ -678,16 +595,13 @@ SILENT = {
         for accum in (1, 3)
         for whole in (False, True)
     },
-    **{
-        f"{name}{', whole_batch' * whole}": Case(
-            Experts,
-            (INPUTS, LABELS),
-            of if whole or "module" in name else frozen_head(of),
-            options={"whole_batch": whole},
-        )
-        for name, of in HOLDS_THE_MODEL.items()
-        for whole in (False, True)
-    },
+    "a module that holds the model": Case(Experts, LABELLED, Penalised),
+    "a part of the model that is called": Case(
+        Experts,
+        LABELLED,
+        lambda m: adds(lambda: m.head(INPUTS[:5]).square().mean()),
+        options={"whole_batch": True},
+    ),
 }
 
 
@@ -696,11 +610,12 @@ SILENT = {
 @pytest.mark.parametrize("name", SILENT)
 def test_it_is_silent(devices, name):
     case = SILENT[name]
-    model = case.build()
-    criterion = case.criterion(model)
-    with ScatterOnceParallel(model, case.accum, devices(2), **case.engine) as engine, seeded(0):
-        for _ in range(4 if case.options.get("whole_batch") is None else 9):
-            engine.forward_backward(*case.batch, criterion, **case.options)
+    with (
+        ScatterOnceParallel(case.build(), case.accum, devices(2), **case.engine) as engine,
+        seeded(0),
+    ):
+        for _ in range(9 if "whole_batch" in case.options else 4):
+            train(engine, case)
 
 
 # --- told, and exact ---
@@ -746,7 +661,7 @@ def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices, how):
 
 
 FITTING = [
-    (leaves_out(0), {"count": count_labels(0)}, True),
+    (leaves_out(0), {"count": lambda inputs, _: (inputs[1] != 0).sum()}, True),
     (leaves_out(0), {"reduction": "mean"}, False),
     (added_up, {"reduction": "sum"}, True),
     (compares, {"reduction": "mean"}, False),
@@ -754,12 +669,7 @@ FITTING = [
 
 
 @pytest.mark.parametrize(("criterion", "options", "expected"), FITTING)
-@pytest.mark.parametrize("in_module", [False, True])
-def test_which_reduction_and_count_fit_a_few_rows(devices, criterion, options, expected, in_module):
-    model, batch = build(Classifier), (INPUTS, LABELS, criterion)
-    if in_module:
-        model = build(net(lambda net, rows, labels: criterion(net.linear(rows), labels)))
-        batch, count = ((INPUTS, LABELS),), options.get("count")
-        options = options | ({"count": lambda inputs, _: count(None, inputs[1])} if count else {})
+def test_which_reduction_and_count_fit_a_few_rows(devices, criterion, options, expected):
+    model = build(net(lambda net, rows, labels: criterion(net.linear(rows), labels)))
     with ScatterOnceParallel(model, 2, devices(2)) as engine, nothing_changes(model):
-        assert fits(engine, *batch, **options) is expected
+        assert fits(engine, (INPUTS, LABELS), **options) is expected

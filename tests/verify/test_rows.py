@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness.looks import INPUTS, LABELS, SEQUENCES, VALUES, net
+from harness.looks import INPUTS, LABELS, VALUES, net
 from harness.models import linear
 from harness.oracle import build
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
-from scatterpar import DataParallelModel, Rows, ScatterOnceParallel, count_labels, gather
+from scatterpar import ScatterOnceParallel, count_labels
 
 
 def mean_or_std(net, rows, mode="plain"):
@@ -87,27 +86,6 @@ def test_a_name_in_each_batch_does_not_make_each_step_the_first_of_its_kind():
             engine.forward_backward({"rows": INPUTS, "path": f"{step}.png"})
             numbers.append(len(calls))
     assert numbers[-10:].count(2) >= 8
-
-
-@pytest.mark.parametrize("kind", [tuple, dict])
-def test_collate_may_return_several_arguments_in_inference_too(devices, kind):
-    """It could in training only; inference and the pair passed the tuple as one argument."""
-    sequences = [row[: 1 + i % len(row)] for i, row in enumerate(SEQUENCES)]
-
-    def pad(few):
-        return pad_sequence(few, batch_first=True)
-
-    def collate(few):
-        mask = pad([torch.ones(len(one), 1).double() for one in few])
-        return {"rows": pad(few), "mask": mask} if kind is dict else (pad(few), mask)
-
-    model = build(net(lambda net, rows, mask: net.linear((rows * mask).sum(1))))
-    rows, expected = Rows(sequences, collate), model.linear(pad(sequences).sum(1))
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.forward_backward(rows, LABELS, nn.CrossEntropyLoss())
-        torch.testing.assert_close(engine.eval()(rows), expected)
-    outputs = DataParallelModel(model, devices(2))(rows)
-    torch.testing.assert_close(gather(outputs, "cpu"), expected)
 
 
 def test_a_criterion_with_other_arguments_is_told_how_it_is_called(devices):

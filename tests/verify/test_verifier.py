@@ -16,7 +16,6 @@ import pytest
 import torch
 from faults.state import nothing_changes
 from harness import leak_checks
-from harness.isolation import guarded
 from harness.looks import (
     INPUTS,
     ROWS,
@@ -31,7 +30,7 @@ from harness.looks import (
 from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import assert_gradients, assert_step, randint, randn, whole_batch
 from harness.rank_processes import run_on_ranks
-from harness.weighted import CLASS_WEIGHTS, classes
+from harness.weighted import classes
 from torch import nn
 from torch.nn import functional as F
 
@@ -243,26 +242,6 @@ def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
     assert 0 < taken[0] <= 4 * 100 * 1.5
     assert all(0 < taken[number - 1] <= 2 * 25 * 1.5 for number in (2, 4, 8))
     assert [taken[number - 1] for number in (3, 5, 6, 7, 9)] == [0] * 5
-
-
-@pytest.mark.filterwarnings("error", "ignore:Guard. active")
-def test_the_look_stays_on_one_device(monkeypatch):
-    """Rows of two virtual devices meet on one of them, with that replica's criterion."""
-
-    class Weighted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("weight", CLASS_WEIGHTS.clone())
-
-        def forward(self, output, targets):
-            return (F.cross_entropy(output, targets, reduction="none") * self.weight.sum()).mean()
-
-    model, criterion = mlp(), Weighted()
-    with (
-        ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine,
-        guarded(monkeypatch, model, criterion),
-    ):
-        assert_agreed(engine, lambda: step(engine, criterion, classes(ROWS)))
 
 
 def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch):

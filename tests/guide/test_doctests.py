@@ -32,9 +32,3 @@ def test_examples(name):
         needed("lightning", "'.[lightning]'")
     failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert not failed
-
-
-def test_the_public_classes_have_examples():
-    finder = doctest.DocTestFinder()
-    for name in ("ScatterOnceParallel", "DataParallelModel", "DataParallelCriterion", "gather"):
-        assert any(test.examples for test in finder.find(getattr(scatterpar, name))), name

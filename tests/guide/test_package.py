@@ -12,11 +12,10 @@ from harness.pages import SETUP, read
 
 import scatterpar
 
-PAGE, README = read("docs/package.md"), read("README.md")
-
 
 def test_one_place_holds_the_version():
     assert SETUP["metadata"]["version"] == "attr: scatterpar.__version__"
+    assert f"\nversion: {scatterpar.__version__}\n" in read("CITATION.cff")
     try:
         installed = importlib.metadata.version("scatterpar")
     except importlib.metadata.PackageNotFoundError:
@@ -24,18 +23,14 @@ def test_one_place_holds_the_version():
     assert installed == scatterpar.__version__
 
 
-def test_the_page_needs_nothing_that_an_index_does_not_have():
+def test_an_index_shows_what_the_readme_says():
     assert SETUP["metadata"]["long_description"] == "file: docs/package.md"
-    assert "![" not in PAGE
-    targets = re.findall(r"\]\(([^)]+)\)", PAGE)
+    page, readme = read("docs/package.md"), read("README.md")
+    targets = re.findall(r"\]\(([^)]+)\)", page)
     assert all(target.startswith("https://") for target in targets), targets
-
-
-def test_the_page_says_what_the_readme_says():
-    opening = README.partition("This script runs")[0].strip()
-    assert opening in PAGE
-    for name in re.findall(r"^\d\. \*\*(.+)\*\*", PAGE, re.MULTILINE):
-        assert f". **{name}**" in README, name
+    assert readme.partition("This script runs")[0].strip() in page
+    for name in re.findall(r"^\d\. \*\*(.+)\*\*", page, re.MULTILINE):
+        assert f". **{name}**" in readme, name
 
 
 def test_the_console_script_is_the_command():
@@ -43,10 +38,6 @@ def test_the_console_script_is_the_command():
     module, _, function = target.partition(":")
     assert name == "scatterpar"
     assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_the_citation_has_the_version():
-    assert f"\nversion: {scatterpar.__version__}\n" in read("CITATION.cff")
 
 
 def test_the_api_pages_have_every_public_name():
@@ -61,9 +52,3 @@ def test_the_licence_of_the_images_is_packed():
     assert [Path(file).name for file in files] == ["LICENSE", "SOURCE.md"]
     assert "The MIT License (MIT)" in read(files[1])
     assert SETUP["metadata"]["license_expression"] == "BSD-3-Clause AND MIT"
-
-
-def test_the_source_distribution_has_what_the_tests_import():
-    manifest = read("MANIFEST.in").split()
-    for folder in ("tests", "benchmarks", "docs", "examples", "notebooks"):
-        assert folder in manifest

@@ -67,7 +67,7 @@ test_pinned_memory_may_be_overwritten_after_a_call
 
 copies do not wait for what reads the memory that they write
 -self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
-test_side_streams_of_the_caller
+test_on_the_users_stream_of_every_device
 
 copies do not wait for the rows that another card computes
 -sender.wait_stream(torch.accelerator.current_stream(source))
@@ -109,7 +109,7 @@ test_few_waits_whatever_the_model_and_the_sub_steps: AssertionError
 rows go to the first card, whatever the replica
 -torch.empty_like(tensor, device=device)
 +torch.empty_like(tensor, device='cuda:0')
-test_parameters_and_gradients_cross_once: same device
+test_a_card_launches_what_a_plain_loop_launches_and_sends_each_byte_once: same device
 
 streams are taken anew from torch's pool
 -_taken[device, use] = next(stream for stream in streams if stream not in others)
@@ -162,7 +162,7 @@ test_the_host_waits_before_it_stages_more: staged
 
 workers are on their default streams, not on the caller's
 -stack.enter_context(_duplicate(stream))
-test_side_streams_of_the_caller
+test_on_the_users_stream_of_every_device
 
 gradients of a graph are not copied out
 -for i, gradient in zip(used, copies, strict=True):

@@ -10,10 +10,12 @@ import warnings
 
 import pytest
 import torch
+from devices.cards.test_accelerator import LOSS, streams_of_the_users
+from harness.models import Of
 from torch import nn
 
 from nullcuda import card
-from nullcuda.test_the_path import LOSS, batch, network, script, side_streams
+from nullcuda.test_the_path import batch, network, script
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.transfers import Prefetcher, to_host
 
@@ -74,7 +76,7 @@ def traced_step(place):
 
 def test_rows_leave_a_card_beside_its_computation():
     """On a stream of the sender that is neither its current one nor the default one."""
-    with side_streams():
+    with streams_of_the_users():
         records, size = traced_step("cuda:0")
     computing = {(r.device, r.stream) for r in records if r.kind in ("launch", "library")}
     sent = [(r.device, r.stream) for r in records if r.kind == "copy_peer" and r.bytes == size]
@@ -122,7 +124,8 @@ def test_memory_that_a_copy_still_writes_is_not_given_out(is_dropped):
 def test_gradients_may_be_read_on_another_stream_during_the_next_captured_step():
     """They are the caller's own; a graph adds up in tensors that stay."""
     model, given = network(), batch()
-    with ScatterOnceParallel(model, 4, [0], graphs=True, verify=False) as engine:
+    engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
+    with engine, streams_of_the_users():
         engine.forward_backward(*given, LOSS)
         reading = torch.cuda.Stream(0)
         reading.wait_stream(torch.cuda.current_stream(0))
@@ -139,25 +142,12 @@ MEMORY = """
 import warnings
 from scatterpar import ScatterOnceParallel
 warnings.simplefilter("error")
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 1024), nn.Linear(1024, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        for _ in range(8):
-            x = x.sigmoid()
-        return self.last(x)
-
-
+deep = nn.Sequential(nn.Linear(16, 1024), *[nn.Sigmoid()] * 8, nn.Linear(1024, 4)).cuda(0)
 inputs, targets = torch.randn(4096, 16), torch.zeros(4096, dtype=torch.long)
 for card in CARDS:  # memory that torch caches, which no recording can use
     torch.empty(80 << 20, dtype=torch.uint8, device=f"cuda:{card}")
 criterion = nn.CrossEntropyLoss()
-with ScatterOnceParallel(Deep().cuda(0), 2, CARDS, graphs=GRAPHS, verify=False) as engine:
+with ScatterOnceParallel(deep, 2, CARDS, graphs=GRAPHS, verify=False) as engine:
     for rows in (4096, 4096, 4000, 3900):
         engine.forward_backward(inputs[:rows], targets[:rows], criterion)
 print(*[torch.cuda.max_memory_reserved(card) / 2**20 for card in CARDS])
@@ -176,21 +166,15 @@ def test_graphs_do_not_need_the_activations_twice(cards):
         assert captured <= 1.15 * eager, reserved
 
 
-class Waits(nn.Module):
+def reads(m, x):
     """Reads a value in the forward pass, which no graph can."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x):
-        y = self.body(x)
-        return self.dropout(y * float(y.detach().sum().item() > -1e9))
+    return m.dropout(m.body(x) * float(x.sum().item() > -1e9))
 
 
 def test_a_failed_capture_leaves_allocator_and_generator_as_they_were():
     """Before torch 2.13 both stayed in the capture: no draws, and memory that never came back."""
-    engine = ScatterOnceParallel(Waits().to(CARD), 4, [0], graphs=True, verify=False)
+    model = Of(reads, body=nn.Linear(8, 8), dropout=nn.Dropout(0.5)).to(CARD)
+    engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
     with engine, pytest.warns(match="cannot be captured"):
         engine.forward_backward(torch.randn(16, 8), torch.arange(16) % 8, LOSS)
     stream = torch.cuda.Stream(0)
@@ -201,14 +185,3 @@ def test_a_failed_capture_leaves_allocator_and_generator_as_they_were():
     torch.cuda.synchronize(0)
     assert torch.empty(200 << 20, dtype=torch.uint8, device=CARD).data_ptr() == place
     assert set(torch.dropout(torch.ones(64, device=CARD), 0.5, True).tolist()) == {0.0, 2.0}
-
-
-def test_a_query_that_finds_work_under_way_is_no_wait():
-    """The runtime answers "not ready" a few times (``card.busy``), as a card does."""
-    event = torch.cuda.Event()
-    torch.zeros(4, device=CARD)
-    event.record()
-    assert [event.query() for _ in range(4)] == [False, False, False, True]
-    event.record()
-    event.synchronize()
-    assert event.query()

@@ -84,16 +84,14 @@ def two_views():
 
 
 def recurrent():
-    """A cell that carries its state from one call to the next."""
+    """Its state is carried from one call to the next."""
 
     def compute(model, words, state):
-        scores = []
-        for step in model.words(words).unbind(1):
-            state = model.cell(step, state)
-            scores.append(model.head(state))
-        return torch.stack(scores, 1), state
+        hidden, state = model.cell(model.words(words), state[None])
+        return model.head(hidden), state[0]
 
-    return Of(compute, words=nn.Embedding(7, 5), cell=nn.GRUCell(5, 6), head=nn.Linear(6, 7))
+    cell = nn.GRU(5, 6, batch_first=True)
+    return Of(compute, words=nn.Embedding(7, 5), cell=cell, head=nn.Linear(6, 7))
 
 
 def two_parts():
@@ -326,15 +324,12 @@ def test_each_gradient_of_a_section_is_that_of_plain_torch(page, title, follow, 
     assert ENDS.get(title, lambda names: True)(names)
 
 
-def with_dropout():
-    return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
-
-
 @pytest.mark.draws
 def test_a_run_that_is_resumed_is_bit_for_bit_the_same_as_uninterrupted(follow):
     def train(epochs, seed):
         """A run with everything that a checkpoint has."""
-        net, shuffle = build(with_dropout), torch.Generator()
+        net = build(lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)))
+        shuffle = torch.Generator()
         optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
         data = DataLoader(TensorDataset(IMAGES, LABELS), 16, shuffle=True, generator=shuffle)
         names = {"model": net, "shuffle": shuffle, "loader": data, "epochs": epochs}
@@ -384,12 +379,8 @@ def test_qlora(follow, tmp_path):
     of_peft = ("get_peft_model", "prepare_model_for_kbit_training", "LoraConfig")
     names = {name: getattr(peft, name) for name in of_peft}
     names |= {n: getattr(transformers, n) for n in ("AutoModelForCausalLM", "BitsAndBytesConfig")}
-    names |= {
-        "path": tmp_path / "base",
-        "folder": folder,
-        "loader": [batch],
-        "count_labels": count_labels,
-    }
+    names |= {"path": tmp_path / "base", "folder": folder, "loader": [batch]}
+    names["count_labels"] = count_labels
     found = follow("recipes", "QLoRA on several GPUs", **names)
     layers = [m for m in found["model"].modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     assert len(layers) == 7

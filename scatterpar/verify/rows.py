@@ -111,8 +111,8 @@ def choose_rows(
     score = torch.rand(num_rows, generator=generator, dtype=torch.float64, device="cpu") * 1e-9
     for position, n in enumerate(numbers[:8]):
         score += n / 10**position
-    order = to_numbers(score.argsort())
-    orders = [to_numbers((n + score * 1e-6).argsort()) for n in numbers]
+    keys = score, *(n + score * 1e-6 for n in numbers)
+    order, *orders = (to_numbers(key.argsort()) for key in keys)
     ends = dict.fromkeys(chain(*((each[-1], each[0]) for each in orders)))
     spread = [order[round(k * (num_rows - 1) / (wanted - 1))] for k in range(wanted)]
     first_ones = [*ends][: max(2, wanted - 1)]
@@ -120,8 +120,7 @@ def choose_rows(
     taken.sort(key=to_numbers(score).__getitem__, reverse=bool(variant % 2))
     more = len(taken) - 2 * (wanted > 5)
     some = (more * 4 + 3) // 7
-    parts = taken[:some], taken[some:more], *([row] for row in taken[more:])
-    return [part for part in parts if part]
+    return [*filter(None, [taken[:some], taken[some:more]]), *([row] for row in taken[more:])]
 
 
 def ignored_values(*functions: Any) -> list[int]:

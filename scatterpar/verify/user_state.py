@@ -65,8 +65,7 @@ class UserState(ModuleContents):
     ) -> None:
         self.drawn = False
         self._variables, self._generators = list[Saved](), list[Saved]()
-        self._tensors: list[Saved] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._tensors, self._versions = list[Saved](), list[tuple[Tensor, int]]()
         roots = [*roots]
         self._own = {id(one) for root in roots for one in (root, getattr(root, "__self__", None))}
         for device in {device for device in devices if device.type != "cpu"}:
@@ -77,7 +76,8 @@ class UserState(ModuleContents):
             self._save_generator(numpy.get_state, numpy.set_state)
         # A bound method leads to Python's generator.
         super().__init__((*roots, torch.default_generator, random.getstate))
-        self._snapshot = Snapshot(self.containers)
+        snapshot = Snapshot(self.containers)
+        self._save(snapshot.unchanged, lambda _: snapshot.restore())
         buffers = {id(buffer) for m in self.modules.values() for buffer in m._buffers.values()}
         few = _MOST_BYTES
         for key, tensor in self.tensors.items():
@@ -98,8 +98,7 @@ class UserState(ModuleContents):
 
     def is_changed(self) -> bool:
         """Whether objects, containers or variables differ from their saved contents."""
-        moved = any(get() is not value for get, _, value, _ in self._variables)
-        return moved or not self._snapshot.unchanged()
+        return any(get() is not value for get, _, value, _ in self._variables)
 
     def lost(self) -> list[torch.Size]:
         """The shapes of large tensors that were written, whose values are not saved."""
@@ -111,8 +110,6 @@ class UserState(ModuleContents):
         self.drawn |= _restore(self._generators)
         if not generators_only:
             _restore(self._tensors)
-            if not self._snapshot.unchanged():
-                self._snapshot.restore()
             _restore(self._variables)
 
     def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
@@ -241,5 +238,5 @@ def moved_between(states: Sequence[State]) -> list[str]:
     began in the same state: what they have left different.
     """
     first, second = (*states, {}, {})[:2]
-    pairs = [(name, value, second[name]) for name, value in first.items() if name in second]
-    return [n for n, one, other in pairs if type(one) is type(other) and not _same(one, other)]
+    pairs = {name: (one, second.get(name)) for name, one in first.items()}
+    return [n for n, pair in pairs.items() if len({*map(type, pair)}) == 1 and not _same(*pair)]

@@ -174,7 +174,7 @@ class Verifier:
             (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
         _, misplaced = compare_outputs(found, choices[1:], request.dim)
         if misplaced:
-            raise ValueError(_TEXTS["order"].format(misplaced=misplaced, rows=len(some)))
+            raise ValueError(_TEXTS["order"].format(misplaced=misplaced, rows=len(some)) + _OFF)
         entries = _entries(found[0], request.dim, len(some))
         if not any(same_bits(t, t.flip(request.dim)) for t in entries):
             self._joined.add(key)
@@ -186,29 +186,24 @@ class Verifier:
 
     def _kind_of(self, request: Request, splits: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
         """The results for the request's kind, and its details, of which each may be new."""
-        made_of, numbers = describe(request.criterion, request.count, request.reduction)
+        functions = request.criterion, request.count, request.reduction
+        values = reachable(functions, DEPTH + 1, set())
+        for value in [value for value in values if isinstance(value, nn.Module)]:
+            if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
+                for part in value.modules():
+                    values += [type(part).__qualname__, *part._buffers.values()]
+                    values += [v for v in vars(part).values() if isinstance(v, PLAIN)]
+        numbers = [value for value in values if type(value) in (int, float)]
+        made_of = {_name_of(value) for value in values if type(value) not in (int, float)}
         leaves = list(islice(nested.leaves(request.batches[0][1]), 32))
-        batch = [(t.dtype, t.ndim) if isinstance(t, Tensor) else type(t) for t in leaves]
+        batch = [_name_of(t) if isinstance(t, Tensor) else type(t) for t in leaves]
         words = [t for t in leaves if isinstance(t, (bool, str))]
-        key = made_of, splits, request.whole_batch, hash(tuple(batch))
-        return self._kinds[key], hash((flags, numbers, *words))
-
-
-def describe(*functions: Any) -> tuple[Hashable, Hashable]:
-    """Two keys for functions, without addresses: of their code and switches; of their numbers."""
-    values = reachable(functions, DEPTH + 1, set())
-    for value in [value for value in values if isinstance(value, nn.Module)]:
-        if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
-            for part in value.modules():
-                values += [type(part).__qualname__, *part._buffers.values()]
-                values += [v for v in vars(part).values() if isinstance(v, PLAIN)]
-    numbers = [value for value in values if type(value) in (int, float)]
-    others = {_name_of(value) for value in values if type(value) not in (int, float)}
-    return hash(frozenset(others)), str(numbers)
+        key = splits, request.whole_batch, hash((frozenset(made_of), *batch))
+        return self._kinds[key], hash((flags, str(numbers), *words))
 
 
 def _name_of(value: Any) -> Hashable:
-    """What stands for a value in the key of a kind: of a function its code."""
+    """What stands for a value in the key of a kind, without addresses: of a function its code."""
     if isinstance(value, Tensor):
         return value.dtype, value.ndim
     is_switch = value is None or isinstance(value, (bool, str))
@@ -298,13 +293,12 @@ class _Question:
         tasks, parts = self._tasks, self._parts(looks)
         deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
         each = [Look(self._attempt, self.request, task, deadline) for task in tasks]
-        ended, joined = Event(), list[Look]()
+        ended, looking = Event(), list[Look]()
 
         def run(look: Look) -> Verdict | None:
-            if look is not each[0]:
-                if ended.wait(_PATIENCE_SECONDS):
-                    return None
-                joined.append(look)
+            if look is not each[0] and ended.wait(_PATIENCE_SECONDS):
+                return None
+            looking.append(look)
             try:
                 with look.isolated():
                     return _judged(look, parts)
@@ -323,7 +317,7 @@ class _Question:
                 look.end()
             raise Inconclusive("a call waits for something that does not come", 1) from None
         finally:
-            if joined:  # they have saved, and restored, what the first look had changed by then
+            if len(looking) > 1:  # the others have restored what the first had changed by then
                 apply([each[0].restore], [()], calls[2][:1])
 
     @cached_property
@@ -335,18 +329,17 @@ class _Question:
     def refusal(self, verdict: Verdict) -> str:
         """The error text: the difference, its size, what to pass."""
         error, replica, rows = verdict.error, verdict.losses[1], [*chain(*verdict.parts)]
-        return _TEXTS[verdict.kind].format(
-            name=self._name,
-            size=f"off by {100 * error:,.3g} %" if error < math.inf else "NaN or infinite",
-            rows=len(rows),
-            sizes=" + ".join(str(len(part)) for part in verdict.parts),
-            misplaced=verdict.misplaced,
-            replica="an error" if math.isnan(replica) else f"{replica:.4g}",
-            advice=self._advice(verdict),
-            listed=f"{shown(', '.join(map(str, rows)))} of {self.request.rows}",
-            verdict=verdict,
-            request=self.request,
-        )
+        values = vars(verdict) | {
+            "name": self._name,
+            "size": f"off by {100 * error:,.3g} %" if error < math.inf else "NaN or infinite",
+            "rows": len(rows),
+            "sizes": " + ".join(str(len(part)) for part in verdict.parts),
+            "replica": "an error" if math.isnan(replica) else f"{replica:.4g}",
+            "advice": self._advice(verdict),
+            "listed": f"{shown(', '.join(map(str, rows)))} of {self.request.rows}",
+            "reduction": self.request.reduction,
+        }
+        return _TEXTS[verdict.kind].format_map(values) + _OFF
 
     def _advice(self, verdict: Verdict) -> str:
         """How the loss of all rows seems to combine, and what to pass."""
@@ -412,20 +405,20 @@ _OFF = " Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "return it from forward, and take it from the output that the criterion gets"
 _REFUSED = "combination", "replica", "joined", "order"
 _TEXTS = {
-    "combination": "{name}: your loss of {rows} rows is not the {request.reduction} of the losses "
-    f"of {{sizes}} rows: the gradient would be {{size}}. {{advice}} (Rows {{listed}}.){_OFF}",
+    "combination": "{name}: your loss of {rows} rows is not the {reduction} of the losses "
+    "of {sizes} rows: the gradient would be {size}. {advice} (Rows {listed}.)",
     "replica": "{name} leads to the module that is trained, or the module has a tensor computed "
-    "from parameters (compute it in forward): the loss of {rows} rows is {verdict.losses[0]:.4g} "
+    "from parameters (compute it in forward): the loss of {rows} rows is {losses[0]:.4g} "
     "with your own module in plain torch, but {replica} on a replica (the gradient is {size}). It "
     "reads what forward leaves on the module, such as an auxiliary loss, or asks for gradients by "
-    f"your own parameters. Return it: {_RETURN}; forward can compute gradients. No count=, "
-    f"reduction= or whole_batch= says that.{_OFF}",
+    f"your own parameters, as forward can. Return it: {_RETURN}. No count=, reduction= or "
+    "whole_batch= says that.",
     "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what the last "
     "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
-    f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.{_OFF}",
+    f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.",
     "order": "the module's output has {misplaced} entries for {rows} rows, not in the order of the "
     "rows, so those of micro-batches cannot be joined. Return torch.stack([a, b], 1) in the place "
-    f"of torch.cat([a, b]), or .view(rows, k, -1) of k samples per row.{_OFF}",
+    "of torch.cat([a, b]), or .view(rows, k, -1) of k samples per row.",
     "drawn": "the function draws random numbers and returns several entries per row, whose order "
     "cannot be compared with that of one call: return .view(rows, k, -1) of k entries per row",
     "sum": 'It seems to be a sum: pass reduction="sum".',
@@ -441,9 +434,9 @@ _TEXTS = {
     "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
     "on weights: multiply that by len(output) / the number of all rows. ",
     "other": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True "
-    "and criterion=. If it is a mean over something else than was counted, pass count=, a function "
-    "of (inputs, targets) that gives its number of terms: scatterpar.count_labels(); for a sum, "
-    'reduction="sum". Or make it a mean of one loss per row; docs/losses.md has sums of means.',
+    "and criterion=. For a mean over something else, pass count=, a function of (inputs, targets) "
+    'that gives its number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or '
+    "make it a mean of one loss per row; docs/losses.md has sums of means.",
     "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
     f"run one after the other, which is slower; {_RETURN}, or pass verify=False",
     "moved": "forward passes move {}: at each of the {} sub-steps, and on each replica apart. Move "

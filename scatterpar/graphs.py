@@ -117,8 +117,7 @@ class Captured(Schedule):
             self._by_replica[share.replica] = _ReplicaGraphs(share.device, self._warning_lock)
         graphs = self._by_replica[share.replica]
         if graphs.state != state:
-            graphs.forget()
-            graphs.state = state
+            graphs.forget(state)
         return GraphedSubsteps(graphs, task, attempt)
 
 
@@ -170,9 +169,9 @@ class GraphedSubsteps(Substeps):
         """Copy gradients out of the static tensors, which later steps write."""
         leaves, static = self._task.leaves, self._graphs.gradients
         used = {i: gradient for i, gradient in static.items() if leaves[i].grad is gradient}
-        copies = list(map(torch.empty_like, used.values()))
-        copy_each(copies, list(used.values()))
-        for i, gradient in zip(used, copies, strict=True):
+        copies = {i: torch.empty_like(gradient) for i, gradient in used.items()}
+        copy_each([*copies.values()], [*used.values()])
+        for i, gradient in copies.items():
             leaves[i].grad = gradient
 
     def _captured(self, rows: Any, number: int) -> _Graph | None:
@@ -264,9 +263,9 @@ class _ReplicaGraphs:
         self._captures, self._is_refused = 0, False
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self, state: Sequence[Any] = ()) -> None:
         """Drop all graphs and static gradients; later graphs use a separate memory pool."""
-        self.state: list[Any] = []
+        self.state = state
         self.by_shape: dict[Hashable, _Graph] = {}
         self.gradients: dict[int, Tensor] = {}
         self._pool: Any = None

@@ -27,8 +27,6 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_like
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
 
-__all__ = ["ShardedOptimizer"]
-
 ParameterCopies = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,32 +55,30 @@ class Buckets:
             pieces.append((value.dtype, torch.Size([size, *value.shape]), rank, value))
         names = [(name, value is None or value.dtype) for _, name, value in outcome.buffers]
         self.kind = str([names, *(piece[:2] for piece in pieces)])
+        sizes = Counter[torch.dtype]()
+        for dtype, shape, *_ in pieces:
+            sizes[dtype] += shape.numel()
         tensors = *(leaf for leaf, _ in gradients), *buffers, *self._rows
-        self.flats: list[Tensor] = []
-        self._views: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(dtype for dtype, *_ in pieces):
-            alike = {i: piece for i, piece in enumerate(pieces) if piece[0] == dtype}
-            sizes = [shape.numel() for _, shape, *_ in alike.values()]
-            self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device))
-            parts = self.flats[-1].split(sizes)
-            for (i, (_, shape, at, own)), part in zip(alike.items(), parts, strict=True):
-                self._views[i] = part.view(shape)
-                if own is not None:
-                    write(self._views[i][at], own.detach())
+        free = {d: torch.zeros(n, dtype=d, device=tensors[0].device) for d, n in sizes.items()}
+        self.flats, self._views = [*free.values()], list[Tensor]()
+        for dtype, shape, at, own in pieces:
+            part, free[dtype] = free[dtype].tensor_split([shape.numel()])
+            self._views.append(part.view(shape))
+            if own is not None:
+                write(self._views[-1][at], own.detach())
 
     def weigh(self, factor: float) -> None:
         """Scale this rank's gradients; called when the counts of the other ranks are known."""
         if self._outcome.gradients and factor != 1:
-            views = [self._views[i] for i in range(len(self._outcome.gradients))]
-            torch._foreach_mul_(views, factor)
+            torch._foreach_mul_(self._views[: len(self._outcome.gradients)], factor)
 
     def of_all(self) -> Outcome:
         """The outcome with the gradients, buffers and statistics of all ranks' all-reduce."""
-        outcome, views = self._outcome, (self._views[i] for i in range(len(self._views)))
-        totals = [next(views) for _ in outcome.gradients]
+        outcome, views = self._outcome, iter(self._views)
+        totals = [(leaf, next(views)) for leaf, _ in outcome.gradients]
         flags = to_numbers(next(views)) if totals else []
-        found = zip(outcome.gradients, totals, flags, strict=True)
-        gradients = [(leaf, total if flag else None) for (leaf, _), total, flag in found]
+        found = zip(totals, flags, strict=True)
+        gradients = [(leaf, total if flag else None) for (leaf, total), flag in found]
         buffers = [
             (at, name, None if value is None else _like(next(views), value))
             for at, name, value in outcome.buffers

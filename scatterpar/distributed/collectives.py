@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
+import zlib
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
@@ -18,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.replicas.checks import is_quantised
 
-LAYOUT_BITS = 18  # a status is ``number << 18 | layout``; float64 is exact up to 53 bits
+_CHECKSUM_BITS = 18  # a status is ``number << 18 | checksum``; float64 is exact up to 53 bits
 _NO_SUMMANDS = (0.0,) * 4  # of a rank that adds nothing
 _FAILED = -1  # the status of a failed rank
 
@@ -66,31 +67,32 @@ class Collectives:
                     write(tensor[place], values.view(tensor.dtype).view(tensor.shape)[place])
 
     def exchange_status(
-        self, layout: int, number: int, disagreement: str, summands: Sequence[float] = _NO_SUMMANDS
+        self, kind: str, number: int, disagreement: str, summands: Sequence[float] = _NO_SUMMANDS
     ) -> tuple[list[float], list[int]]:
         """Exchange the status of this step.
 
         Returns the sums of ``summands`` over all ranks, and every rank's non-negative ``number``.
-        Raises the same ``RuntimeError`` on every rank if one failed, or if ``layout``, a number of
-        ``LAYOUT_BITS`` bits, differs between ranks: they disagree on ``disagreement``.
+        Raises the same ``RuntimeError`` on every rank if one failed, or if ``kind`` differs between
+        ranks: they disagree on ``disagreement``.
         """
-        sums, statuses = self._exchange(summands, number << LAYOUT_BITS | layout)
-        if failed := _failed(statuses):
+        checksum = zlib.crc32(kind.encode()) % 2**_CHECKSUM_BITS
+        sums, statuses, failed = self._exchange(summands, number << _CHECKSUM_BITS | checksum)
+        if failed:
             raise RuntimeError(
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
                 f"nothing was changed on any rank; see what it raised there"
             )
-        if len({status % 2**LAYOUT_BITS for status in statuses}) > 1:
+        if len({status % 2**_CHECKSUM_BITS for status in statuses}) > 1:
             raise RuntimeError(
                 f"the ranks disagree on {disagreement}; make the same changes and the same calls "
                 f"on every rank"
             )
-        return sums, [status >> LAYOUT_BITS for status in statuses]
+        return sums, [status >> _CHECKSUM_BITS for status in statuses]
 
     def report_failure(self) -> list[int]:
         """Exchange this rank's failure as its status. Returns the other ranks that failed."""
-        _, statuses = self._exchange(_NO_SUMMANDS, _FAILED)
-        return [rank for rank in _failed(statuses) if rank != self.rank]
+        *_, failed = self._exchange(_NO_SUMMANDS, _FAILED)
+        return [rank for rank in failed if rank != self.rank]
 
     def all_reduce(
         self, tensor: Tensor, what: str, still: str = "; nothing was changed on this rank"
@@ -129,18 +131,18 @@ class Collectives:
         sizes = to_numbers(torch.cat(self.all_gather(size, [1] * self.size, what)))
         return [bytes(to_numbers(part)).decode() for part in self.all_gather(data, sizes, what)]
 
-    def _exchange(self, summands: Sequence[float], status: int) -> tuple[list[float], list[int]]:
-        """Returns the sums of ``summands`` over all ranks, and each rank's ``status``."""
+    def _exchange(
+        self, summands: Sequence[float], status: int
+    ) -> tuple[list[float], list[int], list[int]]:
+        """The sums of ``summands`` over all ranks, each rank's ``status``, and who failed."""
         statuses = [0] * self.size
         statuses[self.rank] = status
         flat = torch.tensor([*summands, *statuses], dtype=torch.float64, device=self._control)
         self.all_reduce(flat, "the flags and counts of all ranks")
-        values: list[float] = to_numbers(flat)
-        return values[: len(summands)], [int(value) for value in values[len(summands) :]]
-
-
-def _failed(statuses: Sequence[int]) -> list[int]:
-    return [rank for rank, status in enumerate(statuses) if status == _FAILED]
+        values = to_numbers(flat)
+        statuses = [int(value) for value in values[len(summands) :]]
+        failed = [rank for rank, each in enumerate(statuses) if each == _FAILED]
+        return values[: len(summands)], statuses, failed
 
 
 def _refusal(tensor: Tensor, sparse: Collection[int]) -> str:

@@ -9,7 +9,6 @@ error within the group's timeout, where NCCL would end the process.
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from scatterpar.batch.markers import unwrap_markers
 from scatterpar.batch.nested import join_rows
 from scatterpar.devices.runtime import physical
 from scatterpar.distributed.buckets import Buckets, kind_of, pack, unpack
-from scatterpar.distributed.collectives import LAYOUT_BITS, Collectives
+from scatterpar.distributed.collectives import Collectives
 from scatterpar.report import warn
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.substeps import detached_output
@@ -84,7 +83,7 @@ class Ranks:
         try:
             outcome = compute()
             with outcome.attempt as attempt, attempt.phase("reduce"):
-                buckets, layout = self._prepare(outcome)  # before any collective
+                buckets, kind = self._prepare(outcome)  # before any collective
         except BaseException as error:
             is_common, self._error_is_common = self._error_is_common, False
             with contextlib.suppress(Exception):
@@ -92,31 +91,30 @@ class Ranks:
                     add_note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
         with outcome.attempt as attempt, attempt.phase("reduce"):
-            return self._exchange(outcome, buckets, layout)
+            return self._exchange(outcome, buckets, kind)
 
-    def _exchange(self, outcome: Outcome, buckets: Buckets, layout: int) -> Outcome:
-        is_mean = outcome.request.is_mean
-        loss = outcome.loss * outcome.terms if is_mean and outcome.terms else outcome.loss
-        mine, rows = [outcome.terms, loss, *outcome.observed], outcome.attempt.plan.rows
-        numbers, each = self._collectives.exchange_status(layout, rows, _OTHER_TENSORS, mine)
+    def _exchange(self, outcome: Outcome, buckets: Buckets, kind: str) -> Outcome:
+        is_mean, rows = outcome.request.is_mean, outcome.attempt.plan.rows
+        own = outcome.terms if is_mean else 1.0  # the weight of this rank's loss
+        mine = [outcome.terms, outcome.loss * own, *outcome.observed]
+        numbers, each = self._collectives.exchange_status(kind, rows, _OTHER_TENSORS, mine)
         terms, loss, *observed = numbers
-        rows, factor = sum(each), 1.0
-        if is_mean:
-            factor = outcome.terms / terms if terms else 0.0
-            loss = loss / terms if terms else 0.0
+        total = terms if is_mean else 1.0
+        factor, loss = (own / total, loss / total) if total else (0.0, 0.0)
         buckets.weigh(factor)
         for flat in buckets.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
         sums = observed[0], observed[1]
-        return replace(buckets.of_all(), loss=loss, terms=terms, rows=rows, observed=sums)
+        all_rows = sum(each)
+        return replace(buckets.of_all(), loss=loss, terms=terms, rows=all_rows, observed=sums)
 
-    def _prepare(self, outcome: Outcome) -> tuple[Buckets, int]:
-        """The tensors that ranks add, and a checksum of their shapes."""
+    def _prepare(self, outcome: Outcome) -> tuple[Buckets, str]:
+        """The tensors that ranks add, and a text that must be equal on all ranks."""
         buckets = Buckets(outcome, self.rank, self.size, self._accumulate_dtype)
         numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
         trained = [numbers.get(id(leaf)) for leaf, _ in outcome.gradients]
-        text = f"{outcome.request.is_mean} {trained} {outcome.request.scale} {buckets.kind}"
-        return buckets, _checksum(text)
+        request = outcome.request
+        return buckets, f"{request.is_mean} {trained} {request.scale} {buckets.kind}"
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -131,14 +129,13 @@ class Ranks:
         output = join_rows([detached_output(piece, True) for piece in pieces], dim, rows, rows)
         own_data = output, unwrap_markers(targets)
         payload = pack(nested.tensors(own_data), seed, sum(rows))
-        layout = _checksum(f"outputs {kind_of(own_data, dim)}")
+        kind = f"outputs {kind_of(own_data, dim)}"
         self._error_is_common = True  # what is raised from here on, every rank raises
-        _, sizes = self._collectives.exchange_status(layout, payload.numel(), _OTHER_OUTPUTS)
+        _, sizes = self._collectives.exchange_status(kind, payload.numel(), _OTHER_OUTPUTS)
         what = "the outputs and targets of all ranks"
         payloads = self._collectives.all_gather(payload, sizes, what)
         self._error_is_common = False
-        outputs: list[Any] = []
-        counts: list[int] = []
+        outputs, counts = list[Any](), list[int]()
         values, seeds, rows_of_each = zip(*(unpack(one, own_data) for one in payloads), strict=True)
         for rank, ((output, _), count) in enumerate(zip(values, rows_of_each, strict=True)):
             outputs += pieces if rank == self.rank else [output]
@@ -151,8 +148,3 @@ class Ranks:
 
         joined = nested.merge(join, [targets, *(of_rank for _, of_rank in values)])
         return outputs, counts, joined, seeds[0]
-
-
-def _checksum(text: str) -> int:
-    checksum: int = zlib.crc32(text.encode()) % 2**LAYOUT_BITS
-    return checksum

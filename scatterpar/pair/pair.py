@@ -49,8 +49,6 @@ from scatterpar.threads.workers import Workers, restored
 from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.wrapper import Wrapper
 
-__all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
-
 
 class _Call(NamedTuple):
     share: Share

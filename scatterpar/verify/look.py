@@ -260,13 +260,8 @@ class Look:
         elif error > limit and (whole or self._combines(outputs[0], parts, weights)):
             verdict.kind, verdict.error = "rows", error
         verdict.shapes = _broadcast_shapes(outputs[0], self._move(self._targets, rows))
-        # Other weights, which are not the engine's, may explain it.
-        is_split = _num_nonzero(sums) > 1
-        verdict.fits = lambda factors: (
-            is_split
-            and not all(map(math.isclose, factors, weights))
-            and _error(_sum(sums, factors), expected) < limit
-        )
+        is_split = _num_nonzero(sums) > 1  # then other weights than the engine's may explain it
+        verdict.fits = lambda factors: is_split and _error(_sum(sums, factors), expected) < limit
 
     @property
     def _tolerance(self) -> float:

@@ -1,8 +1,4 @@
-"""Save and restore state that user code may change; find state that each micro-batch moves.
-
-Saved is what the criterion, ``count=``, hooks, ``collate`` and the module can write: attributes,
-containers, closures, globals, arrays, generators, buffers, and other tensors up to 64 MiB.
-"""
+"""Save and restore state that user code may change; find state that each micro-batch moves."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ class UserState(ModuleContents):
     Roots lead to modules and functions, what these close over, globals that they name, objects,
     their classes' attributes, containers, arrays. Left alone: containers of more than 1000 entries,
     objects that hold a lock, data sets, loaders, trainers, files, objects of libraries. Values of
-    parameters are saved only with ``weights``, of tensors above 64 MiB never.
+    parameters are saved only with ``weights``, of buffers always, of other tensors up to 64 MiB.
 
     ``drawn`` says whether a generator had moved at a ``restore``.
     """

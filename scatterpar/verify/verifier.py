@@ -1,12 +1,9 @@
 """Decide when to look, look with the first replica, and say what was found.
 
-A kind of criterion and batch is looked at in steps 1, 2, 4, 8, 16, …, and also
-
-- after a refusal, until a look agrees,
-- if labels leave the range that was seen (labels on an accelerator: in the step after),
-- if switches of the model, numbers of the criterion or words in the batch are new.
-
-The only error of a look is its ``ValueError``. If looks stay inconclusive, one warning says so.
+A kind of criterion and batch is looked at in steps 1, 2, 4, 8, 16, …; after a refusal until a look
+agrees; if labels leave the range that was seen (labels on an accelerator: in the step after); if
+switches of the model, numbers of the criterion or words in the batch are new. The only error of a
+look is its ``ValueError``. If looks stay inconclusive, one warning says so.
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ def of_step(
 
 def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
     """The statistics that one replica recorded, by number of the module, on ``device``."""
-    pooled = {m: _pooled(calls) for m, calls in replica.records.items()}
-    recorded = {m: moments for m, moments in pooled.items() if moments is not None}
+    recorded = {m: each for m, calls in replica.records.items() if (each := _pooled(calls))}
     if replica.device == device or not recorded:
         return recorded
     tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))

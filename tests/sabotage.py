@@ -96,7 +96,7 @@ sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
   return dtype if accumulate_dtype is None => return dtype if True
 ranks weigh alike, however many rows they have
   Ranks._exchange -> test_a_step_of_ranks_is_that_of_one_device
-  factor = outcome.terms / terms if terms else 0.0 => factor = 1.0 / self.size
+  own / total if total else 0.0 => 1.0 / self.size
 the second pass draws other random numbers
   Passes.second -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
   attempt.generators.set_state(share.replica, self._states[number]) => pass

@@ -100,8 +100,8 @@ class Ranks:
         numbers, each = self._collectives.exchange_status(kind, rows, _OTHER_TENSORS, mine)
         terms, loss, *observed = numbers
         total = terms if is_mean else 1.0
-        factor, loss = (own / total, loss / total) if total else (0.0, 0.0)
-        buckets.weigh(factor)
+        loss = loss / total if total else 0.0
+        buckets.weigh(own / total if total else 0.0)
         for flat in buckets.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
         sums = observed[0], observed[1]

@@ -308,19 +308,19 @@ class Look:
 
         If ``count=`` leaves some rows out, these are a part of their own: they must add nothing.
         """
-        request, rows = self._request, [*chain(*parts)][:_UNCOUNTED]
+        request, batch = self._request, (self._inputs, self._targets)
         if not request.is_mean or request.whole_batch:
             return parts, [1.0] * len(parts)
 
         def counts(parts: Parts) -> list[float]:
             spans = pairwise(accumulate(map(len, parts), initial=0))
-            few = [_select((self._inputs, self._targets), part, request.dim) for part in parts]
-            pieces = [unwrap_markers(each, copy=True) for each in few]
+            few = [_select(batch, part, request.dim) for part in parts]
+            pieces = unwrap_markers(few, copy=True)
             return term_counts(replace(request, batches=[(0, (None, None))]), [*spans], pieces)
 
         if request.count is not None and len(parts) > 1:
-            of_rows = zip(rows, counts([[row] for row in rows]), strict=True)
-            without = [row for row, count in of_rows if not count]
+            singles = [[row] for row in [*chain(*parts)][:_UNCOUNTED]]
+            without = [row for (row,), n in zip(singles, counts(singles), strict=True) if not n]
             rest = [[row for row in part if row not in without] for part in parts]
             if without and any(rest):
                 parts = [without, *filter(None, rest)]

@@ -77,9 +77,9 @@ class _Kind:
         is_new, was_steady = details not in self.details, self.is_steady
         self.is_steady = not is_new
         self.details.add(details)
-        if any(is_async(each.device) for each in asked):  # the host does not wait for them now
+        if asked and any(is_async(each.device) for each in asked):  # the host does not wait now
             asked, self.unread = self.unread or [], asked
-        beyond = any(map(operator.gt, read_ranges(asked), self.ranges))
+        beyond = bool(asked) and any(map(operator.gt, read_ranges(asked), self.ranges))
         often = self.looks < _NEW or (was_steady and self.looks < _NEW + self.steps // 100)
         scheduled = not self.steps & (self.steps - 1)
         due = self.is_refused or beyond or scheduled or (is_new and often)

@@ -28,7 +28,7 @@ def bench():
     gc.collect()
 
 
-def sabotaged(monkeypatch, bench, before=lambda engine: None, after=lambda engine, error: error):
+def sabotaged(monkeypatch, bench, before=lambda engine: None, after=lambda error: error):
     """What the grid says of a step that does ``before`` first, and raises ``after``'s error."""
     honest = ScatterOnceParallel.forward_backward
 
@@ -37,7 +37,7 @@ def sabotaged(monkeypatch, bench, before=lambda engine: None, after=lambda engin
         try:
             return honest(self, *args, **kwargs)
         except BaseException as error:
-            made = after(self, error)
+            made = after(error)
             if made is None:
                 return None
             try:
@@ -70,20 +70,20 @@ def test_what_a_failed_step_changes_is_named(bench, monkeypatch, what):
     assert any(word.startswith(f"changed: {what}") for word in wrong), wrong
 
 
-def forget(engine, error):
+def forget(error):
     error.__notes__.clear()
     return error
 
 
-def keep(engine, error):
+def keep(error):
     kept.append(error)
     return error
 
 
 ERRORS = {
-    "another error: ValueError": lambda engine, error: type(error)(*error.args),
+    "another error: ValueError": lambda error: type(error)(*error.args),
     "notes: []": forget,
-    "nothing was raised": lambda engine, error: None,
+    "nothing was raised": lambda error: None,
     "activations alive": keep,
 }
 

@@ -79,27 +79,6 @@ def retain_graph(of):
 
 
 @program(mlp)
-def autograd_grad_leaves_the_parameters_alone(of):
-    return torch.autograd.grad(of.loss(*BATCH), list(of.module.parameters()))
-
-
-@program(deep)
-def some_leaves_alone(of):
-    """``backward(inputs=…)``: the others keep what they had."""
-    of.loss(*BATCH).backward(inputs=[of.module[0][0].weight, of.module[5].bias])
-
-
-@program(deep)
-def a_hook_on_the_node_of_a_parameter_sees_its_gradient(of):
-    """Other libraries put them there; nothing tells but that the node is kept."""
-    weight, seen = of.module[0][0].weight, []
-    node = torch.autograd.graph.get_gradient_edge(weight).node
-    node.register_hook(lambda *_: seen.append(weight.grad.clone()))
-    of.loss(*BATCH).backward()
-    return seen
-
-
-@program(mlp)
 def gradient_penalty(of):
     """``create_graph``: the gradient of a gradient, with respect to the parameters."""
     loss = of.loss(*BATCH)
@@ -122,17 +101,6 @@ def inputs_get_their_gradient(of):
     leaf, base = (BATCH[0].clone().requires_grad_() for _ in range(2))
     (of.loss(leaf, BATCH[1]) + of.loss(base.exp(), BATCH[1])).backward()
     return [leaf.grad, base.grad]
-
-
-@program(mlp)
-def sixteen_calls_before_a_step_are_the_whole_batch(of):
-    total, pieces = torch.zeros(()).double(), 16 if isinstance(of, Pair) else 1
-    inputs, targets = randn(77, FEATURES), randint(CLASSES, 77)
-    for some, its in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
-        part = of.loss(some, its) * (len(some) / 77)
-        part.backward()
-        total += part.detach()
-    return [total]
 
 
 @program(mlp)
@@ -214,24 +182,6 @@ def weights_that_another_network_computes(of):
     of.module.weight = made_of.exp()
     of.loss(*BATCH).backward()
     return [made_of.grad]
-
-
-@program(deep)
-def a_backward_that_fails_leaves_gradients_alone(of):
-    fails = [True]
-
-    def hook(gradient):
-        if fails:
-            raise KeyError("mine")
-
-    outputs = of.model(BATCH[0])
-    (outputs[2] if isinstance(of, Pair) else outputs).register_hook(hook)
-    loss = of.criterion(outputs, BATCH[1])
-    with pytest.raises(KeyError, match="mine"):
-        loss.backward(retain_graph=True)
-    assert all(p.grad is None for p in of.module.parameters())
-    fails.clear()
-    of.loss(*BATCH).backward()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -87,11 +87,8 @@ class Bench:
         loss = self.step(self.engine, place)
         random_state = torch.get_rng_state()
         twin, expected_loss, expected_state = self.expected(place, accumulate)
-        return [
-            *(["loss"] if loss != expected_loss else []),
-            *values_differ(twin, self.subject),
-            *([] if torch.equal(random_state, expected_state) else ["random state"]),
-        ]
+        wrong = ["loss"] * (loss != expected_loss) + values_differ(twin, self.subject)
+        return wrong + ["random state"] * (not torch.equal(random_state, expected_state))
 
     def half_a_step(self, before: State, done: Subject, ignored: tuple[str, ...] = ()) -> list[str]:
         """What was changed and what was not, unless all of a step was, or nothing."""
@@ -100,24 +97,12 @@ class Bench:
         left = values_differ(done, self.subject)
         return [f"half a step: {undone[:3]} changed, {left[:3]} did not"] if undone and left else []
 
-    def visits(self, place: Place) -> int:
-        """How often a good step comes by a counted place."""
-        twin = copy.deepcopy(self._start)
-        step = Step(*self.data)
-        with (
-            ScatterOnceParallel(twin, ACCUM, self.devices, verify=False) as engine,
-            place.prepare(twin, step, place.name),
-        ):
-            trap.arm(place.name, AssertionError, visit=-1)
-            engine.forward_backward(step.inputs, step.targets, step.criterion, **step.options)
-            trap.activations_alive()
-            return trap.visits
-
     def step(self, engine: ScatterOnceParallel, place: Place) -> float:
+        """The loss of a good step; ``trap.visits`` is how often it came by a counted place."""
         step = Step(*self.data)
-        trap.disarm()
+        trap.arm(place.name, AssertionError, visit=-1)
         with place.prepare(engine.module, step, place.name):
-            engine.forward_backward(step.inputs, step.targets, step.criterion, **step.options)
+            step.take(engine)
         trap.activations_alive()
         assert engine.last_step is not None
         return engine.last_step.loss
@@ -130,26 +115,21 @@ class Bench:
             before = capture(self.subject, self.optimizer)
             trap.arm(place.name, KINDS[kind], **where)
             try:
-                self.engine.forward_backward(
-                    step.inputs, step.targets, step.criterion, **step.options
-                )
+                step.take(self.engine)
                 wrong.append("nothing was raised")
             except BaseException as error:
                 wrong += _judge_error(error, kind, where, self.devices)
                 error = None  # type: ignore[assignment]
-            trap.sprung, sprung = {}, trap.sprung
-            wrong += [] if sprung else ["the trap was never visited"]
-            del step, sprung
+            step.failed, trap.sprung = bool(trap.sprung), {}
+            wrong += [] if step.failed else ["the trap was never visited"]
+            del step
             if kind in REPLACED or place.name in LEAKS_IN_TORCH:
                 trap.activations_alive()
             elif alive := trap.activations_alive(patience=LEAK_SECONDS):
                 wrong.append(f"{alive} activations alive")
             trap.disarm()
-            wrong += [
-                f"changed: {path}"
-                for path in differences(before, capture(self.subject, self.optimizer))
-            ]
-        return wrong
+            after = capture(self.subject, self.optimizer)
+            return wrong + [f"changed: {path}" for path in differences(before, after)]
 
 
 def _judge_error(
@@ -160,10 +140,8 @@ def _judge_error(
     positions = where.get("positions", [where.get("visit")])
     if error is not trap.sprung.get(positions[0]):
         return [f"another error: {type(error).__name__}"]
-    wrong = []
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    if "_spring" not in frames:
-        wrong.append(f"the traceback ends in {frames[-1]}")
+    wrong = [] if "_spring" in frames else [f"the traceback ends in {frames[-1]}"]
     notes = getattr(error, "__notes__", [])
     if kind not in REPLACED and "positions" in where:
         replica, number = positions[0]
@@ -196,7 +174,8 @@ def combinations(
     turn = list(LAYOUTS).index(layout) % 2
     for i, place in enumerate(PLACES.values()):
         if place.counted:
-            last = bench.visits(place) - 1
+            bench.step(bench.engine, place)
+            last = trap.visits - 1
             moments = {f"visit {visit}": {"visit": visit} for visit in {0, last // 2, last}}
         else:
             moments = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from faults.subject import Subject
 from faults.trap import trap
+from scatterpar import ScatterOnceParallel
 
 
 @dataclass
@@ -22,6 +23,10 @@ class Step:
     targets: Any
     criterion: Any = field(default_factory=nn.CrossEntropyLoss)
     options: dict[str, Any] = field(default_factory=dict)
+    failed: bool = False
+
+    def take(self, engine: ScatterOnceParallel) -> None:
+        engine.forward_backward(self.inputs, self.targets, self.criterion, **self.options)
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def _module(subject: Subject, step: Step, name: str) -> Iterator[None]:
     step.criterion = centred = Centred(name if whole else None).to(subject.enter.weight.device)
     step.options["whole_batch"] = whole
     yield
-    if trap.sprung:
+    if step.failed:
         assert centred.shift.grad is None
         assert not centred.centre.any()
 

@@ -265,9 +265,8 @@ def with_nccl_alone(group):
     with (
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
         mock.patch.object(dist, "get_backend", return_value="nccl"),
-        warnings.catch_warnings(record=True) as caught,
+        warnings.catch_warnings(record=True, action="always") as caught,
     ):
-        warnings.simplefilter("always")
         ScatterOnceParallel(build(mlp), process_group=group).close()
     return [str(warning.message) for warning in caught]
 

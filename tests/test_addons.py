@@ -23,11 +23,11 @@ MODEL = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linea
 INPUTS, TARGETS = torch.randn(12, 4).double(), torch.randn(12, 2).double()
 LOSS = nn.MSELoss()
 
-def step(accum=1, *, call={}, **options):
-    engine = scatterpar.ScatterOnceParallel(MODEL, accum, ["cpu:0", "cpu:1"], **options)
-    engine.forward_backward(INPUTS, TARGETS, LOSS, **call)
-    engine.close()
-    return engine
+def engine(**options):
+    return scatterpar.ScatterOnceParallel(MODEL, device_ids=["cpu:0", "cpu:1"], **options)
+
+def step(call={}, **options):
+    engine(**options).forward_backward(INPUTS, TARGETS, LOSS, **call)
 
 def plain():
     MODEL.eval().zero_grad()
@@ -49,20 +49,11 @@ def one_rank():
 def pair():
     outputs = scatterpar.DataParallelModel(MODEL, ["cpu:0", "cpu:1"])(INPUTS)
     scatterpar.DataParallelCriterion(LOSS)(outputs, TARGETS).backward()
-
-def trace():
-    engine = scatterpar.ScatterOnceParallel(MODEL, 1, ["cpu:0", "cpu:1"])
-    with engine.trace():
-        engine.forward_backward(INPUTS, TARGETS, LOSS)
-
-def check():
-    engine = scatterpar.ScatterOnceParallel(MODEL, 1, ["cpu:0", "cpu:1"])
-    engine.check(INPUTS, TARGETS, LOSS)
 """
 
 # The file of each capability, and a call that needs it.
 ADDONS = {
-    "auto_accum": "step('auto')",
+    "auto_accum": "step(accum='auto')",
     "batch_statistics": "step(buffers='batch')",
     "compiled": "step(compile={'backend': 'eager'})",
     "costs": "step(micro_batch_cost=8, call={'costs': [1, 2] * 6})",
@@ -71,10 +62,10 @@ ADDONS = {
     "noise": "step(measure_noise=True)",
     "pair": "pair()",
     "recipe": "scatterpar.linear_scaled_lr(0.1, 512)",
-    "sharded": "scatterpar.ShardedOptimizer(step(), torch.optim.SGD, lr=0.1)",
-    "trace": "trace()",
+    "sharded": "scatterpar.ShardedOptimizer(engine(), torch.optim.SGD, lr=0.1)",
+    "trace": "with engine().trace(): pass",
     "two_passes": "step(call={'whole_batch': True})",
-    "verify": "check()",
+    "verify": "engine().check(INPUTS, TARGETS, LOSS)",
 }
 
 TRY = """

@@ -49,8 +49,6 @@ def test_wrong(): assert 1 == 2, "2 of 3 tensors differ"
 def test_more(): pass
 @pytest.mark.cuda
 def test_cuda(): pass
-@pytest.mark.gpu
-def test_gpu(): pass
 
 import torch
 from benchmarks.card.bits import compare, slow_copies
@@ -77,7 +75,6 @@ def test_slow(monkeypatch, say):
         "| machine: wrong | AssertionError: 2 of 3 tensors differ | FAILED |",
         "| machine: more | 4 devices are needed, and 2 are here | not run |",
         "| machine: cuda | CPU replicas have no CUDA | not run |",
-        "| machine: gpu | needs GPUs that compute | not run |",
         "| machine: bits | AssertionError: 1 of 2 tensors differ, by 0.0e+00 at most | FAILED |",
         "| machine: slow | 1 copy | passed |",
     ]

@@ -5,7 +5,6 @@ After each rule all state is equal: parameters, gradients, buffers, the optimize
 the random generator; what failed has left no trace.
 """
 
-import copy
 import os
 import signal
 
@@ -26,7 +25,7 @@ from harness.oracle import (
 )
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -93,7 +92,6 @@ class Walk(RuleBasedStateMachine):
         self.engine = ScatterOnceParallel(self.model, accum, devices, verify=False)  # counts visits
         models = self.model, self.plain
         self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in models]
-        self.saved = None
         self.random = torch.get_rng_state()
 
     def batch(self, rows, seed):
@@ -182,21 +180,6 @@ class Walk(RuleBasedStateMachine):
     @rule(accum=st.integers(1, 3))
     def change_accum(self, accum):
         self.engine.accum = accum
-
-    # --- checkpoints and inference ---
-
-    @rule()
-    def save(self):
-        self.saved = copy.deepcopy(self.engine.state_dict())
-
-    @precondition(lambda self: self.saved is not None)
-    @rule(prefix=st.booleans())
-    def load(self, prefix):
-        if self.saved.keys() != self.model.state_dict().keys():
-            return
-        put = {("module." + k if prefix else k): v.clone() for k, v in self.saved.items()}
-        self.engine.load_state_dict(put)
-        self.plain.load_state_dict(self.saved)
 
     @rule()
     def infer(self):

@@ -272,9 +272,9 @@ CASES = {
         only=("engine", "loss"),
     ),
     **{
-        f"a window, {what}{how}": Case(
+        f"a window, {what}": Case(
             mlp,
-            (Rows.from_batches(ROWS.split([4, 3])), its),
+            (Rows.from_batches(ROWS.split([4, 3])), Rows.from_batches(targets.split([4, 3]))),
             lambda _, criterion=criterion: criterion,
             plain=(ROWS, targets),
             only=WINDOWS,
@@ -283,7 +283,6 @@ CASES = {
             ("ignored and weighted", nn.CrossEntropyLoss(weight=WEIGHTS), IGNORED),
             ("probabilities", nn.CrossEntropyLoss(), randn(7, CLASSES).softmax(1)),
         )
-        for how, its in (("", targets), (" too", Rows.from_batches(targets.split([4, 3]))))
     },
     **{
         f"concatenated rows{how}": Case(

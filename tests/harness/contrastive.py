@@ -77,12 +77,4 @@ CASES = {
     **{name: case(name, 37) for name in LOSSES},
     **{f"{name}, one sub-step": case(name, 9, accum=1) for name in LOSSES},
     **{f"{name}, one row": case(name, 1, accum=16) for name in LOSSES},
-    "clip, by cost": Case(
-        make_two_views,
-        views(9),
-        lambda _: clip,
-        engine={"micro_batch_cost": 9},
-        options={"whole_batch": True, "costs": [5, 1, 4, 2, 2, 9, 1, 3, 3]},
-        only=("engine", "loss", "check"),
-    ),
 }

@@ -34,13 +34,11 @@ def loss_of(criterion, targets=classes, *, model=mlp, accum=3, **options):
     return Case(model, batch, lambda _: criterion, accum=accum, options=options)
 
 
-def case_of(model, inputs=INPUTS, targets=VALUES, **how):
+def case_of(model, inputs=INPUTS, targets=VALUES, accum=2, engine=None, **how):
     """A case of a module, with the mean of squares unless ``how`` has another criterion."""
     criterion = how.pop("criterion", F.mse_loss)
-    accum, engine = how.pop("accum", 2), how.pop("engine", {})
-    return Case(
-        model, (inputs, targets), lambda _: criterion, accum=accum, engine=engine, options=how
-    )
+    batch, more = (inputs, targets), {"engine": engine or {}, "options": how}
+    return Case(model, batch, lambda _: criterion, accum=accum, **more)
 
 
 def own_loss(model, inputs, accum=3, **options):

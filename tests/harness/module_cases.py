@@ -152,10 +152,7 @@ def computes_its_own_gradient():
 class Traced(torch.fx.GraphModule):
     """A class of the user's own, with what no node of the graph mentions."""
 
-    def __init__(self, root, graph):
-        super().__init__(root, graph)
-        self.scale = 3.0
-        self.unused = nn.Linear(2, 2)
+    scale = 3.0
 
     def __call__(self, inputs):
         return super().__call__(inputs) * self.scale
@@ -163,7 +160,9 @@ class Traced(torch.fx.GraphModule):
 
 def traced_subclass():
     root = small()
-    return Traced(root, torch.fx.Tracer().trace(root))
+    model = Traced(root, torch.fx.Tracer().trace(root))
+    model.unused = nn.Linear(2, 2)
+    return model
 
 
 def exported():

@@ -149,13 +149,6 @@ def in_place(outputs, labels):
     return cross_entropy(outputs @ outputs.T, labels)
 
 
-def beside_names(outputs, targets):
-    """Targets with one entry per row, and what has no rows, arrive as the criterion is told."""
-    names, anchors = targets
-    assert names == [f"row {n}" for n in range(7)]
-    return pairs(outputs @ anchors, None)
-
-
 def in_row_order(outputs, targets):
     """Entries of batches of one size were once joined with each other, first with first."""
     rows, (factor,) = targets
@@ -163,7 +156,6 @@ def in_row_order(outputs, targets):
     return (outputs.sum(1) * torch.stack([row.sum() for row in rows]) * factor).sum()
 
 
-NAMES, ANCHORS = [f"row {n}" for n in range(7)], randn(4, 3)
 ENTRIES, FACTOR = [randn(length + 1) for length in range(11)], torch.tensor(2.0)
 PARTS = [(Rows(few), [Replicated(FACTOR)]) for few in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:])]
 
@@ -195,12 +187,6 @@ WHOLE = {
     ),
     "a criterion that shares a layer": Case(
         three_layers, ROWS, lambda model: build(lambda: Tempered(model[2])), accum=3
-    ),
-    "names and anchors": Case(
-        linear,
-        (ROWS[0][:7], (Rows(NAMES), Replicated(ANCHORS))),
-        lambda _: beside_names,
-        plain=(ROWS[0][:7], (NAMES, ANCHORS)),
     ),
     "several batches in row order": Case(
         linear,

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from harness.batches import LABELS, LENGTHS, TEXTS, Reader, pad
-from harness.models import CLASSES, FEATURES, mlp
+from harness.models import CLASSES, FEATURES, Of, linear
 from harness.oracle import assert_close, build, gradients, randn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +18,10 @@ from torch import nn
 from scatterpar import Rows, ScatterOnceParallel
 
 LOSS = nn.CrossEntropyLoss()
-BUDGET = 10
 
 
-def engine_of(model, devices, replicas=2, budget=BUDGET, **options):
-    return ScatterOnceParallel(
-        model, device_ids=devices(replicas), micro_batch_cost=budget, **options
-    )
+def engine_of(model, device_ids, budget=10, **options):
+    return ScatterOnceParallel(model, device_ids=device_ids, micro_batch_cost=budget, **options)
 
 
 def pieces_of(plan):
@@ -35,7 +32,7 @@ def pieces_of(plan):
 
 
 def plan_of(costs, replicas, budget, **options):
-    with engine_of(mlp(), lambda count: ["cpu"] * count, replicas, budget, **options) as engine:
+    with engine_of(nn.Identity(), ["cpu"] * replicas, budget, **options) as engine:
         return engine.plan(len(costs), costs=costs)
 
 
@@ -49,8 +46,7 @@ def test_every_row_is_in_one_micro_batch_that_stays_within_the_budget(costs, rep
     rows = [row for own in pieces for piece in own for row in piece]
     assert sorted(rows) == [*range(len(costs))]
     assert len(pieces) == min(replicas, len(costs))
-    assert all(piece for own in pieces for piece in own)
-    assert all(own for own in pieces)
+    assert all(own and all(own) for own in pieces)
     for piece in itertools.chain(*pieces):
         assert piece == sorted(piece)
         assert len(piece) == 1 or len(piece) * max(costs[row] for row in piece) <= budget
@@ -94,7 +90,7 @@ def test_a_plan_prints_rows_costs_and_loads():
 @pytest.mark.contract
 def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
     model = build(Reader)
-    with engine_of(model, devices) as engine:
+    with engine_of(model, devices(2)) as engine:
         args = Rows(TEXTS, pad), LABELS, LOSS
         keep = {"costs": LENGTHS, "return_outputs": True}
         for whole in (False, True):
@@ -107,37 +103,25 @@ def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
         assert_close(found["mean"], model(pad(TEXTS)).detach().mean(), "mean")
 
 
-class Several(nn.Module):
+def test_inference_puts_back_whatever_goes_by_row(devices):
     """Outputs of several kinds: two entries per row, one per row in a list, and none."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.register_buffer("book", torch.arange(4.0))
+    def forward(m, rows, names):
+        logits = m.linear(rows)
+        return {"two": logits.reshape(-1, 2), "names": [n.upper() for n in names], "b": m.book}
 
-    def forward(self, rows, names):
-        logits = self.linear(rows)
-        return {"two": logits.reshape(-1, 2), "names": [n.upper() for n in names], "b": self.book}
-
-
-def test_inference_puts_back_whatever_goes_by_row(devices):
+    model = Of(forward, linear=linear(), book=nn.Buffer(torch.arange(4.0))).eval()
     rows, names = randn(7, FEATURES), Rows([*"abcdefg"])
-    costs = [3, 1, 2, 9, 4, 1, 7]
     for replicas in (1, 2):
-        model = build(Several).eval()
-        with engine_of(model, devices, replicas) as engine:
-            found = engine(rows, names, costs=costs)
+        with engine_of(model, devices(replicas)) as engine:
+            found = engine(rows, names, costs=[3, 1, 2, 9, 4, 1, 7])
             assert_close(found["two"], model(rows, names.entries)["two"].detach(), "two")
             assert found["names"] == [*"ABCDEFG"]
             assert torch.equal(found["b"], model.book)
 
 
 def test_a_module_may_have_costs_of_its_own(devices):
-    class Scaled(nn.Linear):
-        def forward(self, rows, costs):
-            return super().forward(rows) * costs
-
-    model = build(lambda: Scaled(FEATURES, 1)).eval()
+    model = Of(lambda m, rows, costs: m.linear(rows) * costs, linear=linear()).eval()
     rows, costs = randn(7, FEATURES), randn(7, 1, seed=3)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_close(engine(rows, costs=costs), model(rows, costs).detach(), "output")
@@ -152,10 +136,6 @@ def test_the_same_costs_and_seed_give_the_same_bits_on_any_layout():
             engine.forward_backward(randn(11, FEATURES), LABELS, LOSS, costs=LENGTHS)
         return gradients(model)
 
-    first = step(["cpu"] * 4)
-    for layout in (
-        ["cpu"] * 4,
-        [f"cpu:{i}" for i in range(4)],
-        ["cpu:0", "cpu:0", "cpu:1", "cpu:1"],
-    ):
-        assert all(torch.equal(g, first[name]) for name, g in step(layout).items())
+    first, *others = (step([f"cpu:{i}" for i in layout]) for layout in ("0000", "0123", "0011"))
+    for other in others:
+        assert all(torch.equal(g, first[name]) for name, g in other.items())

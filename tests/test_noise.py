@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from scatterpar import GradientNoise, NoiseScale, ScatterOnceParallel
 
 pytestmark = pytest.mark.draws
 
-DEVICES = [["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"]]
-ROWS = 23
-IGNORED = -100
+ROWS, IGNORED = 23, -100
+INPUTS, TARGETS = randn(ROWS, 6), randint(3, ROWS)
 
 
 def mlp():
@@ -27,9 +27,8 @@ def mlp():
 def gradient_of(loss, parameters):
     """In one vector; complex ones by both parts."""
     found = torch.autograd.grad(loss, parameters)
-    return torch.cat(
-        [torch.view_as_real(g).flatten() if g.is_complex() else g.flatten() for g in found]
-    ).double()
+    parts = [torch.view_as_real(g) if g.is_complex() else g for g in found]
+    return torch.cat([part.flatten() for part in parts]).double()
 
 
 def by_hand(model, pieces, criterion, counts, rows):
@@ -44,9 +43,9 @@ def by_hand(model, pieces, criterion, counts, rows):
     return whole.dot(whole).item() - variance / terms, variance * rows / terms
 
 
-def step(model, inputs, targets, criterion, device_ids, options=None, **call):
+def step(model, inputs, targets, criterion, options=None, **call):
     options = {"accum": 2, "measure_noise": True, **(options or {})}
-    with ScatterOnceParallel(model, device_ids=device_ids, **options) as engine:
+    with ScatterOnceParallel(model, device_ids=["cpu:0", "cpu:1", "cpu:0"], **options) as engine:
         engine.forward_backward(inputs, targets, criterion, **call)
         return engine.last_step
 
@@ -81,20 +80,19 @@ CASES = {  # the model, the criterion, the criterion of the formula, ignored lab
 }
 
 
-@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
 @pytest.mark.parametrize("shares", [None, [1, 4, 2]], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_formula(device_ids, shares, case):
+def test_the_formula(shares, case):
     """A gradient that is there already does not count."""
     make, criterion, mean, ignored, call = CASES[case]
-    model, inputs, targets = build(make), randn(ROWS, 6), randint(3, ROWS)
+    model, targets = build(make), TARGETS.clone()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     targets[ROWS - ignored :] = IGNORED
     call = call | {"options": {"shares": shares, **call.get("options", {})}}
-    report = step(model, inputs, targets, criterion, device_ids, **call)
+    report = step(model, INPUTS, targets, criterion, **call)
     sizes = [share.rows for share in report.plan.shares]
-    pieces = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+    pieces = list(zip(INPUTS.split(sizes), targets.split(sizes), strict=True))
     counts = [(y != IGNORED).sum().item() for _, y in pieces]
     expected = by_hand(model, pieces, mean, counts, ROWS)
     relative = 1e-5 if "complex" in case else 1e-9
@@ -105,7 +103,7 @@ def test_the_formula(device_ids, shares, case):
 
 @pytest.mark.parametrize("case", ["one row", "overflow", "all ignored", "one loss of all rows"])
 def test_a_step_with_nothing_to_compare_has_nan(case):
-    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    inputs, targets = INPUTS.clone(), TARGETS.clone()
     if case == "one row":
         inputs, targets = inputs[:1], targets[:1]
     elif case == "overflow":
@@ -113,47 +111,42 @@ def test_a_step_with_nothing_to_compare_has_nan(case):
     elif case == "all ignored":
         targets[:] = IGNORED
     is_one = case == "one loss of all rows"
-    noise = step(model, inputs, targets, CE(), DEVICES[0], whole_batch=is_one).noise
+    noise = step(build(mlp), inputs, targets, CE(), whole_batch=is_one).noise
     assert all(map(math.isnan, (noise.signal, noise.noise, noise.scale)))
 
 
 def _ranks(group):
-    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
     rows = slice(0, 9) if group.rank() == 0 else slice(9, ROWS)
-    with ScatterOnceParallel(model, process_group=group, measure_noise=True) as engine:
-        engine.forward_backward(inputs[rows], targets[rows], nn.CrossEntropyLoss())
+    with ScatterOnceParallel(build(mlp), process_group=group, measure_noise=True) as engine:
+        engine.forward_backward(INPUTS[rows], TARGETS[rows], CE())
         return engine.last_step.noise.signal, engine.last_step.noise.noise
 
 
 def test_ranks_are_replicas_like_any_other():
-    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
-    pieces = [(inputs[:9], targets[:9]), (inputs[9:], targets[9:])]
-    expected = by_hand(model, pieces, nn.CrossEntropyLoss(), [9, ROWS - 9], ROWS)
+    pieces = list(zip(INPUTS.split([9, 14]), TARGETS.split([9, 14]), strict=True))
     first, second = run_on_ranks(2, _ranks)
-    assert first == second == pytest.approx(expected, rel=1e-9)
+    assert first == second == pytest.approx(by_hand(build(mlp), pieces, CE(), [9, 14], ROWS))
 
 
-class Report:
-    def __init__(self, signal, noise):
-        self.noise = GradientNoise(signal, noise)
+def report_of(signal, noise):
+    return SimpleNamespace(noise=GradientNoise(signal, noise))
 
 
 def test_the_average_skips_steps_without_an_estimate_and_goes_on_from_a_checkpoint():
     average, other = NoiseScale(decay=0.5), NoiseScale()
     assert math.isnan(average.scale)
-    average.update(Report(1.0, 8.0))
-    average.update(Report(math.nan, math.nan))
+    average.update(report_of(1.0, 8.0))
+    average.update(report_of(math.nan, math.nan))
     assert average.scale == 8.0
     other.load_state_dict(average.state_dict())
     for one in (average, other):
-        one.update(Report(3.0, 8.0))  # averages, with decay 0.5: 0.25 * 1 + 0.5 * 3, 0.75 * 8
+        one.update(report_of(3.0, 8.0))  # averages, with decay 0.5: 0.25 * 1 + 0.5 * 3, 0.75 * 8
         assert one.scale == pytest.approx((0.25 * 8 + 0.5 * 8) / (0.25 * 1 + 0.5 * 3))
     assert other.state_dict() == average.state_dict()
 
 
 def test_a_step_that_did_not_measure_is_refused():
-    batch = randn(4, 6), randint(3, 4), nn.CrossEntropyLoss()
-    report = step(build(mlp), *batch, DEVICES[0], {"measure_noise": False})
+    report = step(build(mlp), INPUTS, TARGETS, CE(), {"measure_noise": False})
     assert report.noise is None
     for each in (None, report):
         with pytest.raises(ValueError, match="with measure_noise=True"):

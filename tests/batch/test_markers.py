@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from harness.batches import LABELS, TEXTS, WINDOW, Reader, pad
-from harness.models import CLASSES, FEATURES
+from harness.models import CLASSES, FEATURES, Of
 from harness.oracle import assert_gradients, assert_step, build, randn, whole_batch
 from pair.common import Pair
 from torch import nn
@@ -32,20 +32,19 @@ def test_each_micro_batch_is_collated_on_its_own(devices):
 
 
 def test_a_window_with_accum_auto(devices):
-    class Small(Reader):
-        def forward(self, ids):
-            if len(ids) > 1:
-                raise torch.OutOfMemoryError("simulated")
-            return super().forward(ids)
+    def small(m, ids):
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError("simulated")
+        return m.reader(ids)
 
-    model = build(Small)
+    model = build(lambda: Of(small, reader=Reader()))
     batches, labels, plain = WINDOW
-    _, expected = whole_batch(build(Reader), *plain, LOSS)
+    _, expected = whole_batch(model.reader, *plain, LOSS)
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
         with pytest.warns(UserWarning, match='accum="auto": 8 rows'):
             engine.forward_backward(Rows.from_batches(batches), Rows.from_batches(labels), LOSS)
         assert engine.plan([4]).shares[0].micro_batches == ((0, 1), (1, 2))
-    assert_gradients(model, expected)
+    assert_gradients(model.reader, expected)
 
 
 def test_the_pair_refuses_windows_and_rows_of_several_labels(devices):

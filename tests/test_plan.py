@@ -160,12 +160,6 @@ def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, sub
     assert largest <= math.ceil(1000 / (2 * accum))
 
 
-def test_the_micro_batch_size_holds_for_every_share():
-    plan = make_plan(100, [CPU] * 2, micro_batch_size=8, shares=[3, 1])
-    assert [share.rows for share in plan.shares] == [75, 25]
-    assert [len(share.micro_batches) for share in plan.shares] == [10, 4]
-
-
 @pytest.mark.contract
 @pytest.mark.parametrize("rows", [2, 7, 37])
 def test_the_gradient_of_shares_that_differ_is_exact(devices, rows):

@@ -198,18 +198,6 @@ def test_every_write_is_followed_however_often(write):
             write(model, value)
 
 
-def test_what_a_hook_wrote_is_gone_with_the_hook(devices):
-    """It wrote on every device, and building the replicas anew keeps what lies there."""
-    model = mlp()
-    with ScatterOnceParallel(model, 1, devices(3)) as engine:
-        assert_step(engine, *BATCH, CRITERION)
-        handle = model[0].register_forward_pre_hook(lambda m, _: m.weight.data.mul_(2) and None)
-        with pytest.raises(RuntimeError, match=r"parameter '0\.weight'"):
-            engine.forward_backward(*BATCH, CRITERION)
-        handle.remove()
-        assert_step(engine, *BATCH, CRITERION)
-
-
 def test_a_criterion_that_changes(devices):
     criterion = nn.CrossEntropyLoss(weight=torch.ones(CLASSES).double())
     losses = set()

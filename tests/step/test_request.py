@@ -232,7 +232,7 @@ for _ in range(8):
     child = os.fork()
     if child == 0:
         {compute}()
-        os._exit(0 if refused(engine) else 3) if {abrupt} else sys.exit(0 if refused(engine) else 3)
+        {end}(0 if refused(engine) else 3)
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     print(".", file=sys.stderr)  # not silent on a busy machine
 engine.forward_backward(x, targets, criterion)
@@ -242,16 +242,15 @@ print(codes)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize(
-    ("devices", "used", "compute", "abrupt"),
+    ("devices", "used", "compute", "end"),
     [
-        (["cpu"] * 4, True, "by_engine", True),
-        (["cpu:0", "cpu:1"], False, "by_pair", False),
+        (["cpu"] * 4, True, "by_engine", "os._exit"),
+        (["cpu:0", "cpu:1"], False, "by_pair", "sys.exit"),
     ],
 )
-def test_forked_children_compute_at_once_with_what_they_make(devices, used, compute, abrupt):
+def test_forked_children_compute_at_once_with_what_they_make(devices, used, compute, end):
     """One in four once crashed: two threads made autograd's engine anew at the same time."""
-    code = FORKED.format(devices=devices, used=used, compute=compute, abrupt=abrupt)
-    outcome = run_forked("-c", code)
+    outcome = run_forked("-c", FORKED.format(devices=devices, used=used, compute=compute, end=end))
     assert (outcome.code, outcome.out) == (0, f"{[0] * 8}\n"), outcome.err
 
 

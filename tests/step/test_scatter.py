@@ -87,26 +87,6 @@ def test_the_next_rows_set_out_before_these_are_computed(room):
     assert seen == [2, 3, 4, 4]
 
 
-@pytest.mark.parametrize("whole_batch", [False, True])
-@pytest.mark.parametrize("names", [["cpu"] * 2, ["cpu:0", "cpu:1"]])
-def test_what_a_module_gets_is_its_own_and_begins_where_memory_does(names, whole_batch):
-    """It may write there; and kernels for memory that lies otherwise may round otherwise."""
-    offsets = []
-
-    def forward(m, inputs):
-        offsets.append(inputs.storage_offset() or inputs.data_ptr() % 64)
-        return m.linear(inputs.mul_(2))
-
-    model = build(lambda: Of(forward, linear=nn.Linear(FEATURES, CLASSES)))
-    inputs, targets = batch(21)
-    before = inputs.clone()
-    with ScatterOnceParallel(model, 3, names, verify=False) as engine:
-        plain = inputs.clone(), targets
-        assert_step(engine, inputs, targets, LOSS, plain=plain, whole_batch=whole_batch)
-    assert torch.equal(inputs, before)
-    assert set(offsets) == {0}
-
-
 def of_pairs(outputs, _):
     return torch.cdist(outputs, outputs).square().mean()
 

@@ -22,6 +22,7 @@ class AutoAccum:
     def fit(
         self,
         request: Request,
+        replicas: int,
         plan: Callable[[int], Plan],
         compute: Callable[..., Outcome],
         release: Callable[[], None],
@@ -32,7 +33,7 @@ class AutoAccum:
         number until a trial of two sub-steps fits, then bisects. The smallest number that fits is
         tried with a whole step.
         """
-        largest = -(-max(request.sizes) // len(plan(1).shares))  # then a sub-step has one row
+        largest = -(-max(request.sizes) // replicas)  # then a sub-step has one row
         failed, fits, retries = self.accum - 1, self.accum, 0  # ``fits`` is 0 if none is known
         trial = replace(request, return_outputs=False)
         while True:

@@ -351,8 +351,9 @@ class ScatterOnceParallel(Wrapper):
         request = checked(call, self.dim, self.device_ids[0], self.check_finite, backward)
         if self._auto_accum and call.costs is None:
             plan_with = partial(make_plan, request.sizes, self.device_ids, shares=self.shares)  # 1
-            compute, release = partial(self._compute, schedule), self._workers.release
-            outcome = self._auto_accum.fit(request, plan_with, compute, release)
+            compute = partial(self._compute, schedule)
+            replicas, release = len(self.device_ids), self._workers.release
+            outcome = self._auto_accum.fit(request, replicas, plan_with, compute, release)
         else:
             plan = self.plan(request.sizes, call.costs)  # 1
             outcome = self._compute(schedule, request, plan)
@@ -445,8 +446,9 @@ class ScatterOnceParallel(Wrapper):
         """
         if self.module.training and torch.is_grad_enabled():
             raise RuntimeError(
-                "calling the engine computes no gradients: to train, call engine.forward_backward("
-                "inputs, targets, criterion); for inference, engine.eval() or torch.no_grad()"
+                "calling the engine computes no gradients: to train, use "
+                "engine.forward_backward(inputs, targets, criterion); for inference, call "
+                "engine.eval() first or use torch.no_grad()"
             )
         costs = None
         if "costs" in kwargs:

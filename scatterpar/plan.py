@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 _ROUNDING = Fraction(1, 10**9)  # of a sub-step; smaller fractions come from float rounding
-Table = Sequence[Sequence[str]]  # rows of cells
-Align = Callable[[str, int], str]
 _SHOWN = 72  # characters of row numbers in a table or an error
 
 
@@ -99,11 +97,11 @@ class Plan(Printed):
             table.append((str(share.replica), str(share.device), span, cut))
         return self.printed(table)
 
-    def printed(self, table: Table, more: str = "", align: Align = str.ljust) -> str:
-        """A table below a line with the number of rows."""
+    def printed(self, table: Sequence[Sequence[str]], more: str = "") -> str:
+        """A table of shares below a line with the number of rows."""
         replicas = "replica" if len(self.shares) == 1 else "replicas"
         title = f"{self.rows} rows on {len(self.shares)} {replicas}{more}"
-        return f"{title}\n{as_text(table, align)}"
+        return f"{title}\n{as_text(table, str.ljust)}"
 
 
 def shown(numbers: str) -> str:
@@ -113,7 +111,7 @@ def shown(numbers: str) -> str:
     return numbers[: max(numbers.rfind(sign, 0, _SHOWN) for sign in (",", " +"))] + ", ..."
 
 
-def as_text(table: Table, align: Align = str.rjust) -> str:
+def as_text(table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> str:
     """Rows of cells as lines of text. The first column is aligned left, the others by ``align``."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(

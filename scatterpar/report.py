@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scatterpar.plan import Plan, Printed
+from scatterpar.plan import Plan, as_text
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -59,7 +61,7 @@ class GradientNoise:
 
 
 @dataclass(frozen=True)
-class StepReport(Printed):
+class StepReport:
     """Counts and times of one step; ``print`` shows a table.
 
     Attributes:
@@ -89,8 +91,35 @@ class StepReport(Printed):
 
     def __str__(self) -> str:
         """The loss, then one line per phase: milliseconds, bytes copied, number of copies."""
-        table = [("phase", "ms", "bytes", "copies")]
+        return "\n".join([self._title(), as_text(self._phases())])
+
+    def _repr_html_(self) -> str:
+        """The phases, the replicas and the wait before the step as tables, for notebooks."""
+        shares = zip(self.plan.shares, self.replica_seconds, strict=False)
+        replicas = [("replica", "device", "rows", "ms")]
+        replicas += [(f"{s.replica}", f"{s.device}", f"{s.rows:,}", _ms(t)) for s, t in shares]
+        waited = f"waited {_ms(self.waited)} ms for the caller"
+        tables = as_html(self._phases()) + as_html(replicas)
+        return f"<p>{self._title()}; {waited}</p>{tables}"
+
+    def _title(self) -> str:
+        used = len(self.plan.shares)
+        replicas = "replica" if used == 1 else "replicas"
+        return f"loss {self.loss:.6g}, {self.plan.rows} rows on {used} {replicas}"
+
+    def _phases(self) -> list[tuple[str, ...]]:
+        table: list[tuple[str, ...]] = [("phase", "ms", "bytes", "copies")]
         for phase, seconds in self.seconds.items():
             copied = f"{self.bytes[phase]:,}", f"{self.messages[phase]:,}"
-            table.append((phase, f"{seconds * 1000:,.1f}", *copied))
-        return f"loss {self.loss:.6g}, {self.plan.printed(table, align=str.rjust)}"
+            table.append((phase, _ms(seconds), *copied))
+        return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f}"
+
+
+def as_html(table: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as an HTML table."""
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in table)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

@@ -318,8 +318,9 @@ class WholeBatch:
         for leaf in hidden:
             if isinstance(leaf, nn.Parameter):
                 raise ValueError(
-                    f"the criterion reaches a parameter of shape {tuple(leaf.shape)} that ranks do "
-                    f"not search; bind its module with functools.partial(criterion, net=net)"
+                    f"the criterion reaches a parameter of shape {tuple(leaf.shape)} that a search "
+                    f"for ranks does not find; bind its module with functools.partial(criterion, "
+                    f"net=net), or make it a part of an nn.Module"
                 )
         return []  # the criterion itself made them, as for a gradient penalty
 
@@ -346,7 +347,8 @@ def _require_one_value(pieces: Sequence[Any]) -> None:
         if uses_number and not all(same_bits(first, other) for other in others):
             raise ValueError(
                 "the module returns a number that is another one for each micro-batch, and the "
-                "loss uses it; compute it in the criterion, of all rows. Nothing was changed"
+                "loss uses it; return what it is computed from, one entry per row, and compute it "
+                "in the criterion, which with whole_batch=True sees all rows. Nothing was changed"
             )
 
 
@@ -379,5 +381,6 @@ def _is_close(now: Tensor, before: Tensor) -> Tensor:
 _WHY = (
     "this module depends on something that is not the same the second time, such as the random "
     "numbers of Python or NumPy, or a counter outside of it; draw from torch's generators and keep "
-    "state in the module, or have one sub-step per replica, which has one pass. Nothing was changed"
+    "state in the module, or have one sub-step per replica, which whole_batch=True computes once. "
+    "Nothing was changed"
 )

@@ -336,9 +336,14 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
     Refused is what cannot be split, what would silently be split along something other than rows,
     and what would silently go whole to every replica although it has as many entries as rows.
     """
-    tensors = all_tensors(value) if refuse_grad and isinstance(value, (Tensor, Marker)) else ()
-    for shape in [tuple(tensor.shape) for tensor in tensors if tensor.requires_grad]:
-        return f"a tensor of shape {shape} requires grad, but a batch is data; pass tensor.detach()"
+    if isinstance(value, (Tensor, Marker)) and refuse_grad:
+        for tensor in all_tensors(value):
+            if tensor.requires_grad:
+                shape = tuple(tensor.shape)
+                return (
+                    f"a tensor of shape {shape} requires grad, but a batch is data; pass "
+                    f"tensor.detach()"
+                )
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
         if not value.ndim or -value.ndim <= dim < value.ndim:
             return ""
@@ -351,14 +356,16 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
         return f"{what} cannot be split into rows; {remedy}"
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         return (
-            f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like images, to "
-            f"be split by channels; pass Rows(images), or a tuple if dimension 0 does hold 3 rows"
+            f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like images, "
+            f"which would be split over their 3 channels; pass Rows(images) for one image per row, "
+            f"or a tuple if dimension 0 does hold 3 rows"
         )
     are_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
     if are_entries and (kind := _kind_of_entries(value)):
         return (
-            f"{len(value)} {kind}, or lists of them, beside {len(value)} rows would go whole to "
-            f"every micro-batch; pass Rows({kind}) for one per row, or Replicated({kind})"
+            f"a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
+            f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "
+            f"row, or Replicated({kind})"
         )
     return ""
 
@@ -368,8 +375,9 @@ def _remedy(value: Any) -> str:
     modules = [kind.__module__ for kind in type(value).__mro__]
     if isinstance(value, Batches):
         return (
-            "several batches must be all inputs, or all targets, of forward_backward: put a "
-            "batch's values into it. For inference, and with the pair, make one call per batch"
+            "several batches must be the whole inputs, or the whole targets, of forward_backward: "
+            "put all that belongs to a batch into that batch. For inference, and with the pair, "
+            "make one call per batch"
         )
     if isinstance(value, PackedSequence):
         pack = "(pack_sequence(few, enforce_sorted=False),)"

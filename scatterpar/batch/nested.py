@@ -190,8 +190,9 @@ def join_rows(
     def join_leaves(leaves: list[Any]) -> Any:
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(
-                "outputs that are PackedSequences interleave their rows, and cannot be joined; "
-                "return what pad_packed_sequence(output, batch_first=True) gives"
+                "outputs that are PackedSequences cannot be joined, because a PackedSequence "
+                "interleaves the entries of its rows; return what "
+                "pad_packed_sequence(output, batch_first=True) gives"
             )
         if are_entries(leaves):
             return _in_order([*chain(*leaves)], order, dim)
@@ -253,9 +254,10 @@ def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) ->
     if not entries:
         shapes = " and ".join([str(tuple(leaf.shape)) for leaf in leaves])
         raise ValueError(
-            f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} rows, "
-            f"cannot be joined along dim={dim}; return one entry per row, such as torch.stack([a, "
-            f"b], 1), or select with return_outputs=function, or pad with engine.map(…, pad=value)"
+            f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
+            f"rows, cannot be joined along dim={dim}; return the rows along that dimension, such "
+            f"as torch.stack([a, b], 1) in the place of torch.cat([a, b]), or select with "
+            f"return_outputs=function, or pad them to one size with engine.map(…, pad=value)"
         )
     return int(entries)
 

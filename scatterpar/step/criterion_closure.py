@@ -116,7 +116,8 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
             add_note(
                 error,
                 f"the criterion uses {name!r} on {tensor.device}, but this replica computes on "
-                f"{device}; bind it with functools.partial(criterion, {name}={name})",
+                f"{device}; bind it with functools.partial(criterion, {name}={name}), or make the "
+                f"criterion an nn.Module that has it as a buffer",
             )
 
 

@@ -79,8 +79,9 @@ class _Work:
             self._calls = [replica.copy_of(function) for replica in replicas]
         elif any(_is_of(value, replica_set) for value in named):
             raise ValueError(
-                "the function refers to the module itself, which is on one device; use its first "
-                "argument, the replica, or pass a method of the module, such as model.generate"
+                "the function refers to the module itself, which is on one device; use the "
+                "replica, its first argument, as in lambda replica, x: replica.generate(x), or "
+                "pass a method of the module, such as model.generate"
             )
 
     def __call__(self, task: ReplicaTask, rows: Any) -> Any:

@@ -61,8 +61,9 @@ def checked(
     criterion, targets = call.criterion, call.targets
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
-            f"got targets={targets!r:.60} and criterion={criterion!r:.60}, which look swapped; "
-            f"call forward_backward(inputs, targets, criterion), or pass criterion= by name"
+            f"got targets={targets!r:.60} and criterion={criterion!r:.60}, which look swapped or "
+            f"misplaced; call forward_backward(inputs, targets, criterion), or pass criterion= "
+            f"by name if there are no targets"
         )
     for name, function in (("criterion", criterion), ("count", call.count)):
         if function is not None:

@@ -36,25 +36,16 @@ FORMS = {
 }
 
 
-class Full(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs, budget, form):
-        ctx.budget, ctx.form = budget, form
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if len(gradient) > ctx.budget:
-            raise FORMS[ctx.form]()
-        return gradient, None, None
-
-
 def within_budget(model, inputs):
+    def require_memory(rows):
+        if len(rows) > model.rows:
+            raise FORMS[model.form]()
+
     hidden = model.dropout(model.norm(model.enter(inputs)))
-    if model.where == "forward" and len(inputs) > model.rows:
-        raise FORMS[model.form]()
-    if model.where == "backward":
-        hidden = Full.apply(hidden, model.rows, model.form)
+    if model.where == "forward":
+        require_memory(inputs)
+    elif model.where == "backward" and hidden.requires_grad:
+        hidden.register_hook(require_memory)
     return model.leave(hidden)
 
 

@@ -401,26 +401,23 @@ def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch)
         pair.assert_same()
 
 
-def test_copies_and_a_closed_engine_are_refused():
+def test_copies_a_step_of_the_engine_and_a_closed_one_are_refused():
     engine = ScatterOnceParallel(mlp(), 1, VIRTUAL[:2])
     optimizer = ShardedOptimizer(engine, optim.AdamW)
     for make in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=re.escape("save its state_dict()")):
             make(optimizer)
-    engine.forward_backward(*batch(0, torch.float64), nn.CrossEntropyLoss())
+    data = *batch(0, torch.float64), nn.CrossEntropyLoss()
+    engine.forward_backward(*data)
     engine.close()
     with pytest.raises(RuntimeError, match="closed; make another"):
         optimizer.step()
-    optimizer.engine = ScatterOnceParallel(engine.module, 1, VIRTUAL[:2])
-    optimizer.step()
-    optimizer.engine.close()
-
-
-def test_not_inside_a_step_of_the_engine():
-    with Pair(mlp(), VIRTUAL[:2], optim.AdamW) as pair:
-        pair.model[2].bias.register_post_accumulate_grad_hook(lambda _: pair.sharded.step())
+    with ScatterOnceParallel(engine.module, 1, VIRTUAL[:2]) as optimizer.engine:
+        optimizer.step()
+        last = engine.module[2].bias
+        last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
         with pytest.raises(RuntimeError, match="in the middle of a step"):
-            pair.backward(0)
+            optimizer.engine.forward_backward(*data)
 
 
 def test_nothing_is_kept_between_steps():

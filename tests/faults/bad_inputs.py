@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.models import Of
 from harness.oracle import seeded
 from torch import nn
 
@@ -59,6 +60,7 @@ def world() -> dict[str, Any]:
         "torch": torch,
         "DataLoader": torch.utils.data.DataLoader,
         "Engine": ScatterOnceParallel,
+        "Of": Of,
         "Rows": Rows,
         "Replicated": Replicated,
         "Sharded": ShardedOptimizer,

@@ -135,20 +135,18 @@ class Trace(Printed):
         """A table with one line per replica, and the phases, in milliseconds per step."""
         if not self.steps:
             return "No step was recorded."
-        number, start = len(self.steps), self._start
+        number = len(self.steps)
+        in_steps = sum(step.end - step.start for step in self.steps) * 1e3 / number
+        between = (self.steps[-1].end - self._start) * 1e3 / number - in_steps
         ms: defaultdict[tuple[int | None, str], float] = defaultdict(float)  # by replica and name
         shares: dict[int, Share] = {}
-        in_steps = between = 0.0
-        for step in self.steps:
-            in_steps += (step.end - step.start) * 1e3 / number
-            between += (step.start - start) * 1e3 / number
-            start = step.end
-            for event in list(step.events):  # an abandoned worker may append
-                ms[event.replica, event.name] += (event.end - event.start) * 1e3 / number
-                if event.share:
-                    shares[event.share.replica] = event.share
-                if times := event.on_device:
-                    ms[event.replica, "on device"] += (times[1] - times[0]) * 1e3 / number
+        # A copy, because an abandoned worker may append.
+        for event in [event for step in self.steps for event in step.events]:
+            ms[event.replica, event.name] += (event.end - event.start) * 1e3 / number
+            if event.share:
+                shares[event.share.replica] = event.share
+            if times := event.on_device:
+                ms[event.replica, "on device"] += (times[1] - times[0]) * 1e3 / number
         parts = {
             "computing": ms[None, "compute"] - ms[None, "verify"],
             "checks and compiling": ms[None, "verify"],

@@ -46,11 +46,9 @@ class PassingReplica(ModuleCopy):
         copies = list(map(copy_of, self._modules))
         for m, name, value in values_after(self._modules, copies, copy_of):
             module = self._modules[m]
-            known = (
-                self._versions.get(id(value)) if value is copy_of(module._buffers[name]) else None
-            )
+            is_same = value is not None and self._versions.get(id(value)) == version(value)
             # Batch normalisation in training writes its statistics without counting versions.
-            if module.training or value is None or version(value) != known:
+            if module.training or not is_same or value is not copy_of(module._buffers[name]):
                 yield module._buffers, name, value
 
 

@@ -57,12 +57,11 @@ class UserState(ModuleContents):
     """
 
     def __init__(
-        self, roots: Iterable[Any], devices: Sequence[torch.device] = (), *, weights: bool = False
+        self, roots: Sequence[Any], devices: Sequence[torch.device] = (), *, weights: bool = False
     ) -> None:
         self.drawn = False
         self._variables, self._generators = list[Saved](), list[Saved]()
         self._tensors, self._versions = list[Saved](), list[tuple[Tensor, int]]()
-        roots = [*roots]
         self._own = {id(one) for root in roots for one in (root, getattr(root, "__self__", None))}
         for device in {device for device in devices if device.type != "cpu"}:
             of = torch.get_device_module(device)

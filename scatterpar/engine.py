@@ -44,8 +44,7 @@ from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Outcome, reduce
 from scatterpar.step.request import Count, Request, check_options, checked
 from scatterpar.step.scatter import in_order, micro_batches, scatter
-from scatterpar.step.schedule import Schedule, compute
-from scatterpar.step.substeps import call_inputs
+from scatterpar.step.substeps import Schedule, call_inputs, compute
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import unwrapped
 from scatterpar.wrapper import Wrapper

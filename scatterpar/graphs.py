@@ -37,8 +37,7 @@ from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.schedule import Schedule
-from scatterpar.step.substeps import ReplicaTask, Substeps, detached_output, forward
+from scatterpar.step.substeps import ReplicaTask, Schedule, Substeps, detached_output, forward
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.workers import restored
 

@@ -37,16 +37,16 @@ from scatterpar.devices.runtime import is_out_of_memory, synchronize
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Proceed
-from scatterpar.step.reduce import returned_outputs
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
-from scatterpar.step.schedule import Schedule, set_aside
 from scatterpar.step.substeps import (
     Computed,
     Gradient,
     ReplicaTask,
+    Schedule,
     detached_output,
     scalar_loss,
+    set_aside,
     unalias,
 )
 from scatterpar.threads.generators import State
@@ -106,7 +106,7 @@ class TwoPasses(Schedule):
                 why = "other ranks have seen these outputs"
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
-        returned = returned_outputs(attempt, [each.returned for each in passes])
+        returned = [each.returned for each in passes]
         value = to_numbers(loss) if batch.counts else 0.0
         return Computed(value, loss.dtype, returned, batch.gradients)
 

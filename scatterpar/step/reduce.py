@@ -97,7 +97,7 @@ def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Ou
         attempt,
         loss=computed.loss,
         dtype=computed.dtype,
-        outputs=computed.outputs,
+        outputs=returned_outputs(attempt, computed.outputs),
         terms=attempt.weights.terms,
         rows=attempt.plan.rows,
         observed=observed,

@@ -1,12 +1,21 @@
-"""The work of one replica: forward and backward over the micro-batches of its share."""
+"""How shares become gradients: each replica's forward and backward over its micro-batches.
+
+One pass here; add-ons make other schedules of the same parts::
+
+    one pass      every sub-step runs forward, loss and backward         Schedule
+    two passes    forward, one loss of all rows, forward and backward    TwoPasses
+    captured      one pass, whose sub-steps are launched as one          Captured
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
+import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,17 +25,24 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker
+from scatterpar.devices.runtime import no_kernel_search
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Share
-from scatterpar.replicas.replicas import Replica
+from scatterpar.replicas.replicas import Replica, parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Clock, Proceed
-from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
+from scatterpar.step.criterion_closure import (
+    closure_contents,
+    not_replicated,
+    note_wrong_devices,
+    trained_leaves,
+    training_buffers,
+)
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import generator_for_backward
 from scatterpar.threads.workers import add_note
-from scatterpar.torch_private import backward, leaves_reached, nodes_of
+from scatterpar.torch_private import backward, hooks_taken_off, leaves_reached, nodes_of
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient
 _Context = contextlib.AbstractContextManager[object]
@@ -122,7 +138,7 @@ class Computed(NamedTuple):
 
     loss: float  # its part of the batch's loss: the weighted sum over its micro-batches
     dtype: torch.dtype  # of the losses
-    outputs: Sequence[Any]  # to be returned, if the user asked for outputs
+    outputs: Sequence[Any]  # to be returned: of each micro-batch, or for each share such a list
     external_gradients: Sequence[Gradient] = ()  # of leaves that no replica copied
 
 
@@ -198,6 +214,87 @@ class Substeps:
 
     def finish(self) -> None:
         """Called after the last sub-step; here all gradients are in the leaves already."""
+
+
+class Schedule:
+    """One pass: each replica adds up the gradient of its sub-steps' losses.
+
+    Attributes:
+        has_losses: whether each micro-batch has a loss, with a factor in the loss of the batch.
+            Otherwise the criterion and all targets are on the master alone.
+    """
+
+    has_losses = True
+
+    def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
+        """What runs the sub-steps of one replica in one step."""
+        return Substeps(task, attempt.request)
+
+    def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
+        """Run all sub-steps. Afterwards the replicas have the gradients."""
+
+        def train(task: ReplicaTask, *, proceed: Proceed) -> Computed:
+            return self.substeps(attempt, task).train(attempt.max_substeps, proceed)
+
+        def returned(task: ReplicaTask, rows: Any) -> Any:
+            return detached_output(task.output_of(rows[0]), request.return_outputs)
+
+        request = attempt.request
+        with parameter_writes_refused(attempt.replicas.replica_sets):
+            results = attempt.run(train, tasks)
+        # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
+        loss = functools.reduce(operator.add, [result.loss for result in results])
+        outputs = [result.outputs for result in results]
+        if request.return_outputs:
+            attempt.check_join(attempt, tasks[0], outputs, returned)
+        return Computed(loss, results[0].dtype, outputs)
+
+
+def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule) -> Computed:
+    """Run every replica's sub-steps, each in its worker; the replicas then have the gradients.
+
+    User code that runs meanwhile may move generators and statistics of networks that it refers to,
+    which are restored if the step fails. Raises ``ValueError`` if a gradient arrives at the user's
+    own leaves, or at those that the criterion or an object in the module refers to.
+    """
+    criterion, sets = attempt.request.criterion, attempt.replicas.replica_sets
+    held = closure_contents(criterion)
+    shared = [[*each.contents.objects.values()] for each in sets]
+    held += closure_contents(shared) if any(shared) else []
+    if held:
+        generators = [value for value in held if isinstance(value, torch.Generator)]
+        attempt.save_for_undo(training_buffers(held), generators=generators)
+    trained = [leaf for each in sets for leaf in each.trained_tensors]
+    attempt.user_leaves = leaves = trained_leaves([*trained, *held])
+    with set_aside(leaves):
+        tasks = make_tasks(attempt, loaders)
+        if attempt.check is not None:
+            with attempt.span("verify"), no_kernel_search():  # a check has other sizes
+                attempt.check(attempt, tasks[: len(attempt.replicas.criteria)])
+        computed = schedule.run(attempt, tasks)
+        attempt.transfers.synchronize()
+        for leaf in leaves:
+            if leaf.grad is not None:
+                raise not_replicated(leaf, criterion)
+    return computed
+
+
+@contextlib.contextmanager
+def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """In the body, ``leaves`` have no ``.grad`` and no hooks; afterwards both are as before.
+
+    Replicas add gradients to copies of the user's parameters. A gradient that arrives in a leaf of
+    the user comes from an object that replicas share, and so is added in the order of arrival.
+    """
+    gradients = [leaf.grad for leaf in leaves]
+    with hooks_taken_off(leaves):
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            yield
+        finally:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
 
 
 def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:

@@ -23,13 +23,10 @@ from scatterpar.torch_private import unwrapped
 
 
 class LossWeights(NamedTuple):
-    """The factor of each micro-batch's loss in the loss of the whole batch, share by share.
+    """How the losses of micro-batches combine into the loss of the whole batch."""
 
-    The loss of the batch is a mean of ``terms`` terms; for a sum, ``terms`` is 1.
-    """
-
-    by_share: list[list[float]]
-    terms: float
+    by_share: list[list[float]]  # the factor of each micro-batch's loss
+    terms: float  # that the batch's loss averages over; 1 for a sum
 
 
 def compute_loss_weights(

@@ -139,10 +139,7 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
 
 
 def reduce_buffers(attempt: Attempt) -> tuple[list[BufferValue], Statistics | None]:
-    """The buffers' values after the step, which are replica 0's, and their new statistics.
-
-    The latter are of layers that are updated once per step; ``None`` if none are.
-    """
+    """The buffers' values after the step, and the statistics of layers updated once per step."""
     sets, policy = attempt.replicas.replica_sets, attempt.replicas.options.statistics_policy
     buffers = [*chain(*(each.buffers_after() for each in sets))]
     if policy is None:
@@ -241,10 +238,7 @@ def join_on_master(
 
 
 def returned_outputs(attempt: Attempt, outputs: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """The outputs for ``return_outputs``: one entry per replica, or with costs one of all rows.
-
-    Empty if the user asked for none.
-    """
+    """What ``return_outputs`` asks for: one entry per replica, or with costs one of all rows."""
     if not attempt.request.return_outputs:
         return ()
     if attempt.plan.order:

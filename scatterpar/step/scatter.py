@@ -85,10 +85,7 @@ class ShareLoader:
     arrived: dict[int, Any] = field(default_factory=dict)
 
     def rows_at_source(self, number: int, function: Callable[[Any], Any] = _NOT_COPIED) -> Any:
-        """The rows of one micro-batch: views of tensors. ``function`` is applied to each leaf.
-
-        By default the rows are those after ``collate``.
-        """
+        """The rows of one micro-batch, as views, with ``function`` applied to each leaf."""
         start, stop = self.share.micro_batches[number]
         which = -1
         while self.batches[which][0] > start:

@@ -78,10 +78,7 @@ class ReplicaTask:
     def run_backward(
         self, number: int | None, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Run a backward pass with autocast off, as torch recommends; timed as that of a sub-step.
-
-        The pass of a criterion of all rows belongs to none: ``number`` is ``None``.
-        """
+        """Run a backward pass with autocast off, as torch recommends; time that of a sub-step."""
         if self.clock is not None and number is not None:
             with self.span("backward", number):
                 self.run_backward(None, roots, gradients)

@@ -336,14 +336,10 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
     Refused is what cannot be split, what would silently be split along something other than rows,
     and what would silently go whole to every replica although it has as many entries as rows.
     """
-    if isinstance(value, (Tensor, Marker)) and refuse_grad:
-        for tensor in all_tensors(value):
-            if tensor.requires_grad:
-                shape = tuple(tensor.shape)
-                return (
-                    f"a tensor of shape {shape} requires grad, but a batch is data; pass "
-                    f"tensor.detach()"
-                )
+    tensors = all_tensors(value) if isinstance(value, Marker) else [value]
+    if needing := [t for t in tensors if refuse_grad and isinstance(t, Tensor) and t.requires_grad]:
+        shape = tuple(needing[0].shape)
+        return f"a tensor of shape {shape} requires grad, but a batch is data; pass tensor.detach()"
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
         if not value.ndim or -value.ndim <= dim < value.ndim:
             return ""

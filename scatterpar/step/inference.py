@@ -35,8 +35,7 @@ def map_rows(
     """
     plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
     replicas = attempt.replicas
-    rows = in_order(request.batches, plan, request.dim)
-    loaders = scatter(rows, plan, request.dim, transfers)
+    loaders = scatter(in_order(request.batches, plan, request.dim), plan, request.dim, transfers)
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)

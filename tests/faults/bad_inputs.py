@@ -3,7 +3,7 @@
 A line is an expression, a type, and words of its text, with `` | `` between them. Without words the
 text is torch's own, or the user's. In an expression ``model`` is ``nn.Linear(4, 2)``, ``engine``
 has two replicas on the CPU, ``by_cost`` too, with ``micro_batch_cost=8``. ``x`` holds 6 rows of 4
-features, ``y`` 6 classes. The other names are in ``world``.
+features, ``y`` 6 classes. The other names are in ``world``, or the package's.
 """
 
 from __future__ import annotations
@@ -17,33 +17,19 @@ from harness.models import Of
 from harness.oracle import seeded
 from torch import nn
 
-from scatterpar import (
-    DataParallelCriterion,
-    DataParallelModel,
-    Replicated,
-    Rows,
-    ScatterOnceParallel,
-    ShardedOptimizer,
-    count_labels,
-    gather,
-    recipe,
-)
+import scatterpar
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel, recipe
 
 _FILE = Path(__file__).with_suffix(".txt")
 
 
 def world() -> dict[str, Any]:
     """The names that the rows of the table use."""
-    generator = torch.Generator().manual_seed(0)
     with seeded():
-        model = nn.Linear(4, 2)
-    with torch.no_grad():
-        model.weight.copy_(torch.randn(2, 4, generator=generator))
-        model.bias.zero_()
+        model, inputs, labels = nn.Linear(4, 2), torch.randn(6, 4), torch.randint(2, (6,))
     model.weight.grad = torch.ones(2, 4)
-    inputs = torch.randn(6, 4, generator=generator)
     pair = DataParallelModel(model, ["cpu"] * 2)
-    return {
+    return {name: getattr(scatterpar, name) for name in scatterpar.__all__} | {
         "model": model,
         "pair": pair,
         "outputs": pair(inputs),
@@ -53,7 +39,7 @@ def world() -> dict[str, Any]:
         "engine": ScatterOnceParallel(model, 2, ["cpu"] * 2),
         "by_cost": ScatterOnceParallel(model, device_ids=["cpu"] * 2, micro_batch_cost=8),
         "x": inputs,
-        "y": torch.randint(2, (6,), generator=generator),
+        "y": labels,
         "loss": nn.CrossEntropyLoss(),
         "none_loss": nn.CrossEntropyLoss(reduction="none"),
         "nn": nn,
@@ -61,14 +47,10 @@ def world() -> dict[str, Any]:
         "DataLoader": torch.utils.data.DataLoader,
         "Engine": ScatterOnceParallel,
         "Of": Of,
-        "Rows": Rows,
-        "Replicated": Replicated,
-        "Sharded": ShardedOptimizer,
+        "Sharded": scatterpar.ShardedOptimizer,
         "SGD": lambda lr: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr),
         "recipe": recipe,
         "schedules": torch.optim.lr_scheduler,
-        "gather": gather,
-        "count_labels": count_labels,
         "namedtuple": collections.namedtuple,
     }
 

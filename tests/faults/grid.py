@@ -19,8 +19,8 @@ import simulated
 import torch
 from harness.notes import beginning_of_note
 
-from faults.kinds import KINDS, REPLACED
-from faults.places import LEAKS_IN_TORCH, PLACES, Place, Step
+from faults.kinds import KINDS
+from faults.places import PLACES, Place, Step
 from faults.state import State, capture, differences, values_differ
 from faults.subject import Subject, batch, build_subject
 from faults.trap import trap
@@ -28,7 +28,6 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.devices.runtime import physical
 
 REPLICAS, ACCUM, ROWS = 3, 3, 26
-LEAK_SECONDS = 20  # what is kept for longer is kept for good
 SECONDS_EACH = 120  # a hang, not a slow machine: each takes some 20 ms on an idle one
 
 UNDER_A_LOCK = ("criterion, a function", "outputs asked for")  # replicas call a function in turn
@@ -103,7 +102,6 @@ class Bench:
         trap.arm(place.name, AssertionError, visit=-1)
         with place.prepare(engine.module, step, place.name):
             step.take(engine)
-        trap.activations_alive()
         assert engine.last_step is not None
         return engine.last_step.loss
 
@@ -119,14 +117,8 @@ class Bench:
                 wrong.append("nothing was raised")
             except BaseException as error:
                 wrong += _judge_error(error, kind, where, self.devices)
-                error = None  # type: ignore[assignment]
-            step.failed, trap.sprung = bool(trap.sprung), {}
-            wrong += [] if step.failed else ["the trap was never visited"]
-            del step
-            if kind in REPLACED or place.name in LEAKS_IN_TORCH:
-                trap.activations_alive()
-            elif alive := trap.activations_alive(patience=LEAK_SECONDS):
-                wrong.append(f"{alive} activations alive")
+            wrong += [] if trap.sprung else ["the trap was never visited"]
+            step.failed = bool(trap.sprung)
             trap.disarm()
             after = capture(self.subject, self.optimizer)
             return wrong + [f"changed: {path}" for path in differences(before, after)]
@@ -135,15 +127,13 @@ class Bench:
 def _judge_error(
     error: BaseException, kind: str, where: dict[str, Any], devices: list[str]
 ) -> list[str]:
-    if kind in REPLACED:  # by Python's own context managers; the user's is its context
-        error = error.__context__ or error
     positions = where.get("positions", [where.get("visit")])
     if error is not trap.sprung.get(positions[0]):
         return [f"another error: {type(error).__name__}"]
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     wrong = [] if "_spring" in frames else [f"the traceback ends in {frames[-1]}"]
     notes = getattr(error, "__notes__", [])
-    if kind not in REPLACED and "positions" in where:
+    if kind != "without notes" and "positions" in where:
         replica, number = positions[0]
         begins = beginning_of_note(replica, devices[replica], number, ACCUM)
         if [note.startswith(begins) for note in notes].count(True) != 1:

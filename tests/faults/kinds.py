@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -25,11 +24,11 @@ class Sulky(Exception):
         raise RuntimeError("this exception is neither true nor false")
 
 
-@dataclass(frozen=True)
-class Frozen(Exception):
-    """A frozen dataclass: no attribute can be set, so notes cannot be added."""
+class Unnoted(Exception):
+    """Refuses notes, as one of a class whose attributes cannot be set."""
 
-    code: int
+    def add_note(self, note: str) -> None:
+        raise AttributeError("this exception takes no notes")
 
 
 class Noted(Exception):
@@ -48,9 +47,5 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "KeyboardInterrupt": KeyboardInterrupt,
     "GeneratorExit": GeneratorExit,
     "without a repr": Sulky,
-    "frozen": lambda: Frozen(7),
+    "without notes": Unnoted,
 }
-
-# No attribute of these can be set, so ``contextlib`` itself loses them: any context manager that
-# is written as a generator raises FrozenInstanceError in their place, with them as its context.
-REPLACED = {"frozen"}

@@ -40,9 +40,6 @@ class Place:
 
 PLACES: dict[str, Place] = {}
 
-# Where torch itself keeps the graph for ever once an error has come out, in a plain loop too.
-LEAKS_IN_TORCH = {"saved-tensor hook, unpack"}
-
 
 def place(name: str, *, counted: bool = False) -> Callable[[Any], Any]:
     def add(prepare: Callable[..., Iterator[None]]) -> Any:

@@ -63,11 +63,10 @@ class Subject(nn.Module):
         self.log.append(len(inputs))
         self.seen = self.seen + len(inputs)
         trap.at("forward, first line")
-        hidden = trap.watch(self.dropout(self.norm(self.enter(inputs))))
+        hidden = self.dropout(self.norm(self.enter(inputs)))
         hidden.register_hook(lambda gradient: trap.at("hook on a tensor"))
         hidden = checkpoint(self._recomputed, hidden, use_reentrant=False)
-        hidden = trap.watch(self.middle(hidden).tanh())
-        output = trap.watch(self.leave(Steps.apply(hidden)))
+        output = self.leave(Steps.apply(self.middle(hidden).tanh()))
         trap.follow(output)
         trap.at("forward, last line")
         return output

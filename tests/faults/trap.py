@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from harness.leak_checks import FREE_THREADED
 from torch import Tensor
 
 from scatterpar import Plan
@@ -30,7 +26,6 @@ class Trap:
         self._thread = threading.local()
         self._graph_tasks: dict[int, Position] = {}
         self._lock = threading.Lock()
-        self._activations: list[weakref.ref[Tensor]] = []
         self.disarm()
 
     def arm(
@@ -94,31 +89,7 @@ class Trap:
         if error is None:
             return
         self.sprung[where] = error
-        try:
-            raise error
-        finally:
-            del error
-
-    def watch(self, tensor: Tensor) -> Tensor:
-        """Remember an activation, weakly."""
-        self._activations.append(weakref.ref(tensor))
-        return tensor
-
-    def activations_alive(self, patience: float = 0.0) -> int:
-        """How many of the activations there still are after so many seconds; forgets them.
-
-        An accelerator's backward thread lets go of its graph a little after its error is out; in a
-        free-threaded interpreter, at its next backward pass or in a garbage collection.
-        """
-        deadline = time.monotonic() + patience
-        while alive := sum(activation() is not None for activation in self._activations):
-            if time.monotonic() > deadline:
-                break
-            if patience and FREE_THREADED and torch.accelerator.is_available():
-                gc.collect()
-            time.sleep(0.001)
-        self._activations.clear()
-        return alive
+        raise error
 
 
 trap = Trap()

@@ -35,12 +35,20 @@ def step(engine, criterion=LOSS, **options):
     return engine.forward_backward(*BATCH, criterion, **options)
 
 
-def fail(engine):
-    def criterion(output, targets):
+def fail(engine, at_once=True, **options):
+    """A step that fails in the criterion, or in the backward pass."""
+
+    def boom(_):
         raise ValueError("boom")
 
+    def criterion(output, targets):
+        if at_once:
+            boom(output)
+        output.register_hook(boom)
+        return LOSS(output, targets)
+
     with pytest.raises(ValueError, match="boom"):
-        step(engine, criterion)
+        step(engine, criterion, **options)
 
 
 def interrupt(engine):
@@ -68,6 +76,8 @@ LIVES = {
     "outputs kept": partial(step, return_outputs=True),
     "inference": lambda engine: engine.eval()(BATCH[0]),
     "a failed step": fail,
+    "a failed backward pass": partial(fail, at_once=False),
+    "a failed step of the whole batch": partial(fail, whole_batch=True),
     "an interrupted step": interrupt,
     "a criterion with weights": partial(
         step, criterion=nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pair.common import Pair, Plain, assert_alike
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
 
 BATCH = randn(11, FEATURES), randint(CLASSES, 11)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pair.common import Pair, assert_alike
 from scatterpar import DataParallelCriterion, DataParallelModel, Rows, gather
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
 
 INPUTS, _ = BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
@@ -97,18 +97,16 @@ def test_gather_to_a_device_and_back_to_the_parameters(devices, device):
 
 
 def test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows():
-    mixed = tuple({"y": torch.ones(n, 2), "loss": torch.tensor(float(n))} for n in (3, 1))
+    numbers = [torch.tensor(float(n), requires_grad=True) for n in (3, 1)]
+    mixed = tuple({"y": torch.ones(int(n), 2), "loss": n} for n in numbers)
     assert gather(mixed, "cpu")["loss"] == 2.5
-    numbers = tuple(torch.tensor(float(n), requires_grad=True) for n in (3, 1))
     mean = gather(numbers, "cpu")
     mean.backward()
     assert mean == 2.0
     assert [number.grad for number in numbers] == [0.5, 0.5]
-    columns = gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1)
-    assert columns.tolist() == [[1, 1, 1, 0]] * 2
-    deep = tuple({"row": torch.ones(4), "y": torch.ones(2, n)} for n in (3, 1))
-    assert gather([entry["y"] for entry in deep], "cpu", dim=-1).shape == (2, 4)
-    assert gather([torch.zeros(2), torch.ones(1)], "cpu").tolist() == [0, 0, 1]
+    for dim in (1, -1):
+        columns = gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=dim)
+        assert columns.tolist() == [[1, 1, 1, 0]] * 2
 
 
 # --- how losses of replicas become that of the batch ---
@@ -125,15 +123,6 @@ def test_a_batch_that_is_all_ignored_is_no_nan(devices):
 
 
 # --- buffers: replica 0's, in the module after the forward, and only where they changed ---
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_running_statistics_without_grad(devices, mode):
-    model, twin = (build(lambda: nn.BatchNorm1d(FEATURES)) for _ in "ab")
-    with mode():
-        DataParallelModel(model, devices(4))(INPUTS)
-        twin(INPUTS[:3])
-    assert_close(model.running_mean, twin.running_mean, "mean")
 
 
 def test_modes_reach_the_replicas_and_buffers_do_not_change_in_eval(devices):
@@ -162,16 +151,17 @@ def test_buffers_of_the_criterion(devices):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_there_is_no_graph(devices, mode):
-    pair, inferring = Pair(mlp(), nn.CrossEntropyLoss(), devices(3)), mode is torch.inference_mode
-    expected = nn.CrossEntropyLoss()(pair.module(BATCH[0]), BATCH[1]).detach()
+def test_without_grad_there_is_no_graph_and_statistics_move(devices, mode):
+    model, twin = (build(lambda: nn.BatchNorm1d(FEATURES)) for _ in "ab")
+    pair, inferring = Pair(model, nn.CrossEntropyLoss(), devices(4)), mode is torch.inference_mode
     with mode():
-        outputs = pair.model(BATCH[0])
+        outputs = pair.model(INPUTS)
         loss = pair.criterion(outputs, BATCH[1])
+        assert_close(outputs[0], twin(INPUTS[:3]), "output")
     assert all(output.is_inference() == inferring for output in outputs)
     assert not any(tensor.requires_grad for tensor in (*outputs, loss))
-    assert_close(loss, expected, "loss")
-    pair.check(*BATCH)
+    assert_close(model.running_mean, twin.running_mean, "mean")
+    Pair(model.eval(), nn.CrossEntropyLoss(), devices(4)).check(*BATCH)
 
 
 def test_nothing_of_a_forward_survives_its_outputs(devices, by_reference_counts_alone):

@@ -21,7 +21,7 @@ from harness.notes import beginning_of_note
 
 from faults.kinds import KINDS
 from faults.places import PLACES, Place, Step
-from faults.state import State, capture, differences, values_differ
+from faults.state import capture, differences, values_differ
 from faults.subject import Subject, batch, build_subject
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
@@ -88,13 +88,6 @@ class Bench:
         twin, expected_loss, expected_state = self.expected(place, accumulate)
         wrong = ["loss"] * (loss != expected_loss) + values_differ(twin, self.subject)
         return wrong + ["random state"] * (not torch.equal(random_state, expected_state))
-
-    def half_a_step(self, before: State, done: Subject, ignored: tuple[str, ...] = ()) -> list[str]:
-        """What was changed and what was not, unless all of a step was, or nothing."""
-        changed = differences(before, capture(self.subject))
-        undone = [path for path in changed if not path.startswith(ignored)]
-        left = values_differ(done, self.subject)
-        return [f"half a step: {undone[:3]} changed, {left[:3]} did not"] if undone and left else []
 
     def step(self, engine: ScatterOnceParallel, place: Place) -> float:
         """The loss of a good step; ``trap.visits`` is how often it came by a counted place."""

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import scatterpar
-from faults.grid import SECONDS_EACH, Bench, bench_on, say
+from faults.grid import SECONDS_EACH, bench_on, say
 from faults.places import PLACES
-from faults.state import capture, differences
+from faults.state import capture, differences, values_differ
 
 PACKAGE = Path(scatterpar.__file__).parent
 WATCHED = (str(PACKAGE), contextlib.__file__, threading.__file__)
@@ -66,45 +66,37 @@ def _is_under(frame: FrameType | None, *names: str) -> bool:
     return frame is not None
 
 
-def between_instructions(
-    bench: Bench, times: int, name: str = FIRST_LINE, *files: str
-) -> Iterator[dict[str, Any]]:
+def run(layout: str, times: str, name: str = FIRST_LINE, *files: str) -> Iterator[dict[str, Any]]:
     """Interrupt one step after another, each a little later."""
-    place = PLACES[name]
+    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
+    bench, place = bench_on(layout), PLACES[name]
     watched = tuple(str(PACKAGE / file) for file in files) or WATCHED
     bench.back_to_start(bench.subject, accumulate=True)
     with At(-1, watched) as count:
         bench.step(bench.engine, place)
-    for i in range(times):
+    for i in range(int(times)):
+        faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
         accumulate = i % 2 == 0
         whole = bench.expected(place, accumulate)[0]
         bench.back_to_start(bench.subject, accumulate=accumulate)
         before, raised = capture(bench.subject), "nothing"
-        with At(count.seen * i // times, watched) as at:
+        with At(count.seen * i // int(times), watched) as at:
             try:
                 bench.step(bench.engine, place)
             except BaseException as error:
                 raised = type(error).__name__
-        if at.where == "nowhere":  # this step executed fewer instructions than the counted one
-            continue
+        changed = differences(before, capture(bench.subject))
+        if at.forked:  # cut off, torch's fork_rng puts back what it found once the error is let go
+            changed = [path for path in changed if path != "torch's generator"]
+        left = values_differ(whole, bench.subject)
         wrong = [] if raised == "KeyboardInterrupt" else [f"raised {raised}"]
-        # Cut off, torch's fork_rng puts back what it found once the error is let go.
-        wrong += bench.half_a_step(before, whole, ("torch's generator",) if at.forked else ())
-        is_whole = bool(differences(before, capture(bench.subject)))
+        if changed and left:
+            wrong.append(f"half a step: {changed[:3]} changed, {left[:3]} did not")
         bench.back_to_start(bench.subject, accumulate=accumulate)
         wrong += [f"next step: {name}" for name in bench.good_step(place, accumulate)]
-        yield {"where": at.where, "whole": is_whole, "wrong": wrong}
-
-
-def run(layout: str, times: str, *place: str) -> Iterator[dict[str, Any]]:
-    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
-    strikes = between_instructions(bench_on(layout), int(times), *place)
-    faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
-    for found in strikes:
         faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
-        yield {"layout": layout} | found
-        faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
-    faulthandler.cancel_dump_traceback_later()
+        if at.where != "nowhere":  # else this step executed fewer instructions than the counted one
+            yield {"layout": layout, "where": at.where, "whole": bool(changed), "wrong": wrong}
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ def _nothing(subject: Subject, step: Step, name: str) -> Iterator[None]:
 for name in (  # the subject itself knows these
     "forward, first line",
     "forward, last line",
-    "parametrisation",
     "recomputation under checkpoint",
     "backward of a Function",
     "hook on a tensor",
@@ -106,23 +105,6 @@ def _module(subject: Subject, step: Step, name: str) -> Iterator[None]:
     if step.failed:
         assert centred.shift.grad is None
         assert not centred.centre.any()
-
-
-class _TrappedLoss(nn.CrossEntropyLoss):
-    @property
-    def reduction(self) -> str:
-        trap.count("criterion's .reduction")
-        return "mean"
-
-    @reduction.setter
-    def reduction(self, value: str) -> None:
-        pass
-
-
-@place("criterion's .reduction", counted=True)
-def _reduction(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    step.criterion = _TrappedLoss()
-    yield
 
 
 @place("count=", counted=True)
@@ -185,18 +167,6 @@ def _hooked(subject: Subject, step: Step, name: str) -> Iterator[None]:
 
 for name in HOOKS:
     place(name, counted=name.startswith("whole") or name.endswith("parameter"))(_hooked)
-
-
-@place("saved-tensor hook, pack")
-@place("saved-tensor hook, unpack")
-def _saved(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    def hook(tensor: Tensor) -> Tensor:
-        trap.at(name)
-        return tensor
-
-    hooks = [hook, lambda tensor: tensor]
-    with torch.autograd.graph.saved_tensors_hooks(*hooks[:: -1 if "unpack" in name else 1]):
-        yield
 
 
 class Copied(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from harness.oracle import build
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from faults.trap import trap
@@ -30,17 +29,6 @@ class Steps(torch.autograd.Function):
         return gradient
 
 
-class Doubled(nn.Module):
-    """A parametrisation: the weight is computed at every use."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        trap.at("parametrisation")
-        return weight * 2
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight / 2
-
-
 class Subject(nn.Module):
     """Draws random numbers, moves buffers, rebinds attributes: a half-done step would show."""
 
@@ -50,7 +38,6 @@ class Subject(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.dropout = nn.Dropout(0.3)
         self.middle = nn.Linear(6, 6)
-        parametrize.register_parametrization(self.middle, "weight", Doubled())
         self.leave = nn.Linear(6, CLASSES)
         self.unused = nn.Linear(2, 2)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))

@@ -5,9 +5,6 @@ The race checker looks on in every test (``plugin.py``).
 
 from __future__ import annotations
 
-import time
-import warnings
-
 import pytest
 import torch
 from devices.cards.test_accelerator import LOSS, streams_of_the_users
@@ -17,6 +14,7 @@ from torch import nn
 from nullcuda import card
 from nullcuda.test_the_path import batch, network, script
 from scatterpar import ScatterOnceParallel
+from scatterpar.devices.runtime import stream_for
 from scatterpar.devices.transfers import Prefetcher, to_host
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
@@ -34,23 +32,15 @@ def traced(work):
 # --- streams ---
 
 
-def test_no_copy_is_on_the_stream_that_captures():
-    """torch gives streams out of a pool of 32 in turn, and other cards take rows from this one.
-
-    So the stream that captured was a sender's some steps later.
-    """
-
-    def linger(module, given):  # until the other card's rows have left this one
-        if given[0].device == CARD and torch.cuda.is_current_stream_capturing():
-            time.sleep(0.2)
-
-    model = network()
-    model.register_forward_pre_hook(linger)
-    engine = ScatterOnceParallel(model, 4, [0, 1], graphs=True, verify=False)
-    with engine, warnings.catch_warnings(action="error"):  # "sub-steps run as without graphs"
-        for step in range(38):
-            new = max(0, step - 30)  # a shape that is captured
-            engine.forward_backward(*batch(32 + 8 * new, "cuda:0"), LOSS)
+def test_each_use_keeps_a_stream_of_its_own():
+    """torch gives streams out of a pool of 32 in turn: the one that captured became a sender's."""
+    own = []
+    for use in "abc":
+        own.append(stream_for(use, CARD))
+        for _ in range(31):  # the next one would be the same
+            torch.Stream(CARD)
+    assert len({torch.cuda.current_stream(CARD), *own}) == 4
+    assert own == [stream_for(use, CARD) for use in "abc"]
 
 
 @pytest.mark.parametrize("place", ["pinned", "cuda:0"])

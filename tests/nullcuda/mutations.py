@@ -165,7 +165,7 @@ workers are on their default streams, not on the caller's
 test_on_the_users_stream_of_every_device
 
 gradients of a graph are not copied out
--for i, gradient in zip(used, copies, strict=True):
+-for i, gradient in copies.items():
 +for i, gradient in used.items():
 test_gradients_may_be_read_on_another_stream_during_the_next_captured_step
 

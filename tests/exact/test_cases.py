@@ -47,7 +47,7 @@ ON_RANKS = {
         *("a trained buffer", "constant buffers", "bfloat16 beside double"),
         *("overlapping buffer, row", "buffers of every dtype"),
     ],
-    contrastive: ["clip", "barlow_twins"],
+    contrastive: ["clip"],
     batches: ["a codebook of 64 and 32 rows"],
 }
 RUNS_OF_RANKS = [

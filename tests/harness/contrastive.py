@@ -43,17 +43,7 @@ def clip(outputs, labels):
     return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
 
 
-def barlow_twins(outputs, labels):
-    one, other = (
-        (view - view.mean(0)) / (view.var(0, correction=0) + 0.1).sqrt()
-        for view in (outputs["one"], outputs["other"])
-    )
-    correlation = one.T @ other / len(labels)
-    off = correlation - torch.eye(EMBEDDING)
-    return off.square().mul(0.1 + 0.9 * torch.eye(EMBEDDING)).mean()
-
-
-LOSSES = {f.__name__: f for f in (nt_xent, clip, barlow_twins)}
+LOSSES = {f.__name__: f for f in (nt_xent, clip)}
 
 
 def views(rows):

@@ -7,6 +7,7 @@ import time
 import torch
 from faults.processes import SILENCE
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from scatterpar.train.records import Metrics
 
@@ -67,27 +68,15 @@ def steps(out):
     return records(out, "step")
 
 
-def flat(value, name=""):
-    """Every leaf of a checkpoint, by its place."""
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-    else:
-        return {name: value}
-    return {k: v for key, part in parts for k, v in flat(part, f"{name}/{key}").items()}
-
-
-def differences(one, other):
+def differences(*both):
     """The places where the final checkpoints of two runs differ by a bit."""
-    first, second = (flat(torch.load(out / "checkpoint.pt")) for out in (one, other))
-    assert first.keys() == second.keys()
-    same = {True: torch.equal, False: lambda one, other: one == other}
-    return [
-        name
-        for name, value in first.items()
-        if not same[isinstance(value, Tensor)](value, second[name])
-    ]
+    ours, theirs = (dict(tree_leaves_with_path(torch.load(o / "checkpoint.pt"))) for o in both)
+    assert ours.keys() == theirs.keys()
+    return [keystr(path) for path, value in ours.items() if not _same(value, theirs[path])]
+
+
+def _same(one, other):
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 def assert_same_run(whole, parts, number):

@@ -39,10 +39,7 @@ def test_ten_minutes_are_a_sum():
             assert left == pytest.approx(min(limit, deadline - passed), abs=1)
 
 
-def test_rows_say_what_they_found(tmp_path):
-    code, (table, *others) = written(
-        tmp_path,
-        machine="""
+ROWS = """
 def test_sound_one(say): say("1.02 | fine")
 def test_wrong(): assert 1 == 2, "2 of 3 tensors differ"
 @pytest.mark.needs(4)
@@ -65,8 +62,11 @@ def test_slow(monkeypatch, say):
         assert torch.zeros(2).copy_(torch.ones(2)).to(torch.float64).cpu().sum() == 2
     torch.zeros(2).to("meta")
     say(f"{count[0]} copy")
-""",
-    )
+"""
+
+
+def test_rows_say_what_they_found(tmp_path):
+    code, (table, *others) = written(tmp_path, machine=ROWS)
     assert code == 1
     assert table.splitlines() == [
         "| check | result | verdict |",

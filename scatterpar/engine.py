@@ -371,22 +371,20 @@ class ScatterOnceParallel(Wrapper):
     def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         with self._attempt(request, plan, **trial) as attempt:
-            transfers, data, has_losses = attempt.transfers, request.batches, schedule.has_losses
+            transfers, have_losses = attempt.transfers, schedule.weights_apply()
             with attempt.phase("scatter"):  # 2
-                if not has_losses:
-                    data = [(first, (inputs, None)) for first, (inputs, _) in data]
-                data = in_order(data, plan, self.dim)
-                pieces = micro_batches(data, plan, self.dim) if has_losses else None
+                data = in_order(schedule.data(request), plan, self.dim)
+                pieces = micro_batches(data, plan, self.dim) if have_losses else None
                 # First: it may read labels from a device, and would wait for copies in the queue.
                 attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
             with attempt.phase("replicate"):  # 3
-                number = None if has_losses else 1
+                number = schedule.replicas_of_criterion
                 self._replicas.refresh(self.module, request.criterion, transfers, number)
             with attempt.phase("compute"):  # 4
                 computed = compute(attempt, loaders, schedule)
             with attempt.phase("reduce"):  # 5
-                observe = self._noise.observe if self._noise and has_losses else None
+                observe = self._noise.observe if self._noise and have_losses else None
                 return reduce(attempt, computed, observe)
 
     @contextlib.contextmanager

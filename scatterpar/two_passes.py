@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker, has_markers, unwrap_markers
+from scatterpar.batch.markers import BatchList, Marker, has_markers, unwrap_markers
 from scatterpar.batch.nested import Lists, join_rows
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.runtime import is_out_of_memory, synchronize
@@ -63,7 +63,7 @@ class TwoPasses(Schedule):
     Raises ``ValueError`` for a call without a criterion, or with ``reduction`` or ``count``.
     """
 
-    has_losses = False  # but one, of all rows
+    replicas_of_criterion = 1  # the master's
 
     def __init__(self, call: Request, ranks: Ranks | None, graphs: bool = False) -> None:
         self._ranks = ranks
@@ -83,6 +83,14 @@ class TwoPasses(Schedule):
                     f"{name}= says how the losses of micro-batches combine, and whole_batch=True "
                     f"has one loss, of all rows; leave {name}= out"
                 )
+
+    def data(self, request: Request) -> BatchList:
+        """The inputs only: the master alone needs the targets."""
+        return [(first, (inputs, None)) for first, (inputs, _) in request.batches]
+
+    def weights_apply(self) -> bool:
+        """No: micro-batches have outputs, and the loss is that of all rows."""
+        return False
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run both passes, and the master's criterion between them.

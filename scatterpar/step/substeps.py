@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker
+from scatterpar.batch.markers import BatchList, Marker
 from scatterpar.devices.runtime import no_kernel_search
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Share
@@ -217,11 +217,19 @@ class Schedule:
     """One pass: each replica adds up the gradient of its sub-steps' losses.
 
     Attributes:
-        has_losses: whether each micro-batch has a loss, with a factor in the loss of the batch.
-            Otherwise the criterion and all targets are on the master alone.
+        replicas_of_criterion: the number of replicas of the criterion; ``None`` for as many as the
+            module has.
     """
 
-    has_losses = True
+    replicas_of_criterion: int | None = None
+
+    def data(self, request: Request) -> BatchList:
+        """The rows to scatter: for each batch its first row's number, its inputs and targets."""
+        return request.batches
+
+    def weights_apply(self) -> bool:
+        """Whether each micro-batch has a loss, which has a factor in the loss of the batch."""
+        return True
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """What runs the sub-steps of one replica in one step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -307,15 +306,6 @@ def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
     outcome = run("-m", "pytest", *chosen, __file__, **variables)
     assert outcome.code == 0, outcome.out
     assert "4 passed" in outcome.out
-
-
-@pytest.mark.loops
-def test_an_engine_with_a_quantised_model_is_pickled():
-    with ScatterOnceParallel(adapted("nf4"), 2, VIRTUAL) as engine:
-        loss = engine.forward_backward(*BATCH, MSE)
-        other = pickle.loads(pickle.dumps(engine))
-    with other:
-        assert_close(other.forward_backward(*BATCH, MSE), loss, "loss", 1e-6)
 
 
 @pytest.mark.loops

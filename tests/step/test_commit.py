@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from faults.state import nothing_changes
+from harness.agree import BATCH, Case, agree
 from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.module_cases import InOneMemory, branches, positive_first
 from harness.oracle import (
@@ -27,8 +28,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from scatterpar import ScatterOnceParallel
 
 pytestmark = pytest.mark.core
-
-BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
 
 @pytest.mark.contract
@@ -220,19 +219,15 @@ def test_what_a_module_made_of_its_parameters_is_not_trained_without_a_word(devi
 
 
 @pytest.mark.parametrize("kind", ["row", "chunks in a list", "product of two"])
-def test_what_is_kept_and_not_used_changes_nothing(devices, kind):
+def test_what_is_kept_and_not_used_changes_nothing(kind):
     """torch refuses every question about chunks of a weight that an optimizer has written."""
-    model, plain = keeper(kind), keeper(kind)
-    for one in (model, plain):
-        one.forward = one.other.forward
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        for _ in range(3):
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-            nn.CrossEntropyLoss()(plain(BATCH[0]), BATCH[1]).backward()
-            assert_gradients(model, gradients(plain))
-            with torch.no_grad():
-                for parameter in (*model.parameters(), *plain.parameters()):
-                    parameter -= 0.1
+
+    def make():
+        model = keeper(kind)
+        model.forward = model.other.forward
+        return model
+
+    agree(Case(make), "engine", "mixed")
 
 
 @pytest.mark.draws

@@ -42,7 +42,7 @@ from scatterpar.step.commit import commit
 from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Outcome, reduce
-from scatterpar.step.request import Count, Request, check_options, checked
+from scatterpar.step.request import Call, Count, Request, check_options, checked
 from scatterpar.step.scatter import in_order, micro_batches, scatter
 from scatterpar.step.substeps import Schedule, call_inputs, compute
 from scatterpar.threads.workers import Workers
@@ -282,7 +282,7 @@ class ScatterOnceParallel(Wrapper):
             the replica and sub-step. After any exception, nothing has changed.
         """
         options = reduction, count, scaler, return_outputs, whole_batch, costs
-        return self._step(Request(inputs, targets, criterion, *options), deferred=False)
+        return self._step(Call(inputs, targets, criterion, *options), deferred=False)
 
     def loss(
         self,
@@ -325,9 +325,9 @@ class ScatterOnceParallel(Wrapper):
             torch.Size([2, 4])
         """
         options = reduction, count, scaler, return_outputs, whole_batch, costs
-        return self._step(Request(inputs, targets, criterion, *options), deferred=True)
+        return self._step(Call(inputs, targets, criterion, *options), deferred=True)
 
-    def _step(self, call: Request, *, deferred: bool) -> Any:
+    def _step(self, call: Call, *, deferred: bool) -> Any:
         """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""
         waited = max(0.0, time.perf_counter() - self._step_ended)
         recorded = self._trace.step() if self._trace else contextlib.nullcontext()
@@ -344,7 +344,7 @@ class ScatterOnceParallel(Wrapper):
                 self._step_ended = time.perf_counter()
         return (loss, outcome.outputs) if call.return_outputs else loss
 
-    def _fit(self, call: Request, backward: bool) -> Outcome:
+    def _fit(self, call: Call, backward: bool) -> Outcome:
         """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
         schedule = self._schedule(call)
         request = checked(call, self.dim, self.device_ids[0], self.check_finite, backward)
@@ -360,7 +360,7 @@ class ScatterOnceParallel(Wrapper):
             self._workers.interrupts.deliver()  # later ones wait until every rank has committed
         return outcome
 
-    def _schedule(self, call: Request) -> Schedule:
+    def _schedule(self, call: Call) -> Schedule:
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
@@ -502,7 +502,7 @@ class ScatterOnceParallel(Wrapper):
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
             batches = [(0, (call_inputs(inputs, kwargs), None))]
-            request = Request(batches=batches, sizes=[rows], dim=self.dim)
+            request = Request(batches, self.dim, [rows])
             with self._attempt(request, plan) as attempt:
                 return map_rows(attempt, self.module, function, pad)
 
@@ -540,7 +540,7 @@ class ScatterOnceParallel(Wrapper):
         """
         from scatterpar.verify.gradient_check import compare
 
-        call = Request(inputs, targets, criterion, reduction, count, whole_batch=whole_batch)
+        call = Call(inputs, targets, criterion, reduction, count, whole_batch=whole_batch)
         with self._workers.exclusive(self.module):
             schedule, master = self._schedule(call), self.device_ids[0]
             request = checked(call, self.dim, master, self.check_finite)

@@ -37,7 +37,7 @@ from scatterpar.devices.runtime import is_out_of_memory, synchronize
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Proceed
-from scatterpar.step.request import Request
+from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import (
     Computed,
@@ -65,7 +65,7 @@ class TwoPasses(Schedule):
 
     replicas_of_criterion = 1  # the master's
 
-    def __init__(self, call: Request, ranks: Ranks | None, graphs: bool = False) -> None:
+    def __init__(self, call: Call, ranks: Ranks | None, graphs: bool = False) -> None:
         self._ranks = ranks
         if graphs:
             raise ValueError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -175,7 +174,7 @@ class DataParallelModel(_OfPair):
                 nested.refuse_generators(output)
                 return output
 
-            return tuple(self._run(Request(dim=self.dim), plan, output_of))
+            return tuple(self._run(Request([], self.dim), plan, output_of))
 
 
 class DataParallelCriterion(_OfPair):
@@ -243,8 +242,8 @@ class DataParallelCriterion(_OfPair):
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
             reduction = resolve_reduction(self.module, reduction)
-            request = Request(outputs, targets, self.module, reduction, count)
-            request = replace(request, batches=[(0, (outputs, targets))], dim=self.dim)
+            batches = [(0, (outputs, targets))]
+            request = Request(batches, self.dim, (), self.module, reduction, count)
             plan = self._plan(outputs, targets)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))

@@ -23,22 +23,32 @@ Count = Callable[[Any, Any], "float | Tensor"]
 
 
 @dataclass(frozen=True)
-class Request:
-    """The arguments of one call, and what ``checked`` adds to them. It never changes."""
+class Call:
+    """The arguments of ``forward_backward`` or ``loss``, as the user passed them."""
 
-    inputs: Any = None  # ``checked`` moves inputs and targets to ``batches``
+    inputs: Any
     targets: Any = None
     criterion: Callable[[Any, Any], Any] | None = None
-    reduction: str | None = None  # "mean" or "sum" if it is checked
+    reduction: str | None = None
     count: Count | None = None
     scaler: torch.amp.GradScaler | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
     costs: Any = None
-    # Added:
-    batches: BatchList = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked call: what a step needs of it and of the engine's options. It never changes."""
+
+    batches: BatchList
+    dim: int
     sizes: Sequence[int] = ()  # the number of rows of each batch
-    dim: int = 0
+    criterion: Callable[[Any, Any], Any] | None = None
+    reduction: str = "mean"  # or "sum"
+    count: Count | None = None
+    return_outputs: bool | Callable[[Any], Any] = False
+    whole_batch: bool = False
     scale: float = 1.0  # of the scaler
     backward: bool = True  # otherwise sub-steps are forward passes only
     check_finite: bool = False
@@ -55,9 +65,9 @@ class Request:
 
 
 def checked(
-    call: Request, dim: int, master: torch.device, check_finite: bool = False, backward: bool = True
+    call: Call, dim: int, master: torch.device, check_finite: bool = False, backward: bool = True
 ) -> Request:
-    """The request with its rows counted and its reduction resolved. Refuses invalid arguments."""
+    """The request of a call: rows counted, reduction resolved. Refuses invalid arguments."""
     criterion, targets = call.criterion, call.targets
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
@@ -86,10 +96,8 @@ def checked(
     scale = 1.0
     if call.scaler is not None:
         scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
-    added: dict[str, Any] = {"batches": batches, "sizes": sizes, "dim": dim, "reduction": reduction}
-    added |= {"scale": scale, "backward": backward, "check_finite": check_finite}
-    # Not ``replace``, which takes longer than all checks.
-    return Request(**{**vars(call), "inputs": None, "targets": None, **added})
+    options = call.count, call.return_outputs, call.whole_batch, scale, backward, check_finite
+    return Request(batches, dim, sizes, criterion, reduction, *options)
 
 
 def check_options(

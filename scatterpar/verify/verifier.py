@@ -33,7 +33,7 @@ from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
 from scatterpar.step.loss_weights import is_cross_entropy
-from scatterpar.step.request import Request, checked
+from scatterpar.step.request import Call, Request, checked
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
@@ -231,7 +231,7 @@ def fits(engine: Any, *batch: Any, **options: Any) -> bool | None:
     Raises:
         ValueError: as ``forward_backward``, for arguments that it refuses.
     """
-    call = Request(*batch, **options)
+    call = Call(*batch, **options)
     request = _of_largest(checked(call, engine.dim, engine.device_ids[0]))
     plan = engine.plan(request.sizes)
     with engine._workers.exclusive(), engine._attempt(request, plan) as attempt:

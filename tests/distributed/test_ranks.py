@@ -57,11 +57,7 @@ def collectives_of(group, name):
 
 @pytest.mark.parametrize(
     ("name", "dtypes"),
-    [
-        ("tied", ["float64"]),
-        ("several dtypes", ["float32", "float64"]),
-        ("buffers of every dtype", ["float64", "uint8"]),
-    ],
+    [("several dtypes", ["float32", "float64"]), ("buffers of every dtype", ["float64", "uint8"])],
 )
 def test_a_step_has_a_small_collective_and_a_large_one_for_each_dtype(name, dtypes):
     for collectives in run_on_ranks(2, collectives_of, name):

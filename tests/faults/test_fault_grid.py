@@ -35,17 +35,12 @@ def found(request, extent):
     there = {n: start_forked(*script) for n, script in scripts.items() if n != "accelerator"}
     if extent == "all" and (built := request.getfixturevalue("simulated_accelerator")):
         there["accelerator"] = start(*scripts["accelerator"], **built)
-
     with ThreadPoolExecutor() as pool:
-        outcomes = dict(zip(there, pool.map(finish, there.values()), strict=True))
-    lines = {layout: outcome.out.splitlines() for layout, outcome in outcomes.items()}
-    return {
-        layout: ([json.loads(line) for line in said if line.startswith("{")], outcomes[layout])
-        for layout, said in lines.items()
-    }
+        return dict(zip(there, pool.map(finish, there.values()), strict=True))
 
 
-def of(found, layout):
+@pytest.fixture
+def outcome(found, layout):
     if layout not in found:
         pytest.skip("tried with -m slow, and where there is g++ to build the simulated accelerator")
     return found[layout]
@@ -53,8 +48,8 @@ def of(found, layout):
 
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS_TRIED)
-def test_nothing_changes_and_the_next_step_is_exact(found, layout, name):
-    results, outcome = of(found, layout)
+def test_nothing_changes_and_the_next_step_is_exact(outcome, name):
+    results = [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")]
     mine = [result for result in results if result["place"] == name]
     assert mine, f"never came to this place:\n{outcome.err}"
     bad = [result for result in mine if result["wrong"]]
@@ -63,8 +58,7 @@ def test_nothing_changes_and_the_next_step_is_exact(found, layout, name):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_TRIED)
-def test_the_process_ended_after_all_of_them(found, layout):
-    _, outcome = of(found, layout)
+def test_the_process_ended_after_all_of_them(outcome):
     assert outcome.code == 0
     assert outcome.out.endswith("end\n")
     assert "terminate called" not in outcome.err

@@ -178,13 +178,11 @@ class ScatterOnceParallel(Wrapper):
 
             self._auto_accum = AutoAccum()
         self._ranks: Ranks | None = None
-        self._replica_offset: int | None = None  # the number of this process's first replica
         if process_group is not None:
             from scatterpar.distributed.ranks import Ranks
 
             master, dtype = self.device_ids[0], self.accumulate_dtype
             self._ranks = Ranks(process_group, self.module, master, self.buffer_policy, dtype)
-            self._replica_offset = self._ranks.rank * _MAX_REPLICAS
 
     _transient = "_workers", "_replicas", "_checks", "_one_pass", "_noise", "_trace"
 
@@ -392,7 +390,8 @@ class ScatterOnceParallel(Wrapper):
         """One try at a step, undone if the body raises. Checks the links between devices first."""
         check_links(self.device_ids)
         checks = self._checks if trial.get("max_substeps") is None else {}
-        offset, clock = self._replica_offset, self._trace.clock if self._trace else None
+        offset = self._ranks.rank * _MAX_REPLICAS if self._ranks else None
+        clock = self._trace.clock if self._trace else None
         try:
             with Attempt(
                 self._workers, request, plan, self._replicas, offset, clock, **checks, **trial

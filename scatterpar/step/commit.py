@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from scatterpar.step.reduce import Outcome
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
-_DTYPE, _GRAD_DTYPE, _LAYOUT = map(attrgetter, ("dtype", "grad_dtype", "layout"))
 
 
 def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
@@ -53,7 +51,16 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
     written = [] if is_plain and not observed else [grad for grad, _ in old]
     written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
     attempt.save_for_undo(written, zip(leaves, earlier, strict=True))
-    are_first = not observed and not old and _all_fit(pairs)
+    fit = (  # as autograd requires of a tensor that it makes a leaf's first gradient
+        type(leaf) in (nn.Parameter, Tensor)
+        and type(g) is Tensor
+        and g.layout == torch.strided
+        and g.dtype == leaf.grad_dtype
+        and g.stride() == leaf.stride()
+        and g.untyped_storage().nbytes() == g.nbytes
+        for leaf, g in pairs
+    )
+    are_first = not observed and not old and all(fit)
     attempt.generators.commit()  # before hooks, which may draw
     if are_first:
         for leaf, gradient in pairs:
@@ -62,19 +69,6 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
         with torch.inference_mode(False), torch.enable_grad():
             root = _attach(partial(torch.zeros, (), device=leaves[0].device), pairs)
             backward([root], [root.detach()])
-
-
-def _all_fit(pairs: Sequence[_Pair]) -> bool:
-    """Whether autograd would assign these tensors themselves as the leaves' first gradients."""
-    leaves, gradients = zip(*pairs, strict=True) if pairs else ((), ())
-    return (
-        {nn.Parameter, Tensor}.issuperset(map(type, leaves))
-        and {Tensor}.issuperset(map(type, gradients))
-        and {torch.strided}.issuperset(map(_LAYOUT, gradients))
-        and list(map(_DTYPE, gradients)) == list(map(_GRAD_DTYPE, leaves))
-        and list(map(Tensor.stride, gradients)) == list(map(Tensor.stride, leaves))
-        and all(g.untyped_storage().nbytes() == g.nbytes for g in gradients)
-    )
 
 
 def _attach(

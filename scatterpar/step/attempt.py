@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,14 +57,11 @@ _LESS_MEMORY = (
 )
 
 
-class note_replica:
+class note_replica(contextlib.AbstractContextManager["note_replica"]):
     """Add notes to an exception of the body: replica, device, sub-step ``number`` and its rows."""
 
     def __init__(self, share: Share, number: int | None = None) -> None:
         self._share, self.number = share, number
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
@@ -85,7 +82,7 @@ class note_replica:
 
 
 @dataclass(eq=False)
-class Attempt:
+class Attempt(contextlib.AbstractContextManager["Attempt"]):
     """One try at a request or a part of one: its plan, random generators, transfers and times.
 
     As a context manager, which may be entered again, it calls ``undo`` if the body raises.
@@ -115,9 +112,6 @@ class Attempt:
         self.clock = self.clock or (profiler_block if torch_private.profiler_is_on() else None)
         self._values: list[tuple[Tensor, Tensor]] = []
         self._restores: list[Callable[[], object]] = []  # besides those of values
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:

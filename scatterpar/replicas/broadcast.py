@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -110,15 +110,15 @@ class Broadcast:
         unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
-        self._send(dict.fromkeys(changed, self.memories[0]), transfers)
+        self._send(self.memories[0], sorted(changed), transfers)
         self._sent, self._fingerprints = dict(enumerate(now)), here
 
     def _compared(self, numbers: Sequence[int]) -> tuple[_Known, _Known]:
         """Fingerprints of the master's tensors with these numbers, and of the sent values."""
         master, other = self.memories[:2]
         unknown = [i for i in numbers if i not in self._fingerprints]
-        here = Fingerprints({i: self._flat(i, master) for i in numbers}, master)
-        there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
+        here = Fingerprints(self._flats_at(master, numbers), master)
+        there = Fingerprints(self._flats_at(other, unknown), other)
         # Brought together on the master, so that the host waits once.
         values = to_host([here.values, to_device(there.values, master)])
         return here.read(values[0]), self._fingerprints | there.read(values[1])
@@ -131,26 +131,24 @@ class Broadcast:
         self.fits()  # the code that wrote the values may have moved them
         sent = self._sent
         self.invalidate()
-        self._send(owners, transfers)
+        for owner in self.memories:
+            self._send(owner, [i for i in sorted(owners) if owners[i] == owner], transfers)
         now = versions(self._tensors)
         self._sent = sent | {i: now[i] for i in owners}
         for i in owners:
             self._fingerprints.pop(i, None)
 
-    def _send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Send each owner's tensors in messages, each over the whole tree before the next."""
-        for number, owner in enumerate(self.memories):
-            flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
-            from_owner = [*self.memories[number:], *self.memories[:number]]
-            for message, flat in iter_messages(flats):
-                copies = {0: flat}
-                for sender, receiver in chain(*reversed(tree_rounds(len(from_owner)))):
-                    device = from_owner[receiver]
-                    parts = message.of({i: self._flat(i, device) for i in message.keys})
-                    copies[receiver] = deliver(
-                        copies[sender], parts, device, transfers, "replicate"
-                    )
-                del copies, flat
+    def _send(self, owner: torch.device, numbers: Sequence[int], transfers: Transfers) -> None:
+        """Send the owner's tensors with these numbers, each message to all before the next."""
+        start = self.memories.index(owner)
+        devices = [*self.memories[start:], *self.memories[:start]]
+        flats = [self._flats_at(device, numbers) for device in devices]
+        for message, flat in iter_messages(flats[0]):
+            copies = {0: flat}
+            for sender, receiver in chain(*reversed(tree_rounds(len(devices)))):
+                to = message.of(flats[receiver]), devices[receiver]
+                copies[receiver] = deliver(copies[sender], *to, transfers, "replicate")
+            del copies, flat
 
     def _is_dense_weight(self, tensor: Tensor) -> bool:
         is_weight = id(tensor) in self.contents.weights
@@ -161,15 +159,17 @@ class Broadcast:
         if self._copies:
             self._flats[self.memories[0]] = list(map(flat_view, self._places))
 
-    def _flat(self, i: int, device: torch.device) -> Tensor:
-        """A 1-D view of tensor ``i`` in that memory, in the same order on all devices."""
-        flat = self._flats[device][i]
-        if flat is None:  # the master's tensor has gaps, or is a conjugate
-            there = self._copies[self.memories[1]][i]
-            dense = self._places[i].new_empty_strided(there.shape, there.stride())
-            write(dense, self._places[i])
-            flat = dense.as_strided((dense.numel(),), (1,))
-        return flat
+    def _flats_at(self, device: torch.device, numbers: Iterable[int]) -> dict[int, Tensor]:
+        """1-D views of tensors in that memory, in the same order on all devices."""
+        flats = self._flats[device]
+        return {i: self._dense(i) if (flat := flats[i]) is None else flat for i in numbers}
+
+    def _dense(self, i: int) -> Tensor:
+        """A 1-D copy of the master's tensor ``i``, which has gaps, or is a conjugate."""
+        there = self._copies[self.memories[1]][i]
+        dense = self._places[i].new_empty_strided(there.shape, there.stride())
+        write(dense, self._places[i])
+        return dense.as_strided((dense.numel(),), (1,))
 
 
 def _rows(contents: ModuleContents) -> list[Any]:

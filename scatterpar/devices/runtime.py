@@ -79,14 +79,12 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
         raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
     if device.type == "cpu":
         return device
-    if accelerator is None or device.type != accelerator.type:
-        visible = "none" if accelerator is None else f"{accelerator.type} only"
-        raise ValueError(f"device_ids: {device} is not here (visible accelerators: {visible})")
-    count = torch.accelerator.device_count()
+    kind, count = accelerator.type if accelerator else "", torch.accelerator.device_count()
+    if device.type != kind or (device.index or 0) >= count:
+        visible = f"{count} {kind} devices" if kind else "no accelerator"
+        raise ValueError(f"device_ids: {device} is not here (visible: {visible})")
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    if index >= count:
-        raise ValueError(f"device_ids: {device} is not here ({count} {device.type} devices are)")
-    return torch.device(device.type, index)
+    return torch.device(kind, index)
 
 
 @functools.cache

@@ -130,7 +130,6 @@ class ReplicaSet:
         self.root: Any = None
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
-        self.tensors: list[Tensor] = []  # the master's
         self.broadcast = Broadcast(ModuleContents(()), ())
         self._state: Snapshot | None = None
 
@@ -203,10 +202,9 @@ class ReplicaSet:
     def _build(self) -> None:
         self._state = None
         check_placement(self.root, self.device_ids)
-        found = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
-        self.contents = found
+        self.contents = found = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
         self.modules = list(found.modules.values())
-        self.tensors = list(found.tensors.values())
+        self.tensors = list(found.tensors.values())  # the master's
         if not self.broadcast.is_of(found, self.device_ids):
             self.broadcast = Broadcast(found, self.device_ids)
         if (compile_fn := self.options.compile_fn) is not None:

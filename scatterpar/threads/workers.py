@@ -110,13 +110,11 @@ class Job:
     def first_error(self) -> BaseException | None:
         """The error of the lowest number, with the others in its notes; ``None`` without errors."""
         failed = [(i, e) for i, e in sorted(self.errors.items()) if not isinstance(e, Cancelled)]
-        if not failed:
-            return None
-        first = failed[0][1]
         for i, error in failed[1:]:
-            if error is not first and (text := _described(error)) != _described(first):
+            first, text = failed[0][1], _described(error)
+            if error is not first and text != _described(first):
                 add_note(first, f"replica {i} failed too: {text}")
-        return first
+        return failed[0][1] if failed else None
 
 
 class Overdue(Exception):

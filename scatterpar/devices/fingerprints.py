@@ -69,10 +69,8 @@ class Fingerprints:
         return fingerprints
 
     def differing_from(self, earlier: Fingerprints) -> set[int]:
-        """The keys of the tensors that had other fingerprints earlier."""
-        if torch.equal(self.values, earlier.values):
-            return set()
-        now, before = (self.read(values) for values in to_host([self.values, earlier.values]))
+        """The keys of the tensors that have other fingerprints in ``earlier``."""
+        now, before = map(self.read, to_host([self.values, earlier.values]))
         return {key for key, fingerprint in now.items() if fingerprint != before[key]}
 
 

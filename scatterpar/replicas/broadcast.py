@@ -18,13 +18,12 @@ from scatterpar.devices.coalescing import (
     iter_messages,
     tree_rounds,
 )
-from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
-from scatterpar.devices.transfers import Transfers, to_device, to_host, write
+from scatterpar.devices.fingerprints import Fingerprints
+from scatterpar.devices.transfers import Transfers, to_device, write
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents
 
 _VERSION = attrgetter("_version")
-_Known = dict[int, Fingerprint]  # by number of the tensor
 
 
 def version(tensor: Tensor) -> int:
@@ -66,7 +65,6 @@ class Broadcast:
         self._flats = {  # their elements in the order of memory, 1-D
             device: list(map(flat_view, there)) for device, there in self._copies.items()
         }
-        self._fingerprints: _Known = {}  # those known of the sent values
         self._sent: dict[int, int] = {}  # the versions of the sent values
         self._find_places()
 
@@ -106,22 +104,19 @@ class Broadcast:
         parameters = set(self.parameters)
         doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
         # Often an optimizer has updated all, and there are no buffers.
-        here, known = self._compared(doubtful) if doubtful else ({}, {})
-        unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
+        unchanged = self._unchanged(doubtful) if doubtful else set()
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], sorted(changed), transfers)
-        self._sent, self._fingerprints = dict(enumerate(now)), here
+        self._sent = dict(enumerate(now))
 
-    def _compared(self, numbers: Sequence[int]) -> tuple[_Known, _Known]:
-        """Fingerprints of the master's tensors with these numbers, and of the sent values."""
+    def _unchanged(self, numbers: Sequence[int]) -> set[int]:
+        """Which of these tensors of the master's have the bits that were sent."""
         master, other = self.memories[:2]
-        unknown = [i for i in numbers if i not in self._fingerprints]
         here = Fingerprints(self._flats_at(master, numbers), master)
-        there = Fingerprints(self._flats_at(other, unknown), other)
-        # Brought together on the master, so that the host waits once.
-        values = to_host([here.values, to_device(there.values, master)])
-        return here.read(values[0]), self._fingerprints | there.read(values[1])
+        there = Fingerprints(self._flats_at(other, numbers), other)
+        there.values = to_device(there.values, master)  # so that the host waits once
+        return set(numbers) - here.differing_from(there)
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.
@@ -135,8 +130,6 @@ class Broadcast:
             self._send(owner, [i for i in sorted(owners) if owners[i] == owner], transfers)
         now = versions(self._tensors)
         self._sent = sent | {i: now[i] for i in owners}
-        for i in owners:
-            self._fingerprints.pop(i, None)
 
     def _send(self, owner: torch.device, numbers: Sequence[int], transfers: Transfers) -> None:
         """Send the owner's tensors with these numbers, each message to all before the next."""

@@ -26,11 +26,8 @@ from scatterpar.devices.transfers import (
     pieces_of,
     to_device,
     to_host,
-    to_numbers,
 )
 from scatterpar.report import warn
-
-Fingerprint = tuple[int, ...]
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 _WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in its cache
@@ -41,13 +38,13 @@ _BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked c
 
 
 class Fingerprints:
-    """Fingerprints of dense tensors, computed on their device; ``read`` takes host ``values``.
+    """Fingerprints of dense tensors, computed on their device, where they stay if it has streams.
 
-    The values stay on the device until then, if it has streams.
+    Each of ``values`` is of one piece of a tensor, whose key is in ``keys`` at the same position.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        self._owners: list[int] = []
+        self.keys: list[int] = []
         words = {i: _words(tensor.detach()) for i, tensor in tensors.items()}
         longest = max(map(Tensor.numel, words.values()), default=0)
         most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
@@ -55,23 +52,17 @@ class Fingerprints:
         sums = [runtime.empty(0, torch.int64, device)]
         for numbers in by_dtype(words).values():
             for message in messages(tuple([(i, words[i].numel()) for i in numbers]), most):
-                self._owners += message.keys
+                self.keys += message.keys
                 sums.append(_sums(message.of(words), message.sizes, factors))
-        self.values, self._keys = torch.cat(sums), list(tensors)
+        self.values = torch.cat(sums)
         if not has_streams(device):  # work of several threads may have no order there
-            (self.values,) = to_host([self.values])
+            self.values = to_device(self.values, runtime.HOST)
 
-    def read(self, values: Tensor) -> dict[int, Fingerprint]:
-        """The fingerprint of each tensor, from ``values`` on the host."""
-        fingerprints: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
-        for owner, value in zip(self._owners, to_numbers(values), strict=True):
-            fingerprints[owner] += (value,)
-        return fingerprints
-
-    def differing_from(self, earlier: Fingerprints) -> set[int]:
-        """The keys of the tensors that have other fingerprints in ``earlier``."""
-        now, before = map(self.read, to_host([self.values, earlier.values]))
-        return {key for key, fingerprint in now.items() if fingerprint != before[key]}
+    def differing_from(self, other: Fingerprints) -> set[int]:
+        """The keys of tensors that differ from those of equal sizes and dtypes in ``other``."""
+        there = to_device(other.values, self.values.device)  # so that the host waits once
+        pairs = zip(*[values.tolist() for values in to_host([self.values, there])], strict=True)
+        return {key for key, (one, another) in zip(self.keys, pairs, strict=True) if one != another}
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from scatterpar.devices.coalescing import (
     tree_rounds,
 )
 from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.transfers import Transfers, to_device, write
+from scatterpar.devices.transfers import Transfers, write
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents
 
@@ -112,11 +112,10 @@ class Broadcast:
 
     def _unchanged(self, numbers: Sequence[int]) -> set[int]:
         """Which of these tensors of the master's have the bits that were sent."""
-        master, other = self.memories[:2]
-        here = Fingerprints(self._flats_at(master, numbers), master)
-        there = Fingerprints(self._flats_at(other, numbers), other)
-        there.values = to_device(there.values, master)  # so that the host waits once
-        return set(numbers) - here.differing_from(there)
+        master, other = [
+            Fingerprints(self._flats_at(device, numbers), device) for device in self.memories[:2]
+        ]
+        return set(numbers) - master.differing_from(other)
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.

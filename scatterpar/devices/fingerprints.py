@@ -26,8 +26,11 @@ from scatterpar.devices.transfers import (
     pieces_of,
     to_device,
     to_host,
+    to_numbers,
 )
 from scatterpar.report import warn
+
+Fingerprint = tuple[int, ...]
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 _WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in its cache
@@ -38,13 +41,13 @@ _BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked c
 
 
 class Fingerprints:
-    """Fingerprints of dense tensors, computed on their device, where they stay if it has streams.
+    """Fingerprints of dense tensors, computed on their device; ``read`` takes host ``values``.
 
-    Each of ``values`` is of one piece of a tensor, whose key is in ``keys`` at the same position.
+    The values stay on the device until then, if it has streams.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        self.keys: list[int] = []
+        self._owners: list[int] = []
         words = {i: _words(tensor.detach()) for i, tensor in tensors.items()}
         longest = max(map(Tensor.numel, words.values()), default=0)
         most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
@@ -52,17 +55,25 @@ class Fingerprints:
         sums = [runtime.empty(0, torch.int64, device)]
         for numbers in by_dtype(words).values():
             for message in messages(tuple([(i, words[i].numel()) for i in numbers]), most):
-                self.keys += message.keys
+                self._owners += message.keys
                 sums.append(_sums(message.of(words), message.sizes, factors))
-        self.values = torch.cat(sums)
+        self.values, self._keys = torch.cat(sums), list(tensors)
         if not has_streams(device):  # work of several threads may have no order there
-            self.values = to_device(self.values, runtime.HOST)
+            (self.values,) = to_host([self.values])
 
-    def differing_from(self, other: Fingerprints) -> set[int]:
-        """The keys of tensors that differ from those of equal sizes and dtypes in ``other``."""
-        there = to_device(other.values, self.values.device)  # so that the host waits once
-        pairs = zip(*[values.tolist() for values in to_host([self.values, there])], strict=True)
-        return {key for key, (one, another) in zip(self.keys, pairs, strict=True) if one != another}
+    def read(self, values: Tensor) -> dict[int, Fingerprint]:
+        """The fingerprint of each tensor, from ``values`` on the host."""
+        fingerprints: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
+        for owner, value in zip(self._owners, to_numbers(values), strict=True):
+            fingerprints[owner] += (value,)
+        return fingerprints
+
+    def differing_from(self, earlier: Fingerprints) -> set[int]:
+        """The keys of the tensors that had other fingerprints earlier."""
+        if torch.equal(self.values, earlier.values):
+            return set()
+        now, before = (self.read(values) for values in to_host([self.values, earlier.values]))
+        return {key for key, fingerprint in now.items() if fingerprint != before[key]}
 
 
 def _words(tensor: Tensor) -> Tensor:

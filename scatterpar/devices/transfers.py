@@ -57,18 +57,21 @@ def to_device(
 
     A copy has the same layout and memory format, and autograd records it.
     """
-    source = _via_host(tensor, device)
-    return source.to(physical(device), copy=copy, non_blocking=non_blocking)
+    if VIA_HOST:
+        tensor = _via_host(tensor, device)
+    return tensor.to(physical(device), copy=copy, non_blocking=non_blocking)
 
 
 def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
     """Copy ``source`` to ``target``, a tensor of the same size in any memory and of any dtype."""
-    target.copy_(_via_host(source, target.device), non_blocking=non_blocking)
+    if VIA_HOST:
+        source = _via_host(source, target.device)
+    target.copy_(source, non_blocking=non_blocking)
 
 
 def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor``, or its copy on the host if direct copies to ``device`` arrive corrupted."""
-    return tensor.cpu() if VIA_HOST and (tensor.device, device) in VIA_HOST else tensor
+    return tensor.cpu() if (tensor.device, device) in VIA_HOST else tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

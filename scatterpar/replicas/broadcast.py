@@ -18,8 +18,8 @@ from scatterpar.devices.coalescing import (
     iter_messages,
     tree_rounds,
 )
-from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.transfers import Transfers, write
+from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
+from scatterpar.devices.transfers import Transfers, to_device, write
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents
 
@@ -65,6 +65,7 @@ class Broadcast:
         self._flats = {  # their elements in the order of memory, 1-D
             device: list(map(flat_view, there)) for device, there in self._copies.items()
         }
+        self._fingerprints: dict[int, Fingerprint] = {}  # those known of the sent values
         self._sent: dict[int, int] = {}  # the versions of the sent values
         self._find_places()
 
@@ -96,26 +97,38 @@ class Broadcast:
         """Send all tensors the next time, also unchanged ones."""
         self._sent = {}
 
-    def update(self, transfers: Transfers) -> None:
-        """Send the master's values of changed tensors."""
+    def compare(self) -> list[Fingerprints]:
+        """Returns fingerprints of tensors that may have changed.
+
+        ``update`` needs their ``values`` on the host, which waits once for all objects like this.
+        """
+        self._compared: list[Fingerprints] = []
         if not self._copies:
-            return
-        now = versions(self._tensors)  # read before the values
+            return []
+        now = self._versions = versions(self._tensors)  # read before the values
         parameters = set(self.parameters)
         doubtful = [i for i, old in self._sent.items() if old == now[i] or i not in parameters]
-        # Often an optimizer has updated all, and there are no buffers.
-        unchanged = self._unchanged(doubtful) if doubtful else set()
+        if doubtful:  # else an optimizer has updated all, and there are no buffers
+            master, other = self.memories[:2]
+            unknown = [i for i in doubtful if i not in self._fingerprints]
+            here = Fingerprints(self._flats_at(master, doubtful), master)
+            there = Fingerprints(self._flats_at(other, unknown), other)
+            # The fingerprints are combined on the master, so the host waits for one copy.
+            there.values = to_device(there.values, master)
+            self._compared = [here, there]
+        return self._compared
+
+    def update(self, transfers: Transfers) -> None:
+        """Send the master's values of changed tensors, after ``compare``."""
+        if not self._copies:
+            return
+        here, there = [each.read(each.values) for each in self._compared] or ({}, {})
+        known = self._fingerprints | there
+        unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], sorted(changed), transfers)
-        self._sent = dict(enumerate(now))
-
-    def _unchanged(self, numbers: Sequence[int]) -> set[int]:
-        """Which of these tensors of the master's have the bits that were sent."""
-        master, other = [
-            Fingerprints(self._flats_at(device, numbers), device) for device in self.memories[:2]
-        ]
-        return set(numbers) - master.differing_from(other)
+        self._sent, self._fingerprints = dict(enumerate(self._versions)), here
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.
@@ -129,6 +142,8 @@ class Broadcast:
             self._send(owner, [i for i in sorted(owners) if owners[i] == owner], transfers)
         now = versions(self._tensors)
         self._sent = sent | {i: now[i] for i in owners}
+        for i in owners:
+            self._fingerprints.pop(i, None)
 
     def _send(self, owner: torch.device, numbers: Sequence[int], transfers: Transfers) -> None:
         """Send the owner's tensors with these numbers, each message to all before the next."""

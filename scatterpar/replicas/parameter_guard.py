@@ -8,7 +8,7 @@ a copy of all parameters would cost more than forward passes that write them are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from scatterpar.replicas.checks import parameters_of
 from scatterpar.threads.workers import add_note, restore_after
 
 _Copy = tuple[torch.device, Sequence[Tensor]]
-_State = tuple[list[list[int]], dict[torch.device, Fingerprints]]
 
 
 class ParameterGuard:
@@ -57,34 +56,37 @@ class ParameterGuard:
         ``.data`` change no version. ``check_once`` is called after the first pass.
         """
         is_first = mode not in self.checked_modes
-        before = self._state(is_first)
+        values = self._fingerprints() if is_first else {}
+        before = [versions(tensors) for _, tensors in self._watched], values
         try:
             yield
         except BaseException as error:
             refusals: list[RuntimeError] = []
-            restore_after(error, lambda: refusals.extend(self._refusals(before)))
+            restore_after(error, lambda: refusals.extend(self._refusals(*before)))
             for refusal in refusals:
                 if type(error) is RuntimeError:  # torch raises it because of the write
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
             raise
-        for refusal in self._refusals(before):
+        for refusal in self._refusals(*before):
             raise refusal
         if is_first:
             check_once()
         self.checked_modes.add(mode)
 
-    def _state(self, is_first: bool) -> _State:
-        """The versions of all watched tensors, and in a first pass each memory's fingerprints."""
-        fingerprints = {}
+    def _fingerprints(self) -> dict[torch.device, Fingerprints]:
+        """Fingerprints of the parameters in each memory."""
         with torch.inference_mode(False), torch.no_grad():
-            for device, tensors in self._memories.items() if is_first else ():
-                fingerprints[device] = Fingerprints(dict(enumerate(tensors)), device)
-        return [versions(tensors) for _, tensors in self._watched], fingerprints
+            return {
+                device: Fingerprints(dict(enumerate(tensors)), device)
+                for device, tensors in self._memories.items()
+            }
 
-    def _refusals(self, before: _State) -> Iterator[RuntimeError]:
+    def _refusals(
+        self, earlier: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
+    ) -> Iterator[RuntimeError]:
         """Yield an error if parameters were written since then."""
-        places = self._written(*before)
+        places = self._written(earlier, fingerprints)
         if not places:
             return
         self.invalidate()
@@ -106,7 +108,7 @@ class ParameterGuard:
         )
 
     def _written(
-        self, earlier: list[list[int]], fingerprints: dict[torch.device, Fingerprints]
+        self, earlier: Sequence[list[int]], fingerprints: Mapping[torch.device, Fingerprints]
     ) -> set[tuple[int, torch.device | None]]:
         """The position and device of each written parameter.
 
@@ -116,10 +118,8 @@ class ParameterGuard:
         """
         written: set[tuple[int, torch.device | None]] = set()
         version_changed, exchanged = set(), set()
-        versions_now, fingerprints_now = self._state(bool(fingerprints))
-        states = zip(self._watched, earlier, versions_now, strict=True)
-        for (device, tensors), before, now in states:
-            canonical = self._memories[device]
+        for (device, tensors), before in zip(self._watched, earlier, strict=True):
+            now, canonical = versions(tensors), self._memories[device]
             is_in_place = tensors is canonical or all(map(Tensor.is_set_to, tensors, canonical))
             if is_in_place and now == before:
                 continue
@@ -132,6 +132,6 @@ class ParameterGuard:
                         written.add((i, None))
                 elif now[i] != before[i]:
                     version_changed.add((i, device))
-        for device, then in fingerprints.items():
-            written |= {(i, device) for i in fingerprints_now[device].differing_from(then)}
+        for device, new in self._fingerprints().items() if fingerprints else ():
+            written |= {(i, device) for i in new.differing_from(fingerprints[device])}
         return written | (version_changed - exchanged)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import copy_lists, grouped
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.fingerprints import Fingerprints
+from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
@@ -94,10 +95,16 @@ class Replicas:
         root, device_ids = root_to_replicate(criterion), self._device_ids
         self.replica_sets = [self.of_model]
         with torch.inference_mode(False), torch.no_grad():
-            self.of_model.refresh(module, device_ids, transfers)
+            compared = [*self.of_model.follow(module, device_ids)]
             if root is not None and not self.of_model.contains_all_of(root):
-                self._of_criterion.refresh(root, device_ids[:number], transfers)
+                compared += self._of_criterion.follow(root, device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
+            # The host waits once, for the model's and the criterion's.
+            on_host = to_host([fingerprints.values for fingerprints in compared])
+            for fingerprints, values in zip(compared, on_host, strict=True):
+                fingerprints.values = values
+            for each in self.replica_sets:
+                each.send(transfers)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
 
@@ -118,8 +125,8 @@ class ReplicaSet:
     """The replicas of one root: a module, or a partial that binds modules or tensors.
 
     On the master's device, parameters share the master's storage. Every other device has one copy
-    of them, which its replicas share. Each replica has private buffers. ``refresh`` makes all
-    replicas match the master, whatever the user has changed in the module.
+    of them, which its replicas share. Each replica has private buffers. ``follow`` and ``send``
+    make all replicas match the master, whatever the user has changed in the module.
     """
 
     def __init__(self, options: ReplicaOptions) -> None:
@@ -133,14 +140,19 @@ class ReplicaSet:
         self.broadcast = Broadcast(ModuleContents(()), ())
         self._state: Snapshot | None = None
 
-    def refresh(
-        self, root: Any, device_ids: tuple[torch.device, ...], transfers: Transfers
-    ) -> None:
-        """Update or rebuild the replicas to match ``root``. Call it under ``torch.no_grad()``."""
+    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> list[Fingerprints]:
+        """Update or rebuild the replicas to match ``root``, except values of tensors.
+
+        Returns the fingerprints whose ``values`` ``send`` needs on the host.
+        """
         is_other = root is not self.root or device_ids != self.device_ids
         self.root, self.device_ids = root, device_ids
         if is_other or not self._update_in_place():
             self._build()
+        return self.broadcast.compare()
+
+    def send(self, transfers: Transfers) -> None:
+        """Send the values of tensors to all replicas. Call it under ``torch.no_grad()``."""
         self.broadcast.update(transfers)
         for replica in self.replicas:
             replica.refresh()

@@ -1,4 +1,6 @@
-"""Scripts in processes of their own; one that hangs says where its threads are, and ends.
+"""Scripts in processes of their own; one that falls silent says where its threads are, and ends.
+
+How long a script takes depends on what else the machine does, so no total is limited.
 
 To import torch, with what an optimizer imports, takes three seconds of a core, and a fork next to
 nothing. So most are forked from a server that imports and does nothing else: no thread, no engine,
@@ -10,12 +12,12 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import queue
 import runpy
 import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -26,7 +28,7 @@ from unittest import mock
 TESTS = Path(__file__).parent.parent
 
 SILENCE = 180.0  # seconds without a sign of life; an idle machine needs two or three
-LIMIT = 3600.0  # seconds of a script: a hang, not a busy machine
+_ABORT_SECONDS = 10.0  # to say where the threads are
 
 
 def environment() -> dict[str, str]:
@@ -64,24 +66,44 @@ class Outcome:
 
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", "-X", "faulthandler", *arguments]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "errors": "replace"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment() | variables, **pipes)
 
 
-def finish(process: subprocess.Popen[str] | Forked) -> Outcome:
-    """Wait for a process. One that takes too long is aborted: its code is not that of success."""
-    timer = threading.Timer(LIMIT, process.send_signal, [signal.SIGABRT])
-    timer.start()
-    with ThreadPoolExecutor(2) as pool:  # each is read as it is written: a full pipe holds up
-        out, err = pool.map(_read, (process.stdout, process.stderr))
-    timer.cancel()
-    return Outcome(process.wait(), out, err)
+def finish(process: subprocess.Popen[str] | Forked, silence: float = SILENCE) -> Outcome:
+    """Wait for a process; one that is silent for too long is ended, and fails the test."""
+    said: dict[str, list[str]] = {"stdout": [], "stderr": []}
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name, pieces in said.items():
+        args = getattr(process, name), pieces, heard
+        threading.Thread(target=_listen, args=args, daemon=True).start()
+    if not _both_end(heard, silence):
+        process.send_signal(signal.SIGABRT)
+        _both_end(heard, _ABORT_SECONDS)
+        process.kill()
+        process.wait()
+        out, err = map("".join, said.values())
+        raise AssertionError(f"silent for {silence:g} s\n{out[-2000:]}\n{err}")
+    return Outcome(process.wait(), *map("".join, said.values()))
 
 
-def _read(pipe: Any) -> str:
+def _listen(pipe: Any, pieces: list[str], heard: queue.SimpleQueue[str]) -> None:
+    """Collect what is said, in whatever pieces it comes; the last one is empty."""
     with pipe:
-        found: str = pipe.read()
-    return found
+        while not pieces or pieces[-1]:
+            pieces.append(pipe.buffer.read1().decode(errors="replace"))
+            heard.put(pieces[-1])
+
+
+def _both_end(heard: queue.SimpleQueue[str], silence: float) -> bool:
+    """Whether both streams end, without so long a silence before."""
+    try:
+        ended = 0
+        while ended < 2:
+            ended += heard.get(timeout=silence) == ""
+    except queue.Empty:
+        return False
+    return True
 
 
 def run(*arguments: str, **variables: str) -> Outcome:
@@ -101,12 +123,13 @@ class Forked:
         self.pid = self._process.pid
         for _, there in pipes:
             there.close()
-        self.stdout, self.stderr = (
-            os.fdopen(os.dup(here.fileno()), errors="replace") for here, _ in pipes
-        )
+        self.stdout, self.stderr = (os.fdopen(os.dup(here.fileno())) for here, _ in pipes)
 
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def wait(self) -> int:
         self._process.join()

@@ -106,8 +106,8 @@ def _both_end(heard: queue.SimpleQueue[str], silence: float) -> bool:
     return True
 
 
-def run(*arguments: str, **variables: str) -> Outcome:
-    return finish(start(*arguments, **variables))
+def run(*arguments: str, silence: float = SILENCE, **variables: str) -> Outcome:
+    return finish(start(*arguments, **variables), silence)
 
 
 class Forked:

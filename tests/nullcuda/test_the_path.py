@@ -146,7 +146,7 @@ def script(code, **variables):
         "import torch\nfrom torch import nn\nfrom nullcuda import card, values\nvalues.install()\n"
     )
     end = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
-    done = run("-W", "ignore", "-c", start + code + end, **variables)
+    done = run("-W", "ignore", "-c", start + code + end, silence=1800.0, **variables)
     assert done.code == 0, done.err[-3000:]
     return done.out.split()
 

@@ -223,7 +223,7 @@ print("exact")
 @pytest.mark.slow
 def test_control_flow_is_refused_unless_there_is_one_replica():
     """In a process of its own: what two threads' tracing once broke stayed broken."""
-    outcome = run("-c", CONTROL_FLOW)
+    outcome = run("-c", CONTROL_FLOW, silence=300.0)
     assert outcome.out == "exact\n", outcome.err
 
 

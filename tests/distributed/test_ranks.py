@@ -109,6 +109,16 @@ def test_every_replica_of_every_rank_draws_masks_of_its_own(replicas):
     assert found == run_on_ranks(3, masks, replicas)
 
 
+def several_engines(group):
+    engines = [ScatterOnceParallel(mlp(seed), process_group=group) for seed in (1, 2)]
+    for engine in engines * 2:
+        engine.module.zero_grad()
+        engine.forward_backward(*part(group), CE)
+        assert_gradients(engine.module, whole_batch(engine.module, *BATCH, CE)[1])
+    for engine in engines:
+        engine.close()
+
+
 def lists_and_windows(group):
     """Each rank's own batches: of another number, of other lengths, with a table for all."""
 
@@ -130,7 +140,7 @@ def lists_and_windows(group):
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("case", [scaled, lists_and_windows])
+@pytest.mark.parametrize("case", [scaled, several_engines, lists_and_windows])
 def test_two_ranks_are_one_device_with(case):
     run_on_ranks(2, case)
 
@@ -335,3 +345,21 @@ def test_a_group_of_some_of_the_ranks_and_a_process_outside_it():
     assert words.startswith("process_group must be a torch.distributed process group that")
     assert torch.equal(first, second)
     assert_close(first, CE(mlp(1)(BATCH[0]), BATCH[1]).detach(), "loss")
+
+
+def written(group):
+    def forward(m, inputs):
+        m.linear.weight.data.mul_(0.9)
+        return m.linear(inputs)
+
+    module = Of(forward, linear=linear())
+    with ScatterOnceParallel(module, process_group=group) as engine:
+        return failure(engine.forward_backward, *part(group), CE), module.linear.weight.grad
+
+
+def test_parameters_that_a_forward_pass_writes_are_refused():
+    """Each rank would have gone on with values of its own."""
+    for (kind, words), gradient in run_on_ranks(2, written):
+        assert kind == "RuntimeError"
+        assert "the forward pass writes the parameter 'linear.weight'" in words
+        assert gradient is None

@@ -251,6 +251,13 @@ def test_a_function_that_names_the_user_s_module_is_refused(engine, monkeypatch)
     assert_close(engine.map(lambda _, x: other(x), FOURS), other(FOURS).detach(), "another one")
 
 
+def test_compiled_replicas(devices):
+    with ScatterOnceParallel(build(Writer), 2, devices(2), compile={"backend": "eager"}) as engine:
+        engine.eval()
+        found = engine.map(lambda replica, x: replica(x), FOURS)
+        assert_close(found, engine.module(FOURS).detach(), "compiled")
+
+
 def test_generated_tokens_are_those_of_one_call(devices):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 40}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from harness.leak_checks import FREE_THREADED, count_tensors, in_time
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import assert_step, build, randint, randn
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar.engine
 from scatterpar import ScatterOnceParallel
@@ -109,6 +111,17 @@ def test_no_thread_tensor_or_cycle_is_left(devices, by_reference_counts_alone, l
         assert not thread.is_alive()
     model.zero_grad()
     assert in_time(lambda: count_tensors() <= tensors)
+
+
+@pytest.mark.draws
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_data_loader_workers_fork_beside_a_live_engine(devices):
+    how = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(TensorDataset(*BATCH), 6, **how)
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        for _ in range(2):
+            for batch in loader:
+                assert_step(engine, *batch, LOSS)
 
 
 @pytest.mark.contract

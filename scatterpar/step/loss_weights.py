@@ -74,9 +74,12 @@ def term_counts(
         return rows_of_each
     rows = torch.cat([each.double() for each in terms])
     rows = rows[list(order)] if order else rows
+    ascending = sorted(spans)  # with several batches a replica's spans are not consecutive
+    sizes = torch.tensor([stop - start for start, stop in ascending], device="cpu")
     # Not differences of a running sum: a micro-batch without terms must have zero, not rounding.
-    sums: list[float] = to_numbers(torch.stack([rows[start:stop].sum() for start, stop in spans]))
-    return sums
+    sums = to_numbers(torch.segment_reduce(rows, "sum", lengths=sizes))
+    sums_by_span = dict(zip(ascending, sums, strict=True))
+    return [sums_by_span[span] for span in spans]
 
 
 def _numbers(counts: Sequence[Any]) -> list[float]:

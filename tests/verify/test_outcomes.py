@@ -11,7 +11,6 @@ import re
 import time
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from faults.state import nothing_changes
@@ -36,7 +35,6 @@ from harness.looks import (
 from harness.models import CLASSES, FEATURES, Classifier, Of, mlp, token_classifier
 from harness.oracle import (
     assert_step,
-    build,
     randint,
     randn,
     seeded,
@@ -47,7 +45,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar import Rows, ScatterOnceParallel, count_labels
-from scatterpar.verify import fits
 
 # --- losses, and what they take ---
 
@@ -62,12 +59,6 @@ def leaves_out(label):
 
 def compares(output, _):
     return output.std(0).sum()
-
-
-def with_forward():
-    loss = nn.CrossEntropyLoss(ignore_index=1)
-    loss.forward = in_a_def
-    return loss
 
 
 def hooked():
@@ -141,12 +132,6 @@ def positives(output, labels):
     return each.sum() / labels.sum().clamp(min=1)
 
 
-def preferences(output, _):
-    """Parts of odd sizes make it fail."""
-    chosen, rejected = output.chunk(2)
-    return -F.logsigmoid(chosen - rejected).mean()
-
-
 def hardest(output, targets):
     return F.cross_entropy(output, targets, reduction="none").topk(min(12, len(output)))[0].mean()
 
@@ -203,7 +188,6 @@ LABELLED = INPUTS, LABELS
 NUMBERS = {
     "a tuple": tuple(1 + i % LENGTH for i in range(ROWS)),
     "0-dim tensors": [torch.tensor(1 + i % LENGTH) for i in range(ROWS)],
-    "pairs": [(i, 2 * i) for i in range(ROWS)],
 }
 
 
@@ -227,19 +211,10 @@ def with_gradients(model):
     return criterion
 
 
-def adds(extra):
-    return lambda output, targets: F.cross_entropy(output, targets) + extra()
-
-
 LEFT_BEHIND = {  # auxiliary losses were dropped; penalties by parameters found nothing
-    "attributes": lambda m: adds(lambda: m.aux),
+    "attributes": lambda m: lambda output, targets: F.cross_entropy(output, targets) + m.aux,
     "gradients by parameters": with_gradients,
 }
-
-
-def leaving(net, rows):
-    net.kept = [net.linear(rows).square().mean()]
-    return net.linear(rows)
 
 
 REPLICA = "leads to the module.*in plain torch, but.*on a replica"
@@ -248,13 +223,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "ignored labels in a lambda": (loss_of(lambda o, t: F.cross_entropy(o, t), padded), COUNT),
     "class weights, then a mean": (loss_of(Focal(CLASS_WEIGHTS), LABELS), BY_ROWS),
     "a sum in a lambda": (loss_of(lambda o, t: added_up(o, t)), SUM),
-    "a sum by a deprecated name": (loss_of(partial(F.cross_entropy, size_average=False)), SUM),
     "a mean that is called a sum": (loss_of(in_a_def, reduction="sum"), MEAN),
     "a wrong count": (loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()), MEAN),
-    "torch's own loss with another forward": (loss_of(with_forward()), BY_ROWS),
     "torch's own loss with a hook": (loss_of(hooked()), "whole_batch=True"),
     "rows compared with each other": (loss_of(compares), COUPLED),
-    "pairs of rows": (loss_of(preferences, None, accum=2), "whole_batch=True"),
     "the hardest rows": (
         case_of(mlp, randn(48, FEATURES), randint(CLASSES, 48), criterion=hardest, accum=4),
         COUPLED,
@@ -271,10 +243,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
         loss_of(in_a_def, without_first(), accum=8),
         r"(?!.*It seems to be a sum).*not -100: .*\(\)",
     ),
-    "one row without a label, called a sum": (
-        loss_of(in_a_def, without_first(), accum=8, reduction="sum"),
-        "count=",
-    ),
     "a label that a child of the criterion leaves out": (
         loss_of(
             Of(lambda own, *pair: own.child(*pair), child=nn.CrossEntropyLoss(ignore_index=3)),
@@ -289,10 +257,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "in a module, badly counted": (own_loss(OwnLoss, tokens(), count=count_labels()), SHIFTED),
     "in a module at its start": (own_loss(at_its_start, tokens()), "count="),
     "dropout": (loss_of(with_dropout, VALUES), SUM),
-    "numbers from one's own generator": (
-        loss_of(with_own_generator, VALUES, reduction="sum"),
-        "count=",
-    ),
     **{
         f"a language model with {name}": (own_loss(make, tokens()), SHIFTED)
         for name, make in LANGUAGE_MODELS.items()
@@ -324,10 +288,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
         for name, of in LEFT_BEHIND.items()
         for whole in (False, True)
     },
-    "an entry of a list that is empty on the user's module": (  # the error was an IndexError
-        Case(net(leaving, kept=[]), LABELLED, lambda m: adds(lambda: m.kept[0])),
-        "but an error on a replica.*gradients by your own",
-    ),
 }
 
 
@@ -348,14 +308,6 @@ def test_a_wrong_gradient_is_told_before_anything_changes(devices, name):
 
 
 # --- told ---
-
-OTHERS = "other outputs for"
-
-
-def of_sum(net, rows):
-    """Rows over the sum of the micro-batch, as the duration loss of a speech model has them."""
-    output = net.linear(rows + 0.1 * torch.randn_like(rows)).square()
-    return output / output.sum()
 
 
 class Baseline:
@@ -396,27 +348,9 @@ class Queue(Classifier):
 
 
 TOLD: dict[str, tuple[Case, str]] = {
-    "batch_first=True is forgotten": (
-        case_of(
-            net(
-                lambda net, rows: net.linear(net.parts[0](rows)[:, -1]),
-                partial(nn.TransformerEncoderLayer, FEATURES, 1, 8),
-            ),
-            SEQUENCES,
-        ),
-        OTHERS,
-    ),
-    "a mean over rows": (case_of(net(lambda net, rows: net.linear(rows - rows.mean(0)))), OTHERS),
-    "a tensor without rows that has as many": (
-        case_of(
-            net(lambda net, rows, others: net.linear(rows) + net.linear(others).mean(0)),
-            (INPUTS, INPUTS),
-        ),
-        OTHERS,
-    ),
-    "rows over a sum of the micro-batch": (
-        case_of(net(of_sum), criterion=lambda o, _: o.log().sum(), accum=3, whole_batch=True),
-        OTHERS,
+    "a mean over rows": (
+        case_of(net(lambda net, rows: net.linear(rows - rows.mean(0)))),
+        "other outputs for",
     ),
     "a criterion that reads its earlier calls": (
         case_of(Classifier, criterion=Baseline()),
@@ -425,16 +359,6 @@ TOLD: dict[str, tuple[Case, str]] = {
     "a private attribute that held None": (
         case_of(net(remembering, _past=None)),
         "move the attribute '_past'",
-    ),
-    "other running statistics": (
-        case_of(
-            net(
-                lambda net, rows: net.linear(net.parts[0](rows).mean(1)),
-                partial(nn.InstanceNorm1d, LENGTH, track_running_stats=True),
-            ),
-            SEQUENCES,
-        ),
-        "the buffer 'parts.0.running_mean'",
     ),
     "a queue of MoCo's": (
         case_of(Queue, accum=3),
@@ -471,14 +395,6 @@ def masked_by_python(net, rows):
     """As some models mask time steps in training: row by row, with the host's numbers."""
     keep = [[random.random() > 0.3 for _ in row] for row in rows]
     return net.linear(rows * torch.tensor(keep))
-
-
-MASKED = {
-    "Python": masked_by_python,
-    "NumPy": lambda net, rows: net.linear(
-        rows * torch.from_numpy(np.random.default_rng().random(rows.shape))
-    ),
-}
 
 
 def rotates(net, rows):
@@ -521,7 +437,6 @@ STEADY = {  # none of them moves state
 }
 
 COUNT_SHIFTED = count_labels(shifted=True)
-UNPADDED = {key: value.abs() % 4 for key, value in tokens().items()}
 SILENT = {
     "a mean": loss_of(in_a_def),
     "ignored labels, counted": loss_of(in_a_def, padded, count=count_labels()),
@@ -538,11 +453,7 @@ SILENT = {
         f"a language model with {name}, counted": own_loss(make, tokens(), count=COUNT_SHIFTED)
         for name, make in LANGUAGE_MODELS.items()
     },
-    **{
-        f"a language model with {name}, unpadded": own_loss(make, UNPADDED)
-        for name, make in LANGUAGE_MODELS.items()
-    },
-    **{f"masked by {name}": case_of(net(function)) for name, function in MASKED.items()},
+    "masked by Python": case_of(net(masked_by_python)),
     "padding": case_of(
         net(lambda net, rows: net.linear(rows.sum(1))),
         Rows(
@@ -577,12 +488,6 @@ SILENT = {
         for whole in (False, True)
     },
     "a module that holds the model": Case(EXPERT, LABELLED, penalising),
-    "a part of the model that is called": Case(
-        EXPERT,
-        LABELLED,
-        lambda m: adds(lambda: m.linear(INPUTS[:5]).square().mean()),
-        options={"whole_batch": True},
-    ),
 }
 
 
@@ -602,33 +507,21 @@ def test_it_is_silent(devices, name):
 # --- told, and exact ---
 
 
-def filled(how):
-    """A model whose hook fills something, and a criterion that reads it."""
-    model, box, feature = mlp(), {"of": {}}, None
+@pytest.mark.filterwarnings("error")
+def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices):
+    """It was another replica's in 1 to 5 of 20 steps, without a word. In turn, it is exact."""
+    model, box = mlp(), {}
 
     def hook(_, __, output):
-        nonlocal feature
-        if how == "a variable":
-            feature = output
-        else:
-            box["of"]["feature"] = output
+        box["feature"] = output
         time.sleep(0.01)  # another replica's would be there
 
     def criterion(output, targets):
-        own = feature if how == "a variable" else box["of"]["feature"]
-        return F.cross_entropy(output, targets) + own.square().mean()
+        return F.cross_entropy(output, targets) + box["feature"].square().mean()
 
     model[0].register_forward_hook(hook)
-    return model, criterion
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("how", ["a variable", "an entry"])
-def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices, how):
-    """It was another replica's in 1 to 5 of 20 steps, without a word. In turn, it is exact."""
-    model, criterion = filled(how)
     with ScatterOnceParallel(model, 3, devices(3)) as engine:
-        with pytest.warns(UserWarning, match="filled.*reads what forward passes leave behind"):
+        with pytest.warns(UserWarning, match="criterion.*reads what forward passes leave behind"):
             engine.forward_backward(INPUTS, LABELS, criterion)
         for _ in range(4):
             assert_step(engine, INPUTS, LABELS, criterion)
@@ -636,21 +529,3 @@ def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices, how):
             engine.forward_backward(INPUTS, LABELS, criterion, whole_batch=True)
     with ScatterOnceParallel(model, 2, ["cpu"]) as engine:  # there is no other replica
         assert_step(engine, INPUTS, LABELS, criterion)
-
-
-# --- which reduction= and count= fit ---
-
-
-FITTING = [
-    (leaves_out(0), {"count": lambda inputs, _: (inputs[1] != 0).sum()}, True),
-    (leaves_out(0), {"reduction": "mean"}, False),
-    (added_up, {"reduction": "sum"}, True),
-    (compares, {"reduction": "mean"}, False),
-]
-
-
-@pytest.mark.parametrize(("criterion", "options", "expected"), FITTING)
-def test_which_reduction_and_count_fit_a_few_rows(devices, criterion, options, expected):
-    model = build(net(lambda net, rows, labels: criterion(net.linear(rows), labels)))
-    with ScatterOnceParallel(model, 2, devices(2)) as engine, nothing_changes(model):
-        assert fits(engine, (INPUTS, LABELS), **options) is expected

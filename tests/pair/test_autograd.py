@@ -5,11 +5,9 @@ Each ``program`` runs twice; every kind of loss is in ``exact/test_cases.py``.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Of, linear, mlp
+from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -25,17 +23,6 @@ BATCH = randn(11, FEATURES), randint(CLASSES, 11)
 def deep():
     layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(5)]
     return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
-
-
-def frozen():
-    """Takes a copy of a part of itself, without gradient, in every forward pass."""
-
-    def forward(m, inputs):
-        copied = copy.deepcopy(m.linear)
-        assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in copied.parameters())
-        return m.linear(inputs) * copied.requires_grad_(False)(inputs)
-
-    return Of(forward, linear=linear())
 
 
 def two_heads():
@@ -89,26 +76,10 @@ def gradient_penalty(of):
 
 
 @program(mlp)
-def penalty_on_the_gradient_of_the_inputs(of):
-    inputs = BATCH[0].clone().requires_grad_()
-    (slope,) = torch.autograd.grad(of.outputs(inputs).sum(), inputs, create_graph=True)
-    (slope.norm(2, 1) - 1).pow(2).mean().backward()
-    return [inputs.grad]
-
-
-@program(mlp)
 def inputs_get_their_gradient(of):
     leaf, base = (BATCH[0].clone().requires_grad_() for _ in range(2))
     (of.loss(leaf, BATCH[1]) + of.loss(base.exp(), BATCH[1])).backward()
     return [leaf.grad, base.grad]
-
-
-@program(mlp)
-def a_tensor_left_over_from_a_finished_graph(of):
-    of.module.last = of.module[0].weight.exp()
-    of.module.last.sum().backward()
-    of.module.zero_grad()
-    of.loss(*BATCH).backward()
 
 
 @program(mlp)
@@ -119,12 +90,6 @@ def an_in_place_change_before_backward_is_an_error_as_always(of):
     with pytest.raises(RuntimeError, match=r"modified.* inplace"):
         loss.backward()
     of.module.zero_grad()
-
-
-@program(frozen)
-def a_part_is_copied_in_the_forward_pass(of):
-    """``copy.deepcopy`` failed: "Only Tensors created explicitly by the user"."""
-    of.loss(*BATCH).backward()
 
 
 @program(deep)
@@ -145,20 +110,6 @@ def hooks_run_once_with_the_whole_gradient(of):
     assert sorted(hooked) == sorted(accumulated)
     assert {name.split(".")[0] for name in hooked} == {"body", "first"}
     return [gradient for name in sorted(hooked) for gradient in hooked[name]]
-
-
-@program(mlp, nn.MSELoss)
-def targets_are_another_network_s_output(of):
-    teacher = mlp(seed=1)
-    of.loss(BATCH[0], teacher(BATCH[0])).backward()
-    return gradients(teacher).values()
-
-
-@program(lambda: normalised().train())
-def two_forwards_in_training_before_one_backward(of):
-    pieces = [BATCH[0]] if isinstance(of, Pair) else BATCH[0].tensor_split(4)
-    outputs = [of.outputs(piece) for _ in range(2) for piece in pieces]
-    sum(output.square().sum() for output in outputs).backward()
 
 
 @program(normalised)

@@ -33,7 +33,7 @@ def step(engine, criterion=LOSS, **options):
     return engine.forward_backward(*BATCH, criterion, **options)
 
 
-def fail(engine, at_once=True, **options):
+def fail(engine, at_once=True):
     """A step that fails in the criterion, or in the backward pass."""
 
     def boom(_):
@@ -46,7 +46,7 @@ def fail(engine, at_once=True, **options):
         return LOSS(output, targets)
 
     with pytest.raises(ValueError, match="boom"):
-        step(engine, criterion, **options)
+        step(engine, criterion)
 
 
 def grow(engine):
@@ -61,10 +61,6 @@ LIVES = {
     "inference": lambda engine: engine.eval()(BATCH[0]),
     "a failed step": fail,
     "a failed backward pass": partial(fail, at_once=False),
-    "a failed step of the whole batch": partial(fail, whole_batch=True),
-    "a criterion with weights": partial(
-        step, criterion=nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))
-    ),
     "a new tree": grow,
 }
 
@@ -132,17 +128,11 @@ def test_an_engine_outlives_the_thread_that_used_it_and_follows_where_its_module
 # when it runs Python again: an idle worker, a tenth of a second later.
 
 
-@pytest.fixture
-def outputs():
-    """References to what ``runs_out`` has computed."""
-    return []
-
-
 def alive(outputs):
     return sum(reference() is not None for reference in outputs)
 
 
-def runs_out(outputs, fail=lambda hidden: None, rows=0):
+def runs_out(outputs, fail, rows=0):
     """A linear layer that fails once it has a graph, for more than so many rows."""
 
     def forward(layer, inputs):
@@ -193,9 +183,10 @@ def test_a_call_leaves_what_it_returns_and_no_more(devices, by_reference_counts_
     ],
 )
 def test_an_error_of_memory_that_is_kept_keeps_no_activations(
-    devices, by_reference_counts_alone, outputs, fails, use, count
+    devices, by_reference_counts_alone, fails, use, count
 ):
     """A notebook keeps the last error, so the next try would run out of memory, too."""
+    outputs = []
     model = runs_out(outputs, fails)
     with ScatterOnceParallel(model, 2, devices(count), verify=False) as engine:
         with pytest.raises(RuntimeError) as caught:
@@ -207,9 +198,9 @@ def test_an_error_of_memory_that_is_kept_keeps_no_activations(
 
 @pytest.mark.parametrize("whole_batch", [False, True])
 def test_a_try_that_ran_out_of_memory_holds_nothing_when_the_next_is_scattered(
-    devices, outputs, whole_batch, monkeypatch, by_reference_counts_alone
+    devices, whole_batch, monkeypatch, by_reference_counts_alone
 ):
-    found, scatter = [], scatterpar.engine.scatter
+    outputs, found, scatter = [], [], scatterpar.engine.scatter
 
     def scattering(*args):
         found.append(alive(outputs))

@@ -9,7 +9,7 @@ from harness.notes import note_of
 from harness.oracle import build, randint, randn
 from torch import nn
 
-from scatterpar import Rows, ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 
 ROWS, LABELS = randn(13, FEATURES), randint(CLASSES, 13)
 LOSS = nn.CrossEntropyLoss()
@@ -23,14 +23,12 @@ class Fails(nn.Linear):
         return super().forward(inputs)
 
 
-def note_on(engine, row, *, inputs=ROWS, labels=LABELS, sizes=None, **options):
-    """The only note on the error of a step in which this row fails; of batches of ``sizes``."""
-    inputs = inputs.clone()
+def note_on(engine, row, **options):
+    """The only note on the error of a step in which this row fails."""
+    inputs = ROWS.clone()
     inputs[row] = BAD
-    if sizes:
-        inputs, labels = (Rows.from_batches(each.split(sizes)) for each in (inputs, labels))
     with engine, pytest.raises(ArithmeticError) as caught:
-        engine.forward_backward(inputs, labels, LOSS, **options)
+        engine.forward_backward(inputs, LABELS, LOSS, **options)
     (note,) = caught.value.__notes__
     return note
 
@@ -74,19 +72,6 @@ def test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost(devices):
     of = len(share.micro_batches)
     assert note == note_of(share.replica, devices(2)[share.replica], step, of, rows)
     assert ", ".join(map(str, rows)) in note
-
-
-def test_many_rows_of_a_micro_batch_cut_by_cost_are_cut_off():
-    engine = failing_engine(["cpu"], micro_batch_cost=1000)
-    inputs, labels = randn(90, FEATURES), randint(CLASSES, 90)
-    note = note_on(engine, 80, inputs=inputs, labels=labels, costs=[1] * 90)
-    assert " 0, 1, 2, 3, " in note
-    assert ", ..." in note
-
-
-def test_rows_of_several_batches_count_through_all_of_them(devices):
-    note = note_on(failing_engine(devices(2)), 5, sizes=[5, 8])
-    assert note == note_of(0, devices(2)[0], 1, 2, range(5, 9))
 
 
 @pytest.mark.parametrize("accum", [3, 13])

@@ -6,14 +6,14 @@ import functools
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Of, Returns
+from harness.models import FEATURES, Of, Returns
 from harness.notes import note_of
 from harness.oracle import assert_alike, assert_close, build, randint, randn, seeded
 from harness.rank_processes import run_on_ranks
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from scatterpar import DataParallelModel, Replicated, Rows, ScatterOnceParallel, gather
+from scatterpar import DataParallelModel, Replicated, Rows, ScatterOnceParallel
 
 pytestmark = pytest.mark.core
 
@@ -86,22 +86,16 @@ def test_lists_of_rows_anywhere_in_an_output(devices, accum):
         assert_alike(engine(Rows(images)), finds(None, images))
 
 
-def test_outputs_that_know_how_many_rows_they_are_of(devices):
+def test_packed_sequences_as_outputs_are_refused(devices):
     def packs(output, _):
         return pack_sequence([*output.unsqueeze(1)])
 
     model = build(lambda: Returns(packs)).eval()
-    for call in (
-        ScatterOnceParallel(model, 2, devices(2)),
-        lambda rows: gather(DataParallelModel(model, devices(2))(rows), "cpu"),
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        pytest.raises(ValueError, match="return what pad_packed_sequence"),
     ):
-        with pytest.raises(ValueError, match="return what pad_packed_sequence"):
-            call(INPUTS)
-    shapes = build(lambda: Returns(lambda y, _: (y, y.shape, y.shape[1:])))
-    with ScatterOnceParallel(shapes.eval(), 1, devices(3)) as engine:
-        _, each, same = engine(INPUTS)
-    assert each == [(4, CLASSES), (4, CLASSES), (3, CLASSES)]
-    assert same == (CLASSES,)
+        engine(INPUTS)
 
 
 # --- engine.map: what a model does besides its forward pass ---
@@ -249,13 +243,6 @@ def test_a_function_that_names_the_user_s_module_is_refused(engine, monkeypatch)
     replica = engine.map(lambda replica, x: Of(lambda s, x: x, model=replica).model(x), FOURS)
     assert replica.shape == (11, 2)
     assert_close(engine.map(lambda _, x: other(x), FOURS), other(FOURS).detach(), "another one")
-
-
-def test_compiled_replicas(devices):
-    with ScatterOnceParallel(build(Writer), 2, devices(2), compile={"backend": "eager"}) as engine:
-        engine.eval()
-        found = engine.map(lambda replica, x: replica(x), FOURS)
-        assert_close(found, engine.module(FOURS).detach(), "compiled")
 
 
 def test_generated_tokens_are_those_of_one_call(devices):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import threading
 
 import pytest
 import torch
@@ -17,24 +15,6 @@ from harness.oracle import assert_gradients, assert_step, gradients, randint, ra
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
-
-
-class RaisesStopIteration(torch.Tensor):
-    """Raises when it is looked at for the ``left``-th time."""
-
-    lock = threading.RLock()
-    left = -1
-    raised = None
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with RaisesStopIteration.lock:
-            RaisesStopIteration.left -= 1
-            if RaisesStopIteration.left == 0:
-                RaisesStopIteration.raised = StopIteration("mine")
-                raise RaisesStopIteration.raised
-        return super().__torch_function__(function, types, args, kwargs or {})
-
 
 INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"
 
@@ -105,39 +85,6 @@ def test_a_step_from_inside_a_step(engine, place):
     for handle in handles:
         handle.remove()
     assert_step(engine, *data(), nn.CrossEntropyLoss())
-
-
-def test_close_from_inside_a_criterion(monkeypatch):
-    """Either refused in words or obeyed after the step; never a hang."""
-    monkeypatch.setattr("scatterpar.threads.workers._EXIT_SECONDS", 0.2)
-    engine = ScatterOnceParallel(mlp(), 2, ["cpu"] * 2)
-
-    def criterion(output, targets):
-        engine.close()
-        return nn.functional.cross_entropy(output, targets)
-
-    with contextlib.suppress(RuntimeError):
-        engine.forward_backward(*data(), criterion)
-    engine.close()
-    with pytest.raises(RuntimeError, match="this engine is closed"):
-        step(engine)
-
-
-def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devices):
-    """Inside a generator of ours, Python would make a RuntimeError of it."""
-    batch = [randn(6, n).as_subclass(RaisesStopIteration) for n in (FEATURES, CLASSES)]
-    tried, caught = 0, RaisesStopIteration
-    with ScatterOnceParallel(mlp(), 2, devices(2), verify=False) as engine:
-        while caught is not None:
-            tried += 1
-            RaisesStopIteration.left, RaisesStopIteration.raised, caught = tried, None, None
-            try:
-                engine.forward_backward(*batch, nn.MSELoss())
-            except BaseException as error:
-                caught = error
-            assert caught is RaisesStopIteration.raised, tried
-    RaisesStopIteration.left = -1
-    assert tried > 40
 
 
 # --- arguments ---

@@ -91,29 +91,6 @@ def of_pairs(outputs, _):
     return torch.cdist(outputs, outputs).square().mean()
 
 
-def test_targets_of_a_whole_batch_need_smaller_graphs_not_smaller_shares(monkeypatch):
-    """They come to the master beside the graphs that were kept. When they did not fit there, that
-    was taken for a share that does not fit: more sub-steps were not tried, and the step failed."""
-    copied, graphs = Transfers.copy, []
-
-    def forward(m, inputs):
-        graphs.append(len(inputs))
-        return m.linear(inputs)
-
-    def refusing(transfers, tensor, device, phase):
-        if tensor.dtype == torch.int64 and graphs[-1] > 6:
-            raise torch.OutOfMemoryError(f"no room beside a graph of {graphs[-1]} rows")
-        return copied(transfers, tensor, device, phase)
-
-    monkeypatch.setattr(Transfers, "copy", refusing)
-    model = build(lambda: Of(forward, linear=nn.Linear(FEATURES, CLASSES)))
-    inputs, targets = batch(24)
-    with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine:
-        with pytest.warns(UserWarning, match="accum=4 is the smallest that fits, and is kept"):
-            assert_step(engine, inputs, targets, LOSS, whole_batch=True)
-        assert engine.last_step.retries > 0
-
-
 @pytest.mark.parametrize("of", ["the criterion", "the second pass"])
 def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(monkeypatch, of):
     """Where it does not, it crosses twice, and is counted twice; later steps begin so."""

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, linear
-from harness.oracle import assert_gradients, build, randint, randn, whole_batch
+from harness.oracle import build, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -84,33 +84,3 @@ def test_a_substep_calls_few_functions_besides_the_model_and_its_backward_pass()
 
     more = per_substep(ours) - per_substep(plain)
     assert more < 56 / 2, f"{more} calls more than a plain loop"
-
-
-class Seen(torch.Tensor):
-    """A tensor that is asked before torch does anything with it."""
-
-    asked: list = []  # noqa: RUF012
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        cls.asked.append(function)
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("accum", [1, 3])
-def test_a_loss_of_the_users_own_class_is_asked_at_its_backward_pass(devices, accum):
-    """The short way into the backward pass is for plain tensors alone."""
-    model = linear()
-
-    def criterion(output, targets):
-        return LOSS(output, targets).as_subclass(Seen)
-
-    Seen.asked = []
-    torch.autograd.backward([criterion(model(ROWS), LABELS)])
-    in_torch = Seen.asked.count(torch.autograd.backward)  # not in all its versions
-    Seen.asked = []
-    model.zero_grad()
-    with ScatterOnceParallel(model, accum, devices(2)) as engine:
-        engine.forward_backward(ROWS, LABELS, criterion)
-    assert_gradients(model, whole_batch(model, ROWS, LABELS, LOSS)[1])
-    assert Seen.asked.count(torch.autograd.backward) == 2 * accum * in_torch

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-import weakref
 
 import pytest
 import torch
-from faults.state import capture, differences, nothing_changes, values_differ
+from faults.state import nothing_changes, values_differ
 from harness.models import Of
 from harness.notes import beginning_of_note
-from harness.oracle import assert_step, build, randint, randn
+from harness.oracle import build, randint, randn
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import scatterpar.engine as engine_module
 from scatterpar import ScatterOnceParallel
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
@@ -183,50 +179,6 @@ def test_a_replica_that_fails_alone_holds_up_nobody(devices):
     assert torch.allclose(model.linear.weight.grad, expected, rtol=1e-12)
 
 
-class Tight(TorchDispatchMode):
-    """Has memory for so many new tensors, and then for none."""
-
-    def __init__(self, room):
-        super().__init__()
-        self.room = room
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in ("clone", "full", "zeros", "zeros_like"):
-            self.room -= 1
-            if self.room < 0:
-                raise FORMS["torch"]()
-        return function(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("gradients", [0, 2])
-def test_memory_that_ends_while_a_step_is_committed(devices, monkeypatch, count, gradients):
-    """Wherever it ends, and be it before anything is written: random state goes back too."""
-    model = budget()
-    real, tight = engine_module.Outcome.loss_tensor, []
-
-    def from_here_on(outcome):
-        tight[-1].__enter__()
-        return real(outcome)
-
-    monkeypatch.setattr(engine_module.Outcome, "loss_tensor", from_here_on)
-    with ScatterOnceParallel(model, 1, devices(count)) as engine:
-        for room in range(100):
-            for number, parameter in enumerate(model.parameters()):
-                parameter.grad = torch.ones_like(parameter) if number < gradients else None
-            torch.manual_seed(1)
-            before, has_room = capture(model), False
-            tight.append(Tight(room))
-            with contextlib.suppress(torch.OutOfMemoryError):
-                step(engine)
-                has_room = True
-            tight[-1].__exit__(None, None, None)
-            if has_room:
-                break
-            assert differences(before, capture(model)) == [], room
-        assert 0 < room < 99
-
-
 @pytest.mark.parametrize("room", [10**9, 3], ids=["at once", "after memory ran out"])
 def test_other_errors_are_not_taken_for_it(room):
     def fails(*_):
@@ -237,25 +189,3 @@ def test_other_errors_are_not_taken_for_it(room):
     wanted = pytest.raises(RuntimeError, match="device-side assert")
     with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine, nothing_changes(model), wanted:
         step(engine, 29, fails)
-
-
-def test_a_criterion_that_fits_beside_smaller_graphs(devices):
-    """It shares the memory with the last graphs, which more sub-steps make smaller."""
-    held = []
-
-    class Held(nn.Linear):
-        def forward(self, inputs):
-            outputs = super().forward(inputs)
-            held.append(weakref.ref(outputs))
-            return outputs
-
-    def criterion(outputs, targets):
-        kept = [output() for output in held if output() is not None]
-        if targets is not None and sum(len(output) for output in kept) > 8:
-            raise FORMS["torch"]()
-        return of_pairs(outputs, None)
-
-    inputs, model = randn(24, FEATURES), build(lambda: Held(FEATURES, CLASSES))
-    told = pytest.warns(UserWarning, match="accum=3 is the smallest that fits")
-    with ScatterOnceParallel(model, "auto", devices(2)) as engine, told:
-        assert_step(engine, inputs, inputs, criterion, plain=(inputs, None), whole_batch=True)

@@ -160,16 +160,6 @@ def test_of_narrow_dtypes(dtype, devices):
         )
 
 
-def test_compiled_replicas():
-    model = build(Net)
-    options = {"buffers": "batch", "compile": {"backend": "eager"}}
-    with ScatterOnceParallel(model, 2, LAYOUTS["virtual"], **options) as engine:
-        expected = dict(expected_of(model, engine.plan(ROWS)))
-        engine.forward_backward(*BATCH, CRITERION)
-    assert_buffers(model, expected)
-    torch._dynamo.reset()
-
-
 def on_ranks(group, split):
     model = build(Net)
     mine = [part.split(split)[group.rank()] for part in BATCH]

@@ -14,7 +14,6 @@ import threading
 import pytest
 import torch
 from harness.models import Of
-from harness.notes import beginning_of_note
 from harness.oracle import (
     assert_close,
     assert_gradients,
@@ -26,10 +25,8 @@ from harness.oracle import (
     seeded,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.torch_private import uncompiled
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
 WAYS = ["option", "torch.compile", "method", "method, later", "a block", "a part"]
@@ -209,43 +206,6 @@ def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
     assert_same(model, twin)
 
 
-def test_attributes_of_parameters_are_obeyed_without_new_replicas(graphs):
-    """Replicas that are made anew would compile again; torch's own marks stay on their tensors."""
-    model = build(
-        lambda: Of(lambda m, x: m.linear(x) * m.linear.bias.scale, linear=nn.Linear(6, 3))
-    )
-    bias, twin = model.linear.bias, copy.deepcopy(model)
-    with ScatterOnceParallel(model, 1, DEVICES[2], compile={"backend": graphs}) as engine:
-        for scale in (1.0, 2.0, 2.0):
-            bias.scale = twin.linear.bias.scale = scale
-            model.zero_grad(), twin.zero_grad()
-            step(engine, 8)
-            CRITERION(twin(batch(8)[0]), batch(8)[1]).backward()
-            assert_gradients(model, gradients(twin))
-            marks = [name for replica in engine.replicas for name in vars(replica.linear.bias)]
-            assert any(name.startswith("_dynamo") for name in marks)
-    assert graphs.count == 2
-    assert vars(bias) == {"scale": 2.0}
-
-
-def test_nothing_is_left_for_torchs_next_trace():
-    """Replicas overwrote each other's notes of ``torch.fx``, and ``torch.export`` failed later."""
-
-    class Checkpoints(nn.Sequential):
-        def forward(self, rows):
-            for block in self:
-                rows = checkpoint(block, rows, use_reentrant=False)
-            return rows
-
-    model = build(lambda: Checkpoints(*(nn.Linear(6, 6) for _ in range(3))))
-    with ScatterOnceParallel(model, 3, ["cpu"] * 4, compile={"backend": "eager"}) as engine:
-        for _ in range(5):
-            engine.forward_backward(batch()[0], randn(ROWS, 6, seed=4), nn.MSELoss())
-    rows = ({0: torch.export.Dim.AUTO},)
-    exported = torch.export.export(model, (batch()[0],), dynamic_shapes=rows).module()
-    assert_close(exported(batch()[0]), model(batch()[0]), "output", 1e-12)
-
-
 def test_a_compiled_criterion(graphs):
     targets = randint(3, ROWS)
     targets[:9] = -100
@@ -253,20 +213,6 @@ def test_a_compiled_criterion(graphs):
     with ScatterOnceParallel(build(lambda: nn.Linear(6, 3)), 3, ["cpu"] * 2) as engine:
         assert_step(engine, batch()[0], targets, criterion)
     assert graphs.count >= 1
-
-
-def test_a_users_error_arrives_as_it_is(graphs):
-    """And does not keep the lock."""
-
-    def fails(outputs, targets):
-        raise ZeroDivisionError("mine")
-
-    _, engine = compiled(graphs)
-    with engine:
-        with pytest.raises(ZeroDivisionError, match="mine") as caught:
-            engine.forward_backward(*batch(), fails)
-        assert beginning_of_note(0, "cpu", 0, of=3) in "".join(caught.value.__notes__)
-        step(engine)
 
 
 def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
@@ -282,20 +228,6 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
     _, engine = compiled(graphs, make=lambda: nn.Linear(6, 3), verify=False)
     with engine:  # of a criterion that is a module each replica has its own
         engine.forward_backward(*batch(24), Of(waits))
-
-
-def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
-    """``set_stance`` is the process's: the last of two looks put back the other's eager stance."""
-    function = torch.compile(lambda rows: rows.sin(), backend=graphs)
-    rows, looks = randn(3), [uncompiled(), uncompiled()]
-    for look in looks:
-        look.__enter__()
-    for look in looks:  # the first one ends first
-        function(rows)
-        assert not graphs.calls, "in the midst of a look"
-        look.__exit__(None, None, None)
-    function(rows)
-    assert len(graphs.calls) == 1, "after both"
 
 
 def test_nothing_compiles_for_a_look(graphs):
@@ -319,16 +251,6 @@ def test_nothing_compiles_for_a_look(graphs):
     (first, calls), (both, all_calls) = counts
     assert both == 2 * first
     assert all_calls == 2 * calls
-
-
-def test_a_check_runs_the_users_module_as_it_is_written(graphs):
-    _, engine = compiled(graphs, way="method")
-    with engine:
-        engine.eval()
-        step(engine)
-        before = len(graphs.calls)
-        assert engine.check(*batch(), CRITERION).passed
-        assert len(graphs.calls) == before + 6  # sub-steps
 
 
 def test_copies_compile_too(graphs):

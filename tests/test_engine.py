@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import weakref
 from functools import partial
 
@@ -13,7 +12,7 @@ import torch
 from harness import contrastive, module_cases, weighted
 from harness.agree import LAYOUTS, Case
 from harness.leak_checks import in_time
-from harness.models import CLASSES, FEATURES, linear, mlp
+from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import (
     assert_close,
     assert_gradients,
@@ -201,29 +200,22 @@ def test_a_second_backward_pass_is_an_error(devices):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["parts", "whole batch"])
-def test_without_grad_it_is_a_number_and_nothing_runs_backward(devices, mode, options):
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_without_grad_it_is_a_number_and_nothing_runs_backward(devices, mode, whole_batch):
     """Statistics move, as in plain torch."""
     model = normalised()
-    twin = copy.deepcopy(model)
+    twin, batch = copy.deepcopy(model), (*FIRST, nn.functional.cross_entropy)
     model[0].register_full_backward_hook(lambda *_: pytest.fail("a backward pass"))
-
-    def criterion(outputs, targets):
-        return CE(outputs, targets)
-
-    kinds = {"measure_noise": True, "verify": False}
     with (
-        ScatterOnceParallel(model, 2, devices(2), **kinds) as engine,
-        ScatterOnceParallel(twin, 2, devices(2), **kinds) as other,
+        ScatterOnceParallel(model, 2, devices(2), verify=False) as engine,
+        ScatterOnceParallel(twin, 2, devices(2), verify=False) as other,
     ):
         with mode():
-            loss = engine.loss(*FIRST, criterion, **options)
+            loss = engine.loss(*batch, whole_batch=whole_batch)
         assert not loss.requires_grad
-        assert torch.equal(loss.clone(), other.forward_backward(*FIRST, criterion, **options))
+        assert torch.equal(loss.clone(), other.forward_backward(*batch, whole_batch=whole_batch))
         assert all(map(torch.equal, model.buffers(), twin.buffers()))
-        assert all(p.grad is None for p in model.parameters())
         assert engine.last_step.loss == loss.item()
-        assert math.isnan(engine.last_step.noise.scale)
 
 
 @pytest.mark.filterwarnings("ignore:no label of this batch counts")
@@ -261,51 +253,7 @@ def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
         assert_close(ours, theirs, name, 1e-5)
 
 
-def test_a_scaler_keeps_what_half_precision_would_lose(devices):
-    def tiny(outputs, _):
-        return outputs.float().mean() * 1e-7
-
-    model, inputs = build(lambda: nn.Linear(FEATURES, 1)).half(), FIRST[0].half()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.loss(inputs, None, tiny).backward()
-        assert not model.weight.grad.any()  # what fp16 cannot hold
-        model.zero_grad()
-        scaler.scale(engine.loss(inputs, None, tiny, scaler=scaler)).backward()
-    expected = inputs.double().mean(0) * 1e-7 * 2**14
-    assert torch.allclose(model.weight.grad[0].double(), expected, rtol=1e-2)
-
-
-def test_a_scaler_finds_what_overflows(devices):
-    model, scaler = linear().float(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), copy.deepcopy(model)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        loss = engine.loss(FIRST[0].float(), None, lambda o, _: 100 * o.mean(), scaler=scaler)
-        scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**126
-    assert all(map(torch.equal, model.parameters(), before.parameters()))
-
-
-def test_sums_are_wide_and_rounded_once_after_the_factor(devices):
-    """A third of the sum in float32, rounded to bfloat16: not a third of the rounded one."""
-    weight = randn(CLASSES, 64).float()
-    inputs, found = randn(9, 64).bfloat16(), {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = nn.utils.skip_init(nn.Linear, 64, CLASSES, bias=False).bfloat16()
-        model.load_state_dict({"weight": weight})
-        model.weight.grad_dtype = dtype
-        with ScatterOnceParallel(model, 3, devices(3), accumulate_dtype=torch.float32) as engine:
-            loss = engine.loss(inputs, FIRST[1], CE)
-            (loss if dtype == torch.float32 else loss / 3).backward()
-        found[dtype] = model.weight.grad
-    assert found[torch.float32].dtype == torch.float32
-    rounded = (found[torch.float32] * float(torch.tensor(1 / 3).bfloat16())).bfloat16()
-    assert torch.equal(found[torch.bfloat16], rounded)
-
-
-@pytest.mark.parametrize("end", ["backward", "dropped", "failed"])
+@pytest.mark.parametrize("end", ["backward", "dropped"])
 def test_nothing_is_held_after_the_backward_pass(devices, end, by_reference_counts_alone):
     """What waits for the backward pass is the sum itself, which becomes ``.grad``."""
     model = mlp()
@@ -318,14 +266,9 @@ def test_nothing_is_held_after_the_backward_pass(devices, end, by_reference_coun
         sums = [weakref.ref(t) for t in tensors() if id(t) not in before and t is not loss]
         sizes = sorted(t().numel() for t in sums)
         assert sizes == sorted(p.numel() for p in model.parameters())
-        if end == "failed":
-            model[0].bias.register_hook(lambda _: {}["mine"])
-            with pytest.raises(KeyError):
-                loss.backward()
-        elif end == "backward":
+        if end == "backward":
             loss.backward()
-        else:
-            del loss
+        del loss
         assert in_time(lambda: not any(t() is not None for t in sums))
 
 

@@ -351,13 +351,3 @@ def test_autocast_is_captured_too(two_places):
 
     found = assert_same(run, model.float(), two_places, 3)
     assert found[0] == found[1] == found[3] != found[2]
-
-
-def test_copies_of_an_engine_capture_for_themselves(two_places):
-    model, inputs, targets = problem()
-    with graphed(model, 2, two_places) as engine:
-        engine.forward_backward(inputs, targets, LOSS)
-        with copy.deepcopy(engine) as other:
-            other.module.zero_grad()
-            other.forward_backward(inputs, targets, LOSS)
-            assert values_differ(model, other.module) == []

@@ -25,10 +25,8 @@ def mlp():
 
 
 def gradient_of(loss, parameters):
-    """In one vector; complex ones by both parts."""
-    found = torch.autograd.grad(loss, parameters)
-    parts = [torch.view_as_real(g) if g.is_complex() else g for g in found]
-    return torch.cat([part.flatten() for part in parts]).double()
+    """In one vector."""
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]).double()
 
 
 def by_hand(model, pieces, criterion, counts, rows):
@@ -50,18 +48,6 @@ def step(model, inputs, targets, criterion, options=None, **call):
         return engine.last_step
 
 
-def turned(model, inputs):
-    phases = model.wide * inputs + model.narrow.to(torch.complex128)
-    return model.leave(phases.real + phases.imag.square())
-
-
-def phases():
-    """Parameters of two complex dtypes beside real ones."""
-    dtypes = {"wide": torch.complex128, "narrow": torch.complex64}
-    own = {name: nn.Parameter(torch.randn(6, dtype=dtype)) for name, dtype in dtypes.items()}
-    return Of(turned, leave=nn.Linear(6, 3), **own)
-
-
 def scaled():
     """A criterion whose own parameter belongs to the gradient."""
     factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
@@ -72,7 +58,6 @@ CE = nn.CrossEntropyLoss
 SCALED = {"options": {"accumulate_dtype": torch.float64}, "scaler": torch.amp.GradScaler("cpu")}
 CASES = {  # the model, the criterion, the criterion of the formula, ignored labels, options
     "rows": (mlp, CE(), CE(), 0, {}),
-    "complex gradients, by both parts": (phases, CE(), CE(), 0, {}),
     "ignored labels are no terms": (mlp, CE(), CE(), 5, {}),
     "a sum is taken per row": (mlp, CE(reduction="sum"), CE(), 0, {}),
     "the criterion's own parameters": (mlp, own := scaled(), own, 0, {}),
@@ -95,10 +80,9 @@ def test_the_formula(shares, case):
     pieces = list(zip(INPUTS.split(sizes), targets.split(sizes), strict=True))
     counts = [(y != IGNORED).sum().item() for _, y in pieces]
     expected = by_hand(model, pieces, mean, counts, ROWS)
-    relative = 1e-5 if "complex" in case else 1e-9
-    assert (report.noise.signal, report.noise.noise) == pytest.approx(expected, rel=relative)
+    assert (report.noise.signal, report.noise.noise) == pytest.approx(expected, rel=1e-9)
     scale = expected[1] / expected[0] if expected[0] > 0 else math.inf
-    assert report.noise.scale == pytest.approx(scale, rel=relative)
+    assert report.noise.scale == pytest.approx(scale, rel=1e-9)
 
 
 @pytest.mark.parametrize("case", ["one row", "overflow", "all ignored", "one loss of all rows"])

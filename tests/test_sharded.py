@@ -8,15 +8,14 @@ import io
 import itertools
 import pickle
 import re
-import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 from harness.isolation import guarded
-from harness.models import CLASSES, FEATURES, Of, linear, mlp
+from harness.models import CLASSES, FEATURES, mlp
 from harness.oracle import build, gradients, randint, randn
-from harness.rank_processes import failure, run_on_ranks
+from harness.rank_processes import run_on_ranks
 from torch import nn, optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -24,7 +23,6 @@ from torch.optim.optimizer import (
 )
 
 from scatterpar import ScatterOnceParallel, ShardedOptimizer
-from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
 PLACES = {
@@ -277,41 +275,6 @@ def test_groups_are_the_users():
         assert pair.sharded.param_groups[0]["params"][0] is next(pair.model.parameters())
 
 
-def odd():
-    """Parameters of all sorts."""
-
-    def forward(m, inputs):
-        hidden = m.words((inputs[:, 0].abs() * 9).long() % 9) + inputs @ m.turned
-        hidden = hidden @ m.gaps + hidden @ m.one + (hidden @ m.same).tanh()
-        hidden = hidden + m.number + m.none.sum() + (hidden * m.complex).abs()
-        return m.head(hidden)
-
-    one = torch.randn(FEATURES, FEATURES)
-    values = {
-        "turned": torch.randn(FEATURES, FEATURES).T,
-        "gaps": torch.randn(FEATURES, 2 * FEATURES)[:, ::2],
-        "one": one,
-        "same": one,  # in one place with it
-        "number": torch.randn(()),
-        "none": torch.empty(0, FEATURES),
-        "unused": torch.randn(3),
-        "complex": torch.randn(FEATURES, dtype=torch.complex128),
-    }
-    parts = {name: nn.Parameter(value) for name, value in values.items()}
-    parts |= {"words": nn.Embedding(9, FEATURES, sparse=True), "head": linear()}
-    return Of(forward, **parts)
-
-
-def test_parameters_of_all_sorts():
-    model = build(odd)
-    model.same.data = model.one.data
-    with Pair(model, VIRTUAL, optim.SGD, lr=0.01, momentum=0.5) as pair:
-        pair.twin.same.data = pair.twin.one.data
-        for step in range(3):
-            pair.step(step)
-        pair.assert_same()
-
-
 WRITES = {
     "rebound": lambda p: setattr(p, "data", p.detach().repeat_interleave(2, -1)[..., ::2]),
     "through data": lambda p: p.data.mul_(1.5),
@@ -376,31 +339,6 @@ def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkey
         assert pair.sharded.param_groups[0]["seen"] > 0
 
 
-@pytest.mark.parametrize("number", range(8))
-def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch):
-    with Pair(mlp(), VIRTUAL, optim.AdamW) as pair:
-        pair.step(0)
-        pair.backward(1)
-        before = pair.kept()
-        calls, copied = itertools.count(), Transfers.copy
-
-        def fails(self, *args):
-            if next(calls) == number:
-                raise torch.OutOfMemoryError("on purpose")
-            return copied(self, *args)
-
-        monkeypatch.setattr(Transfers, "copy", fails)
-        raised = failure(pair.sharded.step)
-        monkeypatch.undo()
-        if raised:
-            assert raised[0] == "OutOfMemoryError"
-            assert_same(pair.kept(), before)
-            pair.sharded.step()
-        pair.plain.step()
-        pair.step(2)
-        pair.assert_same()
-
-
 def test_copies_a_step_of_the_engine_and_a_closed_one_are_refused():
     engine = ScatterOnceParallel(mlp(), 1, VIRTUAL[:2])
     optimizer = ShardedOptimizer(engine, optim.AdamW)
@@ -418,23 +356,6 @@ def test_copies_a_step_of_the_engine_and_a_closed_one_are_refused():
         last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
         with pytest.raises(RuntimeError, match="in the middle of a step"):
             optimizer.engine.forward_backward(*data)
-
-
-def test_nothing_is_kept_between_steps():
-    """Neither the owners' gradients, nor copies of the state."""
-    kept = weakref.WeakSet()
-
-    class Keeps(optim.AdamW):
-        def step(self, closure=None):
-            kept.update(p.grad for p in self.param_groups[0]["params"])
-            super().step()
-
-    with Pair(mlp(), VIRTUAL, Keeps) as pair:
-        pair.backward(0)
-        pair.sharded.step()
-        pair.sharded.zero_grad()
-        pair.plain = None
-        assert not list(kept)
 
 
 def on_ranks(group):

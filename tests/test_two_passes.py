@@ -21,7 +21,7 @@ from harness.oracle import (
     randn,
     whole_batch,
 )
-from harness.whole_batches import Tempered, Versions, pairs
+from harness.whole_batches import Versions, pairs
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -58,19 +58,6 @@ def test_the_last_graph_is_kept_and_the_others_are_computed_again_in_order(devic
     ]
 
 
-def test_what_has_no_gradient_is_not_computed_again():
-    """Only the criterion is trained: the second pass has nothing to do."""
-    calls, numbers = [], randn(6, FEATURES)
-    model = linear().requires_grad_(False)
-    criterion, plain = build(Tempered), build(Tempered)
-    plain(model(numbers), None).backward()
-    model.register_forward_pre_hook(lambda *_: calls.append(0))
-    with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
-        engine.forward_backward(numbers, None, criterion, whole_batch=True)
-    assert len(calls) == 3
-    assert_gradients(criterion, gradients(plain))
-
-
 def noisy():
     return build(lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
 
@@ -88,22 +75,6 @@ def test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step(d
             states.append(torch.get_rng_state())
     assert all(map(torch.equal, found[0].values(), found[1].values()))
     assert all(torch.equal(states[0], state) for state in states)
-
-
-@pytest.mark.draws
-def test_a_criterion_draws_on_from_where_the_module_stopped(devices):
-    def subsampled(outputs, _):
-        return pairs(outputs[torch.randperm(len(outputs))[:5]], None)
-
-    model = linear()
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        torch.manual_seed(3)
-        expected = subsampled(model(randn(12, 5)), None).detach()
-        after = torch.get_rng_state()
-        torch.manual_seed(3)
-        loss = engine.forward_backward(randn(12, 5), None, subsampled, whole_batch=True)
-    assert_close(loss, expected, "loss")
-    assert torch.equal(torch.get_rng_state(), after)
 
 
 SECOND = {
@@ -125,15 +96,6 @@ def test_what_differs_the_second_time_is_refused(devices, words):
         assert error.value.__notes__[0].startswith(begins)
     with ScatterOnceParallel(model, 1, devices(1), verify=False) as engine:  # its way out
         engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
-
-
-def test_a_criterion_alternates_between_whole_batches_and_micro_batches(devices):
-    """Replicated everywhere for one, on the master alone for the other."""
-    model, criterion = linear(), build(Tempered)
-    with ScatterOnceParallel(model, 1, devices(2), verify=False) as engine:
-        for whole in (True, False, True):
-            engine.forward_backward(randn(8, FEATURES), None, criterion, whole_batch=whole)
-    assert criterion.scale.grad is not None
 
 
 @pytest.mark.contract

@@ -116,47 +116,36 @@ FORKED = """
 import os, sys
 import torch
 from torch import nn
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-x, targets, criterion = torch.ones(8, 2), torch.ones(8, 1), nn.MSELoss()
-def by_engine():
-    with ScatterOnceParallel(nn.Linear(2, 1), 2, {devices}) as engine:
-        engine.forward_backward(x, targets, criterion)
-def by_pair():
-    outputs = DataParallelModel(nn.Linear(2, 1), {devices})(x)
-    DataParallelCriterion(criterion)(outputs, targets).backward()
-def refused(engine):
+from scatterpar import ScatterOnceParallel
+data = torch.ones(8, 2), torch.ones(8, 1), nn.MSELoss()
+def step_of_another():
+    with ScatterOnceParallel(nn.Linear(2, 1), 2, ["cpu"] * 4) as other:
+        other.forward_backward(*data)
+def is_refused():
     try:
-        engine.forward_backward(x, targets, criterion)
+        engine.forward_backward(*data)
     except RuntimeError as error:
         engine.close()
         return "another process: threads do not survive a fork; make another" in str(error)
-engine = ScatterOnceParallel(nn.Linear(2, 1), 2, {devices})
-if {used}:
-    engine.forward_backward(x, targets, criterion)
+engine = ScatterOnceParallel(nn.Linear(2, 1), 2, ["cpu"] * 4)
+engine.forward_backward(*data)
 codes = []
 for _ in range(8):
     child = os.fork()
     if child == 0:
-        {compute}()
-        {end}(0 if refused(engine) else 3)
+        step_of_another()
+        os._exit(0 if is_refused() else 3)
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     print(".", file=sys.stderr)  # not silent on a busy machine
-engine.forward_backward(x, targets, criterion)
+engine.forward_backward(*data)
 print(codes)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.parametrize(
-    ("devices", "used", "compute", "end"),
-    [
-        (["cpu"] * 4, True, "by_engine", "os._exit"),
-        (["cpu:0", "cpu:1"], False, "by_pair", "sys.exit"),
-    ],
-)
-def test_forked_children_compute_at_once_with_what_they_make(devices, used, compute, end):
+def test_forked_children_compute_at_once_with_what_they_make():
     """One in four once crashed: two threads made autograd's engine anew at the same time."""
-    outcome = run_forked("-c", FORKED.format(devices=devices, used=used, compute=compute, end=end))
+    outcome = run_forked("-c", FORKED)
     assert (outcome.code, outcome.out) == (0, f"{[0] * 8}\n"), outcome.err
 
 

@@ -28,18 +28,6 @@ def token_ids(rows):
     return randint(VOCABULARY, rows, LENGTH)
 
 
-def test_gpt2_with_padded_labels(devices):
-    """The model averages over labels that are not -100, after shifting them: count= says so."""
-    ids = token_ids(10)
-    labels = ids.clone()
-    lengths = randint(LENGTH, 10, seed=4) + 1
-    labels[torch.arange(LENGTH) >= lengths[:, None]] = -100
-    attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": attention_mask}
-    with ScatterOnceParallel(gpt2(), 2, devices(3)) as engine:
-        assert_step(engine, batch, count=lambda inputs, _: (inputs["labels"][:, 1:] != -100).sum())
-
-
 def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):
     """The library installs its hooks lazily: in shared dictionaries replicas stacked them."""
     model = gpt2()

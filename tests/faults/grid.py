@@ -30,8 +30,6 @@ from scatterpar.devices.runtime import physical
 REPLICAS, ACCUM, ROWS = 3, 3, 26
 SECONDS_EACH = 120  # a hang, not a slow machine: each takes some 20 ms on an idle one
 
-UNDER_A_LOCK = ("criterion, a function", "outputs asked for")  # replicas call a function in turn
-
 LAYOUTS = {
     "shared": ["cpu"] * REPLICAS,
     "virtual": [f"cpu:{i}" for i in range(REPLICAS)],
@@ -120,30 +118,17 @@ class Bench:
 def _judge_error(
     error: BaseException, kind: str, where: dict[str, Any], devices: list[str]
 ) -> list[str]:
-    positions = where.get("positions", [where.get("visit")])
-    if error is not trap.sprung.get(positions[0]):
+    position = where.get("positions", [where.get("visit")])[0]
+    if error is not trap.sprung.get(position):
         return [f"another error: {type(error).__name__}"]
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     wrong = [] if "_spring" in frames else [f"the traceback ends in {frames[-1]}"]
     notes = getattr(error, "__notes__", [])
     if kind != "without notes" and "positions" in where:
-        replica, number = positions[0]
-        begins = beginning_of_note(replica, devices[replica], number, ACCUM)
+        begins = beginning_of_note(position[0], devices[position[0]], position[1], ACCUM)
         if [note.startswith(begins) for note in notes].count(True) != 1:
             wrong.append(f"notes: {notes}")
-        for position in positions[1:]:
-            other = trap.sprung.get(position)
-            noted = any(note.startswith(f"replica {position[0]} failed too: ") for note in notes)
-            if noted == (_described(other) == _described(error)):  # the same words are said once
-                wrong.append(f"notes of replica {position[0]}: {notes}")
     return wrong
-
-
-def _described(error: BaseException | None) -> str:
-    try:
-        return repr(error)
-    except RuntimeError:
-        return type(error).__name__
 
 
 def _tensors(module: Subject) -> list[torch.Tensor]:
@@ -166,7 +151,7 @@ def combinations(
                 for replica in (0, REPLICAS - 1)
                 for number in (0, ACCUM // 2, ACCUM - 1)
             }
-            if place.name not in UNDER_A_LOCK:
+            if place.name != "criterion, a function":  # which replicas call in turn
                 moments["all replicas at once"] = {
                     "positions": [(replica, ACCUM // 2) for replica in range(REPLICAS)]
                 }

@@ -31,21 +31,12 @@ class Unnoted(Exception):
         raise AttributeError("this exception takes no notes")
 
 
-class Noted(Exception):
-    def __init__(self) -> None:
-        super().__init__("with a note")
-        self.add_note("the user's own note")
-
-
 KINDS: dict[str, Callable[[], BaseException]] = {
     "ValueError": lambda: ValueError("boom"),
-    "with notes": Noted,
-    "a group": lambda: ExceptionGroup("two", [ValueError("one"), TypeError("two")]),
     "StopIteration": lambda: StopIteration("early"),
     "OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
-    "GeneratorExit": GeneratorExit,
     "without a repr": Sulky,
     "without notes": Unnoted,
 }

@@ -63,7 +63,6 @@ for name in (  # the subject itself knows these
     place(name)(_nothing)
 
 
-@place("outputs asked for")
 @place("criterion, a function")
 def _function(subject: Subject, step: Step, name: str) -> Iterator[None]:
     def criterion(output: Tensor, targets: Tensor) -> Tensor:
@@ -71,7 +70,6 @@ def _function(subject: Subject, step: Step, name: str) -> Iterator[None]:
         return nn.functional.cross_entropy(output, targets)
 
     step.criterion = criterion
-    step.options["return_outputs"] = name == "outputs asked for"
     yield
 
 
@@ -114,25 +112,6 @@ def _count(subject: Subject, step: Step, name: str) -> Iterator[None]:
         return len(targets)
 
     step.options["count"] = count
-    yield
-
-
-class TrappedTensor(torch.Tensor):
-    """A dataset's tensor class: everything that is done to it passes by."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        trap.count("tensor subclass in the batch")
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-@place("tensor subclass in the batch", counted=True)
-def _subclass(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    step.inputs = (step.inputs,)
-    step.targets = {"y": step.targets.as_subclass(TrappedTensor)}
-    step.criterion = lambda output, targets: nn.functional.cross_entropy(output, targets["y"])
     yield
 
 

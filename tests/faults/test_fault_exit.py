@@ -14,9 +14,9 @@ from faults.processes import run
 pytestmark = pytest.mark.core
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("whole", marks=pytest.mark.slow)])
-def outcomes(request):
-    outcome = run("-m", "faults.exits", request.param)
+@pytest.fixture(scope="module")
+def outcomes():
+    outcome = run("-m", "faults.exits")
     assert outcome.code == 0, outcome.err
     return {found["name"]: found for found in map(json.loads, outcome.out.splitlines())}
 

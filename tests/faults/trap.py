@@ -31,14 +31,11 @@ class Trap:
     def arm(
         self,
         place: str,
-        error: Callable[[], BaseException | None],
+        error: Callable[[], BaseException],
         positions: Sequence[Position] = (),
         visit: int | None = None,
     ) -> None:
-        """Raise ``error()`` at ``place``, at each of ``positions`` or at the given ``visit``.
-
-        Where that gives nothing, it has done its work itself, as a signal.
-        """
+        """Raise ``error()`` at ``place``, at each of ``positions`` or at the given ``visit``."""
         self.place, self.positions, self._make, self._visit = place, positions, error, visit
         self.visits = 0
         self.sprung: dict[Position | int, BaseException] = {}
@@ -85,10 +82,7 @@ class Trap:
             self._spring(visit)
 
     def _spring(self, where: Position | int) -> None:
-        error = self._make()
-        if error is None:
-            return
-        self.sprung[where] = error
+        self.sprung[where] = error = self._make()
         raise error
 
 

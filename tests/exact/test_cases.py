@@ -42,10 +42,10 @@ ON_RANKS = {
     weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     module_cases: [
         *("tied", "spectral norm", "own parameters", "frozen and thawed", "several dtypes"),
-        *("complex", "conjugates", "changes between steps", "layouts, torch.float64"),
+        *("complex", "conjugates", "changes between steps", "layouts, torch.float32"),
         *("unused by some", "gradients in one memory", "torch.float16", "a trained criterion"),
-        *("a trained buffer", "constant buffers", "bfloat16 beside double"),
-        *("overlapping buffer, row", "buffers of every dtype"),
+        *("a trained buffer", "constant buffers", "buffers of every dtype"),
+        "overlapping buffer, transposed",
     ],
     contrastive: ["clip"],
     batches: ["a codebook of 64 and 32 rows"],

@@ -1,7 +1,6 @@
 """Batches that are not tensors with rows alone, and cuts that are not even: ``CASES``, by name."""
 
 import copy
-from functools import partial
 
 import torch
 from torch import nn
@@ -42,12 +41,6 @@ class Tagger(Reader):
         return self.head(self.words(ids).tanh()).transpose(1, 2)
 
 
-def masked(m, ids, mask, labels, names):
-    """Computes the loss of keyword arguments, with a mask and a list of names."""
-    assert len(names) == len(ids)
-    return F.cross_entropy(m.reader(ids) @ mask, labels)
-
-
 def detect(m, images, targets):
     """Entries are dicts of tensors of any shape, and strings; it writes into them."""
     assert all(isinstance(target["name"], str) for target in targets)
@@ -83,10 +76,10 @@ class Jagged(Marker):
 class Quantizer(nn.Module):
     """Gives the code of every row, a flat list of tokens of every row, and its codebook."""
 
-    def __init__(self, entries=64):
+    def __init__(self):
         super().__init__()
         self.encode = nn.Linear(FEATURES, 4)
-        self.codebook = nn.Parameter(torch.randn(entries, 4))
+        self.codebook = nn.Parameter(torch.randn(64, 4))
 
     def forward(self, rows):
         codes = self.encode(rows)
@@ -101,11 +94,6 @@ def of_codes(outputs, _):
 
 def pad(texts):
     return pad_sequence(texts, batch_first=True, padding_value=9)
-
-
-def with_lengths(texts):
-    ids = pad(texts)
-    return ids, (ids != 9).sum(1).double()
 
 
 def pad_tags(tags):
@@ -127,26 +115,6 @@ def window():
     return batches, labels, (pad([row for batch in batches for row in batch]), torch.cat(labels))
 
 
-def mappings(batches, labels):
-    """A window of keyword arguments with markers inside, and the same plain."""
-    mask, (ids, joined) = randn(CLASSES, CLASSES), WINDOW[2]
-    names = ["a"] * len(ids)
-    marked = [
-        {"ids": ids, "mask": Replicated(mask), "labels": own, "names": Rows(["a"] * len(own))}
-        for ids, own in zip(batches, labels, strict=True)
-    ]
-    plain = {"ids": ids, "mask": mask, "labels": joined, "names": names}
-    return (Rows.from_batches(marked), None), (plain, None)
-
-
-def concatenated(ignored):
-    """Rows that ``collate`` concatenates have several labels each."""
-    words, labels = ([torch.arange(n) % CLASSES for n in (3, 9, 2, 7, 5, 1, 8)] for _ in "ab")
-    if ignored:
-        labels[1][2:] = -100
-    return (Rows(words, torch.cat), Rows(labels, torch.cat)), (torch.cat(words), torch.cat(labels))
-
-
 def nested_targets(output, targets):
     classes, (soft,) = targets["classes"], targets["soft"]
     return F.cross_entropy(output, classes) + targets["factor"] * F.cross_entropy(output, soft)
@@ -166,6 +134,8 @@ TABLE, SHIFT = randn(7, 7, seed=3), randn(1, 7, seed=4)
 BOXES = [{"boxes": randn(n, FEATURES, seed=n), "name": f"image {n}"} for n in (2, 0, 3, 1)]
 IGNORED = SEVEN.clone()
 IGNORED[:3] = -100
+PARTS = [torch.arange(n) % CLASSES for n in (3, 9, 2, 7, 5, 1, 8)]
+PART_LABELS = [part.where(part < 3, -100) for part in PARTS]
 PADDED, PADDED_TAGS = pad(TEXTS), pad_tags(TAGS)
 OF_ROWS = ("engine", "loss", "check", "whole batch", "by cost", "guarded", "inference")
 BY_ROW = ("engine", "loss", "check", "by cost", "guarded")  # outputs of other lengths
@@ -193,7 +163,6 @@ CASES = {
     "nested targets": Case(mlp, (ROWS, NESTED), lambda _: nested_targets),
     # One label for all, as a discriminator gets: the rows are those of the outputs.
     "a number for all": Case(mlp, (ROWS, 1.0), lambda _: without_rows),
-    "a 0-dim tensor for all": Case(mlp, (ROWS, torch.tensor(1.0).double()), lambda _: without_rows),
     "no targets": Case(mlp, (ROWS, None), lambda _: without_rows),
     "several outputs": Case(
         lambda: Returns(lambda logits, _: {"main": logits, "side": [logits * 2]}),
@@ -209,36 +178,15 @@ CASES = {
         unless=("whole batch", "by cost", "inference"),
     ),
     "texts": texts(),
-    "texts, targets in a list": Case(
-        Reader,
-        (Rows(TEXTS, pad), Rows(list(LABELS), torch.stack)),
-        plain=(PADDED, LABELS),
-        only=(*OF_ROWS, "pair"),  # its collate makes tensors in the caller's thread: no guard
-    ),
     "texts by length": texts(**BY_LENGTH | {"only": (*BY_LENGTH["only"], "inference")}),
     "tags": texts(tagged=True, only=BY_ROW),
     "tags, counted": texts(tagged=True, only=BY_ROW, options={"count": count_labels()}),
-    "tags by length, class weights": texts(
-        nn.CrossEntropyLoss(weight=WEIGHTS), tagged=True, **BY_LENGTH
-    ),
     "tags by length, counted": texts(
         F.cross_entropy,
         tagged=True,
         **BY_LENGTH | {"options": {"costs": LENGTHS, "count": count_labels()}},
     ),
-    "several arguments of one collate": Case(
-        lambda: Of(lambda m, ids, factor: m.reader(ids) * factor[:, None], reader=Reader()),
-        (Rows(TEXTS, with_lengths), LABELS),
-        plain=(with_lengths(TEXTS), LABELS),
-        only=(*OF_ROWS, "pair"),
-    ),
     "another marker": Case(Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS),
-    "a window of another marker": Case(
-        Reader,
-        (Rows.from_batches([Jagged(TEXTS[:4]), Jagged(TEXTS[4:])]), LABELS),
-        plain=(PADDED, LABELS),
-        only=WINDOWS,
-    ),
     "replicated, of the batch's size": Case(
         lambda: Of(
             lambda m, rows, table, options: m.linear((rows + options["shift"]) @ table.mul_(2)),
@@ -265,35 +213,19 @@ CASES = {
             ("own targets", Rows.from_batches(WINDOW[1])),
         )
     },
-    "a window of mappings": Case(
-        lambda: Of(masked, reader=Reader()),
-        mappings(*WINDOW[:2])[0],
-        lambda _: None,
-        plain=mappings(*WINDOW[:2])[1],
-        only=("engine", "loss"),
+    "a window, ignored and weighted": Case(
+        mlp,
+        (Rows.from_batches(ROWS.split([4, 3])), Rows.from_batches(IGNORED.split([4, 3]))),
+        lambda _: nn.CrossEntropyLoss(weight=WEIGHTS),
+        plain=(ROWS, IGNORED),
+        only=WINDOWS,
     ),
-    **{
-        f"a window, {what}": Case(
-            mlp,
-            (Rows.from_batches(ROWS.split([4, 3])), Rows.from_batches(targets.split([4, 3]))),
-            lambda _, criterion=criterion: criterion,
-            plain=(ROWS, targets),
-            only=WINDOWS,
-        )
-        for what, criterion, targets in (
-            ("ignored and weighted", nn.CrossEntropyLoss(weight=WEIGHTS), IGNORED),
-            ("probabilities", nn.CrossEntropyLoss(), randn(7, CLASSES).softmax(1)),
-        )
-    },
-    **{
-        f"concatenated rows{how}": Case(
-            lambda: nn.Sequential(nn.Embedding(CLASSES, FEATURES), mlp()),
-            concatenated(ignored)[0],
-            plain=concatenated(ignored)[1],
-            only=("engine", "loss", "check"),
-        )
-        for how, ignored in (("", False), (", ignored", True))
-    },
+    "concatenated rows": Case(  # which have several labels each, some of them ignored
+        lambda: nn.Sequential(nn.Embedding(CLASSES, FEATURES), mlp()),
+        (Rows(PARTS, torch.cat), Rows(PART_LABELS, torch.cat)),
+        plain=(torch.cat(PARTS), torch.cat(PART_LABELS)),
+        only=("engine", "loss", "check"),
+    ),
     "rows along dimension 1": Case(
         Columns,
         (randn(FEATURES, 11), randn(CLASSES, 11)),
@@ -301,14 +233,11 @@ CASES = {
         engine={"dim": 1},
         only=("engine", "loss", "check", "whole batch", "guarded", "inference", "pair"),
     ),
-    **{
-        f"a codebook of {entries} and {rows} rows": Case(
-            partial(Quantizer, entries),
-            (randn(rows, FEATURES), None),
-            lambda _: of_codes,
-            options={"whole_batch": True},
-            only=("engine", "loss", "check", "by cost", "inference"),
-        )
-        for entries, rows in ((64, 32), (62, 31), (64, 2))
-    },
+    "a codebook of 64 and 32 rows": Case(
+        Quantizer,
+        (randn(32, FEATURES), None),
+        lambda _: of_codes,
+        options={"whole_batch": True},
+        only=("engine", "loss", "check", "by cost", "inference"),
+    ),
 }

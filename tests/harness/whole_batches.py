@@ -8,8 +8,8 @@ from torch.nn.functional import cross_entropy, normalize
 
 from harness.agree import Case
 from harness.contrastive import FEATURES
-from harness.models import Of, Returns, linear
-from harness.module_cases import InOneMemory, with_buffers
+from harness.models import Of, linear
+from harness.module_cases import with_buffers
 from harness.oracle import build, randint, randn
 from scatterpar import Replicated, Rows
 
@@ -54,10 +54,10 @@ def normed():
 class Tempered(nn.Module):
     """A criterion with a parameter, a projection head and a queue of its own."""
 
-    def __init__(self, tied=None):
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.3))
-        self.head = nn.Linear(4, 4) if tied is None else tied
+        self.head = nn.Linear(4, 4)
         self.register_buffer("queue", torch.ones(2, 4))
 
     def forward(self, outputs, labels):
@@ -97,30 +97,11 @@ def of_everything(outputs, _):
     return total + outputs["constant"].sum()
 
 
-def in_place_input(_, inputs):
-    """Normalises its input where it lies, as models that take raw pixels do."""
-    return torch.stack([row.sub_(0.5).div_(0.25) for row in inputs])
-
-
-def with_infinities(logits, inputs):
-    """Infinities and NaN, which the loss masks: they are no difference between the passes."""
-    special = torch.tensor([[torch.inf, torch.nan]], dtype=torch.float64)
-    return torch.cat([logits, special.expand(len(inputs), 2)], 1)
-
-
 def encoder():
     """Under no_grad it takes another way in eval mode, with other outputs."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 1).eval()
     return Of(lambda m, x, padding: m.model(x, src_key_padding_mask=padding).sum(1), model=model)
-
-
-class InItsCriterion(InOneMemory):
-    """The criterion's gradients share memory, and the model's are added to them."""
-
-    def loss(self, outputs, targets):
-        own = self.one.unsqueeze(0) + self.other.unsqueeze(0)
-        return cross_entropy(outputs * own, targets)
 
 
 class Versions:
@@ -132,10 +113,6 @@ class Versions:
         clean, *others = output.chunk(self.num_splits)
         far = sum((other.softmax(1) - clean.softmax(1)).square().mean() for other in others)
         return cross_entropy(clean, targets[: len(clean)]) + far
-
-
-def three_layers():
-    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
 ROWS = randn(19, FEATURES), None
@@ -166,27 +143,16 @@ def of_pairs(make, **more):
 
 WHOLE = {
     "outputs of all kinds": Case(everything, ROWS, lambda _: of_everything),
-    "a module that writes its input": of_pairs(
-        lambda: nn.Sequential(Of(in_place_input), nn.Linear(FEATURES, 4))
-    ),
     "a criterion that writes": Case(linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place),
-    "infinities": Case(
-        lambda: Returns(with_infinities),
-        ROWS,
-        lambda _: lambda outputs, _: pairs(outputs[:, :-2], None),
-    ),
     "an encoder in eval mode": Case(encoder, ((randn(10, 6, 8), PADDING), None), lambda _: pairs),
     "a closure": Case(
         linear, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.bias.exp(), None)
     ),
     "a criterion with parameters and a queue": Case(
-        three_layers, ROWS, lambda _: build(Tempered), accum=3
+        linear, ROWS, lambda _: build(Tempered), accum=3
     ),
     "a criterion that belongs to the model": Case(
         Queued, ROWS, lambda model: model.loss, accum=3, by_share=True
-    ),
-    "a criterion that shares a layer": Case(
-        three_layers, ROWS, lambda model: build(lambda: Tempered(model[2])), accum=3
     ),
     "several batches in row order": Case(
         linear,
@@ -197,9 +163,6 @@ WHOLE = {
 }
 for accum in (1, 3):
     WHOLE |= {
-        f"gradients that share memory, {accum}": Case(
-            InItsCriterion, (ROWS[0], randint(4, 19)), lambda model: model.loss, accum=accum
-        ),
         f"statistics of a whole batch, {accum}": of_pairs(normed, by_share=True, accum=accum),
         f"counters, {accum}": of_pairs(counted, by_share=True, accum=accum),
     }

@@ -3,7 +3,6 @@
 import ast
 import re
 from graphlib import TopologicalSorter
-from itertools import chain
 from pathlib import Path
 
 from faults.processes import run
@@ -112,14 +111,6 @@ def test_copies_between_memories_are_made_in_one_package():
         for copy in copies(path)
     ]
     assert not found
-
-
-def test_every_operator_on_lists_is_asked_for_at_import():
-    """So that a version of torch without one is refused in words."""
-    found = sources()
-    asked = set(re.findall(r"\b_foreach_\w+", found.pop("scatterpar.torch_private")))
-    used = [re.findall(r"torch\.(_foreach_\w+)", text) for text in found.values()]
-    assert set(chain(*used)) == asked
 
 
 # --- tests lie beside what they test ---

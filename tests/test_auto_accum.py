@@ -163,22 +163,6 @@ def test_what_never_fits_reaches_the_user_and_changes_nothing(devices, where):
     assert values_differ(twin, model) == []
 
 
-def test_a_replica_that_fails_alone_holds_up_nobody(devices):
-    def forward(model, inputs):
-        if inputs[-1, 0] >= 12 and len(inputs) > 2:
-            raise FORMS["torch"]()
-        return model.linear(inputs)
-
-    model = build(lambda: Of(forward, linear=nn.Linear(2, 1)))
-    inputs = torch.arange(48, dtype=torch.float64).reshape(24, 2)
-    inputs[:, 0] = torch.arange(24)
-    expected = inputs.mean(0, keepdim=True)
-    told = pytest.warns(UserWarning, match="accum=6 is the smallest that fits")
-    with ScatterOnceParallel(model, "auto", devices(2)) as engine, told:
-        engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
-    assert torch.allclose(model.linear.weight.grad, expected, rtol=1e-12)
-
-
 @pytest.mark.parametrize("room", [10**9, 3], ids=["at once", "after memory ran out"])
 def test_other_errors_are_not_taken_for_it(room):
     def fails(*_):

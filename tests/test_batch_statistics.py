@@ -146,20 +146,6 @@ def test_a_failed_step_leaves_them_alone(devices):
     assert_buffers(model, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_of_narrow_dtypes(dtype, devices):
-    """On the CPU weight, bias, mean and variance have to be of one dtype."""
-    model = build(Net).to(dtype)
-    exact = build(Net)
-    exact.first(BATCH[0])
-    with ScatterOnceParallel(model, 2, devices(2), buffers="batch") as engine:
-        engine.forward_backward(BATCH[0].to(dtype), BATCH[1], CRITERION)
-    for name, buffer in exact.first.named_buffers():
-        torch.testing.assert_close(
-            model.first.get_buffer(name), buffer.to(dtype).to(model.first.get_buffer(name).dtype)
-        )
-
-
 def on_ranks(group, split):
     model = build(Net)
     mine = [part.split(split)[group.rank()] for part in BATCH]

@@ -117,25 +117,6 @@ def test_any_shares(rows, accum, shares):
         assert largest <= math.ceil(Fraction(rows, accum * n))
 
 
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
-    replicas=st.integers(1, 5),
-    accum=st.integers(1, 6),
-)
-def test_any_window_of_batches(sizes, replicas, accum):
-    """Each row once, in order; each batch divided as it would be by itself."""
-    plan, *alone = (make_plan(rows, [CPU] * replicas, accum) for rows in (sizes, *sizes))
-    expected, start = [], 0
-    for each, size in zip(alone, sizes, strict=True):
-        spans = [span for share in each.shares for span in share.micro_batches]
-        expected += [(start + low, start + high) for low, high in spans]
-        start += size
-    assert sorted(span for share in plan.shares for span in share.micro_batches) == expected
-    assert plan.rows == start
-    for share in plan.shares:
-        assert list(share.micro_batches) == sorted(share.micro_batches)
-
-
 @pytest.mark.parametrize(
     ("shares", "accum", "substeps"),
     [

@@ -20,15 +20,6 @@ def test_at_import_a_missing_one_is_named(name, monkeypatch):
         runpy.run_path(private.__file__)
 
 
-def test_one_that_is_imported_late_is_named(monkeypatch):
-    import torch._dynamo.convert_frame as module
-
-    monkeypatch.delattr(module, "compile_lock")
-    words = WORDS.format("torch._dynamo.convert_frame.compile_lock")
-    with pytest.raises(private.Missing, match=words):
-        private.is_compiling()
-
-
 def test_an_unknown_dispatch_key_is_named(monkeypatch):
     monkeypatch.setattr("torch._C._dispatch_key_parse", lambda name: torch.device(name))
     with pytest.raises(RuntimeError, match=WORDS.format("dispatch key TESTING_ONLY_GenericMode")):

@@ -14,7 +14,6 @@ from harness.notes import beginning_of_note
 from harness.oracle import (
     assert_close,
     assert_gradients,
-    assert_step,
     build,
     gradients,
     randint,
@@ -122,21 +121,6 @@ def test_outputs_are_returned_as_the_module_gives_them_and_the_criterion_runs_on
             both, labels, clip, return_outputs=lambda output: output["one"].norm(dim=1), **options
         )
         assert_close(torch.cat(norms), joined.norm(dim=1), "norms")
-
-
-def test_autocast_is_that_of_plain_torch(devices):
-    both, labels = views(12)
-    dtypes = []
-
-    def criterion(outputs, labels):
-        dtypes.append((outputs["one"].dtype, (outputs["one"] @ outputs["one"].T.float()).dtype))
-        return nt_xent({name: value.float() for name, value in outputs.items()}, labels)
-
-    engine = ScatterOnceParallel(two_views().float(), 3, devices(2))
-    with engine, torch.autocast("cpu", torch.bfloat16):
-        both = tuple(view.float() for view in both)
-        assert_step(engine, both, labels, criterion, relative=2e-2, whole_batch=True)
-    assert dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
 
 
 def test_a_scaler_scales_the_gradients(devices):

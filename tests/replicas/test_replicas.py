@@ -298,24 +298,11 @@ def scales(m, inputs):
     return outputs if m.scale is None else outputs * m.scale
 
 
-def flattens(exchange):
+def flattens(m, inputs):
     """Exchanges storages as ``flatten_parameters`` does: replicas kept the first step's weights."""
-
-    def forward(m, inputs):
-        for parameter in m.parameters():
-            exchange(parameter)
-        return m.head(m.lstm(inputs[None])[0][0])
-
-    return lambda: Of(forward, lstm=nn.LSTM(FEATURES, 4, num_layers=2), head=nn.Linear(4, CLASSES))
-
-
-def set_storage(parameter):
-    with torch.no_grad():
-        parameter.set_(parameter.clone())
-
-
-def rebind_data_of(parameter):
-    parameter.data = parameter.data.clone()
+    for parameter in m.parameters():
+        parameter.data = parameter.data.clone()
+    return m.linear(inputs)
 
 
 def grows(m, inputs):
@@ -349,8 +336,7 @@ FOLLOWED = {
         of(scales, scale=None), changes=[*(attribute("scale", s) for s in SCALES)]
     ),
     "a hook, taken off": Case(mlp, changes=[hook, lambda module: module.handle.remove()]),
-    "storage set": Case(flattens(set_storage)),
-    "storage rebound": Case(flattens(rebind_data_of)),
+    "storages that a forward pass exchanges": Case(of(flattens)),
     "a buffer that grows": Case(of(grows, seen=nn.Buffer(torch.ones(1))), accum=1),
     **{
         f"an attribute of {name}": Case(

@@ -16,7 +16,6 @@ from harness.oracle import (
     build,
     gradients,
     randn,
-    seeded,
     whole_batch,
 )
 from harness.rank_processes import run_on_ranks
@@ -342,18 +341,3 @@ def test_two_engines_on_one_module_in_two_threads(devices):
         assert not first.is_alive()
         other.forward_backward(INPUTS, TARGETS, F.mse_loss)
     assert_gradients(model, {name: value * 2 for name, value in expected.items()})
-
-
-def test_a_criterion_may_ask_a_teacher_in_an_engine_of_its_own(recwarn):
-    """The check's own mode was taken for the caller's, and warned of, where the teacher draws."""
-    teacher = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5)))
-    its, engine = (ScatterOnceParallel(one, 2, ["cpu"] * 2) for one in (teacher, linear()))
-
-    def criterion(outputs, rows):
-        with torch.no_grad():
-            wanted = its(rows)
-        return F.mse_loss(outputs, wanted)
-
-    with its, engine, seeded():
-        engine.forward_backward(INPUTS, INPUTS, criterion)
-    assert not [str(warning.message) for warning in recwarn]

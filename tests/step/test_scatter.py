@@ -131,12 +131,3 @@ def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(monkeypatch,
             assert 18 * FEATURES * 8 <= again <= 24 * FEATURES * 8
     assert_close(found, loss, "loss")
     assert_gradients(model, {name: 2 * g for name, g in expected.items()})
-
-
-def test_what_compiled_replicas_rehearse_with_does_not_cross_again(room):
-    model = net()
-    inputs, targets = batch(22)
-    with ScatterOnceParallel(model, 2, VIRTUAL, compile={"backend": "eager"}) as engine:
-        for _ in range(2):
-            assert_step(engine, inputs, targets, LOSS)
-            assert engine.last_step.bytes["scatter"] == crossed(inputs, targets)

@@ -30,7 +30,11 @@ def always(m, inputs):
 
 
 def late(m, inputs):
-    return m.is_on or SWITCH["on"]
+    return SWITCH["on"]
+
+
+def in_training(m, inputs):
+    return m.training
 
 
 def with_the_last_row(m, inputs):
@@ -47,7 +51,7 @@ def writer(write, writes=always):
         return m.head(m.enter(inputs).tanh())
 
     parts = {"enter": nn.Linear(FEATURES, 6), "head": nn.Linear(6, CLASSES)}
-    return Of(forward, is_on=False, **parts)
+    return Of(forward, **parts)
 
 
 def decay_data(weight):
@@ -167,30 +171,26 @@ def assert_good(model, run):
     model.zero_grad()
 
 
-def turn_flag(model, is_on):
-    """Who did not write with other flags is looked at again; that which is known is remembered."""
-    model.is_on = is_on
-
-
-def turn_switch(model, is_on):
-    SWITCH["on"] = is_on
-
-
 @pytest.mark.parametrize("write", [clip, exchange])
-@pytest.mark.parametrize(
-    ("turn", "way"), [(turn_flag, "step"), (turn_switch, "step"), (turn_switch, "pair")]
-)
-def test_a_write_in_a_later_step_is_told(devices, monkeypatch, turn, way, write):
-    monkeypatch.setitem(SWITCH, "on", False)
+@pytest.mark.parametrize("way", ["step", "pair"])
+def test_a_write_in_a_later_step_is_refused(devices, monkeypatch, way, write):
     model = build(lambda: writer(write, late))
     with WAYS[way](model, devices(2)) as run:
-        assert_good(model, run)
         for _ in range(2):
-            turn(model, True)
+            monkeypatch.setitem(SWITCH, "on", False)
+            assert_good(model, run)
+            monkeypatch.setitem(SWITCH, "on", True)
             with refused("head.weight", model, lost=write is not exchange):
                 run(ROWS)
-            turn(model, False)
-            assert_good(model, run)
+
+
+def test_a_write_through_data_is_noticed_with_other_flags(devices):
+    model = build(lambda: writer(decay_data, in_training)).eval()
+    with by_engine(model, devices(2)) as run:
+        assert_good(model, run)
+        model.train()
+        with refused("head.weight", model, lost=True):
+            run(ROWS)
 
 
 def test_a_criterion_that_writes_its_own_is_refused(devices):

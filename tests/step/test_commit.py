@@ -11,14 +11,7 @@ from faults.state import nothing_changes
 from harness.agree import BATCH
 from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.module_cases import InOneMemory, branches, positive_first
-from harness.oracle import (
-    assert_close,
-    assert_gradients,
-    build,
-    gradients,
-    randn,
-    whole_batch,
-)
+from harness.oracle import assert_close, assert_gradients, build, gradients, randn, whole_batch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 

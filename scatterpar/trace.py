@@ -23,10 +23,16 @@ from scatterpar.devices.runtime import has_streams
 from scatterpar.plan import Printed, Share, as_text
 from scatterpar.step.attempt import Clock, profiler_block
 
-_LAUNCHES = "forward", "backward", "recompute", "replay"  # parts that launch work on devices
+_LAUNCHES = (
+    "forward",
+    "criterion",
+    "backward",
+    "recompute",
+    "replay",
+)  # parts that launch work on devices
 _ORDER = (
-    *("scatter", "replicate", "verify", "compute", "criterion", "reduce", "commit"),
-    *("arrival", "forward", "recompute", "backward", "capture", "replay"),
+    *("scatter", "replicate", "verify", "compute", "reduce", "commit"),
+    *("arrival", "forward", "recompute", "criterion", "backward", "capture", "replay"),
 )
 _PHASES = "scatter", "replicate", "reduce", "commit"  # what a step does once, beside computing
 

@@ -141,6 +141,18 @@ def test_the_table_has_a_line_per_replica():
     assert len(re.findall(r"(\d+)%", shares)) == 4
 
 
+def test_a_replica_that_waits_for_its_turn_with_the_criterion_does_not_compute():
+    def slow(output, targets):
+        time.sleep(0.05)
+        return output.sum()
+
+    with engine_of(LAYOUTS[1], 1, verify=False) as engine, engine.trace() as trace:
+        engine.forward_backward(*batch(), slow, reduction="sum")
+    turns = [event for event in trace.steps[0].events if event.name == "criterion"]
+    assert len(turns) == 2
+    assert turns[0].end <= turns[1].start
+
+
 def test_a_replica_that_is_done_early_has_waited_and_the_time_between_steps_is_the_callers():
     class SlowOnTheSecond(nn.Module):
         def forward(self, output, targets):
@@ -156,6 +168,7 @@ def test_a_replica_that_is_done_early_has_waited_and_the_time_between_steps_is_t
     waited = [float(line.split()[-1]) for line in str(trace).splitlines()[2:4]]
     assert waited[0] > waited[1]
     assert float(re.search(r"([\d.]+) ms between steps", str(trace))[1]) >= 300
+    assert "criterion" in str(trace)
     assert engine.last_step.waited >= 0.3
 
 

@@ -314,15 +314,16 @@ def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[
         del rows, inputs
         if task.criterion_lock is None:
             return output, loss_of(output, targets, task.criterion)
-        nodes = nodes_of(nested.tensors(output))  # before the criterion, which may write outputs
-        with task.criterion_lock:
-            loss = loss_of(output, targets, task.criterion)
-        # The graph shows the parameters of another network before they get a gradient, wherever
-        # the criterion hides them. Leaves that are no parameters may be the criterion's own.
-        for leaf in leaves_reached(loss, nodes):
-            if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in task.leaves):
-                raise not_replicated(leaf, task.criterion)
-        return output, loss
+    nodes = nodes_of(nested.tensors(output))  # before the criterion, which may write outputs
+    # The lock first: in a trace, replicas that wait for it do not compute.
+    with task.criterion_lock, task.span("criterion", number):
+        loss = loss_of(output, targets, task.criterion)
+    # The graph shows the parameters of another network before they get a gradient, wherever
+    # the criterion hides them. Leaves that are no parameters may be the criterion's own.
+    for leaf in leaves_reached(loss, nodes):
+        if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in task.leaves):
+            raise not_replicated(leaf, task.criterion)
+    return output, loss
 
 
 def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None) -> Tensor:

@@ -132,8 +132,7 @@ def ignored_values(*functions: Any) -> list[int]:
             modules = value.modules() if isinstance(value, nn.Module) else [value]
             found += [getattr(each, "ignore_index", None) for each in modules]
             found += [value, *named_values(value).values()]
-        code = getattr(unbound(function), "__code__", None)
-        found += getattr(code, "co_consts", ())
+            found += getattr(getattr(unbound(value), "__code__", None), "co_consts", ())
         values += [*dict.fromkeys(v for v in found if type(v) is int)][:_MAX_LABELS]
     return [*dict.fromkeys(values)]
 

@@ -150,7 +150,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _finish(self, outputs: Any) -> Any:
         """Transfer what calls left on replicas to the module. Returns their outputs, joined."""
         module, device = self.lightning_module, self.root_device
-        calls = sorted(loop.each_call(outputs), key=attrgetter("rows"))
+        calls = sorted(nested.leaves(outputs), key=attrgetter("rows"))
         by_path = metrics.single(metrics.metrics_of(module))
         for path, metric in by_path.items():
             copies = [call.metrics[path] for call in calls if path in call.metrics]

@@ -101,13 +101,6 @@ class Additions:
             vars(owner)[name] += self.added[name]  # a list stays the same object
 
 
-def each_call(outputs: Any) -> list[Any]:
-    """The values in ``outputs``, one per call of the step function, in the order of the rows."""
-    if not isinstance(outputs, (tuple, list)):
-        return [outputs]
-    return list(chain.from_iterable(map(each_call, outputs)))
-
-
 def num_rows(batch: Any) -> int:
     """The number of rows: that of the outermost tensor or marker with rows.
 

@@ -21,6 +21,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
@@ -235,7 +236,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
         """Add what calls of ``compute_loss`` counted and measured, as if it had been one call."""
         measured: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-        calls = loop.each_call(outputs)
+        calls = nested.leaves(outputs)
         for call, weight in zip(calls, weights or [1.0] * len(calls), strict=True):
             call.add_to(self)
             for mode, metrics in call.metrics.items():

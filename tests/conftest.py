@@ -129,8 +129,6 @@ def _no_changed_globals(_no_moved_generators):
     before = leak_checks.globals_of_torch()
     yield
     changed = leak_checks.differences(before, leak_checks.globals_of_torch())
-    if changed:
-        leak_checks.put_back(before)
     assert not changed, f"the test changed globals: {changed}"
 
 

@@ -191,9 +191,8 @@ def apart(by, case, module, criterion, devices):
 
 
 def _heads(criterion):
-    """The modules that a criterion is, is a method of, or has bound."""
-    bound = getattr(criterion, "keywords", {}).values()
-    found = (criterion, getattr(criterion, "__self__", None), *bound)
+    """The modules that a criterion is, or is a method of."""
+    found = (criterion, getattr(criterion, "__self__", None))
     return [one for one in found if isinstance(one, nn.Module)]
 
 

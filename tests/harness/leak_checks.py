@@ -106,22 +106,6 @@ def globals_of_torch():
     }
 
 
-def put_back(before):
-    """Undo what can be undone, so that one test's fault is not its neighbour's."""
-    torch.set_num_threads(before["num_threads"])
-    torch.set_default_dtype(before["default dtype"])
-    torch.set_default_device(None if before["default device"].type == "cpu" else "meta")
-    torch.set_grad_enabled(before["grad mode"])
-    torch.set_autocast_enabled("cpu", before["autocast"][0])
-    torch.set_autocast_dtype("cpu", before["autocast dtype"][0])
-    torch.set_autocast_cache_enabled(before["autocast cache"])
-    torch.set_deterministic_debug_mode(before["deterministic"])
-    torch.random.default_generator = torch.default_generator
-    if _stance() != before["stance of torch.compile"]:
-        torch.compiler.set_stance(before["stance of torch.compile"])
-    signal.signal(signal.SIGINT, before["SIGINT"])
-
-
 def random_states():
     state = torch.default_generator.get_state()
     content = ctypes.string_at(state.data_ptr(), state.numel())  # whatever mode was left on

@@ -186,27 +186,15 @@ class Doubled(nn.Parameter):
         return self * self.factor
 
 
-class TakesPart(nn.Parameter):
-    """A parameter that takes part in what torch does with it."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {}))
-            return result * 3 if function is nn.functional.linear else result
-
-
 def own_parameters():
-    """Asks what its parameters and buffers are: replicas once had plain ones."""
+    """Asks what its parameter and its buffer are: replicas once had plain ones."""
 
     def forward(m, inputs):
         outputs = m.linear(inputs) + m.doubled.scaled()
         return outputs * (5 if isinstance(m.buffer, nn.Buffer) else 1)
 
     parts = {"doubled": Doubled(torch.randn(CLASSES), 2.0), "buffer": nn.Buffer(torch.ones(()))}
-    model = Of(forward, linear=linear(), **parts)
-    model.linear.weight = TakesPart(model.linear.weight.detach())
-    return model
+    return Of(forward, linear=linear(), **parts)
 
 
 def masked():
@@ -368,20 +356,6 @@ def penalised(model):
     return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
 
 
-def with_another_network(model):
-    """A criterion to which the model, and a network beside it, are bound."""
-
-    def loss(output, targets, net, model):
-        return F.cross_entropy(net(output), targets) + model[0].weight.square().sum()
-
-    net = build(lambda: nn.Linear(CLASSES, CLASSES), seed=4)
-    return partial(loss, net=net, model=model)
-
-
-def decayed(output, targets, weight):
-    return F.cross_entropy(output, targets) + weight.pow(2).sum()
-
-
 def hooked():
     """A hook that scales the gradient once scaled parts of it twice."""
     model = linear()
@@ -513,10 +487,6 @@ CASES = {
         ],
     ),
     "a penalty on the model": Case(linear, criterion=penalised, only=ONCE_CALLED),
-    "a parameter that is bound": Case(
-        linear, criterion=lambda model: partial(decayed, weight=model.weight), unless=("pair",)
-    ),
-    "a network that is bound": Case(mlp, criterion=with_another_network, unless=("pair",)),
     "a penalty, and a hook": Case(hooked, criterion=penalised, only=ONCE_CALLED),
     "batch norm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE),
     "batch norm with another forward": Case(  # its statistics once stood still

@@ -100,12 +100,6 @@ def found_again() -> Body:
     return _changed(find, None, None)
 
 
-def queued() -> int:
-    """How much work waits in all streams."""
-    found: int = _simulated.queued()
-    return found
-
-
 class Graph:
     """What the current stream is given between two calls, as ``torch.cuda.CUDAGraph``.
 

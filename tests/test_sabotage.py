@@ -6,8 +6,6 @@ import sys
 import pytest
 from sabotage import ROOT, SABOTAGES, name_of_test, sabotaged
 
-BY_CONTRACT = 40  # at least so many are seen by tests that `pytest -m contract` runs
-
 
 def test_every_sabotage_applies_and_names_its_test():
     """A place that has moved is named; ``python -m tests.sabotage WORDS`` tries what was mended."""
@@ -23,10 +21,3 @@ def test_every_sabotage_is_seen():
     command = [sys.executable, "-m", "tests.sabotage"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_the_contract_sees_half_of_the_sabotages():
-    command = [sys.executable, "-m", "pytest", "-m", "contract", "--collect-only", "-q"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert sum(f"::{sabotage.seen_by}" in found for sabotage in SABOTAGES) >= BY_CONTRACT

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-from harness.batches import LABELS, TEXTS, WINDOW, Reader, pad
-from harness.models import CLASSES, FEATURES, Of
-from harness.oracle import assert_gradients, assert_step, build, randn, whole_batch
+from harness.batches import LABELS, TEXTS, Reader, pad
+from harness.models import CLASSES, FEATURES
+from harness.oracle import assert_step, build, randn
 from pair.common import Pair
 from torch import nn
 
@@ -29,22 +29,6 @@ def test_each_micro_batch_is_collated_on_its_own(devices):
         assert_step(engine, Rows(TEXTS, collate), LABELS, LOSS, plain=(pad(TEXTS), LABELS))
         cuts = [cut for share in engine.last_step.plan.shares for cut in share.micro_batches]
     assert sorted(seen) == sorted(stop - start for start, stop in cuts)
-
-
-def test_a_window_with_accum_auto(devices):
-    def small(m, ids):
-        if len(ids) > 1:
-            raise torch.OutOfMemoryError("simulated")
-        return m.reader(ids)
-
-    model = build(lambda: Of(small, reader=Reader()))
-    batches, labels, plain = WINDOW
-    _, expected = whole_batch(model.reader, *plain, LOSS)
-    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
-        with pytest.warns(UserWarning, match='accum="auto": 8 rows'):
-            engine.forward_backward(Rows.from_batches(batches), Rows.from_batches(labels), LOSS)
-        assert engine.plan([4]).shares[0].micro_batches == ((0, 1), (1, 2))
-    assert_gradients(model.reader, expected)
 
 
 def test_the_pair_refuses_windows_and_rows_of_several_labels(devices):

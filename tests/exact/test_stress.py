@@ -8,7 +8,6 @@ takes some steps in every run of the tests, and thousands with ``--steps``:
 """
 
 import contextlib
-import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.core
 REPLICAS = 8
 CALLERS = 4
 LOSS = nn.CrossEntropyLoss()
-caller = contextvars.ContextVar("caller")
 
 
 @pytest.fixture
@@ -48,13 +46,8 @@ def batch(kind):
 
 def in_threads(work):
     """``work(number)`` in several threads at once; what they raise is raised here."""
-
-    def run(number):
-        caller.set(number)
-        work(number)
-
     with ThreadPoolExecutor(CALLERS) as pool:
-        list(pool.map(run, range(CALLERS), timeout=300))
+        list(pool.map(work, range(CALLERS), timeout=300))
 
 
 def test_closed_from_another_thread_at_any_moment(devices, steps):
@@ -74,23 +67,18 @@ def test_closed_from_another_thread_at_any_moment(devices, steps):
 
 
 def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
-    """Each caller's steps are exact, and in its own context."""
     models = [block(seed) for seed in range(CALLERS)]
 
     def work(number):
         model = models[number]
         expected = {kind: whole_batch(model, *batch(kind), LOSS) for kind in range(3)}
 
-        def criterion(output, targets):
-            assert caller.get() == number
-            return LOSS(output, targets)
-
         pair, pair_criterion = DataParallelModel(model, devices(3)), DataParallelCriterion(LOSS)
         with ScatterOnceParallel(model, 2, devices(3)) as engine:
             for step in range(steps):
                 inputs, targets = batch(step % 3)
                 for loss_of in (
-                    lambda *given: engine.loss(*given, criterion),
+                    lambda *given: engine.loss(*given, LOSS),
                     lambda inputs, targets: pair_criterion(pair(inputs), targets),
                 ):
                     model.zero_grad()
@@ -100,23 +88,3 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
                     assert_gradients(model, expected[step % 3][1])
 
     in_threads(work)
-
-
-def test_threads_that_share_an_engine_are_exact_or_refused(devices, steps):
-    """Whoever comes while another steps is refused; no step is lost, none is counted twice."""
-    model = block()
-    _, expected = whole_batch(model, *batch(0), LOSS)
-    done, refused = [], []
-    with ScatterOnceParallel(model, 1, devices(3)) as engine:
-
-        def work(_):
-            for _ in range(steps):
-                try:
-                    done.append(engine.forward_backward(*batch(0), LOSS))
-                except RuntimeError as error:
-                    refused.append(str(error))
-
-        in_threads(work)
-    assert done
-    assert all("is in the middle of a step" in words for words in refused)
-    assert_gradients(model, {name: len(done) * gradient for name, gradient in expected.items()})

@@ -18,7 +18,7 @@ import scatterpar  # noqa: F401  for the states, which are forked
 
 # A child that hangs is ended. An engine gives its workers four seconds.
 BEGIN = """
-import atexit, os, signal, sys, threading, time
+import os, signal, sys, threading, time
 import torch
 from torch import nn
 from scatterpar import ScatterOnceParallel
@@ -60,7 +60,6 @@ STATES = {  # the exit code, and how it is come to
         0,
         "threading.Thread(target=step, args=(make(), slow)).start()",
     ),
-    "a first step at exit": (0, "engine = make(); atexit.register(step, engine)"),
     **{
         number.name: (-number, f"engine = make(); later({number})\nwhile True: step(engine, slow)")
         for number in (signal.SIGINT, signal.SIGTERM)

@@ -146,18 +146,3 @@ def _hooked(subject: Subject, step: Step, name: str) -> Iterator[None]:
 
 for name in HOOKS:
     place(name, counted=name.startswith("whole") or name.endswith("parameter"))(_hooked)
-
-
-class Copied(nn.Module):
-    """Takes part in torch's replica protocol with a method of its own."""
-
-    def _replicate_for_data_parallel(self) -> Any:
-        trap.count("replication of a module")
-        return super()._replicate_for_data_parallel()
-
-
-@place("replication of a module", counted=True)
-def _replication(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    subject.extra = Copied()
-    yield
-    del subject.extra

@@ -277,8 +277,6 @@ def agree(case, runner, devices, group=None):
             if runner == "whole batch":
                 pieces = [(range(case.count), _joined(pieces))]
             expected = _plain_step(case, twin, pieces, plain_criterion)
-            if case.by_share:  # to which the criterion may have written
-                put_buffers(first, buffers_of(twin))
             loss = step()
             assert_close(loss, expected, "loss", case.relative)
             assert not loss.requires_grad

@@ -181,11 +181,6 @@ CASES = {
     "texts by length": texts(**BY_LENGTH | {"only": (*BY_LENGTH["only"], "inference")}),
     "tags": texts(tagged=True, only=BY_ROW),
     "tags, counted": texts(tagged=True, only=BY_ROW, options={"count": count_labels()}),
-    "tags by length, counted": texts(
-        F.cross_entropy,
-        tagged=True,
-        **BY_LENGTH | {"options": {"costs": LENGTHS, "count": count_labels()}},
-    ),
     "another marker": Case(Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS),
     "replicated, of the batch's size": Case(
         lambda: Of(

@@ -125,11 +125,6 @@ def computes_its_own_gradient():
 # --- kinds of modules that torch's protocol for replicas loses or breaks ---
 
 
-def exported():
-    rows = ({0: torch.export.Dim.AUTO},)
-    return torch.export.export(small(), (torch.randn(3, FEATURES),), dynamic_shapes=rows).module()
-
-
 # --- parameters: dtypes, layouts, classes of their own ---
 
 
@@ -197,19 +192,6 @@ def own_parameters():
     return Of(forward, linear=linear(), **parts)
 
 
-def masked():
-    """A weight's attributes lead to a buffer and the module: they once were the user's own."""
-
-    def forward(m, inputs):
-        m.mask.mul_(0.5)
-        return m.linear(inputs) @ m.linear.weight.mask + m.linear.weight.owner.mask.sum()
-
-    mask = torch.ones(CLASSES, FEATURES, dtype=torch.float64)
-    model = with_buffers(Of(forward, linear=linear()), mask=mask)
-    model.linear.weight.mask, model.linear.weight.owner = mask, model
-    return model
-
-
 def blocks(use_reentrant):
     """Activation checkpointing."""
 
@@ -230,13 +212,6 @@ def sparse_tokens():
     model = TokenClassifier()
     model.embedding.sparse = True
     return model
-
-
-def shared_table():
-    """A sparse embedding whose weight is the output layer's too: its gradient is dense."""
-    table, head = nn.Embedding(CLASSES, 6, sparse=True), nn.Linear(6, CLASSES, bias=False)
-    head.weight = table.weight
-    return nn.Sequential(table, head)
 
 
 def branches():
@@ -283,19 +258,6 @@ def one_gradient_for_two():
 
 
 # --- buffers ---
-
-
-def constants():
-    """A causal mask, a table of frequencies and an id: buffers that nobody writes."""
-
-    def forward(m, inputs):
-        scores = (m.mask + m.table[:4]).softmax(1)
-        return m.linear(inputs)[:, m.index] @ scores
-
-    mask, table = torch.full((4, 4), float("-inf")).triu(1), torch.rand(7) / 3
-    odd = {"nothing": torch.tensor(float("nan")), "missing": None}
-    model = Of(forward, linear=linear())
-    return with_buffers(model, mask=mask, table=table, index=torch.arange(4), **odd)
 
 
 def trained_buffer():
@@ -356,13 +318,6 @@ def penalised(model):
     return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
 
 
-def hooked():
-    """A hook that scales the gradient once scaled parts of it twice."""
-    model = linear()
-    model.weight.register_hook(lambda gradient: gradient * 2)
-    return model
-
-
 def hooked_in_the_middle():
     """A module's hook changes the gradients that pass."""
     model = mlp()
@@ -405,7 +360,6 @@ MODELS = {
     "forward is a partial": lambda: nn.Sequential(
         with_forward(linear(), lambda m: partial(type(m).forward, m)), nn.Tanh()
     ),
-    "forward is a bound method": lambda: with_forward(linear(), lambda m: m.forward),
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "weight norm, old": lambda: nn.utils.weight_norm(linear()),
     "weight norm": lambda: parametrizations.weight_norm(linear()),
@@ -430,7 +384,6 @@ CASES = {
     "checkpointing": Case(partial(blocks, use_reentrant=False)),
     "checkpointing, reentrant": Case(partial(blocks, use_reentrant=True), unless=("check",)),
     "fx": Case(lambda: torch.fx.symbolic_trace(small())),
-    "export": Case(exported, unless=("inference",)),
     "complex": Case(of_complex, keep_dtypes=True),
     "conjugates": Case(lambda: factor(torch.conj)),
     **{
@@ -451,9 +404,6 @@ CASES = {
         unless=("by cost",),  # rows that are selected are contiguous
     ),
     "own parameters": Case(own_parameters),
-    "attributes of tensors": Case(
-        masked, batch=(BATCH[0], randint(FEATURES, 9)), unless=("check",), **ONCE
-    ),
     "looks at its parameters": Case(  # ``nn.DataParallel``'s replicas say that they have none
         lambda: Of(lambda m, x: m.linear(x) + sum(map(torch.sum, m.parameters())), linear=linear())
     ),
@@ -466,7 +416,6 @@ CASES = {
         ],
     ),
     "sparse gradients": Case(sparse_tokens, batch=TOKENS),
-    "a sparse table tied to a layer": Case(shared_table, batch=(randint(CLASSES, 9), BATCH[1])),
     "unused by some": Case(branches, batch=(positive_first(9, 6), BATCH[1])),
     "gradients in one memory": Case(InOneMemory),
     "one gradient for two": Case(one_gradient_for_two),
@@ -487,7 +436,6 @@ CASES = {
         ],
     ),
     "a penalty on the model": Case(linear, criterion=penalised, only=ONCE_CALLED),
-    "a penalty, and a hook": Case(hooked, criterion=penalised, only=ONCE_CALLED),
     "batch norm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE),
     "batch norm with another forward": Case(  # its statistics once stood still
         lambda: nn.Sequential(
@@ -495,7 +443,6 @@ CASES = {
         ),
         **BY_SHARE,
     ),
-    "constant buffers": Case(constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(rebinds),
     "buffers of every dtype": Case(of_every_dtype, keep_dtypes=True, **ONCE),

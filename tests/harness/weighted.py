@@ -48,10 +48,6 @@ class LogSoftmaxNLL(nn.NLLLoss):
         return super().forward(input.log_softmax(1), target)
 
 
-def of_rows(output, targets):
-    return ((output - targets) ** 2).sum(1).mean()
-
-
 def _ce(**options):
     return lambda: nn.CrossEntropyLoss(**options)
 
@@ -72,7 +68,6 @@ LOSSES = {
     "a share without labels": (_ce(), half_padded),
     "nll, padded": (LogSoftmaxNLL, padded),
     "function of torch": (lambda: F.cross_entropy, classes),
-    "function": (lambda: of_rows, probabilities),
 }
 
 

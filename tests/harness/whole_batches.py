@@ -10,7 +10,7 @@ from harness.agree import Case
 from harness.contrastive import FEATURES
 from harness.models import Of, linear
 from harness.module_cases import with_buffers
-from harness.oracle import build, randint, randn
+from harness.oracle import build, randn
 from scatterpar import Replicated, Rows
 
 
@@ -30,21 +30,6 @@ def counted():
 
     model = Of(forward, calls=0, linear=nn.Linear(FEATURES, 4))
     return with_buffers(model, seen=torch.zeros((), dtype=torch.long))
-
-
-class Queued(Of):
-    """A criterion that is a method of the model, and writes to a buffer of the model's."""
-
-    def __init__(self):
-        parts = {"linear": nn.Linear(FEATURES, 4), "norm": nn.BatchNorm1d(FEATURES)}
-        scale = nn.Parameter(torch.tensor(0.5))
-        super().__init__(lambda m, inputs: m.linear(m.norm(inputs)), scale=scale, **parts)
-        with_buffers(self, queue=torch.ones(3, 4))
-
-    def loss(self, outputs, labels):
-        logits = self.scale.exp() * outputs @ torch.cat([outputs.detach(), self.queue]).T
-        self.queue.copy_(outputs.detach()[:3])
-        return cross_entropy(logits, torch.arange(len(outputs)))
 
 
 def normed():
@@ -97,13 +82,6 @@ def of_everything(outputs, _):
     return total + outputs["constant"].sum()
 
 
-def encoder():
-    """Under no_grad it takes another way in eval mode, with other outputs."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1).eval()
-    return Of(lambda m, x, padding: m.model(x, src_key_padding_mask=padding).sum(1), model=model)
-
-
 class Versions:
     """As timm's JsdCrossEntropy: rows are three versions of pictures, one after another."""
 
@@ -116,7 +94,6 @@ class Versions:
 
 
 ROWS = randn(19, FEATURES), None
-PADDING = torch.arange(6) >= randint(5, 10)[:, None] + 1
 
 
 def in_place(outputs, labels):
@@ -144,15 +121,11 @@ def of_pairs(make, **more):
 WHOLE = {
     "outputs of all kinds": Case(everything, ROWS, lambda _: of_everything),
     "a criterion that writes": Case(linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place),
-    "an encoder in eval mode": Case(encoder, ((randn(10, 6, 8), PADDING), None), lambda _: pairs),
     "a closure": Case(
         linear, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.bias.exp(), None)
     ),
     "a criterion with parameters and a queue": Case(
         linear, ROWS, lambda _: build(Tempered), accum=3
-    ),
-    "a criterion that belongs to the model": Case(
-        Queued, ROWS, lambda model: model.loss, accum=3, by_share=True
     ),
     "several batches in row order": Case(
         linear,

@@ -5,8 +5,7 @@ Chunks are of a few bytes here, so that small models are cut as large ones are.
 
 from __future__ import annotations
 
-import math
-from itertools import permutations, product
+from itertools import product
 
 import pytest
 import torch
@@ -14,15 +13,11 @@ from harness.agree import agree
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.module_cases import CASES
 from harness.oracle import assert_step, build, randint, randn
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices import coalescing, fingerprints
-from scatterpar.devices.fingerprints import Fingerprints, check_links
-from scatterpar.devices.transfers import Transfers
-from scatterpar.step.reduce import sum_in_order
+from scatterpar.devices.fingerprints import Fingerprints
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
 CRITERION = nn.CrossEntropyLoss()
@@ -86,15 +81,6 @@ def test_gradients_of_four_replicas_are_added_in_pairs(devices):
     assert model.weight.grad.item() == 0.0
 
 
-def test_gradients_of_other_strides_are_added_element_by_element():
-    """In chunks of memory, elements of other places would be added up."""
-    one, turned = randn(3, 4), randn(4, 3, seed=1).T
-    memories = [torch.device("cpu:0"), torch.device("cpu:1")]
-    given = [{0: one.clone()}, {0: turned.clone()}]
-    found = sum_in_order(given, memories, Transfers(), in_place=True)
-    assert torch.equal(found[0], one + turned)
-
-
 CROSSINGS = {"00000000": 0, "00001111": 1, "00112233": 3, "01234567": 7, "00112234": 4}
 CROSSINGS |= {"00011122": 3, "01111111": 3, "01010101": 4}
 
@@ -124,14 +110,6 @@ def test_tensors_begin_where_allocations_do(devices, accum):
         engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
     assert len(places) >= 6 * 3 * accum
     assert set(places) == {0}
-
-
-def test_the_way_of_every_copy_is_looked_at(monkeypatch):
-    """Of five memories all: each may own parameters, which it sends over a tree of its own."""
-    ways = []
-    monkeypatch.setattr(fingerprints, "_arrives", lambda *way: ways.append(way[:2]) or True)
-    check_links(tuple(torch.device(f"cpu:{i}") for i in (0, 1, 2, 3, 4, 1, 0, 2)))
-    assert {(a.index, b.index) for a, b in ways} == set(permutations(range(5), 2))
 
 
 # ---- fingerprints: what tells that bits have changed unseen -------------------------------------
@@ -164,63 +142,3 @@ def test_every_change_shows(monkeypatch, dtype, words):
         others = [-numbers, numbers.flip(0), numbers.roll(1), numbers.roll(5), numbers * torch.nan]
         others += [numbers[[1, 0, *range(2, 10)]], 0 * numbers]
         assert before not in [prints(other.to(dtype)) for other in others]
-
-
-def test_a_fingerprint_is_the_tensor_s_own(tiny_chunks):
-    """Whatever else is asked for at the same time, and wherever in memory it lies."""
-    tensors = [randn(n, seed=n).to(dtype) for n in (1, 3, 40) for dtype in DTYPES[3:7]]
-    together = prints(*tensors)
-    assert together == [prints(tensor)[0] for tensor in tensors]
-    shifted = [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
-    assert prints(*reversed(shifted)) == together[::-1]
-    assert len(set(together)) == len(tensors)
-
-
-def test_few_signs_cancel_out():
-    """Random patches of random tensors, with the sign flipped: none goes unseen."""
-    base = randn(64).float()
-    patches = torch.rand(500, 64, generator=torch.Generator().manual_seed(1)) < 0.5
-    found = prints(base, *(torch.where(patch, -base, base) for patch in patches))
-    assert len(set(found)) == len({patch.numpy().tobytes() for patch in patches}) + 1
-
-
-# ---- lists of tensors ---------------------------------------------------------------------------
-
-
-def test_lists_are_of_one_dtype_and_equal_strides():
-    """One other pair, and torch takes the tensors one by one: BatchNorm's integers did that."""
-    dense, turned = torch.zeros(2, 3), torch.zeros(3, 2).T
-    small = dense.to(torch.int8)
-    targets, sources = [dense, turned, small, dense], [dense, dense, dense, dense]
-    numbers = {id(tensor): n for n, tensor in enumerate((dense, turned, small))}
-    lists = coalescing.grouped(targets, sources)
-    assert [[numbers[id(t)] for t in ours] for ours, _ in lists] == [[0, 0], [1], [2]]
-
-
-@given(
-    sizes=st.lists(st.integers(0, 50), max_size=8),
-    most=st.integers(1, 20),
-    alone=st.integers(1, 60),
-)
-def test_any_tensors_travel_once_in_messages_that_are_not_too_large(sizes, most, alone):
-    """How a tensor is cut depends on its own size alone; large ones travel by themselves."""
-    travelled = {key: [] for key in range(len(sizes))}
-    for message in coalescing.messages(tuple(enumerate(sizes)), most, alone):
-        assert 0 < sum(message.sizes) <= most
-        assert len(message.keys) == 1 or all(sizes[key] < alone for key in message.keys)
-        for key, cut, size in zip(message.keys, message.cuts, message.sizes, strict=True):
-            start, stop, _ = (cut or slice(None)).indices(sizes[key])
-            assert stop - start == size
-            travelled[key].append((start, stop))
-    for key, size in enumerate(sizes):
-        cuts = [(start, min(start + most, size)) for start in range(0, size, most)]
-        assert travelled[key] == cuts
-
-
-@given(count=st.integers(1, 70))
-def test_a_broadcast_takes_few_rounds(count):
-    rounds = coalescing.tree_rounds(count)
-    for pairs in rounds:
-        members = [device for pair in pairs for device in pair]
-        assert len(set(members)) == len(members), "those of a round are sent at the same time"
-    assert len(rounds) == math.ceil(math.log2(count))

@@ -155,24 +155,6 @@ def test_edits_that_leave_no_version_travel(edit):
         assert all(ours.equal(theirs) for theirs in others)
 
 
-def test_dtypes_travel_bit_by_bit():
-    """What is compared are bits, whatever the dtype; what is equal does not travel."""
-    dtypes = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16]
-    dtypes += [torch.float32, torch.complex64, torch.complex128, torch.float8_e4m3fn]
-    model = mlp()
-    for number, dtype in enumerate(dtypes):
-        model.register_buffer(f"extra{number}", torch.zeros(3, 2).to(dtype))
-    model[0].weight = nn.Parameter(model[0].weight.detach().T.contiguous().T)
-    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
-        engine.forward_backward(*NINE, CRITERION)
-        for name, buffer in model.named_buffers():
-            buffer.data[1, 1] = 1
-            engine.forward_backward(*NINE, CRITERION)
-            assert engine.last_step.bytes["replicate"] == 3 * size([buffer])
-            there = [replica.get_buffer(name).view(torch.uint8) for replica in engine.replicas]
-            assert all(buffer.view(torch.uint8).equal(each) for each in there)
-
-
 def test_a_failed_refresh_is_made_good():
     """What did not arrive everywhere counts as not sent."""
     model = mlp()
@@ -224,10 +206,6 @@ def test_entries_cross_once_without_padding_small_ones_together():
     padded = Rows(sentences, partial(pad_sequence, batch_first=True, padding_value=9))
     found = scattered(bag, VIRTUAL[:2], padded, labels, CRITERION)
     assert found == (size([*sentences, labels]), 4 + 4)
-    images, labels = [randn(3, 60 + n, 60) for n in range(4)], randint(CLASSES, 4)
-    rows = Rows(images, lambda few: torch.stack([image.mean((1, 2)) for image in few]))
-    found = scattered(lambda: nn.Linear(3, CLASSES), VIRTUAL[:2], rows, labels, CRITERION)
-    assert found == (size([*images, labels]), 4 + 4)
     sizes = (4, 5), (3, 2), (1, 3)
     batches, labels = [randint(9, *each) for each in sizes], [randint(CLASSES, n) for n, _ in sizes]
     window = Rows.from_batches(batches), Rows.from_batches(labels)
@@ -240,26 +218,6 @@ def test_what_is_replicated_goes_once_to_every_memory():
     batch = (rows, Replicated(table)), Replicated(table), mean
     found, _ = scattered(times, ["cpu:0", "cpu:0", "cpu:1"], *batch)
     assert found == size([rows, table, table])
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-def test_each_byte_of_a_sparse_tensor_counts(layout):
-    """As many as its indices and values have; those of compressed ones were counted as dense."""
-    rows, table = randn(7, FEATURES), torch.eye(FEATURES, dtype=torch.float64)
-    pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))  # compressed: one more end of rows
-    inputs = rows, Replicated(table.to_sparse(layout=layout))
-    assert scattered(times, VIRTUAL[:2], inputs, None, mean)[0] == size([rows]) + 2 * pieces
-
-
-@pytest.mark.parametrize(("device_ids", "away"), [(VIRTUAL[:3], 2), (["cpu"] * 3, 0)])
-def test_moments_of_the_whole_batch_cross_once(device_ids, away):
-    model = build(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(100, CLASSES)))
-    batch = randn(23, 4, 5, 5), randint(CLASSES, 23)
-    with ScatterOnceParallel(model, 2, device_ids, buffers="batch") as engine:
-        engine.forward_backward(*batch, CRITERION)
-        assert engine.last_step.bytes["reduce"] == away * (size(model.parameters()) + 2 * 4 * 8)
-        assert engine.last_step.messages["reduce"] == away * 2
 
 
 def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():

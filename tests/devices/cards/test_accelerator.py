@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import threading
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -28,8 +27,7 @@ from scatterpar import (
     ShardedOptimizer,
     gather,
 )
-from scatterpar.devices import coalescing, fingerprints, runtime
-from scatterpar.torch_private import uncompiled
+from scatterpar.devices import runtime
 
 pytestmark = [
     pytest.mark.nullcuda,
@@ -193,17 +191,8 @@ def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
         assert all(scores.isfinite().all() for scores in seen)
 
 
-def test_workers_are_on_the_users_stream_of_every_device(device_ids, monkeypatch):
-    """A criterion may use what the caller has just computed on another device.
-
-    In torch 2.11 a stream object that a second thread entered raised, so each makes its own.
-    """
-    names, current = ("stream_id", "device_index", "device_type"), runtime.current_streams
-
-    def parts():
-        return [SimpleNamespace(**{n: getattr(s, n) for n in names}) for s in current()]
-
-    monkeypatch.setattr(runtime, "current_streams", parts)
+def test_workers_are_on_the_users_stream_of_every_device(device_ids):
+    """A criterion may use what the caller has just computed on another device."""
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
     first = torch.device(kind(), 0)
@@ -270,23 +259,6 @@ def states_of(devices):
     """Of the generators of devices that have these numbers."""
     module = torch.get_device_module(kind())
     return [module.get_rng_state(torch.device(kind(), index)) for index in sorted(devices)]
-
-
-@pytest.mark.draws
-def test_steps_differ_though_the_master_draws_nothing(device_ids):
-    dropout = nn.functional.dropout
-    model, *batch = problem(Of(lambda _, rows: dropout(rows) if rows.device.index else rows))
-    found = []
-    with ScatterOnceParallel(model, 1, device_ids) as engine:
-        for seed in (1, None, 1):
-            if seed is not None:
-                torch.manual_seed(seed)
-            model.zero_grad()
-            engine.forward_backward(*batch, LOSS)
-            found.append(gradients(model))
-    assert_bits(found[0], found[2])
-    same = all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
-    assert same == (set(device_ids) == {0})
 
 
 def draws(_, features):
@@ -395,25 +367,6 @@ def steps_on(ids, accum):
 # ---- checkpoints, memory, statistics -------------------------------------------------------------
 
 
-def test_what_is_looked_at_uncompiled_stays_so_in_autograd_s_own_thread():
-    """A checkpoint computes again in that thread, and must not come to other code there."""
-    if not hasattr(torch._C, "_remove_obj_from_tls"):
-        return  # this torch does not take the caller's context to that thread
-    compiled, threads = [], []
-    function = torch.compile(torch.nn.Tanh().forward, backend=lambda *given: compiled.append(given))
-    features = torch.ones(3, device=kind(), requires_grad=True)
-
-    def again(rows):
-        threads.append(threading.get_ident())
-        return function(rows)
-
-    with uncompiled():
-        checkpoint(again, features, use_reentrant=False).sum().backward()
-    assert len(set(threads)) == 2
-    assert not compiled
-    torch.testing.assert_close(features.grad, 1 - features.detach().tanh() ** 2)
-
-
 def test_by_default_every_accelerator_has_a_replica():
     model, *batch = problem()
     count = torch.accelerator.device_count()
@@ -491,35 +444,6 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
             saved = sharded.state_dict()
             kept = tree_leaves(saved["state"])
             assert {v.device.type for v in kept if isinstance(v, torch.Tensor)} == {"cpu"}
-
-
-def peaks_of(make, count):
-    """The most memory of each device in a step and the optimizer's, in multiples of the model."""
-    with seeded():
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
-    model, devices = model.to(f"{kind()}:0"), range(count)
-    size = sum(p.nbytes for p in model.parameters())
-    held = [torch.accelerator.memory_allocated(i) - (0 if i else size) for i in devices]
-    with ScatterOnceParallel(model, 1, devices, verify=False) as engine:
-        optimizer = make(engine)
-        for _ in range(3):
-            for index in devices:
-                torch.accelerator.synchronize(index)
-                torch.accelerator.reset_peak_memory_stats(index)
-            optimizer.zero_grad()
-            engine.forward_backward(torch.ones(count, 512), None, lambda y, _: y.mean())
-            optimizer.step()
-        return [(torch.accelerator.max_memory_allocated(i) - held[i]) / size for i in devices]
-
-
-def test_a_sharded_optimizer_takes_as_much_on_each_device(monkeypatch):
-    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 2**16)  # little beside the parameters
-    monkeypatch.setattr(fingerprints, "_WORDS", 2**14)
-    if torch.accelerator.device_count() < 4:
-        pytest.skip("needs 4 accelerators")
-    plain = peaks_of(lambda e: torch.optim.AdamW(e.module.parameters()), 4)
-    sharded = peaks_of(lambda e: ShardedOptimizer(e, torch.optim.AdamW), 4)
-    assert max(sharded) < 0.75 * max(plain), (sharded, plain)
 
 
 @pytest.mark.draws

@@ -11,7 +11,6 @@ import copy
 import functools
 import sys
 import warnings
-import weakref
 from unittest import mock
 
 import pytest
@@ -28,7 +27,6 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from scatterpar import DataParallelCriterion, DataParallelModel, Rows, ScatterOnceParallel
 from scatterpar.devices import coalescing, fingerprints
-from scatterpar.devices.transfers import Prefetcher
 
 pytestmark = [
     pytest.mark.cuda,
@@ -63,25 +61,16 @@ def assert_near(model, expected, **tolerances):
 
 
 def test_the_simulation_is_as_harsh_as_a_card(late):
-    """Or what follows could not fail: order, copies that read late, mixtures, memory that ends."""
+    """Or what follows could not fail: order, copies that read late, memory that ends."""
     other, ones = torch.Stream(FIRST), torch.ones(4, device=FIRST)
     with other:
         assert (ones + 1).cpu().isnan().all()
-    other.wait_stream(torch.accelerator.current_stream(FIRST))
-    with other:
-        twos = ones + 1
-    del ones  # without record_stream
-    other.synchronize()
-    assert twos.cpu().isnan().any()
     memory = torch.ones(4).pin_memory()
     copied = memory.to(FIRST, non_blocking=True)
     memory.fill_(7)
     assert copied[0].item() == 7
     back = copied.to("cpu", non_blocking=True)
     assert back.isnan().all()
-    for wrong in (torch.ones(4, device=SECOND), torch.ones(4)):
-        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            copied + wrong
     with control.limited(1, 1000), pytest.raises(torch.OutOfMemoryError):
         torch.empty(300, device=SECOND, dtype=torch.float32)
 
@@ -134,22 +123,9 @@ def test_a_kernel_of_a_second_pass_that_fails_is_an_error_of_the_step(late, accu
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize(
-    ("options", "arguments"),
-    [
-        ({}, {}),
-        ({"verify": False}, {"whole_batch": True}),
-        ({"verify": False, "graphs": True}, {}),
-        ({"verify": False, "buffers": "batch"}, {}),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:graphs=True")
-def test_the_users_error_arrives_though_its_device_is_lost(late, index, options, arguments):
-    """After a kernel's assertion nothing can be put back, which is a note on the error.
-
-    If a check or a capture meets it, the step goes on, and what comes next meets the lost device.
-    """
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=str)
+def test_the_users_error_arrives_though_its_device_is_lost(late, index, options):
+    """After a kernel's assertion nothing can be put back, which is a note on the error."""
 
     def step(number):
         """The number of forward passes on the device, which is lost in one of them."""
@@ -163,22 +139,17 @@ def test_the_users_error_arrives_though_its_device_is_lost(late, index, options,
             return inputs
 
         model, *batch = problem(nn.BatchNorm1d(16), nn.Dropout(0.1), Of(asserts))
-        with ScatterOnceParallel(model, 2, [FIRST, SECOND], **options) as engine:
-            engine.forward_backward(*batch, by_rows, **arguments)
+        with ScatterOnceParallel(model, 2, [FIRST, SECOND], verify=False) as engine:
+            engine.forward_backward(*batch, by_rows, **options)
         return len(visits)
 
     notes = []
     for number in range(1, 1 + step(0)):
-        with control.found_again(), pytest.raises((IndexError, RuntimeError)) as caught:
+        with control.found_again(), pytest.raises(IndexError) as caught:
             step(number)
-        notes += caught.value.__notes__
-        goes_on = "verify" not in options or "graphs" in options
-        if goes_on and isinstance(caught.value, RuntimeError):
-            continue  # what comes next on that device fails, in or before a sub-step
-        assert isinstance(caught.value, IndexError)
-        noted = "".join(caught.value.__notes__)
-        assert any(beginning_of_note(i, place) in noted for i, place in enumerate((FIRST, SECOND)))
-    assert any("could not be put back" in note for note in notes)
+        notes.append("".join(caught.value.__notes__))
+    assert all(beginning_of_note(index, (FIRST, SECOND)[index]) in noted for noted in notes)
+    assert any("could not be put back" in noted for noted in notes)
 
 
 def by_rows(scores, labels):
@@ -186,23 +157,6 @@ def by_rows(scores, labels):
 
 
 WEIGHTS = torch.tensor([0.5, 1.0, 3.0])
-
-
-@pytest.mark.parametrize("place", ["host", "device"])
-@pytest.mark.parametrize("weight", [None, WEIGHTS])
-def test_no_loss_needs_float64_on_the_device(place, weight):
-    model, inputs, targets = problem()
-    criterion = nn.CrossEntropyLoss(weight, ignore_index=1)
-    expected = criterion(model.cpu()(inputs), targets).detach()
-    model, criterion = model.to(FIRST), criterion.to(FIRST)
-    batch = moved(place, inputs, targets)
-    parallel, found = DataParallelModel(model, [FIRST, SECOND]), []
-    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine, control.incomplete():
-        for options in ({}, {"whole_batch": True}):
-            found.append(engine.forward_backward(*batch, criterion, **options))
-        found.append(DataParallelCriterion(criterion)(parallel(batch[0]), batch[1]).detach())
-    for each in found:
-        torch.testing.assert_close(each.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
 OPTIONS = {
@@ -221,6 +175,7 @@ OPTIONS = {
 def test_no_option_needs_float64_on_the_device(name, dtype):
     """Neither MPS nor the smaller XPUs have it; an operator that makes some is refused here."""
     layers = [nn.BatchNorm1d(16)] if dtype == torch.float32 else []
+    loss = nn.CrossEntropyLoss(WEIGHTS.to(FIRST, dtype), ignore_index=1)
     model, inputs, targets = problem(*layers, nn.Dropout(0.1), dtype=dtype)
     devices = [FIRST, SECOND, FIRST]
     options = {"accum": 3} | OPTIONS[name]
@@ -231,12 +186,12 @@ def test_no_option_needs_float64_on_the_device(name, dtype):
             torch.zeros(1, dtype=torch.float64, device=FIRST)
         with ScatterOnceParallel(model, device_ids=devices, **options) as engine:
             for arguments in ({}, {"return_outputs": True}, {"scaler": scaler}):
-                engine.forward_backward(inputs, targets, LOSS, **arguments)
+                engine.forward_backward(inputs, targets, loss, **arguments)
                 optimizer.step()
             with torch.no_grad():
                 assert engine(inputs).dtype == dtype
         pair = DataParallelModel(model, devices)
-        DataParallelCriterion(nn.CrossEntropyLoss())(pair(inputs), targets).backward()
+        DataParallelCriterion(loss)(pair(inputs), targets).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
@@ -278,45 +233,6 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
             found = counted(take)
             assert found.synchronizations <= most, found
             assert found.blocking_copies <= most, found
-
-
-@pytest.mark.parametrize("accum", [2, 8])
-def test_a_replica_reads_once_what_its_second_passes_gave(late, accum):
-    model, inputs, targets = problem()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ScatterOnceParallel(model, accum, [FIRST, SECOND, FIRST], verify=False) as engine:
-
-        def step():
-            engine.forward_backward(inputs, targets, LOSS, whole_batch=True)
-
-        for _ in range(2):
-            step()
-            optimizer.step()
-        found = counted(step)
-    assert found.to_host == 3 + 1  # and the loss
-    assert found.blocking_copies == 0  # the host sleeps
-
-
-def test_a_step_after_an_evaluation_costs_what_others_do(late):
-    """It copied the model to the host, one parameter after the other, and looked at all of it."""
-    with seeded():
-        layers = nn.Linear(16, 2048), nn.Linear(2048, 16)
-    model, inputs, targets = problem(*layers)
-    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
-
-        def step():
-            engine.train().forward_backward(inputs, targets, LOSS)
-
-        def evaluate():
-            engine.eval()(inputs)
-
-        for _ in range(4):
-            step(), evaluate()
-        step()
-        plain, evaluation, after = counted(step), counted(evaluate), counted(step)
-    assert after.synchronizations <= plain.synchronizations
-    assert after.kernels <= plain.kernels
-    assert max(after.bytes_to_host, evaluation.bytes_to_host) < 5000
 
 
 def counted(step):
@@ -502,23 +418,6 @@ def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
         arrival, both = seconds(link, 0.0), seconds(link, speed)
     assert arrival > 0.9 * compute
     assert both < max(compute, arrival) + 3 * arrival / 16
-
-
-def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
-    """The caller let go of all targets, though it had waited for the earlier ones alone."""
-    kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
-    ahead, made = Prefetcher(device), []
-
-    def copy_another():  # by the worker
-        made.append(weakref.ref(ahead.copy(kept, device, "scatter")))
-        ahead.issue(0)
-
-    with mock.patch("scatterpar.devices.transfers.record_event") as mark:
-        mark.return_value.synchronize = copy_another
-        ahead.synchronize()
-    assert made[0]() is not None
-    ahead.wait_on_stream(0)
-    assert made[0]() is None
 
 
 def ragged(module, rows):

@@ -1,4 +1,4 @@
-"""Copies in chunks, fingerprints, the order of the sum, and the routes of copies.
+"""Copies in chunks, fingerprints, and the order of the sum.
 
 Chunks are of a few bytes here, so that small models are cut as large ones are.
 """
@@ -18,6 +18,8 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices import coalescing, fingerprints
 from scatterpar.devices.fingerprints import Fingerprints
+from scatterpar.devices.transfers import Transfers
+from scatterpar.step.reduce import sum_in_order
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
 CRITERION = nn.CrossEntropyLoss()
@@ -79,6 +81,15 @@ def test_gradients_of_four_replicas_are_added_in_pairs(devices):
     with ScatterOnceParallel(model, 1, devices(4), verify=False) as engine:
         engine.forward_backward(rows, criterion=lambda out, _: out.sum(), reduction="sum")
     assert model.weight.grad.item() == 0.0
+
+
+def test_gradients_of_other_strides_are_added_element_by_element():
+    """In chunks of memory, elements of other places would be added up."""
+    one, turned = randn(3, 4), randn(4, 3, seed=1).T
+    memories = [torch.device("cpu:0"), torch.device("cpu:1")]
+    given = [{0: one.clone()}, {0: turned.clone()}]
+    found = sum_in_order(given, memories, Transfers(), in_place=True)
+    assert torch.equal(found[0], one + turned)
 
 
 CROSSINGS = {"00000000": 0, "00001111": 1, "00112233": 3, "01234567": 7, "00112234": 4}

@@ -154,19 +154,6 @@ def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, ha
             step(engine, loss, padded(ROWS), inputs)
 
 
-@pytest.mark.filterwarnings("error")
-def test_autocast_inside_a_module_is_no_reason(devices):
-    def inside(net, inputs, targets):
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.cross_entropy(net.parts[1](net.parts[0](inputs).tanh()), targets)
-
-    make = net(inside, lambda: nn.Linear(64, 256), lambda: nn.Linear(256, CLASSES))
-    with ScatterOnceParallel(build(make).float(), 3, devices(2)) as engine:
-        inputs, targets = randn(9, ROWS, 64).float(), randint(CLASSES, 9, ROWS)
-        for batch in zip(inputs, targets, strict=True):
-            engine.forward_backward(batch)
-
-
 def by_rows(logits, inputs):
     """Kernels whose error depends on the size of the batch, as with TF32, and in convolutions."""
     return F.mse_loss(logits * (1 + 1e-3 * (len(inputs) % 7) / 7), inputs[:, :CLASSES])

@@ -118,7 +118,7 @@ def by_engine(model, device_ids, inputs, targets, spoil, **options):
 
 
 def by_pair(model, device_ids, inputs, targets, spoil):
-    inputs, labels = inputs.detach().requires_grad_(), targets.clone()
+    inputs, labels = inputs.detach().requires_grad_(), targets.to("cpu", copy=True)
     outputs = DataParallelModel(model, device_ids)(inputs)
     spoil(inputs)
     loss = DataParallelCriterion(LOSS)(outputs, targets)

@@ -6,12 +6,10 @@ the simulation itself to what CUDA does.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import sys
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -75,51 +73,35 @@ def test_the_simulation_is_as_harsh_as_a_card(late):
         torch.empty(300, device=SECOND, dtype=torch.float32)
 
 
-def notes_of_a_kernel_that_fails(model, accum, fails, engine_options, **options):
-    """Its error is the step's, what was there stays, and the next step works; the error's notes."""
-    _, *batch = problem()
-    with ScatterOnceParallel(model, accum, [FIRST, SECOND], **engine_options) as engine:
+LATE = [
+    ({"accum": 2}, {}, range(1, 7)),
+    ({"accum": 2, "graphs": True, "verify": False}, {}, range(1, 7)),
+    # Nothing is read from other cards than the first after the criterion.
+    ({"accum": 1, "verify": False}, {"whole_batch": True}, range(1, 13)),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "number"), [(*how, number) for *how, few in LATE for number in few]
+)
+def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(
+    late, options, arguments, number
+):
+    """Before the launch of a graph, in it, after it; in first passes and in second ones."""
+    model, *batch = problem()
+    with ScatterOnceParallel(model, device_ids=[FIRST, SECOND], **options) as engine:
+        step = functools.partial(engine.forward_backward, *batch, LOSS, **arguments)
         for _ in range(2):
             model.zero_grad()
-            engine.forward_backward(*batch, LOSS, **options)
+            step()
         before = [p.grad.clone() for p in model.parameters()]
-        with pytest.raises(RuntimeError, match="illegal memory access") as caught, fails():
-            engine.forward_backward(*batch, LOSS, **options)
+        control.fail_kernel(1, number)
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            step()
+        assert beginning_of_note(1, SECOND) in "".join(caught.value.__notes__)
         assert_near(model, before, rtol=0, atol=0)
-        engine.forward_backward(*batch, LOSS, **options)
+        step()
         assert_near(model, [2 * gradient for gradient in before])
-    return "".join(caught.value.__notes__)
-
-
-@pytest.mark.parametrize("number", range(1, 7))
-@pytest.mark.parametrize("options", [{}, {"graphs": True, "verify": False}], ids=str)
-def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(late, options, number):
-    """Before the launch of a graph, in it, after it."""
-
-    def soon():
-        return contextlib.nullcontext(control.fail_kernel(1, number))
-
-    notes = notes_of_a_kernel_that_fails(problem()[0], 2, soon, options)
-    assert beginning_of_note(1, SECOND) in notes
-
-
-@pytest.mark.parametrize("accum", [1, 2])
-def test_a_kernel_of_a_second_pass_that_fails_is_an_error_of_the_step(late, accum):
-    """With one sub-step nothing is read from other cards than the first after the criterion."""
-
-    def hooked(layer, inputs):
-        inputs.register_hook(layer.hook)
-        return inputs
-
-    def fail(gradient):
-        if gradient.device.index == 1:
-            control.fail_kernel(1)
-        return 1 * gradient
-
-    layer = Of(hooked, hook=lambda gradient: gradient)
-    fails = functools.partial(mock.patch.object, layer, "hook", fail)
-    given = problem(layer)[0], accum, fails, {"verify": False}
-    assert beginning_of_note(1, SECOND) in notes_of_a_kernel_that_fails(*given, whole_batch=True)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -157,8 +139,6 @@ def by_rows(scores, labels):
 
 
 WEIGHTS = torch.tensor([0.5, 1.0, 3.0])
-
-
 OPTIONS = {
     "wide sums": {"accumulate_dtype": torch.float32},
     "noise": {"measure_noise": True},
@@ -284,36 +264,23 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
                 optimizer.step()
 
 
+@pytest.mark.parametrize("by", [test_accelerator.by_engine, test_accelerator.by_pair])
 @pytest.mark.parametrize("kind", ["dropped", "altered"])
 @pytest.mark.parametrize("way", [(0, 1), (1, 0), (2, 3)], ids=["out", "back", "broadcast"])
-def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
+def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind, by):
     """Broken peer access says nothing: the gradient was simply wrong (pytorch #84803)."""
-    model, inputs, targets = problem()
-    expected_loss, expected = whole_batch(model, inputs, targets)
-    batch = moved("device", inputs, targets)  # a batch on a card crosses that way too
+    model, *batch = test_accelerator.problem()
+    expected_loss, expected = whole_batch(model, *batch)
+    batch = moved("device", *batch)  # a batch on a card crosses that way too
     source, target = (f"{NAME}:{i}" for i in way)
     devices = range(max(way) + 1)  # of four devices the third sends parameters to the fourth
-    with control.broken_link(*way, kind), ScatterOnceParallel(model, 2, devices) as engine:
+    take = functools.partial(by, model, devices, *batch, lambda _: None)
+    with control.broken_link(*way, kind):
         with pytest.warns(UserWarning, match=f"from {source} to {target} arrived corrupted"):
-            engine.forward_backward(*batch, LOSS)
+            take()
         model.zero_grad()
-        loss = engine.forward_backward(*batch, LOSS)
+        loss = take()
     torch.testing.assert_close(loss, expected_loss)
-    assert_near(model, expected)
-
-
-def test_the_pair_looks_for_itself_too_and_only_once():
-    model, inputs, targets = problem()
-    expected_loss, expected = whole_batch(model, inputs, targets)
-    with control.broken_link(0, 1, "altered"):
-        parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(LOSS)
-        with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} arrived corrupted"):
-            parallel(inputs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found = loss(parallel(inputs), targets)
-        found.backward()
-    torch.testing.assert_close(found.detach(), expected_loss)
     assert_near(model, expected)
 
 

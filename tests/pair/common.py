@@ -7,14 +7,14 @@ import copy
 from harness.oracle import assert_close, assert_gradients, build, call, gradients, whole_batch
 from torch import nn
 
-from scatterpar import DataParallelCriterion, DataParallelModel, gather
+from scatterpar import DataParallelCriterion, DataParallelModel
 
 
 class Plain:
     """A model and a criterion on one device."""
 
     def __init__(self, module, criterion):
-        self.module = self.model = self.outputs = module
+        self.module = self.model = module
         self.criterion = criterion
 
     def loss(self, inputs, targets):
@@ -28,9 +28,6 @@ class Pair:
         self.module, self.plain_criterion = module, criterion
         self.model = DataParallelModel(module, device_ids)
         self.criterion = DataParallelCriterion(criterion, device_ids)
-
-    def outputs(self, inputs):
-        return gather(call(self.model, inputs), "cpu")
 
     def loss(self, inputs, targets, **options):
         outputs = call(self.model, inputs)

@@ -11,7 +11,6 @@ from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.oracle import gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from pair.common import Pair, Plain, assert_alike
 
@@ -20,21 +19,10 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation
 BATCH = randn(11, FEATURES), randint(CLASSES, 11)
 
 
-def deep():
-    layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(5)]
-    return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
-
-
 def two_heads():
     heads = {name: nn.Linear(6, CLASSES) for name in ("first", "second", "never")}
     heads["body"] = nn.Linear(FEATURES, 6)
     return Of(lambda m, x: [head(m.body(x).tanh()) for head in (m.first, m.second)], **heads)
-
-
-def normalised():
-    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-    model[1].eval()
-    return model
 
 
 def first_head():
@@ -92,13 +80,6 @@ def an_in_place_change_before_backward_is_an_error_as_always(of):
     of.module.zero_grad()
 
 
-@program(deep)
-def a_checkpoint_around_all_of_it(of):
-    """It tells what it computes again by the order in which tensors were saved."""
-    for _ in range(8):
-        checkpoint(of.loss, *BATCH, use_reentrant=False).backward()
-
-
 @program(two_heads, first_head)
 def hooks_run_once_with_the_whole_gradient(of):
     """Those of parameters that the loss does not reach do not run, as in plain torch."""
@@ -110,29 +91,6 @@ def hooks_run_once_with_the_whole_gradient(of):
     assert sorted(hooked) == sorted(accumulated)
     assert {name.split(".")[0] for name in hooked} == {"body", "first"}
     return [gradient for name in sorted(hooked) for gradient in hooked[name]]
-
-
-@program(normalised)
-def an_evaluation_between_two_forwards(of):
-    """It must not spoil the graphs of siamese networks."""
-    left = of.outputs(BATCH[0])
-    of.model.eval()
-    with torch.no_grad():
-        of.outputs(BATCH[0])
-    of.model.train()
-    of.module[1].eval()
-    loss = (left * of.outputs(randn(11, FEATURES, seed=9))).mean()
-    loss.backward()
-    return [loss]
-
-
-@program(lambda: Of(lambda m, inputs: inputs @ m.weight))
-def weights_that_another_network_computes(of):
-    """A tensor in the place of a parameter passes its gradient on to what it was made of."""
-    made_of = randn(FEATURES, CLASSES, seed=4).requires_grad_()
-    of.module.weight = made_of.exp()
-    of.loss(*BATCH).backward()
-    return [made_of.grad]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

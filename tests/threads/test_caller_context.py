@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from faults.state import nothing_changes
 from harness.models import CLASSES, FEATURES, Returns, linear, mlp
 from harness.oracle import assert_step, build, randint, randn
 from torch import nn
@@ -69,13 +68,6 @@ def of_gradients():
 def test_inference_builds_no_graph_and_is_in_the_caller_s_mode(devices, mode):
     expected = False, mode is torch.inference_mode
     assert asked(devices, of_gradients, mode, inference=True) == [expected] * 3
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_step_without_grad_is_torch_s_own_error(devices, mode):
-    engine = ScatterOnceParallel(mlp(), 2, devices(3))
-    with engine, nothing_changes(engine.module), mode(), pytest.raises(RuntimeError, match="grad"):
-        engine.forward_backward(*BATCH, LOSS)
 
 
 def test_training_works_after_inference_mode(devices):

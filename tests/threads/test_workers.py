@@ -11,7 +11,6 @@ import time
 
 import pytest
 import torch
-from faults.processes import run
 from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import assert_step, build, randn
@@ -164,27 +163,14 @@ def test_a_custom_function_under_vmap(devices):
     take_a_step(lambda layer, rows: torch.vmap(Doubled.apply)(layer.linear(rows)), devices(3))
 
 
-CONTROL_FLOW = """
-import pytest
-from harness.oracle import randn
-from scatterpar import ScatterOnceParallel
-from threads.test_workers import branching, mean, of, take_a_step
-
-model = of(branching)
-with ScatterOnceParallel(model, 2, ["cpu"] * 2, verify=False) as engine:
-    with pytest.raises(RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"):
-        engine.forward_backward(randn(11, 4), criterion=mean)
-    assert model.linear.weight.grad is None
-take_a_step(branching, ["cpu"])
-print("exact")
-"""
-
-
 @pytest.mark.slow
 def test_control_flow_is_refused_unless_there_is_one_replica():
-    """In a process of its own: what two threads' tracing once broke stayed broken."""
-    outcome = run("-c", CONTROL_FLOW, silence=300.0)
-    assert outcome.out == "exact\n", outcome.err
+    model = of(branching)
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, verify=False) as engine:
+        with pytest.raises(RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"):
+            engine.forward_backward(randn(11, 4), criterion=mean)
+        assert model.linear.weight.grad is None
+    take_a_step(branching, ["cpu"])
 
 
 def test_an_operator_that_is_registered_later():

@@ -206,27 +206,6 @@ def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
     assert [taken[number - 1] for number in (3, 5, 6, 7, 9)] == [0] * 5
 
 
-def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch):
-    """A look by one replica alone waited at the barrier for ever.
-
-    What the others restored was what the first one's look had left, if they ended after it.
-    """
-    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 1.0)
-    barrier = threading.Barrier(3)
-
-    class Meets(nn.Module):
-        sizes = []  # noqa: RUF012
-
-        def forward(self, output, targets):
-            self.sizes.append(len(output))
-            barrier.wait(60)
-            return F.mse_loss(output, targets)
-
-    with ScatterOnceParallel(mlp(), 1, devices(3)) as engine:
-        assert_agreed(engine, partial(step, engine, Meets(), VALUES))
-    assert Meets.sizes == [ROWS // 3] * 6
-
-
 def test_a_call_that_waits_for_ever_is_told_once_and_the_step_goes_on(monkeypatch):
     """A criterion that waits in a look, which nobody can interrupt, hung the step."""
     monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 0.5)

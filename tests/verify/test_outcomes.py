@@ -11,6 +11,7 @@ import re
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from faults.state import nothing_changes
@@ -43,6 +44,7 @@ from harness.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar import Rows, ScatterOnceParallel, count_labels
 
@@ -224,6 +226,11 @@ LEFT_BEHIND = {  # auxiliary losses were dropped; penalties by parameters found 
 }
 
 
+def leaving(net, rows):
+    net.kept = [net.linear(rows).square().mean()]
+    return net.linear(rows)
+
+
 REPLICA = "leads to the module.*in plain torch, but.*on a replica"
 
 REFUSED: dict[str, tuple[Case, str]] = {
@@ -287,6 +294,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         for name, of in LEFT_BEHIND.items()
         for whole in (False, True)
     },
+    "an entry of a list that is empty on the user's module": (  # the error was an IndexError
+        Case(net(leaving, kept=[]), LABELLED, lambda m: lambda o, t: m.kept[0] + in_a_def(o, t)),
+        "but an error on a replica.*gradients by your own",
+    ),
 }
 
 
@@ -396,6 +407,14 @@ def masked_by_python(net, rows):
     return net.linear(rows * torch.tensor(keep))
 
 
+def masked_by_numpy(net, rows):
+    return net.linear(rows * torch.from_numpy(np.random.default_rng().random(rows.shape)))
+
+
+def recomputes(net, rows):
+    return checkpoint(net.linear, net.parts[0](rows), use_reentrant=True)
+
+
 def rotates(net, rows):
     """Grows a table of positions in its first pass, and reads it from then on."""
     if net.length < FEATURES:
@@ -449,6 +468,8 @@ SILENT = {
         for name, make in LANGUAGE_MODELS.items()
     },
     "masked by Python": case_of(net(masked_by_python)),
+    "masked by NumPy": case_of(net(masked_by_numpy)),
+    "a reentrant checkpoint": case_of(net(recomputes, partial(nn.Linear, FEATURES, FEATURES))),
     "padding": case_of(
         net(lambda net, rows: net.linear(rows.sum(1))),
         Rows(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -33,11 +35,28 @@ def with_number(number):
     return INPUTS, VALUES, lambda o, t: o.std(0).sum() if number >= 10 else F.mse_loss(o, t)
 
 
+@dataclass
+class Loop:
+    """The user's own training loop: its method is the criterion, and it holds the engine."""
+
+    engine: Any
+    weight: float
+
+    def loss(self, output, targets):
+        loss = F.mse_loss(output, targets)
+        return loss + self.weight * output.std(0).sum() if self.weight else loss
+
+
+def with_loop(engine, step):
+    return INPUTS, VALUES, Loop(engine, 0.5 * (step >= 10)).loss
+
+
 CHANGES = {  # the model, and what is passed in each step
     "a switch of the module": (net(mean_or_std, compares=False), by_switch),
     "a word in the batch": (net(mean_or_std, compares=False), by_word),
     # Unseen through step 63: a closure with another number was of the same kind.
     "a number": (linear, lambda _, n: with_number(n // 10 * 10)),
+    "a number beside an engine": (linear, with_loop),
 }
 
 

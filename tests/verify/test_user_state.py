@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -103,24 +104,31 @@ def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buff
 # --- without a trace ---
 
 
-class Counts:
-    """Counts its calls in its class, in attributes, in a tensor, in an array, and in a list."""
+class Slots:
+    __slots__ = ("calls",)
 
-    seen, array, history = 0, np.zeros(3), []
+
+class Counts:
+    """Counts its calls in all ways that there are."""
+
+    seen, array, queue, slots, history = 0, np.zeros(3), Queue(), Slots(), []
 
     def __init__(self, reduction="mean"):
-        self.reduced, self.calls, self.steps = reduction, 0, torch.zeros(())
+        self.reduced, self.calls, self.steps, self.slots.calls = reduction, 0, torch.zeros(()), 0
 
     def __call__(self, output, targets):
         type(self).seen += 1
         self.calls += 1
         self.steps += 1
+        self.slots.calls += 1
+        self.queue.put(1)
         self.array[0] += 1
         self.history.append(1)
         return F.cross_entropy(output, targets, reduction=self.reduced)
 
     def numbers(self):
-        return [self.seen, self.calls, self.steps, self.array[0], len(self.history)]
+        own = self.seen, self.calls, self.steps, self.slots.calls, self.array[0]
+        return [*own, self.queue.qsize(), len(self.history)]
 
 
 def test_a_look_leaves_no_count():
@@ -137,10 +145,10 @@ def test_a_look_leaves_no_count():
         criterion = Counts("sum")
         with pytest.raises(ValueError, match="reduction="):
             engine.forward_backward(INPUTS, LABELS, counting)
-        assert (calls, rows, criterion.numbers()) == (0, [], [0] * 5)
+        assert (calls, rows, criterion.numbers()) == (0, [], [0] * 7)
         criterion = Counts()
         engine.forward_backward(INPUTS, LABELS, counting)
-        assert (calls, rows, criterion.numbers()) == (3, [8] * 3, [3] * 5)
+        assert (calls, rows, criterion.numbers()) == (3, [8] * 3, [3] * 7)
 
 
 @pytest.mark.filterwarnings("error")

@@ -149,12 +149,6 @@ def assert_logged(ours, stock, tolerance=1e-6):
         assert one.kwargs["metrics"] == near
 
 
-class Parts(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.compile(self.net, backend="eager")
-
-
 def with_own(**attributes):
     return type("Own", (Classifier,), attributes)
 
@@ -172,7 +166,6 @@ RUNS = {
     "plain": {},
     "accum auto": {"strategy": {"accum": "auto"}},  # memory suffices for one sub-step per replica
     "a sum": {"kind": with_own(training_step=summed), "strategy": {"accum": 3, "reduction": "sum"}},
-    "a compiled part": {"kind": Parts},
     "clipping": {"gradient_clip_val": 0.05},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "accumulation": {"accumulate_grad_batches": 3},

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from functools import partial
-from queue import SimpleQueue
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,16 +162,6 @@ def total(outputs, labels, num_items_in_batch=None):
     return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
-def search(trainer):
-    """Two trials of a search, in which the Trainer sets the model and the size of a batch again."""
-    trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
-    trainer.hp_space = lambda trial: trial.params
-    trainer.model_init = lambda trial: language_model()
-    size = 3 if isinstance(trainer, ScatterOnceTrainer) else 6
-    for number in range(2):
-        trainer.train(trial=SimpleNamespace(number=number, params=sizes(size)))
-
-
 class IgnoresItems(nn.Module):
     """Takes loss keywords, and computes its own mean, as BERT does for regression."""
 
@@ -193,6 +181,11 @@ def shifting(combine):
     model = IgnoresItems(combine)
     model.loss_type = "ForCausalLM"
     return {"model": model, "relative": 1e-7}
+
+
+def single_words(count):
+    words = [[1] if i % 2 else [1, 2, 3, i % 9] for i in range(count)]
+    return [{"input_ids": ids, "number": i} for i, ids in enumerate(words)]
 
 
 def unlabelled(rows):
@@ -245,12 +238,7 @@ RUNS = {
     "compute_loss_func": {"extra": {"compute_loss_func": total}},
     "_prepare_inputs": {"case": CLASSIFIER, "classes": with_and_without(Prepares)},
     "training_step": {"case": CLASSIFIER, "classes": with_and_without(Steps)},
-    "loaders below": {"case": CLASSIFIER, "classes": with_and_without(Loads)},
-    "loaders above": {
-        "case": CLASSIFIER,
-        "classes": (type("Above", (Loads, ScatterOnceTrainer), {}), with_and_without(Loads)[1]),
-    },
-    "trials of a search": {"own": (1,), "whole": (1,), "train": search},
+    "loaders of its own": {"case": CLASSIFIER, "classes": with_and_without(Loads)},
     "divides by items": shifting(lambda losses, items: losses.sum() / items),
     "hides that it divides": shifting(lambda losses, items: losses.sum() / int(items)),
     "ignores items": shifting(lambda losses, items: losses.mean()),
@@ -259,13 +247,7 @@ RUNS = {
     ),
     # The loss of such a row is NaN, which once hid that those of both rows combine by the rest.
     "a row of which nothing counts": {
-        "case": (
-            lambda: IgnoresItems(lambda losses, items: losses.mean()),
-            lambda count: [
-                {"input_ids": [1] if i % 2 else [1, 2, 3, i % 9], "number": i} for i in range(24)
-            ][:count],
-            padded,
-        ),
+        "case": (partial(IgnoresItems, lambda losses, items: losses.mean()), single_words, padded),
         "own": (3,),
         "whole": (6,),
     },
@@ -275,10 +257,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_device(tmp_path, monkeypatch, recwarn, name):
+def test_a_run_is_that_of_one_device(tmp_path, recwarn, name):
     """Parameters, learning rates, losses, gradient norms; the last window is ragged."""
-    # A search begins a trial so, but here without its library.
-    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
     run = dict(RUNS[name])
     relative = run.pop("relative", SAME)
     trainers = beside(tmp_path, **run)
@@ -325,15 +305,15 @@ def test_rows_without_a_length_cannot_be_cut_by_cost(tmp_path):
 
 
 class Heard(transformers.TrainerCallback):
-    """Records the events of a run, with steps and epochs."""
+    """Records when steps and epochs end."""
 
     def __init__(self):
-        self.events = []
-        for name in ("on_step_begin", "on_substep_end", "on_step_end", "on_epoch_end"):
-            setattr(self, name, partial(self.hear, name))
+        self.ends = []
 
-    def hear(self, name, args, state, control, **kwargs):
-        self.events.append((name, state.global_step, state.epoch))
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ends.append((state.global_step, state.epoch))
+
+    on_epoch_end = on_step_end
 
 
 def accuracy(prediction):
@@ -353,9 +333,7 @@ def test_epochs_callbacks_and_metrics(tmp_path):
     how = {"whole": (6, 2), "num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"}
     trainers = beside(tmp_path, case, extra={"compute_metrics": accuracy}, prepare=prepare, **how)
     assert_same_run(*trainers)
-    steps = [[event for event in one.events if event[0] != "on_substep_end"] for one in heard]
-    assert [event[:2] for event in steps[0]] == [event[:2] for event in steps[1]]
-    assert steps[0] == heard[0].events, "a step is one call of training_step"
+    assert heard[0].ends == heard[1].ends
     assert any("eval_accuracy" in log for log in trainers[0].state.log_history)
     predictions = [quietly(trainer.predict, sentences(7)) for trainer in trainers]
     assert torch.equal(*(torch.tensor(p.label_ids) for p in predictions))
@@ -381,21 +359,12 @@ def test_bf16_autocast(tmp_path):
     assert len(losses[0]) == len(losses[1]) == 3
 
 
-def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
-    """With the arguments' backend, for each micro-batch."""
-    calls, compile_ = SimpleQueue(), torch.compile
-
-    def counts(graph, inputs):
-        return lambda *args: calls.put(0) or graph.forward(*args)
-
-    def seen(*args, backend, **kwargs):
-        return compile_(*args, **kwargs, backend={"eager": counts}[backend])
-
-    monkeypatch.setattr(torch, "compile", seen)
+def test_torch_compile_compiles_the_replicas(tmp_path):
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     how = {"model": RUNS["divides by items"]["model"], "whole": (6, 2)}
     trainers = beside(tmp_path, each=({"torch_compile_backend": "eager"}, {}), **how)
-    assert calls.qsize() >= 2 * 2 * 3, "each micro-batch"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert_same_run(*trainers, 1e-7)
     assert type(trainers[0].model) is IgnoresItems
     assert_same_evaluation(*trainers)
@@ -463,25 +432,13 @@ def test_losses_that_do_not_combine_are_refused_each_time(tmp_path, make, rows, 
     assert_same_bits(trainer.model, before)
 
 
-def test_an_evaluation_looks_once_at_its_turn(tmp_path):
-    """It looked at every batch of one in step 8, 16, 32 …"""
-    calls, model = SimpleQueue(), sequence_classifier()  # a look would put back a counter
-    model.register_forward_hook(lambda *_: calls.put(0))
-    options, found = {"model": model, "per_device_eval_batch_size": 1}, []
-    trainer = ours(tmp_path, CLASSIFIER, LAYOUTS["shared"], **options)
-    for step in (0, 2, 7, 7):
-        trainer.state.global_step, before = step, calls.qsize()
-        quietly(trainer.evaluate)
-        found.append(calls.qsize() - before)
-    assert found[3] == found[1] < found[2] < 3 * found[1]
-
-
 class Distills:
     """Reaches its modules by attributes, counts on itself, and stores what it measures."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.teachers = {"one": new_teacher(), "two": new_teacher()}
+        scale = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+        self.teachers = {"one": Of(judged, scale=scale)}
         self.tokens_seen = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -489,7 +446,7 @@ class Distills:
         self.tokens_seen += int(inputs["attention_mask"].sum())
         outputs = self.model(**inputs)
         with torch.no_grad():
-            goal = sum(teacher(inputs["attention_mask"]) for teacher in self.teachers.values())
+            goal = self.teachers["one"](inputs["attention_mask"])
         at_home = torch.zeros((), device=self.accelerator.device).double()
         loss = (outputs.logits - goal).square().mean() + at_home
         loss = loss + nn.functional.cross_entropy(outputs.logits, labels)
@@ -497,12 +454,7 @@ class Distills:
 
 
 def judged(teacher, mask):
-    teacher.scale.data = teacher.scale.data  # as an adapter that is switched while it computes
     return mask.double().sum(1, keepdim=True) / 9 * teacher.scale
-
-
-def new_teacher():
-    return Of(judged, scale=nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
@@ -525,18 +477,16 @@ def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices
 def flat(rows):
     """All rows as one, without padding, as packed sequences come."""
     together = [word for row in rows for word in row["input_ids"]]
-    first = [0, *(len(row["input_ids"]) for row in rows)]
     labels = [word for row in rows for word in [PADDING, *row["input_ids"][1:]]]
-    ids, mask = torch.tensor([together]), torch.ones(1, len(together), dtype=torch.long)
-    more = {"cu_seq_lens": torch.tensor(first).cumsum(0), "longest": max(first)}
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([labels])} | more
+    first = torch.tensor([0, *(len(row["input_ids"]) for row in rows)]).cumsum(0)
+    return {"input_ids": torch.tensor([together]), "labels": torch.tensor([labels]), "first": first}
 
 
 class Packed(nn.Embedding):
     """Its loss is told by batches which have no rows in common."""
 
-    def forward(self, input_ids, attention_mask, labels, cu_seq_lens=None, longest=0, **kwargs):
-        assert cu_seq_lens is None or int(cu_seq_lens[-1]) == input_ids.numel()
+    def forward(self, input_ids, labels, first=None, **kwargs):
+        assert first is None or int(first[-1]) == input_ids.numel()
         logits = super().forward(input_ids)[:, :-1].movedim(-1, 1)
         return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:])}
 
@@ -611,37 +561,6 @@ def test_resumed_is_uninterrupted_with_dropout(tmp_path):
     quietly(whole.train)
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same_bits(whole.model, resumed.model)
-
-
-@pytest.mark.parametrize("size", [3, 2])
-def test_resuming_warns_of_another_batch_alone(tmp_path, monkeypatch, size):
-    """It warned where the size was the same: of one device's rows beside those of all."""
-    warned = []
-    monkeypatch.setattr("transformers.trainer_utils.logger.warning_once", warned.append)
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    quietly(ours(tmp_path, LANGUAGE, max_steps=1, **saving, **sizes(3)).train)
-    resumed = ours(tmp_path, LANGUAGE, max_steps=2, **saving, **sizes(size))
-    quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    found = [text for text in warned if "per_device_train_batch_size" in text]
-    assert len(found) == (size != 3)
-    assert all("4 (from args) != 6 (from trainer_state.json)" in text for text in found)
-
-
-def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
-    """``auto_find_batch_size`` is the Trainer's own."""
-
-    def small(module, args, kwargs):
-        if len(kwargs["input_ids"]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. simulated")
-
-    model = language_model()
-    model.register_forward_pre_hook(small, with_kwargs=True)
-    options = {**sizes(4), "auto_find_batch_size": True, "max_steps": 2}
-    trainer = ours(tmp_path, LANGUAGE, LAYOUTS["shared"], model=model, **options)
-    quietly(trainer.train)
-    assert trainer._train_batch_size == 4, "two rows for each replica"
-    assert not [str(w.message) for w in recwarn.list]
-    assert trainer.state.global_step == 2
 
 
 LOMO = transformers.training_args.OptimizerNames.LOMO

@@ -312,18 +312,6 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
         trained(ScatterOnceCrossEncoderTrainer, saved, tmp_path, Shuffles, BINARY(), **how)
 
 
-def test_the_example(saved, tmp_path):
-    script = example("embeddings")
-    how = {"batch": 12, "rows": 3, "device_ids": LAYOUTS["virtual"], "output_dir": str(tmp_path)}
-    trainer = script.trainer_for(encoder(saved), PAIRS(), **how, **QUIET)
-    quietly(trainer.train)
-    seen = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert len(seen) == 3
-    with pytest.raises(SystemExit, match="no multiple of 5 rows on 2 devices"):
-        script.trainer_for(encoder(saved), PAIRS(), batch=12, rows=5, device_ids=["cpu"] * 2)
-
-
-@pytest.mark.slow
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
     script = example("embeddings")
     monkeypatch.setattr("sys.argv", ["embeddings.py", "--tiny", "--output", str(tmp_path)])

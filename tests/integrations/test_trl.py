@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from functools import partial
 
 import pytest
@@ -29,6 +28,7 @@ from harness.trainers import (
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
 trl = pytest.importorskip("trl", reason="TRL's trainers: pip install '.[trl]'")
+pytest.importorskip("trl.experimental.orpo")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
@@ -168,17 +168,6 @@ def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     assert not others
 
 
-def test_the_example(tmp_path):
-    script = example("dpo_lora")
-    options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
-    options |= {"device_ids": LAYOUTS["virtual"], "rank": 2, "targets": ["c_attn"]}
-    trainer = script.trainer_for(language_model(), tokens(), preferences(), **options)
-    with seeded():
-        quietly(trainer.train)
-    assert trainer.state.log_history[0]["rewards/margins"] == 0
-    assert trainer.state.global_step == 3
-
-
 def other(kind, folder, devices, *, home=trl, model=language_model, rows=preferences, **extra):
     """A trainer of any kind, with its config's defaults."""
     cls, config = getattr(home, f"{kind}Trainer"), getattr(home, f"{kind}Config")
@@ -190,10 +179,6 @@ def experts():
     config = tiny_config("Mixtral")
     config.output_router_logits = True
     return transformers.MixtralForCausalLM(config)
-
-
-def of_experiments(kind, *args):
-    return other(kind, *args, home=importlib.import_module(f"trl.experimental.{kind.lower()}"))
 
 
 REWARDS = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
@@ -214,8 +199,7 @@ REFUSED = {
     ),
     # It counts how often inputs are prepared, as RLOO does.
     "GRPO": (partial(other, "GRPO", **REWARDS), UNKNOWN),
-    "CPO": (partial(of_experiments, "CPO"), UNKNOWN),
-    "ORPO": (partial(of_experiments, "ORPO"), UNKNOWN),
+    "ORPO": (partial(other, "ORPO", home=trl.experimental.orpo), UNKNOWN),
 }
 
 
@@ -239,7 +223,6 @@ def test_a_subclass_that_calls_its_base_is_refused_like_it(tmp_path, monkeypatch
         build("KTO", tmp_path, ["cpu"] * 2, loss_type="kto")
 
 
-@pytest.mark.slow
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
     script = example("dpo_lora")
     monkeypatch.setattr("sys.argv", ["dpo_lora.py", "--tiny", "--output", str(tmp_path)])

@@ -1,7 +1,5 @@
 """Batches that are not tensors with rows alone, and cuts that are not even: ``CASES``, by name."""
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -39,15 +37,6 @@ class Tagger(Reader):
 
     def forward(self, ids):
         return self.head(self.words(ids).tanh()).transpose(1, 2)
-
-
-def detect(m, images, targets):
-    """Entries are dicts of tensors of any shape, and strings; it writes into them."""
-    assert all(isinstance(target["name"], str) for target in targets)
-    for target in targets:
-        target["seen"] = target["boxes"].add_(1)
-    found = zip(m.linear(images), targets, strict=True)
-    return sum((image - target["seen"]).square().sum() for image, target in found)
 
 
 class Jagged(Marker):
@@ -131,7 +120,6 @@ def of_two_heads(outputs, targets):
 
 WINDOW = window()
 TABLE, SHIFT = randn(7, 7, seed=3), randn(1, 7, seed=4)
-BOXES = [{"boxes": randn(n, FEATURES, seed=n), "name": f"image {n}"} for n in (2, 0, 3, 1)]
 IGNORED = SEVEN.clone()
 IGNORED[:3] = -100
 PARTS = [torch.arange(n) % CLASSES for n in (3, 9, 2, 7, 5, 1, 8)]
@@ -141,11 +129,6 @@ OF_ROWS = ("engine", "loss", "check", "whole batch", "by cost", "guarded", "infe
 BY_ROW = ("engine", "loss", "check", "by cost", "guarded")  # outputs of other lengths
 OF_PAIRS = (*OF_ROWS, "pair", "guarded pair")
 WINDOWS = ("engine", "loss", "whole batch")  # a check takes one batch
-BY_LENGTH = {
-    "engine": {"micro_batch_cost": 10},
-    "options": {"costs": LENGTHS},
-    "only": ("engine", "loss", "check"),
-}
 
 
 def texts(criterion=None, tagged=False, **more):
@@ -178,7 +161,11 @@ CASES = {
         unless=("whole batch", "by cost", "inference"),
     ),
     "texts": texts(),
-    "texts by length": texts(**BY_LENGTH | {"only": (*BY_LENGTH["only"], "inference")}),
+    "texts by length": texts(
+        engine={"micro_batch_cost": 10},
+        options={"costs": LENGTHS},
+        only=("engine", "loss", "check", "inference"),
+    ),
     "tags": texts(tagged=True, only=BY_ROW),
     "tags, counted": texts(tagged=True, only=BY_ROW, options={"count": count_labels()}),
     "another marker": Case(Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS),
@@ -190,14 +177,6 @@ CASES = {
         ((randn(7, 7), Replicated(TABLE), Replicated({"shift": SHIFT})), SEVEN),
         plain=((randn(7, 7), TABLE, {"shift": SHIFT}), SEVEN),
         only=OF_PAIRS,
-    ),
-    "entries of any kind": Case(
-        lambda: Of(detect, linear=nn.Linear(FEATURES, FEATURES)),
-        ({"images": ROWS[:4], "targets": Rows(BOXES)}, None),
-        lambda _: None,
-        plain=({"images": ROWS[:4], "targets": copy.deepcopy(BOXES)}, None),
-        options={"reduction": "sum"},
-        only=("engine", "loss", "check"),
     ),
     **{
         f"a window of batches, {how}": Case(

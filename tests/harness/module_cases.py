@@ -34,13 +34,6 @@ def with_buffers(module, **buffers):
     return module
 
 
-def autograd_function(forward, backward):
-    """A function of autograd, made of two that need no context."""
-    both = {"forward": lambda _, *args: forward(*args), "backward": lambda _, g: backward(g)}
-    body = {name: staticmethod(function) for name, function in both.items()}
-    return type("Function", (torch.autograd.Function,), body).apply
-
-
 # --- what a module may hold, and how ---
 
 
@@ -122,20 +115,17 @@ def computes_its_own_gradient():
     return Of(forward, energy=nn.Sequential(linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1)))
 
 
-# --- kinds of modules that torch's protocol for replicas loses or breaks ---
-
-
 # --- parameters: dtypes, layouts, classes of their own ---
 
 
-def as_real(values):
-    return values.real + values.imag if values.is_complex() else values
+def conjugates():
+    """Its parameter's memory holds conjugates: what forwards write is looked at."""
 
+    def forward(m, inputs):
+        return m.linear(inputs) * (m.factor.real + m.factor.imag)
 
-def factor(lazy):
-    """Its parameter's memory holds conjugates, or negatives: what forwards write is looked at."""
-    values = nn.Parameter(lazy(randn(CLASSES, dtype=torch.complex128)))
-    return Of(lambda m, x: m.linear(x) * as_real(m.factor), linear=linear(), factor=values)
+    values = nn.Parameter(randn(CLASSES, dtype=torch.complex128).conj())
+    return Of(forward, linear=linear(), factor=values)
 
 
 def of_complex():
@@ -248,13 +238,21 @@ class InOneMemory(nn.Module):
         return self.linear(inputs) + (self.one.unsqueeze(0) + self.other.unsqueeze(0))
 
 
-# Gives the very same tensor to both of its inputs.
-gives_one_for_two = autograd_function(lambda one, other: one + other, lambda g: (g, g))
+class Plus(torch.autograd.Function):
+    """Gives the very same gradient to both of its inputs."""
+
+    @staticmethod
+    def forward(_, one, other):
+        return one + other
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient, gradient
 
 
 def one_gradient_for_two():
     parts = {name: nn.Parameter(randn(FEATURES, CLASSES, seed=n)) for n, name in enumerate("ab")}
-    return Of(lambda m, inputs: inputs @ gives_one_for_two(m.a, m.b), **parts)
+    return Of(lambda m, inputs: inputs @ Plus.apply(m.a, m.b), **parts)
 
 
 # --- buffers ---
@@ -299,6 +297,9 @@ def of_every_dtype():
         flags=torch.tensor([True, False, True]),
         int64=torch.zeros((), dtype=torch.long),
     )
+
+
+# --- hooks, and criteria with parameters ---
 
 
 def multiplies():
@@ -367,9 +368,6 @@ MODELS = {
     "bags": lambda: nn.Sequential(Of(lambda _, x: x.abs().long()), nn.EmbeddingBag(99, CLASSES)),
 }
 
-# A criterion that trains the module through its closure is refused unless it is called once.
-ONCE_CALLED = ("whole batch", "inference")
-
 CASES = {
     **{name: Case(make) for name, make in MODELS.items()},
     "double backward": Case(computes_its_own_gradient, unless=("inference",)),
@@ -385,7 +383,7 @@ CASES = {
     "checkpointing, reentrant": Case(partial(blocks, use_reentrant=True), unless=("check",)),
     "fx": Case(lambda: torch.fx.symbolic_trace(small())),
     "complex": Case(of_complex, keep_dtypes=True),
-    "conjugates": Case(lambda: factor(torch.conj)),
+    "conjugates": Case(conjugates),
     **{
         str(dtype): Case(
             lambda dtype=dtype: linear().to(dtype),
@@ -435,7 +433,9 @@ CASES = {
             lambda model: (model[0].requires_grad_(True), model[2].bias.requires_grad_(False)),
         ],
     ),
-    "a penalty on the model": Case(linear, criterion=penalised, only=ONCE_CALLED),
+    "a penalty on the model": Case(  # refused unless the criterion is called once
+        linear, criterion=penalised, only=("whole batch", "inference")
+    ),
     "batch norm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE),
     "batch norm with another forward": Case(  # its statistics once stood still
         lambda: nn.Sequential(

@@ -60,10 +60,6 @@ LOSSES = {
     "class weights": (_ce(weight=CLASS_WEIGHTS), classes),
     "class weights, padded": (_ce(weight=CLASS_WEIGHTS), padded),
     "smoothing, class weights": (_ce(label_smoothing=0.2, weight=CLASS_WEIGHTS), classes),
-    "no weight for a class": (
-        _ce(weight=torch.tensor([0.0, 1.0, 2.0, 0.5]).double()),
-        lambda rows: torch.tensor([0, 0, 0, 1, 2, 3]).repeat(rows)[-rows:],
-    ),
     "probabilities": (_ce(), probabilities),
     "a share without labels": (_ce(), half_padded),
     "nll, padded": (LogSoftmaxNLL, padded),

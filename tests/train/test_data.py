@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from harness.pictures import CLASSES, broken_folder, write_folder
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from scatterpar.train import data as data_module
 from scatterpar.train.data import (
@@ -70,9 +68,6 @@ def test_the_embedded_files_are_the_published_bytes():
     assert "https://github.com/zalandoresearch/fashion-mnist" in source
     data = load()
     assert (len(data.train), len(data.test), len(data.class_names)) == (8192, 1808, 10)
-    pixels = data.train.tensors[0].double()
-    torch.testing.assert_close(data.mean, pixels.mean().float().view(1))
-    torch.testing.assert_close(data.std, pixels.std(correction=0).float().view(1))
 
 
 @pytest.mark.pictures
@@ -97,31 +92,16 @@ def test_names_of_files_are_kept_whatever_they_are():
 
 
 @pytest.mark.pictures
-def test_the_first_picture_may_be_unreadable(tmp_path):
-    """The feed names it; without it the size is the default."""
-    write_folder(tmp_path, train=2, test=1)
-    min(tmp_path.glob("train/*/*.png")).write_bytes(b"no picture")
-    assert opened(tmp_path).image_shape == (3, 224, 224)
-    assert opened(tmp_path, image_size=12).image_shape == (3, 12, 12)
-
-
-@pytest.mark.pictures
 def test_a_folder_that_lacks_pictures_is_refused(tmp_path):
     write_folder(tmp_path, train=2, test=1, held_out="val")
     (tmp_path / "train" / ".cache").mkdir()  # hidden folders are no classes
     (tmp_path / "train" / "Bag" / "notes.txt").touch()
-    (tmp_path / "train" / "Bag" / "deep").mkdir()
-    shutil.copy(next(tmp_path.glob("train/Bag/*.png")), tmp_path / "train/Bag/deep/x.PNG")
-    assert len(opened(tmp_path).train) == 7
+    assert len(opened(tmp_path).train) == 6
     (tmp_path / "train" / "Hat").mkdir()
     refused(r"train lacks pictures: Found no valid file for the classes Hat.*\.jpg, ", tmp_path)
     (tmp_path / "train" / "Hat").rmdir()
-    shutil.rmtree(tmp_path / "val" / "Bag")
-    refused("val lacks pictures: Found no valid file for the classes Bag", tmp_path)
     shutil.rmtree(tmp_path / "train")
-    (tmp_path / "train").mkdir()
-    refused(r"train needs a folder for each class, two at least; it has \[\]", tmp_path)
-    (tmp_path / "train" / "photos").mkdir()  # as of --data one level too high
+    (tmp_path / "train" / "photos").mkdir(parents=True)  # as of --data one level too high
     refused(r"train needs a folder for each class, two at least; it has \['photos'\]", tmp_path)
 
 
@@ -137,9 +117,6 @@ def test_classes_without_a_split_are_split_as_val_says(tmp_path):
     listed = sorted(map(str, tmp_path.glob("train/*/*.png")))
     assert sorted([*names(first.train), *names(first.test)]) == listed
     assert first.test.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert names(first.test) != listed[18:20] + listed[38:40] + listed[58:60]
-    shutil.rmtree(tmp_path / "test")
-    assert len(opened(tmp_path, val=0.25).test) == 15
 
 
 @pytest.mark.pictures
@@ -177,15 +154,6 @@ def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
         assert (images != first).flatten(1).any(1).sum() > 90
     plain = opened(folder, augment="none")
     assert torch.equal(*(read(plain, rows, epoch).images for epoch in (0, 1)))
-
-
-@pytest.mark.pictures
-@pytest.mark.parametrize("content", [b"", b"<html>no</html>", b"\x89PNG\r\n\x1a\n" + b"x" * 99])
-def test_whatever_is_no_picture_is_broken(tmp_path, content):
-    data, file = broken_folder(tmp_path)
-    Path(file).write_bytes(content)
-    ((name, reason),) = read(data, range(3)).broken
-    assert (name, bool(reason)) == (file, True)
 
 
 # --- data sets of libraries ---
@@ -244,27 +212,13 @@ def test_missing_datasets_names_the_extra(monkeypatch):
 # --- batches are read ahead ---
 
 
-def requests(number=180, batch=70, epochs=2):
+def requests(batch=70, epochs=2):
     found = []
     for epoch in range(epochs):
-        order = torch.randperm(number, generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(180, generator=torch.Generator().manual_seed(epoch))
         found += [Request(TRAIN, rows, epoch) for rows in order.split(batch)]
         found += [Request(TEST, torch.arange(12))]
     return found
-
-
-@pytest.mark.pictures
-def test_the_next_batch_is_read_while_this_one_is_used(folder, monkeypatch):
-    cut, begun = data_module.islice, []
-    monkeypatch.setattr(data_module, "islice", lambda *x: (begun.append(0), cut(*x))[1])
-    with Feed(opened(folder, workers=2), iter(requests())) as feed:
-        for number, request in enumerate(requests(), 1):
-            assert torch.equal(feed.take()[0].rows, request.rows)
-            deadline = time.monotonic() + 60
-            while len(begun) < min(number + 1, len(requests())):  # though nobody waits for it
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        assert feed.waited > 0
 
 
 @pytest.mark.pictures
@@ -282,23 +236,15 @@ def test_other_requests_may_come_than_the_first_ones(folder, workers):
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_picture_names_itself_and_may_be_left_out(tmp_path, workers):
+def test_a_broken_picture_is_left_out_with_its_label(tmp_path):
     data, file = broken_folder(tmp_path)
-    data.options, rows = replace(data.options, workers=workers), torch.arange(36)
-    words = rf"{file} cannot be read as an image: .*truncated.* \(--skip-broken 1 or more leaves"
-    with Feed(data, [Request(TRAIN, rows)]) as feed, pytest.raises(FeedError, match=words):
-        feed.take()
-    data.options = replace(data.options, skip_broken=1)
-    wanted = [Request(TRAIN, rows), Request(TRAIN, rows[1:2]), Request(TRAIN, rows)]
-    with Feed(data, wanted) as feed:
-        for count in (35, 0, 35):
-            _, found = feed.take()
-            assert len(found.images) == len(found.labels) == count
-        readable = data[Request(TRAIN, torch.cat([rows[:1], rows[2:]]))]
-        assert torch.equal(found.images, readable.images)
-        assert torch.equal(found.labels, readable.labels)
-        assert feed.broken == {file: 3}
+    data.options, rows = replace(data.options, workers=1, skip_broken=1), torch.arange(36)
+    with Feed(data, [Request(TRAIN, rows), Request(TRAIN, rows[1:2])]) as feed:
+        (_, found), (_, nothing) = feed.take(), feed.take()
+        assert feed.broken == {file: 2}
+    assert len(nothing.images) == len(nothing.labels) == 0
+    readable = data[Request(TRAIN, torch.cat([rows[:1], rows[2:]]))]
+    assert all(map(torch.equal, found[:2], readable[:2]))
 
 
 @pytest.mark.pictures
@@ -315,39 +261,23 @@ def test_a_killed_worker_is_said_in_words(folder):
 
 
 @pytest.mark.pictures
-def test_a_worker_that_ends_while_it_starts_is_said_in_words(folder, monkeypatch):
-    """As by a signal to all processes at the start."""
-
-    def ended(self):
-        raise EOFError
-
-    monkeypatch.setattr(DataLoader, "__iter__", ended)
-    feed, words = Feed(opened(folder, workers=1), requests()), "images cannot be read: EOFError"
-    with feed, pytest.raises(FeedError, match=words):
-        feed.take()
-
-
-@pytest.mark.pictures
 @pytest.mark.parametrize(
-    ("augmentation", "numbers"),
+    "augmentation",
     [
-        ({}, (1, 3)),
-        ({"augment": "original", "erase": 0.5}, (2,)),
-        ({"augment": "none", "erase": 1.0}, (2,)),
-        ({"mixup": 0.2, "cutmix": 1.0}, (2,)),
-        ({"augment": "rand-m9-mstd0.5-inc1"}, (2,)),
+        {"augment": "none", "erase": 1.0},
+        {"mixup": 0.2, "cutmix": 1.0},
+        {"augment": "rand-m9-mstd0.5-inc1"},
     ],
 )
-def test_any_number_of_workers_reads_the_same(folder, augmentation, numbers):
+def test_any_number_of_workers_reads_the_same(folder, augmentation):
     def everything(workers, seed=1, **options):
         with Feed(opened(folder, workers=workers, seed=seed, **options), requests()) as feed:
             return [feed.take()[1] for _ in requests()]
 
     alone, (plain, *_) = everything(0, **augmentation), everything(0, seed=0)
     assert [len(batch.images) for batch in alone] == [70, 70, 40, 12] * 2
-    for workers in numbers:
-        for one, other in zip(alone, everything(workers, **augmentation), strict=True):
-            assert all(map(torch.equal, one[:2], other[:2]))
+    for one, other in zip(alone, everything(2, **augmentation), strict=True):
+        assert all(map(torch.equal, one[:2], other[:2]))
     assert alone[0].images.dtype == torch.uint8
     assert not torch.equal(alone[0].images, plain.images)
     if "mixup" in augmentation:

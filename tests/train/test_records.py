@@ -18,7 +18,6 @@ from scatterpar.train.records import FILE, Metrics, draw_curves, load, save
 KILLED = {
     "while writing": "os.fsync = die",
     "before the name changes": "os.replace = die",
-    "with half the file": "torch.save = lambda s, f: (f.write(b'PK' * 999), f.flush(), die())",
 }
 
 

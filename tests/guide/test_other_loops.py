@@ -1,4 +1,4 @@
-"""The snippets of docs/other-loops.md, each beside the library's own loop on one device."""
+"""The snippets of docs/other-loops.md: each gradient is that of plain torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import pytest
 import torch
 from faults.processes import run
 from harness.models import Of
-from harness.oracle import assert_close, assert_parameters, build, randint, randn
-from harness.pages import blocks, read, sections
+from harness.oracle import build, randint, randn
+from harness.pages import Checked, blocks, read, sections
 from harness.pages import run as run_snippet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scatterpar import ScatterOnceParallel
+import scatterpar
 
 pytestmark = [pytest.mark.loops, pytest.mark.draws]  # loaders draw their seeds
 SNIPPETS = {t: blocks(text, "python") for t, text in sections("docs/other-loops.md").items()}
+SNIPPETS["first"] = blocks(read("docs/other-loops.md").partition("\n## ")[0], "python")
 IMAGES, LABELS = randn(53, 8), randint(3, 53)
 
 
@@ -31,139 +32,75 @@ def network():
     return build(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
 
 
-def given(model, **names):
-    """What a snippet takes for granted, around ``model``."""
-    data = TensorDataset(IMAGES, LABELS)
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    own = {"model": model, "optimizer": optimizer, "loader": DataLoader(data, 16), "nn": nn}
-    own |= {"images": IMAGES, "labels": LABELS, "criterion": nn.CrossEntropyLoss(), "torch": torch}
-    own |= {"ScatterOnceParallel": ScatterOnceParallel, "device_ids": ["cpu:0", "cpu:1"]}
-    return own | {"device": torch.device("cpu")} | names
+def of_fabric():
+    parts = slice(30), slice(30, 53)
+    loader = [(IMAGES[part].float(), LABELS[part]) for part in parts]
+    return {"model": network().float(), "loader": loader}
 
 
-def follow(title, model, **names):
-    """Run a snippet around ``model``. Returns its names."""
-    names = given(model, **names)
-    run_snippet(SNIPPETS[title][0], names)
-    return names
+def of_skorch():
+    return {"images": IMAGES.numpy(), "labels": LABELS.numpy()}
 
 
-def test_the_first_snippet():
-    model, plain = network(), network()
-    SNIPPETS[""] = blocks(read("docs/other-loops.md"), "python")
-    loss = nn.CrossEntropyLoss()(plain(IMAGES), LABELS)
-    assert_close(follow("", model)["loss"].detach(), loss.detach(), "loss")
-
-
-@needs("lightning_fabric")
-def test_fabric():
-    model, plain = network().float(), network().float()
-    loader = [(IMAGES[part].float(), LABELS[part]) for part in (slice(30), slice(30, 53))]
-    ours, stock = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain))
-    follow("Fabric", model, loader=loader, optimizer=ours)
-    for images, labels in loader:
-        stock.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(plain(images), labels)
-        loss.backward()
-        stock.step()
-    assert_parameters(model, plain, 2e-3)
-
-
-@needs("accelerate")
-def test_accelerate():
-    from accelerate import Accelerator
-
-    model, plain = network(), network()
-    follow("accelerate", model)
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    names = given(plain)
-    _, optimizer, loader = accelerator.prepare(plain, names["optimizer"], names["loader"])
-    for images, labels in loader:
-        with accelerator.accumulate(plain):
-            accelerator.backward(names["criterion"](plain(images), labels))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(plain.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_parameters(model, plain, 1e-9)
-
-
-@needs("ignite")
-def test_ignite():
-    from ignite.engine import create_supervised_trainer
-
-    model, plain = network(), network()
-    losses = follow("ignite", model)["trainer"].state.output
-    names = given(plain)
-    trainer = create_supervised_trainer(plain, names["optimizer"], names["criterion"])
-    trainer.run(names["loader"], max_epochs=3)
-    assert losses == pytest.approx(trainer.state.output, rel=1e-9)
-    assert_parameters(model, plain, 1e-9)
-
-
-@needs("skorch")
-def test_skorch():
-    import skorch
-
-    model, plain = network(), network()
-    net = follow("skorch", model, images=IMAGES.numpy(), labels=LABELS.numpy())["net"]
-    options = {"criterion": nn.CrossEntropyLoss, "batch_size": 64, "max_epochs": 3, "verbose": 0}
-    other = skorch.NeuralNetClassifier(plain, **options).fit(IMAGES.numpy(), LABELS.numpy())
-    for name in ("train_loss", "valid_loss", "valid_acc"):
-        assert net.history[:, name] == pytest.approx(other.history[:, name], rel=1e-9)
-    assert_parameters(net.module_, other.module_, 1e-9)
-    vars(net)["_engine"].close()
-
-
-@needs("torch_geometric")
-def test_torch_geometric():
-    from torch_geometric.data import Batch, Data
+def of_torch_geometric():
+    from torch_geometric.data import Data
     from torch_geometric.nn import GCNConv, global_mean_pool
 
     def classify(graphs, batch):
         nodes = graphs.body(batch.x, batch.edge_index).tanh()
         return graphs.head(global_mean_pool(nodes, batch.batch))
 
-    def make():
-        return Of(classify, body=GCNConv(8, 16), head=nn.Linear(16, 3))
-
     dataset = [
         Data(randn(n, 8, seed=n), randint(n, 2, 2 * n, seed=n), y=randint(3, 1, seed=n))
         for n in [3, 8, 5, 4, 6, 7, 3, 5, 8, 4, 6] * 3
     ]
-    model, plain = build(make), build(make)
-    follow("PyTorch Geometric", model, dataset=dataset)
-    names = given(plain)
-    for start in range(0, len(dataset), 16):
-        batch = Batch.from_data_list(dataset[start : start + 16])
-        names["optimizer"].zero_grad()
-        names["criterion"](plain(batch), batch.y).backward()
-        names["optimizer"].step()
-    assert_parameters(model, plain, 1e-9)
+    graphs = build(lambda: Of(classify, body=GCNConv(8, 16), head=nn.Linear(16, 3)))
+    return {"model": graphs, "dataset": dataset}
 
 
-@needs("monai")
-@pytest.mark.parametrize("pooled", [True, False])
-def test_monai(pooled):
+def of_monai():
     from monai.data import MetaTensor
-    from monai.engines import SupervisedTrainer
     from monai.losses import DiceLoss
     from monai.networks.nets import UNet
 
     images, labels = randn(11, 1, 16, 16), (randn(11, 1, 16, 16, seed=3) > 0).double()
-    rows = [
-        {"image": MetaTensor(image), "label": label}
-        for image, label in zip(images, labels, strict=True)
-    ]
-    model, plain = (build(lambda: UNet(2, 1, 1, (4, 8), (2,), norm="instance")) for _ in "ab")
-    own = {"loader": DataLoader(rows, 4), "criterion": DiceLoss(sigmoid=True, batch=pooled)}
-    follow("MONAI", model, **own)
-    names = given(plain, **own)
-    own = {"network": plain, "optimizer": names["optimizer"], "loss_function": names["criterion"]}
-    how = {"device": torch.device("cpu"), "max_epochs": 2, "train_data_loader": names["loader"]}
-    SupervisedTrainer(**how, **own).run()
-    assert_parameters(model, plain, 1e-9)
+    pairs = zip(images, labels, strict=True)
+    rows = [{"image": MetaTensor(image), "label": label} for image, label in pairs]
+    unet = build(lambda: UNet(2, 1, 1, (4, 8), (2,), norm="instance"))
+    criterion = DiceLoss(sigmoid=True, batch=True)
+    return {"model": unet, "loader": DataLoader(rows, 4), "criterion": criterion}
+
+
+# Per section: the library, how many steps the snippet takes, and what it takes for granted.
+LOOPS = {
+    "first": ("torch", 1, dict),
+    "Fabric": ("lightning_fabric", 2, of_fabric),
+    "accelerate": ("accelerate", 4, dict),
+    "ignite": ("ignite", 3 * 4, dict),
+    "skorch": ("skorch", 3, of_skorch),
+    "PyTorch Geometric": ("torch_geometric", 3, of_torch_geometric),
+    "MONAI": ("monai", 2 * 3, of_monai),
+}
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=needs(package)) for title, (package, *_) in LOOPS.items()]
+)
+def test_each_gradient_of_a_loop_is_that_of_plain_torch(title, monkeypatch):
+    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)  # for those that import it
+    _, steps, given = LOOPS[title]
+    names = {"nn": nn, "torch": torch, "criterion": nn.CrossEntropyLoss(), "model": network()}
+    names |= {"images": IMAGES, "labels": LABELS, "ScatterOnceParallel": Checked}
+    names |= {"device_ids": ["cpu:0", "cpu:1"], "device": torch.device("cpu")}
+    names |= {"loader": DataLoader(TensorDataset(IMAGES, LABELS), 16)} | given()
+    start = next(names["model"].parameters()).clone()
+    names["optimizer"] = torch.optim.Adam(names["model"].parameters(), 0.02)
+    Checked.engines.clear()
+    run_snippet(SNIPPETS[title][0], names)
+    (engine,) = Checked.engines
+    engine.close()
+    assert engine.compared == steps
+    assert torch.equal(start, next(engine.module.parameters())) == (title == "first")
 
 
 SCRIPT = """

@@ -63,7 +63,7 @@ def namespace():
 
 
 class Checked(scatterpar.ScatterOnceParallel):
-    """An engine that first compares each step's gradient with that of plain torch."""
+    """An engine that first compares the gradient of each step with that of plain torch."""
 
     engines: ClassVar = []
     compared = 0
@@ -72,14 +72,21 @@ class Checked(scatterpar.ScatterOnceParallel):
         super().__init__(*args, **options)
         self.engines.append(self)
 
-    def forward_backward(self, inputs, targets=None, criterion=None, **options):
+    def forward_backward(self, *batch, **options):
+        self._compare(*batch, **options)
+        return super().forward_backward(*batch, **options)
+
+    def loss(self, *batch, **options):
+        self._compare(*batch, **options)
+        return super().loss(*batch, **options)
+
+    def _compare(self, inputs, targets=None, criterion=None, **options):
         if len(batches_of(inputs, targets, 0)[0]) == 1:  # ``check`` takes one batch
             kept = ("reduction", "count", "whole_batch", "costs")
             same = {name: options[name] for name in kept if name in options}
             report = self.check(inputs, targets, criterion, **same)
             assert report.passed, report
         self.compared += 1
-        return super().forward_backward(inputs, targets, criterion, **options)
 
 
 def run(code, names):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections import Counter
-from itertools import chain
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch.nn.functional import cross_entropy
 import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.plan import make_plan
-from scatterpar.step.reduce import sum_pairs
 
 START = blocks(read("docs/start.md"), "python")
 
@@ -31,10 +28,9 @@ DEBUG = list(sections("docs/debug.md").values())
 @pytest.fixture
 def debugged():
     """``follow(section)`` runs its snippets with these names, and with an engine if asked."""
-    images, labels = randn(64, 8), randint(3, 64)
     model = build(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
     names = {"torch": torch, "ScatterOnceParallel": ScatterOnceParallel, "model": model}
-    names |= {"images": images, "labels": labels, "criterion": lambda *given: cross_entropy(*given)}
+    names |= {"images": randn(64, 8), "labels": randint(3, 64), "criterion": cross_entropy}
 
     def follow(section, with_engine=False):
         if with_engine:
@@ -46,38 +42,28 @@ def debugged():
 
 
 def test_the_error_and_its_notes_are_those_of_the_page(debugged):
-    _, follow = debugged
+    names, follow = debugged
     with pytest.raises(IndexError) as caught:
         follow(0)
     (shown,) = blocks(DEBUG[0], "text")
     said = [f"IndexError: {caught.value}", *caught.value.__notes__]
     assert "\n".join(said) == shown.strip()
-
-
-def test_the_rows_of_an_error_alone(debugged):
-    names, follow = debugged
-    names["labels"][45] = 7
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):
-        follow(1)
+        follow(1)  # its rows alone
     names["labels"][45] = 0
-    follow(1, with_engine=True)
-    assert list(names["engine"].plan(64).rows_of(1, 1)) == [*range(40, 48)]
+    follow(1)
 
 
-def test_the_row_whose_loss_is_nan(debugged, capsys):
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_the_row_whose_loss_is_nan_anomaly_detection_and_the_check(debugged, capsys):
     names, follow = debugged
+    follow(3, with_engine=True)
+    follow(4, with_engine=True)
+    assert "only rounding differs" in capsys.readouterr().out
     names["images"][19, 3] = torch.nan
     follow(2)
     assert "sub-step 2; nothing was changed" in capsys.readouterr().out
     assert names["bad"] == [19]
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly")
-def test_anomaly_detection_and_the_check(debugged, capsys):
-    _, follow = debugged
-    follow(3, with_engine=True)
-    follow(4, with_engine=True)
-    assert "only rounding differs" in capsys.readouterr().out
 
 
 # --- snippets, tables and messages of the other pages ---
@@ -129,30 +115,6 @@ def test_the_plan_that_is_shown():
     assert f"```text\n{plan}\n```" in read("docs/how-it-works.md")
 
 
-def test_what_goes_through_the_busiest_device():
-    """As often as a device is in a pair of the tree: gradients one way, parameters the other."""
-    four, eight = (Counter(chain(*sum_pairs(n))).most_common(1)[0][1] for n in (4, 8))
-    page = read("docs/comparison.md")
-    assert f"{four} + {four}" in page
-    assert f"it is {eight} + {eight}" in page
-    assert re.search(rf"^\| through the busiest of 4 .* {2 * four} \|$", page, re.MULTILINE)
-
-
-@pytest.mark.slow
-@pytest.mark.draws
-def test_the_table_of_averages(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import averaging
-
-    table = f"<!-- averaging -->\n{averaging.table()}\n<!-- /averaging -->"
-    assert table in read("docs/losses.md")
-
-
-def test_the_table_of_output_memory():
-    (table,) = re.findall(r"^\| replicas \| gather.*\n(?:\|.*\n)+", read("docs/pair.md"), re.M)
-    assert table in read("benchmarks/answered/README.md")
-
-
 THEIRS = "does not require grad|positional arguments|externally-managed|ensurepip|different Python"
 THEIRS += "|more than 1 value|torchvision::"
 
@@ -175,10 +137,3 @@ def test_what_stops_on_four_goes_on_on_two(monkeypatch, tmp_path, capsys):
     (code,) = blocks(read("docs/same-bits.md"), "python")
     run(code, {})
     assert capsys.readouterr().out == "True\n"
-
-
-def test_how_often_gradients_cross():
-    counted = read("benchmarks/traffic/README.md").partition("<!-- layouts -->")[2]
-    numbers = re.findall(r"` \| (\d+) \| (\d+) \|$", counted, re.MULTILINE)
-    page, row = read("docs/same-bits.md"), r"^\| [^|]*[a-z+][^|]* \| (\d+) \| (\d+) \|$"
-    assert re.findall(row, page, re.MULTILINE) == numbers[1:]  # on one card nothing crosses

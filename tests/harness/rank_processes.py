@@ -21,11 +21,10 @@ _REPLY_SECONDS = 300.0
 _ranks = []  # the processes, the ends of their pipes, and the folder of their store
 
 
-def run_on_ranks(size, case, *args, killed=None):
+def run_on_ranks(size, case, *args):
     """What ``case(group, *args)`` returns on each of the first ``size`` ranks of all tests.
 
-    ``None`` for the rank that is ``killed`` meanwhile.
-    The ranks are started again if they have ended: idle ones do, and so may lost ones.
+    The ranks are started again if they have ended, as idle ones do.
     """
     if not _ranks or not all(process.is_alive() for process in _ranks[0]):
         _ranks[:] = _start()
@@ -38,8 +37,7 @@ def run_on_ranks(size, case, *args, killed=None):
         try:
             answers.append(pipe.recv())
         except EOFError:
-            assert rank == killed, f"rank {rank} has ended"
-            answers.append((None, None))
+            raise AssertionError(f"rank {rank} has ended") from None
     for rank, (failure, _) in enumerate(answers):
         assert failure is None, f"on rank {rank}: {failure}"
     return [value for _, value in answers]

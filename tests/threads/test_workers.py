@@ -14,7 +14,6 @@ import torch
 from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import assert_step, build, randn
-from harness.watch import Watch
 from torch import nn
 from torch._ops import HigherOrderOperator
 
@@ -54,9 +53,22 @@ def calls(function):
     return build(lambda: Of(forward, call=function, linear=nn.Linear(2, 1)))
 
 
-def dwell(watch):
-    with watch:
+class Watch:
+    """Counts the threads that dwell at once; one for all replicas, as an object with a lock is."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.inside = self.most = 0
+        self.threads = []
+
+    def dwell(self):
+        with self.lock:
+            self.threads.append(threading.current_thread().name)
+            self.inside += 1
+            self.most = max(self.most, self.inside)
         time.sleep(0.005)
+        with self.lock:
+            self.inside -= 1
 
 
 def mean(output, _):
@@ -65,7 +77,7 @@ def mean(output, _):
 
 def test_short_work_keeps_to_the_cores(devices, cores, patience):
     watch = Watch()
-    model = calls(lambda _: dwell(watch))
+    model = calls(lambda _: watch.dwell())
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
         engine.forward_backward(NUMBERED, criterion=mean)
     assert watch.most <= cores
@@ -79,7 +91,7 @@ def test_a_function_that_replicas_share_computes_one_loss_at_a_time(devices):
     watch = Watch()
 
     def criterion(output, _):
-        dwell(watch)
+        watch.dwell()
         return output.mean()
 
     with ScatterOnceParallel(build(lambda: nn.Linear(2, 1)), 2, devices(3)) as engine:
@@ -114,7 +126,7 @@ def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
     """The threads' end once overtook the calls that were still to come: nobody ever ended."""
     monkeypatch.setattr(scatterpar.threads.workers, "_EXIT_SECONDS", 0.5)
     watch = Watch()
-    model = calls(lambda _: dwell(watch))
+    model = calls(lambda _: watch.dwell())
     engine = ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False)
 
     def criterion(output, _):

@@ -171,16 +171,6 @@ def test_a_failed_refresh_is_made_good():
         assert all(r[0].weight.equal(model[0].weight) for r in engine.replicas)
 
 
-def test_sparse_gradients_travel_as_indices_and_values():
-    model = build(lambda: nn.EmbeddingBag(1000, 3, sparse=True, mode="sum"))
-    ids = torch.tensor([[1, 2], [1, 3], [5, 5], [7, 8]])
-    with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
-        engine.forward_backward(ids, None, lambda output, _: output.pow(2).mean())
-        report = engine.last_step
-    assert 0 < report.bytes["reduce"] < 1000
-    assert report.bytes["replicate"] == 1000 * 3 * 8
-
-
 def scattered(factory, device_ids, *batch):
     """How many bytes of a batch crossed, and in how many messages."""
     with ScatterOnceParallel(build(factory), 2, device_ids) as engine:
@@ -206,10 +196,6 @@ def test_entries_cross_once_without_padding_small_ones_together():
     padded = Rows(sentences, partial(pad_sequence, batch_first=True, padding_value=9))
     found = scattered(bag, VIRTUAL[:2], padded, labels, CRITERION)
     assert found == (size([*sentences, labels]), 4 + 4)
-    sizes = (4, 5), (3, 2), (1, 3)
-    batches, labels = [randint(9, *each) for each in sizes], [randint(CLASSES, n) for n, _ in sizes]
-    window = Rows.from_batches(batches), Rows.from_batches(labels)
-    assert scattered(bag, VIRTUAL[:3], *window, CRITERION)[0] == size([*batches, *labels])
 
 
 def test_what_is_replicated_goes_once_to_every_memory():

@@ -209,15 +209,7 @@ WAYS = [
 ]
 
 
-def forked(x):
-    """``fork_rng``, and a seed, in a forward pass: they stay in that replica's stream."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(99)
-        fixed = torch.rand(())
-    return fixed * torch.rand(()) * torch.ones_like(x)
-
-
-@pytest.mark.parametrize("draw", [*WAYS, forked])
+@pytest.mark.parametrize("draw", WAYS)
 def test_every_way_to_draw(devices, draw):
     """Same seed same bits, another seed other bits."""
     model = build(lambda: Returns(lambda logits, _: logits * draw(logits).to(logits.dtype)))

@@ -41,13 +41,8 @@ def test_a_difference_is_measured_and_has_a_meaning(devices):
         assert "count=" in str(report)
         assert engine.check(INPUTS, padded(ROWS), lam, count=count_labels()).passed
         assert not engine.check(INPUTS, padded(ROWS), LOSS, reduction="sum").passed
-
-
-def test_the_difference_is_the_one_there_is():
-    model = build(lambda: nn.Linear(FEATURES, 1))
-    with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
-        report = engine.check(INPUTS[:8], None, lambda o, t: o.sum())
-    assert report.worst == pytest.approx(0.5)
+        report = engine.check(INPUTS[:6], None, lambda o, t: o.sum())  # a mean of 6 sums of a row
+        assert report.worst == pytest.approx(5 / 6)
 
 
 class Everything(Classifier):

@@ -146,6 +146,11 @@ def hardest(output, targets):
     return F.cross_entropy(output, targets, reduction="none").topk(min(12, len(output)))[0].mean()
 
 
+def sum_of_means(output, targets):
+    """As cross entropy and a Dice loss: advice that fitted roughly led to the next refusal."""
+    return in_a_def(output, targets) + 0.05 * output.pow(2).mean().sqrt()
+
+
 FEW = torch.zeros(ROWS, CLASSES).double()
 FEW[::12] = 1
 
@@ -252,6 +257,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "rows that count leaves out": (
         loss_of(positives, FEW, count=lambda _, labels: labels.sum()),
         "would be off by",
+    ),
+    "a sum of means": (
+        loss_of(sum_of_means, padded),
+        r"(?!.*It seems)(?=.*whole_batch=True).*losses\.md",
     ),
     "one row without a label": (
         loss_of(in_a_def, without_first(), accum=8),

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.looks import INPUTS, LABELS, VALUES, net
+from harness.looks import INPUTS, VALUES, net
 from harness.models import linear
 from harness.oracle import build
-from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel, count_labels
@@ -90,24 +89,6 @@ def test_a_criterion_with_other_arguments_is_told_how_it_is_called(devices):
     ):
         engine.forward_backward(INPUTS, VALUES, lambda output: output.mean())
     assert any("criterion(output, targets)" in note for note in caught.value.__notes__)
-
-
-def with_its_own_backward(net, rows):
-    assert torch.is_grad_enabled()
-    net.linear(rows).square().mean().backward()
-    return net.linear(rows)
-
-
-def test_a_backward_pass_of_forward_leaves_nothing_of_a_look(devices):
-    """The eighth step had the gradients that its look had computed on a few rows, too."""
-    found = []
-    for verify in (True, False):
-        model = build(net(with_its_own_backward))
-        with ScatterOnceParallel(model, 2, devices(2), verify=verify) as engine:
-            for _ in range(9):
-                engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
-        found.append(model.linear.weight.grad)
-    assert torch.equal(*found)
 
 
 def test_count_labels_counts_what_the_loss_averages_over():

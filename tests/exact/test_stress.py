@@ -44,12 +44,6 @@ def batch(kind):
     return randn(rows, FEATURES, seed=kind), randint(CLASSES, rows, seed=kind)
 
 
-def in_threads(work):
-    """``work(number)`` in several threads at once; what they raise is raised here."""
-    with ThreadPoolExecutor(CALLERS) as pool:
-        list(pool.map(work, range(CALLERS), timeout=300))
-
-
 def test_closed_from_another_thread_at_any_moment(devices, steps):
     """A step that is about to start once waited for workers that had just been told to end."""
     inputs, targets = batch(0)
@@ -72,7 +66,6 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
     def work(number):
         model = models[number]
         expected = {kind: whole_batch(model, *batch(kind), LOSS) for kind in range(3)}
-
         pair, pair_criterion = DataParallelModel(model, devices(3)), DataParallelCriterion(LOSS)
         with ScatterOnceParallel(model, 2, devices(3)) as engine:
             for step in range(steps):
@@ -87,4 +80,5 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
                     assert_close(loss.detach(), expected[step % 3][0], "loss")
                     assert_gradients(model, expected[step % 3][1])
 
-    in_threads(work)
+    with ThreadPoolExecutor(CALLERS) as pool:
+        list(pool.map(work, range(CALLERS), timeout=300))  # what they raise is raised here

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import re
 from unittest import mock
@@ -19,7 +18,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main
 from scatterpar.checkup import copies, training
 from scatterpar.checkup.copies import RouteResult, on_copies
-from scatterpar.checkup.training import ENGINE, ONE, PER_CALL, Speed, Step, on_speed, on_step
+from scatterpar.checkup.training import ENGINE, ONE, PER_CALL, Speed, on_speed, on_step
 from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
@@ -43,7 +42,6 @@ def kinds(verdicts):
 def test_a_sound_machine_is_fine(brief, capsys, tmp_path):
     found = scatterpar.doctor(["cpu:0", "cpu:1"], json=tmp_path / "found.json")
     assert found.passed
-    assert found.step.is_exact
     assert str(found) == capsys.readouterr().out
     assert repr(found) == "<verdicts: 2 fine, 1 note>"
     assert f"PyTorch version: {torch.__version__}" in str(found)
@@ -53,7 +51,6 @@ def test_a_sound_machine_is_fine(brief, capsys, tmp_path):
     assert written["devices"] == ["cpu:0", "cpu:1"]
     assert [c["altered"] for c in written["copies"]] == [{"1000": 0, "65536": 0}] * 6
     assert written["step"]["is_exact"]
-    assert [*written["speed"]["seconds"]] == [ENGINE, ONE]
 
 
 def test_a_broken_way_is_found_and_no_other_is_blamed(brief, monkeypatch, capsys):
@@ -79,22 +76,6 @@ def test_a_broken_way_is_found_and_no_other_is_blamed(brief, monkeypatch, capsys
         assert f"\n{verdict}" in part
 
 
-def test_every_ordered_pair_is_examined_once_with_one_pattern(monkeypatch):
-    """The pattern was made twice for each way: 256 MiB, and 25 seconds on eight GPUs."""
-    monkeypatch.setattr(copies, "SIZES", (1000, 2000))
-    with mock.patch.object(torch, "randint", wraps=torch.randint) as draw:
-        found = list(copies.examine([*VIRTUAL, VIRTUAL[0]]))
-    assert len({(route.source, route.target) for route in found}) == len(found) == 6
-    assert [call.args[1] for call in draw.call_args_list] == [(2000,)]
-
-
-def test_cards_have_pinned_ways_too_and_the_cpu_alone_has_none():
-    ways = [*itertools.product((copies.PAGEABLE, copies.PINNED), CARDS)]
-    expected = {*itertools.permutations(CARDS), *ways, *(way[::-1] for way in ways)}
-    assert set(copies.routes(CARDS)) == expected
-    assert copies.routes([torch.device("cpu")]) == []
-
-
 def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
     whole = copies.carry
 
@@ -107,10 +88,8 @@ def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(copies, "carry", carry)
     found = list(copies.examine(VIRTUAL))
     assert [route.source for route in found if route.fault] == ["cpu:1", "cpu:1"]
-    verdicts = list(on_copies(found))
-    assert kinds(verdicts) == ["WRONG", "WRONG"]
     words = "a copy from cpu:1 to host failed: RuntimeError: peer access is not supported"
-    assert verdicts[0].text == words
+    assert [*on_copies(found)][0].text == words
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch):
@@ -125,8 +104,6 @@ def test_a_wrong_gradient_is_wrong(monkeypatch):
     assert re.search(r"gradients of 19 rows are 1.\de-03 apart at most \(", str(found))
     (verdict,) = on_step(found)
     assert str(verdict).startswith(f"WRONG because: {found.words}. If copies are fine")
-    warned = Step(True, "", ("a copy brought", "a copy brought"))
-    assert kinds(on_step(warned)) == ["fine", "note"]
 
 
 def test_a_step_that_fails_is_a_finding(brief, monkeypatch):
@@ -138,14 +115,6 @@ def test_a_step_that_fails_is_a_finding(brief, monkeypatch):
     assert kinds(verdicts) == ["fine", "WRONG", "WRONG"]
     fault = "failed: RuntimeError: an illegal memory access was encountered"
     assert [v.text for v in verdicts[1:]] == [f"one exact step {fault}", f"speed {fault}"]
-
-
-def test_the_callers_gradients_and_modes_stay(brief):
-    weight = torch.ones(3, requires_grad=True)
-    with torch.no_grad(), torch.device("meta"):
-        assert scatterpar.doctor(["cpu"]).passed
-        assert not torch.is_grad_enabled()
-    assert weight.grad is None
 
 
 @pytest.mark.parametrize(
@@ -212,18 +181,12 @@ def test_n_gpus_may_take_one_and_a_half_nth_of_one_gpus_time(count, of_one, kind
 
 
 @pytest.mark.parametrize(
-    ("devices", "load", "words"),
-    [
-        ([CARDS[0], *CARDS], 0.0, "1.00 of one device's time"),
-        (VIRTUAL, 0.0, "1.00 of one device's time"),
-        (CARDS, 4.0, "4.0 processes for each core)"),
-    ],
+    ("devices", "load"), [([CARDS[0], *CARDS], 0.0), (VIRTUAL, 0.0), (CARDS, 4.0)]
 )
-def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(devices, load, words):
+def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(devices, load):
     """``[0, 0]`` was called slow, which it cannot help."""
     (verdict,) = on_speed(devices, timed(1.0, 1.0), load)
     assert verdict.kind == "note"
-    assert words in verdict.text
     assert "so no speed is judged" in verdict.text
 
 

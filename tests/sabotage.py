@@ -335,20 +335,26 @@ def main():
 
 def failed_test(sabotage):
     """The test that fails under a sabotage; empty if it passes, or hangs."""
-    path, source = sabotaged(sabotage)
-    with tempfile.TemporaryDirectory(prefix="sabotage") as copy:
-        shutil.copytree(ROOT / "scatterpar", Path(copy, "scatterpar"))
-        Path(copy, path).write_text(source, encoding="utf-8")
-        places = os.pathsep.join([copy, str(ROOT / "tests"), str(ROOT)])
-        environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *PYTEST, f"--rootdir={ROOT}", name_of_test(sabotage)]
-        how = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
-        try:
-            done = subprocess.run(command, **how, check=False, timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return ""
+    changed = dict([sabotaged(sabotage)])
+    try:
+        done = run_on_copy(changed, name_of_test(sabotage), timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return ""
     found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
     return found[1] if found else ""
+
+
+def run_on_copy(changed, test, *options, timeout):
+    """Run a test on a copy of the package, in which the files ``changed`` have other texts."""
+    with tempfile.TemporaryDirectory(prefix="sabotage") as copy:
+        shutil.copytree(ROOT / "scatterpar", Path(copy, "scatterpar"))
+        for path, source in changed.items():
+            Path(copy, path).write_text(source, encoding="utf-8")
+        places = os.pathsep.join([copy, str(ROOT / "tests"), str(ROOT)])
+        environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *PYTEST, *options, f"--rootdir={ROOT}", test]
+        how = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
+        return subprocess.run(command, **how, check=False, timeout=timeout)
 
 
 def sabotaged(sabotage):

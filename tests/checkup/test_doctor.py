@@ -89,7 +89,7 @@ def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
     found = list(copies.examine(VIRTUAL))
     assert [route.source for route in found if route.fault] == ["cpu:1", "cpu:1"]
     words = "a copy from cpu:1 to host failed: RuntimeError: peer access is not supported"
-    assert [*on_copies(found)][0].text == words
+    assert {verdict.text for verdict in on_copies(found)} >= {words}
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch):

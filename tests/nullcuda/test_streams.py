@@ -14,7 +14,6 @@ from torch import nn
 from nullcuda import card
 from nullcuda.test_the_path import batch, network, script
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import stream_for
 from scatterpar.devices.transfers import Prefetcher, to_host
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
@@ -32,17 +31,6 @@ def traced(work):
 # --- streams ---
 
 
-def test_each_use_keeps_a_stream_of_its_own():
-    """torch gives streams out of a pool of 32 in turn: the one that captured became a sender's."""
-    own = []
-    for use in "abc":
-        own.append(stream_for(use, CARD))
-        for _ in range(31):  # the next one would be the same
-            torch.Stream(CARD)
-    assert len({torch.cuda.current_stream(CARD), *own}) == 4
-    assert own == [stream_for(use, CARD) for use in "abc"]
-
-
 @pytest.mark.parametrize("place", ["pinned", "cuda:0"])
 def test_engines_take_their_streams_once(place):
     model, given = network(), batch(place=place)
@@ -56,27 +44,13 @@ def test_engines_take_their_streams_once(place):
     assert all(each == used[0] for each in used[1:])
 
 
-def traced_step(place):
-    """What happened in a step; and the size of a micro-batch's inputs."""
-    given = batch(place=place)
-    with ScatterOnceParallel(network(), 4, [0, 1], verify=False) as engine:
-        engine.forward_backward(*given, LOSS)
-        return traced(lambda: engine.forward_backward(*given, LOSS)), given[0].nbytes // 8
-
-
-def test_rows_leave_a_card_beside_its_computation():
-    """On a stream of the sender that is neither its current one nor the default one."""
-    with streams_of_the_users():
-        records, size = traced_step("cuda:0")
-    computing = {(r.device, r.stream) for r in records if r.kind in ("launch", "library")}
-    sent = [(r.device, r.stream) for r in records if r.kind == "copy_peer" and r.bytes == size]
-    assert len(sent) == 4
-    assert not computing & set(sent)
-
-
 def test_rows_that_are_not_pinned_are_staged():
     """A copy from pageable memory keeps the host, and is no copy beside the computation."""
-    records, size = traced_step("cpu")
+    given = batch(place="cpu")
+    with ScatterOnceParallel(network(), 4, [0, 1], verify=False) as engine:
+        engine.forward_backward(*given, LOSS)
+        records = traced(lambda: engine.forward_backward(*given, LOSS))
+    size = given[0].nbytes // 8
     copies = [r.pageable for r in records if r.kind == "copy_in" and r.bytes == size]
     assert copies == [False] * 8
 

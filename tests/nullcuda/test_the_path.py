@@ -151,29 +151,22 @@ def script(code, **variables):
     return done.out.split()
 
 
-CONTEXTS = "print(*[card.has_context(device) for device in range(4)])"
-STEPS = """
-from scatterpar import ScatterOnceParallel
-model = nn.Linear(4, 2).to(f"cuda:{CARDS[0]}")
-with ScatterOnceParallel(model, 2, CARDS) as engine:
-    for _ in range(2):
-        engine.forward_backward(torch.randn(8, 4), torch.randn(8, 2), nn.MSELoss())
-"""
-
-
 def test_no_context_on_a_card_that_was_not_given():
     """A context costs some hundred megabytes, and shows in every list of processes.
 
     torch itself enters every visible card at the first copy between two of them.
     """
-    one = script("CARDS = [1]" + STEPS + CONTEXTS)
-    assert one == ["False", "True", "False", "False"]
-    plain = "torch.zeros(8, device='cuda:1').to('cuda:3')\n" + CONTEXTS
-    assert script("CARDS = [1, 3]" + STEPS + CONTEXTS) == script(plain)
+    code = """
+from scatterpar import ScatterOnceParallel
+with ScatterOnceParallel(nn.Linear(4, 2).to("cuda:1"), 2, [1]) as engine:
+    for _ in range(2):
+        engine.forward_backward(torch.randn(8, 4), torch.randn(8, 2), nn.MSELoss())
+print(*[card.has_context(device) for device in range(4)])
+"""
+    assert script(code) == ["False", "True", "False", "False"]
 
 
-@pytest.mark.parametrize("megabytes", [700, 1024])
-def test_the_fewest_sub_steps_that_fit_into_a_card(megabytes):
+def test_the_fewest_sub_steps_that_fit_into_a_card():
     """``accum="auto"`` meets torch's own allocator: with one sub-step fewer memory runs out."""
     code = """
 from scatterpar import ScatterOnceParallel
@@ -194,24 +187,11 @@ def steps(accum):
 
 fewest = steps("auto")
 torch.cuda.empty_cache()
-fits = True
+print(fewest)
 try:
-    fewest == 1 or steps(fewest - 1)
+    steps(fewest - 1)
 except torch.OutOfMemoryError:
-    fits = False
-print(fewest, fits)
+    print("ran out")
 """
-    fewest, fits = script(code, NULLCUDA_MEMORY=str(megabytes << 20))
-    assert (fewest == "1") == (megabytes >= 1024)
-    assert (fits == "True") == (fewest == "1")
-
-
-def test_a_trace_has_the_times_of_the_cards():
-    engine = ScatterOnceParallel(network(), ACCUM, [0, 1], verify=False)
-    with engine, engine.trace() as trace:
-        settled(engine)
-    launched = [s for step in trace.steps for s in step.events if s.name in ("forward", "backward")]
-    assert len(launched) == 3 * 2 * ACCUM * 2
-    for span in launched:
-        assert span.on_device[0] <= span.on_device[1]
-    assert str(trace).splitlines()[1].endswith("  on device")
+    fewest, *words = script(code, NULLCUDA_MEMORY=str(700 << 20))
+    assert (int(fewest) > 1, words) == (True, ["ran", "out"])

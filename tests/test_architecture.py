@@ -113,6 +113,13 @@ def test_copies_between_memories_are_made_in_one_package():
     assert not found
 
 
+def test_every_operator_on_lists_is_asked_for_at_import():
+    """So that a version of torch without one is refused in words."""
+    found = sources()
+    asked = set(re.findall(r"\b_foreach_\w+", found.pop("scatterpar.torch_private")))
+    assert {name for text in found.values() for name in re.findall(r"_foreach_\w+", text)} == asked
+
+
 # --- tests lie beside what they test ---
 
 TESTS = Path(__file__).parent

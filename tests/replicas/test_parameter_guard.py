@@ -42,6 +42,18 @@ def with_the_last_row(m, inputs):
     return (inputs == ROWS[-1]).all(1).any()
 
 
+def the_second_time():
+    """Of two passes this is in the second alone; replicas share what they have seen."""
+    seen = set()
+
+    def writes(m, inputs):
+        known = set(inputs[:, 0].tolist()) <= seen
+        seen.update(inputs[:, 0].tolist())
+        return known
+
+    return writes
+
+
 def writer(write, writes=always):
     """Does something to a weight before it is used."""
 
@@ -129,6 +141,13 @@ def test_it_is_refused_every_time(devices, way, case):
 def casts(weight):
     """To the dtype of the inputs."""
     weight.data = weight.data.to(ROWS.dtype)
+
+
+def test_a_write_in_the_second_pass_alone_is_refused_too(devices):
+    model = build(lambda: writer(decay_data, the_second_time()))
+    options = {"how": {"verify": False}, "whole_batch": True}
+    with by_engine(model, devices(2), **options) as run, refused("head.weight", model, lost=True):
+        run(ROWS)
 
 
 def test_a_frozen_parameter_that_is_only_cast_is_not_refused(devices):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import re
 from pathlib import Path
@@ -31,13 +30,6 @@ def test_an_index_shows_what_the_readme_says():
     assert readme.partition("This script runs")[0].strip() in page
     for name in re.findall(r"^\d\. \*\*(.+)\*\*", page, re.MULTILINE):
         assert f". **{name}**" in readme, name
-
-
-def test_the_console_script_is_the_command():
-    name, _, target = SETUP["options.entry_points"]["console_scripts"].strip().partition(" = ")
-    module, _, function = target.partition(":")
-    assert name == "scatterpar"
-    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_the_api_pages_have_every_public_name():

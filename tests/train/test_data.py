@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import multiprocessing
 import os
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -56,18 +54,6 @@ def read(data, rows, epoch=0, part=TRAIN):
 
 def names(pairs):
     return [pairs[row][0] for row in range(len(pairs))]
-
-
-def test_the_embedded_files_are_the_published_bytes():
-    source = (EMBEDDED / "SOURCE.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"`(t10k-\S+\.gz)` \| \d+ \| `([0-9a-f]{64})`", source))
-    files = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in EMBEDDED.glob("*.gz")}
-    assert listed == files
-    assert len(listed) == 2
-    assert "MIT License" in source
-    assert "https://github.com/zalandoresearch/fashion-mnist" in source
-    data = load()
-    assert (len(data.train), len(data.test), len(data.class_names)) == (8192, 1808, 10)
 
 
 @pytest.mark.pictures
@@ -199,14 +185,6 @@ def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch
     one, other = (read(source, [0, 5, 11], part=TEST) for source in (data, ours))
     assert one.broken == other.broken == []
     assert all(map(torch.equal, one[:2], other[:2]))
-
-
-@pytest.mark.pictures
-def test_missing_datasets_names_the_extra(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
-    refused(r"hfds/toy: .*datasets.*pip install .*\[datasets\]", "hfds/toy")
 
 
 # --- batches are read ahead ---

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or the one before; records are lines of JSON; curves are drawn."""
+"""Checkpoints are whole or the one before; records are lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from faults.processes import run_forked
 
 from scatterpar.train.options import UsageError
-from scatterpar.train.records import FILE, Metrics, draw_curves, load, save
+from scatterpar.train.records import FILE, Metrics, load, save
 
 KILLED = {
     "while writing": "os.fsync = die",
@@ -63,17 +63,11 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(tmp_path, caps
 
 def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
     with Metrics(tmp_path / "new" / "metrics.jsonl") as metrics:
-        draw_curves(metrics, tmp_path / "nothing.png")
         metrics.write("step", step=1, loss=float("nan"), seconds={"scatter": float("inf")})
-        accuracies = {"test_accuracy": 0.25, "test_accuracy_top5": 0.75}
-        metrics.write("epoch", step=1, epoch=1, test_loss=0.5, **accuracies)
     lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == metrics.records
     assert metrics.records[0]["loss"] is None
     assert metrics.records[0]["seconds"] == {"scatter": None}
-    draw_curves(metrics, tmp_path / "curves.png")
-    for file in tmp_path.glob("*.png"):
-        assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_session_keeps_the_steps_before_it_and_no_torn_line(tmp_path, monkeypatch):

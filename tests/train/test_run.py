@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
 import shlex
 import signal
-import sys
 import time
 from importlib.util import find_spec
 from unittest import mock
@@ -17,14 +15,14 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from faults.processes import finish, run, start_forked
+from faults.processes import finish, start_forked
 from harness.pictures import truncate, write_folder
 from harness.runs import Small, assert_same_run, records, steps, stop_after, wait_until
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import data, training
 from scatterpar.train import records as record_module
 from scatterpar.train import run as tool
+from scatterpar.train import training
 from scatterpar.train.run import main
 
 pytestmark = pytest.mark.draws
@@ -131,14 +129,6 @@ def is_running(process):
         return False  # it ended in between
 
 
-def test_the_printed_line_is_what_was_typed_and_resume(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", typed := ["python", "-m", "x y", "--out", str(tmp_path)])
-    monkeypatch.setattr(tool, "stoppable", lambda: contextlib.nullcontext([signal.SIGTERM]))
-    assert main([*EMBEDDED, "--devices", "cpu", "--out", str(tmp_path)]) == 143
-    found = re.search(r"goes on from there:\n  (.*)\n", capsys.readouterr().out)
-    assert shlex.split(found[1]) == [*typed, "--resume"]
-
-
 def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
     before = {file: file.read_bytes() for file in whole.iterdir()}
     words = ["--data", str(folder), *OPTIONS, "--out", str(whole)]
@@ -242,18 +232,6 @@ def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
     assert "test accuracy: not measured, no epoch was finished" in printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_training_is_one_line(tmp_path, number):
-    """While libraries are imported. It once ended a run silently."""
-    text = "import os, time; os.kill(os.getpid(), int(os.environ['NUMBER'])); time.sleep(1000)"
-    (tmp_path / "tyro.py").write_text(text)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    ended = run("-m", "scatterpar", "train", PYTHONPATH=path, NUMBER=str(int(number)))
-    assert ended.code == 128 + number
-    said = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
-    assert ended.err == f"scatterpar: {said}\n"
-
-
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
     assert main([]) == 2
@@ -325,14 +303,3 @@ def test_the_average_is_what_is_tested_and_kept(tmp_path):
     for name, value in best["model"].items():
         assert torch.equal(value, state["average"][f"module.network.{name}"]), name
     assert not torch.equal(best["model"]["head.weight"], state["model"]["head.weight"])
-
-
-@pytest.mark.pictures
-def test_waiting_is_shown(folder, tmp_path, capsys, monkeypatch):
-    cut = data.islice
-    monkeypatch.setattr(data, "islice", lambda *pieces: time.sleep(0.05) or cut(*pieces))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
-    printed = capsys.readouterr()
-    assert re.search(r"images/s, waiting \d+%", printed.out)
-    assert re.search(r"images/s, loss=\d.*, waiting=\d+%", printed.err)

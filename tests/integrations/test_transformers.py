@@ -15,7 +15,6 @@ from harness.models import Of
 from harness.oracle import assert_close, seeded
 from harness.trainers import (
     LAYOUTS,
-    PADDING,
     SAME,
     VOCABULARY,
     arguments,
@@ -455,50 +454,13 @@ def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices
     assert_same_evaluation(*both)
 
 
-def flat(rows):
-    """All rows as one, without padding, as packed sequences come."""
-    together = [word for row in rows for word in row["input_ids"]]
-    labels = [word for row in rows for word in [PADDING, *row["input_ids"][1:]]]
-    first = torch.tensor([0, *(len(row["input_ids"]) for row in rows)]).cumsum(0)
-    return {"input_ids": torch.tensor([together]), "labels": torch.tensor([labels]), "first": first}
-
-
-class Packed(nn.Embedding):
-    """Its loss is told by batches which have no rows in common."""
-
-    def forward(self, input_ids, labels, first=None, **kwargs):
-        assert first is None or int(first[-1]) == input_ids.numel()
-        logits = super().forward(input_ids)[:, :-1].movedim(-1, 1)
-        return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:])}
-
-
-def padded_without_first(rows):
-    batch = padded(rows)
-    batch["labels"][:, 0] = PADDING
-    return batch
-
-
-def test_packed_batches_are_dealt_out_whole(tmp_path):
-    """They have one row each: all of them ran on the first replica, or "disagreed in rows"."""
-    model = oracle.build(lambda: Packed(VOCABULARY, VOCABULARY))
-    model.loss_type, plans = "ForCausalLM", []
-
-    class Looks(ScatterOnceTrainer):
-        def training_step(self, *args):
-            loss = super().training_step(*args)
-            plans.append(self._engine.last_step.plan.shares)
-            return loss
-
-    def prepare(trainer):
-        if isinstance(trainer, ScatterOnceTrainer):
-            trainer.data_collator = flat
-
-    case = None, lambda count: sentences(24), padded_without_first
-    how = {"classes": (Looks, transformers.Trainer), "prepare": prepare, "max_steps": 2}
+def test_batches_that_do_not_show_how_losses_combine_are_weighted_by_labels(tmp_path):
+    """No two batches of one row can be computed together, and the model ignores the items."""
+    model = IgnoresItems(lambda losses, items: losses.mean())
+    model.loss_type = "ForCausalLM"
     with pytest.warns(UserWarning, match="do not show how the losses"):
-        trainers = beside(tmp_path, case, model=model, **how)
+        trainers = beside(tmp_path, model=model, own=(1, 2), whole=(4,))
     assert_same_run(*trainers)
-    assert [[len(share.micro_batches) for share in plan] for plan in plans] == [[2, 2], [2, 2]]
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -12,7 +12,7 @@ from harness.models import Of
 from torch import nn
 
 from nullcuda import card
-from nullcuda.test_the_path import batch, network, script
+from nullcuda.test_the_path import batch, network
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices.transfers import Prefetcher, to_host
 
@@ -100,34 +100,6 @@ def test_gradients_may_be_read_on_another_stream_during_the_next_captured_step()
                 gradient.norm()
         engine.forward_backward(*given, LOSS)
         torch.cuda.synchronize(0)
-
-
-MEMORY = """
-import warnings
-from scatterpar import ScatterOnceParallel
-warnings.simplefilter("error")
-deep = nn.Sequential(nn.Linear(16, 1024), *[nn.Sigmoid()] * 8, nn.Linear(1024, 4)).cuda(0)
-inputs, targets = torch.randn(4096, 16), torch.zeros(4096, dtype=torch.long)
-for card in CARDS:  # memory that torch caches, which no recording can use
-    torch.empty(80 << 20, dtype=torch.uint8, device=f"cuda:{card}")
-criterion = nn.CrossEntropyLoss()
-with ScatterOnceParallel(deep, 2, CARDS, graphs=GRAPHS, verify=False) as engine:
-    for rows in (4096, 4096, 4000, 3900):
-        engine.forward_backward(inputs[:rows], targets[:rows], criterion)
-print(*[torch.cuda.max_memory_reserved(card) / 2**20 for card in CARDS])
-"""
-
-
-@pytest.mark.parametrize("cards", [[0], [0, 1]], ids=str)
-def test_graphs_do_not_need_the_activations_twice(cards):
-    """They are computed once before the capture, which cannot use memory that was cached then."""
-    memory = str(180 << 20)  # with them twice it ran out in the first step
-    reserved = {}
-    for graphs in (False, True):
-        code = f"CARDS, GRAPHS = {cards}, {graphs}" + MEMORY
-        reserved[graphs] = [float(size) for size in script(code, NULLCUDA_MEMORY=memory)]
-    for eager, captured in zip(reserved[False], reserved[True], strict=True):
-        assert captured <= 1.15 * eager, reserved
 
 
 def reads(m, x):

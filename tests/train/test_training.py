@@ -24,7 +24,6 @@ from scatterpar.train.data import Feed, Source, library, load
 from scatterpar.train.options import UsageError, parse
 from scatterpar.train.run import main
 from scatterpar.train.training import (
-    SmallCNN,
     Training,
     build_model,
     choose_devices,
@@ -212,13 +211,6 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, mon
 
 
 # --- models, optimizers, devices ---
-
-
-def test_the_built_in_model_takes_any_size_from_8():
-    for shape in ((3, 33, 40), (3, 8, 8)):
-        assert SmallCNN(shape, 7)(torch.zeros(2, *shape)).shape == (2, 7)
-    with pytest.raises(UsageError, match=r"--model cnn: RuntimeError: .*\(1, 7, 28\)"):
-        build_model("cnn", (1, 7, 28), 10)
 
 
 class Zoo:

@@ -196,6 +196,10 @@ def test_entries_cross_once_without_padding_small_ones_together():
     padded = Rows(sentences, partial(pad_sequence, batch_first=True, padding_value=9))
     found = scattered(bag, VIRTUAL[:2], padded, labels, CRITERION)
     assert found == (size([*sentences, labels]), 4 + 4)
+    images, labels = [randn(3, 60 + n, 60) for n in range(4)], randint(CLASSES, 4)
+    rows = Rows(images, lambda few: torch.stack([image.mean((1, 2)) for image in few]))
+    found = scattered(lambda: nn.Linear(3, CLASSES), VIRTUAL[:2], rows, labels, CRITERION)
+    assert found == (size([*images, labels]), 4 + 4)
 
 
 def test_what_is_replicated_goes_once_to_every_memory():

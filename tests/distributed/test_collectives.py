@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
-import signal
 import time
 import warnings
 from datetime import timedelta
@@ -27,7 +25,6 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from scatterpar import ScatterOnceParallel
-from scatterpar import engine as engine_module
 
 CRITERION = nn.CrossEntropyLoss()
 FOUR = randn(4, FEATURES), randint(CLASSES, 4)
@@ -76,16 +73,6 @@ def not_finite(step, inputs, targets):
     step(inputs * torch.nan, targets, CRITERION)
 
 
-def interrupted_while_reducing(step, *batch):
-    def reduce(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGINT)
-        return kept(*args, **kwargs)
-
-    kept = engine_module.reduce
-    with mock.patch.object(engine_module, "reduce", reduce):
-        step(*batch, CRITERION)
-
-
 NOTED = f"mine\n{beginning_of_note(0, 'cpu')}"
 PLACES = {
     "forward": (raising_in("forward"), "Trouble", NOTED),
@@ -93,7 +80,6 @@ PLACES = {
     "criterion": (lambda step, *batch: step(*batch, raises), "Trouble", NOTED),
     "empty": (lambda step, *batch: step(*(b[:0] for b in batch), CRITERION), "ValueError", "empty"),
     "not finite": (not_finite, "FloatingPointError", "nan"),
-    "signal while reducing": (interrupted_while_reducing, "KeyboardInterrupt", ""),
 }
 
 

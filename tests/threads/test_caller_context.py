@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Returns, linear, mlp
-from harness.oracle import assert_step, build, randint, randn
+from harness.oracle import assert_close, assert_step, build, randint, randn
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
@@ -72,6 +72,10 @@ def test_inference_builds_no_graph_and_is_in_the_caller_s_mode(devices, mode):
 
 def test_training_works_after_inference_mode(devices):
     """Replicas built or refreshed under inference mode must still be fit for training."""
+    with torch.inference_mode():  # a module that is made there can infer
+        model = mlp().eval()
+        with ScatterOnceParallel(model, 2, devices(3)) as engine:
+            assert_close(engine(BATCH[0]), model(BATCH[0]), "output")
     with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
         with torch.inference_mode():
             assert engine.eval()(BATCH[0]).is_inference()

@@ -20,7 +20,7 @@ from harness.looks import (
     train,
 )
 from harness.models import CLASSES, Returns, mlp
-from harness.oracle import build, randint
+from harness.oracle import build, randint, randn
 from harness.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -28,6 +28,10 @@ from torch.nn import functional as F
 from scatterpar import ScatterOnceParallel
 
 # --- the first batch hides it ---
+
+
+def without_nan(output, targets):
+    return (output[:, 0] - targets)[~targets.isnan()].square().mean()
 
 
 class Tokens(nn.Module):
@@ -52,8 +56,11 @@ def words(pad, length=6):
     return ids
 
 
+POSITIVE = randn(ROWS).abs() + 0.5
+WITH_NAN = POSITIVE.where(torch.arange(ROWS) >= 2, torch.nan)
 LATE = {  # a case, a later batch, words
     "labels left out": (loss_of(in_a_def), (INPUTS, padded(ROWS)), "count="),
+    "NaN": (loss_of(without_nan, POSITIVE, accum=8), (INPUTS, WITH_NAN), "count="),
     "padding with a word of the vocabulary": (
         own_loss(Tokens, words(None)),
         (words(5), None),

@@ -165,45 +165,32 @@ def test_ultralytics(tmp_path):
     """Two epochs with the statistics of batch normalisation fixed; no test of the model."""
     from PIL import Image
 
-    data = tmp_path / "data"
-    for kind in ("train", "val"):
-        (data / "images" / kind).mkdir(parents=True)
-        (data / "labels" / kind).mkdir(parents=True)
-        for i in range(8):
-            picture = randint(256, 64, 64, 3, seed=i).byte().numpy()
-            Image.fromarray(picture).save(data / "images" / kind / f"{i}.png")
-            (data / "labels" / kind / f"{i}.txt").write_text(f"{i % 2} 0.5 0.5 0.4 0.3\n")
-    (data / "data.yaml").write_text(
-        f"path: {data}\ntrain: images/train\nval: images/val\nnames: [a, b]\n"
-    )
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    for i in range(8):
+        picture = Image.fromarray(randint(256, 64, 64, 3, seed=i).byte().numpy())
+        picture.save(tmp_path / "images" / f"{i}.png")
+        (tmp_path / "labels" / f"{i}.txt").write_text(f"{i % 2} 0.5 0.5 0.4 0.3\n")
+    data = tmp_path / "data.yaml"
+    data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [a, b]\n")
     before = """
 from scatterpar.train.data import library
 library("torchvision")  # PyPI's beside torch's CPU build
 """
     check = f"""
-def fixed(trainer):
-    class Fixed(trainer):
-        def _model_train(self):
-            super()._model_train()
-            for module in self.model.modules():
-                if isinstance(module, nn.BatchNorm2d):
-                    module.eval()
+def fix(trainer):
+    for module in trainer.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
 
-        def final_eval(self):
-            pass
-
-        def validate(self):
-            return {{}}, 0.0
-
-    return Fixed
-
-def trained(trainer):
-    options = dict(model="yolov8n.yaml", data={str(data / "data.yaml")!r}, imgsz=64, batch=4)
+def trained(kind):
+    options = dict(model="yolov8n.yaml", data={str(data)!r}, imgsz=64, batch=4, optimizer="SGD")
     options |= dict(epochs=2, device="cpu", workers=0, plots=False, amp=False, val=False)
-    options |= dict(project={str(tmp_path / "runs")!r}, name=trainer.__name__, optimizer="SGD")
-    one = fixed(trainer)(overrides=options)
-    one.train()
-    return one.model
+    trainer = kind(overrides=options | dict(project={str(tmp_path)!r}, name=kind.__name__))
+    trainer.add_callback("on_train_batch_start", fix)
+    trainer.final_eval, trainer.validate = lambda: None, lambda: (dict(), 0.0)
+    trainer.train()
+    return trainer.model
 
 model, plain = trained(ScatterOnceTrainer), trained(DetectionTrainer)
 for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):

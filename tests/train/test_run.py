@@ -283,6 +283,7 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
     assert state["scaler"]["scale"] > 0
     assert "cpu:0   0:20" in printed
+    assert re.search(r"images/s, waiting \d+%", printed)
     assert best["accuracy"] == max(r["test_accuracy"] for r in records(tmp_path, "epoch"))
     assert best["model"].keys() == Small(3).state_dict().keys()
 

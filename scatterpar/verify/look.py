@@ -308,14 +308,15 @@ class Look:
 
         If ``count=`` leaves some rows out, these are a part of their own: they must add nothing.
         """
-        request, batch = self._request, (self._inputs, self._targets)
+        request = self._request
         if not request.is_mean or request.whole_batch:
             return parts, [1.0] * len(parts)
 
         def counts(parts: Parts) -> list[float]:
-            spans = pairwise(accumulate(map(len, parts), initial=0))
-            few = [_select(batch, part, request.dim) for part in parts]
-            pieces = unwrap_markers(few, copy=True)
+            spans, pieces = (
+                pairwise(accumulate(map(len, parts), initial=0)),
+                pieces_of(request, parts),
+            )
             return term_counts(replace(request, batches=[(0, (None, None))]), [*spans], pieces)
 
         if request.count is not None and len(parts) > 1:
@@ -457,6 +458,12 @@ class ConstantNumbers(OperatorMode):
                 raise Inconclusive("what is drawn depends on the rows", 2)
             drawn.fill_(0.618 if drawn.is_floating_point() else drawn.flatten()[0])
         return drawn
+
+
+def pieces_of(request: Request, parts: Parts) -> Any:
+    """The inputs and targets of each part of rows, as ``count=`` gets them."""
+    batch = request.batches[0][1]
+    return unwrap_markers([_select(batch, part, request.dim) for part in parts], copy=True)
 
 
 def _select(value: Any, rows: Sequence[int], dim: int) -> Any:

@@ -13,7 +13,7 @@ import operator
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, product
@@ -32,19 +32,26 @@ from scatterpar.replicas.module_copy import module_of
 from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
-from scatterpar.step.loss_weights import is_cross_entropy
+from scatterpar.step.loss_weights import count_labels, is_cross_entropy
 from scatterpar.step.request import Call, Request, checked
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks
 from scatterpar.threads.workers import Overdue
-from scatterpar.verify.look import SMALL, Compute, Inconclusive, Look, Verdict, compare_outputs
+from scatterpar.verify.look import (
+    SMALL,
+    Compute,
+    Inconclusive,
+    Look,
+    Verdict,
+    compare_outputs,
+    pieces_of,
+)
 from scatterpar.verify.rows import (
     Parts,
     choose_rows,
     ignored_values,
     in_two,
     informative_tensors,
-    may_be_labels,
     ranges_of,
     read_ranges,
     unbound,
@@ -353,13 +360,19 @@ class _Question:
         sizes = [len(part) for part in parts]
         yield _TEXTS["rows counted" if is_by_rows else "mean"], [n / sum(sizes) for n in sizes]
         yield _TEXTS["sum"], [1.0] * len(parts)
-        labels_of = filter(may_be_labels, self._tensors)
-        for labels, value, shifted in product(labels_of, self._ignored, (0, 1)):
-            counted = (labels[:, 1:] if shifted and labels.ndim > 1 else labels) != value
-            terms = [sum(int(counted[row].sum()) for row in part) for part in parts]
-            said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
+        pieces = pieces_of(self.request, parts)
+        named = pieces[0][1] if isinstance(pieces[0][1], Mapping) else {}
+        for key, value, shifted in product({"labels": 0, **named}, self._ignored, (False, True)):
+            try:
+                count = count_labels(value, shifted=shifted, key=key)
+                terms = [int(count(*piece)) for piece in pieces]
+            except (TypeError, ValueError):  # there are no such labels
+                continue
+            said = [str(value)] * (value != -100) + ["shifted=True"] * shifted
+            said += [f"key={key!r}"] * (key != "labels")
             if sum(terms):
-                yield _TEXTS["labels"].format(value, said), [n / sum(terms) for n in terms]
+                text = _TEXTS["labels"].format(value, ", ".join(said))
+                yield text, [n / sum(terms) for n in terms]
 
     def telling(self, verdict: Verdict, moved: Sequence[str], is_serial: bool) -> Iterator[str]:
         """The warnings for what is no error; ``moved`` is state that no warning has named."""

@@ -116,6 +116,23 @@ def tokens(rows=12, length=6):
     return {"ids": ids, "labels": labels.masked_fill(padding, -100)}
 
 
+IDS, L = tokens().values()
+
+
+class Masked(OwnLoss):
+    def forward(self, mask, ids, labels):
+        return super().forward(ids * mask, labels)
+
+
+def collated(rows):
+    ids, labels = zip(*rows, strict=True)
+    return {"ids": torch.stack(ids), "labels": torch.stack(labels)}
+
+
+def by_key(output, targets):
+    return F.cross_entropy(output, targets["y"])
+
+
 COUNT = "count=scatterpar.count_labels"
 SUM = 'It seems to be a sum: pass reduction="sum".*count=.*whole_batch='
 MEAN = 'seems to be a mean over rows: pass reduction="mean", without count='
@@ -263,6 +280,13 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "a label in a closure": (loss_of(leaves_out(2), REPEATED, accum=8), "count="),
     "a label in a helper": (loss_of(with_helper, REPEATED, accum=8), r"count_labels\(2\)"),
     "in a module": (own_loss(OwnLoss, tokens()), SHIFTED),
+    # The mask once stood for the labels: count_labels(0, shifted=True), which was then refused.
+    "beside a mask": (own_loss(Masked, {"mask": (L != -100).long(), **tokens()}), SHIFTED),
+    "labels that collate makes": (
+        own_loss(OwnLoss, Rows([*zip(IDS, L, strict=True)], collated)),
+        SHIFTED,
+    ),
+    "labels under a key": (loss_of(by_key, {"y": padded(ROWS)}), r"count_labels\(key='y'\)"),
     "in a module at its start": (own_loss(at_its_start, tokens()), "count="),
     "dropout": (loss_of(with_dropout, VALUES), SUM),
     **{

@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def predict(options: PredictOptions) -> int:
     """Write the classes of all pictures."""
+    if not options.pictures.exists():
+        raise UsageError(f"{options.pictures} is not here; pass an image or a folder of images")
     model, about = _load_model(options)
     classes, is_one = tuple(about["class_names"]), options.pictures.is_file()
     start = options.pictures.parent if is_one else options.pictures

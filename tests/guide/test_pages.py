@@ -116,7 +116,7 @@ def test_the_plan_that_is_shown():
 
 
 THEIRS = "does not require grad|positional arguments|externally-managed|ensurepip|different Python"
-THEIRS += "|more than 1 value|torchvision::"
+THEIRS += "|more than 1 value|torchvision::|Could not import"
 
 
 def test_the_messages_under_troubleshooting_are_ours():

@@ -81,6 +81,7 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
     truncate(min((broken / "Bag").iterdir()))
     for words, *arguments in (
         ("empty lacks pictures", best, tmp_path / "empty"),
+        ("absent.png is not here", best, tmp_path / "absent.png"),
         ("is not a checkpoint that can be read", folder / "absent.pt", folder),
         (f"code from elsewhere: give --model {name} if it may be called", other, folder),
         (f"does not fit {name}", other, folder / "test", "--model", name),

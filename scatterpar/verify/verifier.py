@@ -352,7 +352,8 @@ class _Question:
                 return text + _TEXTS["else"]
         broadcast = _TEXTS["broadcast"].format(*verdict.shapes) if verdict.shapes else ""
         penalty = "" if self.request.is_mean else _TEXTS["penalty"]
-        return broadcast + penalty + _TEXTS["other"]
+        criterion = "" if self.request.criterion else " and criterion="
+        return broadcast + penalty + _TEXTS["other"].format(criterion)
 
     def _candidates(self, parts: Parts) -> Iterator[tuple[str, Sequence[float]]]:
         """What could be passed, and the factors of the losses of ``parts`` if it were."""
@@ -443,9 +444,9 @@ _TEXTS = {
     "pairs of rows: pass targets of the output's shape. ",
     "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
     "on weights: multiply that by len(output) / the number of all rows. ",
-    "other": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True "
-    "and criterion=. For a mean over something else, pass count=, a function of (inputs, targets) "
-    'that gives its number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or '
+    "other": "If it compares rows with each other, or is a ratio of sums, pass "
+    "whole_batch=True{}. For a mean over something else, pass count=, a function of (inputs, "
+    'targets) that gives its number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or '
     "make it a mean of one loss per row; docs/losses.md has sums of means.",
     "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
     f"run one after the other, which is slower; {_RETURN}, or pass verify=False",

@@ -444,10 +444,10 @@ _TEXTS = {
     "pairs of rows: pass targets of the output's shape. ",
     "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
     "on weights: multiply that by len(output) / the number of all rows. ",
-    "other": "If it compares rows with each other, or is a ratio of sums, pass "
-    "whole_batch=True{}. For a mean over something else, pass count=, a function of (inputs, "
-    'targets) that gives its number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or '
-    "make it a mean of one loss per row; docs/losses.md has sums of means.",
+    "other": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True{}. "
+    "For a mean over something else, pass count=, a function of (inputs, targets) that gives its "
+    'number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or make it a mean of '
+    "one loss per row; docs/losses.md has sums of means.",
     "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
     f"run one after the other, which is slower; {_RETURN}, or pass verify=False",
     "moved": "forward passes move {}: at each of the {} sub-steps, and on each replica apart. Move "

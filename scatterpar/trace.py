@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
+from statistics import median
 from typing import Any, NoReturn
 
 import torch
@@ -169,8 +171,25 @@ class Trace(Printed):
             "for all: " + ", ".join(f"{name} {part:,.1f}" for name, part in once if part >= 0.05),
             "Of the time: " + ", ".join(f"{part:.0%} {name}" for part, name in largest) + ".",
         ]
+        lines += self._longest()
         lines += [f"step {step.number} failed: {step.error}" for step in self.steps if step.error]
         return "\n".join(lines)
+
+    def _longest(self) -> list[str]:
+        """A line about the longest sub-step; none if no sub-step was recorded."""
+        ms: defaultdict[tuple[int, int, int], float] = defaultdict(float)
+        for step in self.steps:
+            for event in list(step.events):  # an abandoned worker may append
+                if event.share is not None and event.sub_step is not None:
+                    at = event.sub_step, event.share.replica, step.number
+                    ms[at] += (event.end - event.start) * 1e3
+        if not ms:
+            return []
+        (sub_step, replica, number), longest = max(ms.items(), key=itemgetter(1))
+        return [
+            f"The longest sub-step, {sub_step} of replica {replica} in step {number}, took "
+            f"{longest:,.1f} ms; the median is {median(ms.values()):,.1f} ms."
+        ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the steps to ``path`` for https://ui.perfetto.dev or chrome://tracing.

@@ -133,12 +133,15 @@ def test_nothing_is_recorded_outside_of_it_and_gradients_are_the_same_bits():
 
 def test_the_table_has_a_line_per_replica():
     shown = str(traced(engine_of(LAYOUTS[1]), steps=2))
-    title, head, *lines, once, shares = shown.splitlines()
+    title, head, *lines, once, shares, longest = shown.splitlines()
     assert re.fullmatch(r"2 steps of [\d.]+ ms, [\d.]+ ms between steps; in ms per step:", title)
     assert head.split() == ["replica", "device", "arrival", "forward", "backward", "waited"]
     assert [line.split()[:2] for line in lines] == [["0", "cpu:0"], ["1", "cpu:1"]]
     assert once.startswith("for all: scatter ")
     assert len(re.findall(r"(\d+)%", shares)) == 4
+    assert re.match(
+        r"The longest sub-step, \d of replica [01] in step [01], took [\d.]+ ms; the", longest
+    )
 
 
 def test_a_replica_that_waits_for_its_turn_with_the_criterion_does_not_compute():

@@ -157,12 +157,11 @@ class Run:
         """Print the model, the data, and how the work is divided."""
         training, options, position = self.training, self.options, self.training.position
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
-        images, steps = training.images, training.steps_per_epoch
-        rows = -(-images // steps)
         self._say(f"writing to {options.out}\n{self.feed.source}")
+        rows, steps = -(-training.images // training.steps_per_epoch), training.steps_per_epoch
         self._say(f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}")
         more = "the gradient's noise scale doubles it" if training.noise else "--batch sets it"
-        line = f"batches of {rows:,}, for {steps} steps an epoch of {images:,}; {more}"
+        line = f"batches of {rows:,}, for {steps} steps an epoch of {training.images:,}; {more}"
         if position.step:
             line = f"resumed after {position.step} steps, {position.consumed:,} images"
         self._say(line)

@@ -71,8 +71,7 @@ class Training:
         if options.ema is not None:
             function = get_ema_multi_avg_fn(options.ema)
             self.average = AveragedModel(self.model, multi_avg_fn=function, use_buffers=True)
-        # What `predict` needs to build the model.
-        self.about = {
+        self.about = {  # what `predict` needs to build the model
             "model": options.model,
             "image_shape": list(source.image_shape),
             "class_names": list(source.class_names),

@@ -221,6 +221,16 @@ class Look:
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
 
+    def equal_parts(self, rows: Sequence[int]) -> Parts:
+        """These rows in two parts; with ``whole_batch`` in parts of the step's size, if possible.
+
+        Outputs without rows that the step would join are joined in parts of that size alone.
+        """
+        size = min(self._step_rows)
+        if not self._request.whole_batch or 2 * size > len(rows):
+            return in_two(rows)[0]
+        return [rows[at : at + size] for at in range(0, len(rows) - size + 1, size)]
+
     def _computes(self, rows: Sequence[int]) -> bool:
         """Whether the replica computes these rows at once without an error."""
         with contextlib.suppress(Exception):
@@ -504,18 +514,22 @@ def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[flo
     """Compare outputs for parts of rows, all but the first, with parts of the first, for all.
 
     Returns the error of tensors with one entry per row along ``dim``, and the number of entries of
-    a tensor with several that are not in the order of the rows; 0 if there is none.
+    a tensor with others that are not in the order of the rows; 0 if there is none.
     """
     whole, *pieces = outputs
-    error, misplaced, rows = 0.0, 0, sum(map(len, parts))
+    error, misplaced = 0.0, 0
     for piece, cut, part in zip(pieces, _cuts(whole, parts, dim), parts, strict=True):
-        for one, other in zip(nested.tensors(piece), nested.tensors(cut), strict=False):
-            if one.ndim and one.shape == other.shape:
-                entries, difference = one.size(dim) // len(part), _difference(one, other)
-                if entries == 1:
+        for one, other, uncut in zip(*map(nested.tensors, (piece, cut, whole)), strict=False):
+            if not -one.ndim <= dim < one.ndim or same_bits(one, uncut):
+                continue
+            if one.shape == other.shape:
+                difference = _difference(one, other)
+                if one.size(dim) // len(part) == 1:
                     error = max(error, difference)
                 elif difference > _JOINED:
-                    misplaced = entries * rows
+                    misplaced = uncut.size(dim)
+            elif one.ndim == uncut.ndim and one.size(dim) == uncut.size(dim):
+                misplaced = uncut.size(dim)  # as many for fewer rows
     return error, misplaced
 
 

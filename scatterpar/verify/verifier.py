@@ -50,7 +50,6 @@ from scatterpar.verify.rows import (
     Parts,
     choose_rows,
     ignored_values,
-    in_two,
     informative_tensors,
     ranges_of,
     read_ranges,
@@ -409,7 +408,7 @@ def _judged(look: Look, parts: Parts, is_last: bool = False) -> Verdict:
             why = "memory ran out" if is_short else why
             raise Inconclusive(why, 2 if is_short else 4) from None
     rows = [*chain(*parts)]
-    return _judged(look, [rows[:1], rows[-1:]] if is_short else in_two(rows)[0], True)
+    return _judged(look, [rows[:1], rows[-1:]] if is_short else look.equal_parts(rows), True)
 
 
 _OFF = " Nothing was changed; an engine made with verify=False does not check."
@@ -428,8 +427,8 @@ _TEXTS = {
     "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
     f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.",
     "order": "the module's output has {misplaced} entries for {rows} rows, not in the order of the "
-    "rows, so those of micro-batches cannot be joined. Return torch.stack([a, b], 1) in the place "
-    "of torch.cat([a, b]), or .view(rows, k, -1) of k samples per row.",
+    "rows, so those of micro-batches cannot be joined. Return one entry per row, such as "
+    "torch.stack([a, b], 1) in the place of torch.cat([a, b]), or .view(rows, k, -1) of k samples.",
     "drawn": "the function draws random numbers and returns several entries per row, whose order "
     "cannot be compared with that of one call: return .view(rows, k, -1) of k entries per row",
     "sum": 'It seems to be a sum: pass reduction="sum".',

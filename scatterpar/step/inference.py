@@ -56,7 +56,7 @@ def map_rows(
 
 
 class _Work:
-    """The function as each replica calls it; ``key`` names its code, unless it is the module.
+    """The function as each replica calls it; ``function`` is ``None`` for the module itself.
 
     Each replica calls its own method, or ``function`` with the replica as first argument. Raises
     ``ValueError`` if ``function`` refers to the user's module, which is on one device.
@@ -69,9 +69,7 @@ class _Work:
             inner = inner.func
         if isinstance(inner, FunctionType):  # a method's object may have the module, and not use it
             named += named_values(inner).values()
-        # Of the code, because a lambda is a new object in each call.
-        is_module = function is replica_set.root
-        self.key = "" if is_module else str(getattr(inner, "__code__", type(inner)))
+        self.function = None if function is replica_set.root else function
         replicas = replica_set.replicas
         self._calls = [partial(function, replica.root) for replica in replicas]
         if _is_of(inner, replica_set):

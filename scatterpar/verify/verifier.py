@@ -8,6 +8,7 @@ look is its ``ValueError``. If looks stay inconclusive, one warning says so.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import time
@@ -98,7 +99,7 @@ class Verifier:
     def __init__(self, is_distributed: bool) -> None:
         self._is_distributed = is_distributed
         self._kinds: defaultdict[Hashable, _Kind] = defaultdict(_Kind)
-        self._joined: set[str] = set()  # kinds of outputs whose order is known
+        self._joined: set[Hashable] = set()  # kinds of outputs whose order is known
         self._warned: set[str] = set()  # beginnings of warnings given, and names of state
 
     def check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> None:
@@ -156,15 +157,18 @@ class Verifier:
                 a function for ``engine.map`` that drew random numbers: how many it draws may depend
                 on the rows.
         """
-        request, flags = attempt.request, attempt.replicas.of_model.flags
-        pieces, number = [*chain(*outputs)], attempt.plan.substep_rows[0]
-        if len(pieces) < 2 or not _entries(pieces[0], request.dim, number):
+        request, changes = attempt.request, attempt.replicas.of_model.changes
+        pieces, sizes = [*chain(*outputs)], attempt.plan.substep_rows
+        alike = zip(*map(nested.tensors, pieces), strict=False)
+        if len(pieces) < 2 or not any(_are_several(each, sizes, request.dim) for each in alike):
             return
-        work = getattr(compute, "key", None)  # of ``engine.map``
-        if work and attempt.generators.drawn:
+        work = getattr(compute, "function", None)  # of ``engine.map``
+        if work is not None and attempt.generators.drawn:
             raise ValueError(_TEXTS["drawn"])
-        shapes = [[n / number for n in t.shape] for t in nested.tensors(pieces[0])]
-        key = str((shapes, flags, work, request.whole_batch, request.return_outputs))
+        shapes = [[n / sizes[0] for n in t.shape] for t in nested.tensors(pieces[0])]
+        # Functions by their code, because a lambda is a new object in each call.
+        functions = reachable((work, request.return_outputs), DEPTH + 1, set())
+        key = str(shapes), changes, request.whole_batch, frozenset(map(_name_of, functions))
         if key in self._joined:
             return
         few = _of_largest(request)
@@ -211,6 +215,13 @@ def _name_of(value: Any) -> Hashable:
         return value.dtype, value.ndim
     is_switch = value is None or isinstance(value, (bool, str))
     return value if is_switch else getattr(value, "__code__", type(value).__qualname__)
+
+
+def _are_several(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
+    """Whether these outputs of micro-batches are joined as several entries per row."""
+    with contextlib.suppress(ValueError):  # the join will refuse them
+        return nested.entries_per_row(leaves, rows, dim) > 1
+    return False
 
 
 def _entries(output: Any, dim: int, rows: int) -> list[Tensor]:

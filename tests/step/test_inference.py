@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -208,8 +209,22 @@ def test_several_entries_per_row(engine):
         engine.map(lambda _, x: torch.randn(3 * len(x), 2), FOURS)
     found = engine.map(lambda _, x: torch.randn(3 * len(x), 2).view(len(x), 3, -1), FOURS)
     assert found.shape == (11, 3, 2)
+    # The order that another function of the same code had found once stood for this one's.
+    for join in (lambda x: x.repeat_interleave(3, 0), lambda x: x.repeat(3, 1)):
+        with contextlib.suppress(ValueError):
+            found = engine.map(lambda _, x, join=join: join(x), FOURS)
+    assert torch.equal(found, FOURS.repeat_interleave(3, 0))
     with pytest.raises(ValueError, match=r"9 entries for 3 rows, .*\.view\(rows, k, -1\)"):
         engine.map(lambda _, x: x.repeat(3, 1), FOURS)
+
+
+def test_as_many_entries_for_any_number_of_rows_are_no_rows():
+    """With one row per micro-batch the states of two layers were taken for two entries per row."""
+    model = build(lambda: nn.LSTM(4, 2, num_layers=2, batch_first=True)).eval()
+    with ScatterOnceParallel(model, device_ids=["cpu"] * 2, micro_batch_size=1) as engine:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="2 entries for 3 rows, not in the order"):
+                engine(FOURS[:, None])
 
 
 def test_a_function_that_names_the_user_s_module_is_refused(engine, monkeypatch):

@@ -201,6 +201,15 @@ def with_balance(net, rows):
     return gates, (gates.mean(0) ** 2).sum()
 
 
+def with_router(net, rows):
+    """What the experts get on average has an entry for each of them, and none for a row."""
+    return net.linear(rows), net.linear(rows).softmax(-1).mean(0)
+
+
+def balanced_at_once(output, targets):
+    return F.mse_loss(output[0], targets) + output[1].square().sum()
+
+
 def balanced(output, targets):
     return F.mse_loss(output[0], targets) + output[1]
 
@@ -300,6 +309,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
             criterion=lambda output, targets: (output - targets).square().mean(),
         ),
         r"shape \(\d+, 1\) and the targets \(\d+,\).*all pairs",
+    ),
+    # Its gradient was off by a factor of 12: each row's entries were joined as rows.
+    "experts' entries of micro-batches of one row": (
+        case_of(net(with_router), accum=ROWS, criterion=balanced_at_once, whole_batch=True),
+        "not in the order of the rows.*one entry per row",
     ),
     "a number that forward computes from its rows": (
         case_of(net(with_balance), criterion=balanced, engine={"verify": False}, whole_batch=True),

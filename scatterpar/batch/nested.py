@@ -202,7 +202,7 @@ def join_rows(
             return _average(leaves, weights)
         if pad is not None:
             leaves = _padded(leaves, dim, pad)
-        if rows is not None and not entries_per_row(leaves, rows, dim):
+        if rows is not None and not _entries_per_row(leaves, rows, dim):
             return leaves[0]
         return _in_order(torch.cat(leaves, dim), order, dim)
 
@@ -235,7 +235,7 @@ def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
     return joined.index_select(dim, to_device(places, joined.device))
 
 
-def entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
+def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
     """The number of entries per row along ``dim``; 0 if the tensors are the same in all pieces.
 
     Raises ``ValueError`` if the tensors cannot be joined.

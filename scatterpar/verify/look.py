@@ -104,6 +104,7 @@ class Look:
         self._step_rows = {*attempt.plan.substep_rows}
         self._numbers = ConstantNumbers()  # type: ignore[no-untyped-call]
         self._draws = self._shares_state = False
+        self._autocast: Sequence[str] = ()  # device types for which it stays enabled
         self._dtypes: set[torch.dtype] = set()
         self._states: list[State] = []  # after each part of a run
         self._undo, self._saved = contextlib.ExitStack(), list[UserState]()
@@ -220,6 +221,15 @@ class Look:
         elif not (request.is_mean or request.whole_batch) and _num_nonzero(sums) < len(parts):
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
+
+    def enable_autocast(self) -> bool:
+        """Compute with the caller's autocast from now on. Returns whether that changes anything.
+
+        At first a look computes without it, because rounding would hide differences.
+        """
+        changes = bool(self._task.autocast and not self._autocast)
+        self._autocast = self._task.autocast
+        return changes
 
     def equal_parts(self, rows: Sequence[int]) -> Parts:
         """These rows in two parts; with ``whole_batch`` in parts of the step's size, if possible.
@@ -366,7 +376,10 @@ class Look:
         self._require_time()
         self._restart()
         self._states, is_shared = [], root_to_replicate(request.criterion) is None
-        with self._numbers if self._draws else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._numbers if self._draws else contextlib.nullcontext())
+            for kind in set(task.autocast).difference(self._autocast):
+                stack.enter_context(torch.autocast(kind, enabled=False))
             for number, rows in enumerate(parts):
                 if number and between is not None:
                     between()

@@ -8,7 +8,6 @@ look is its ``ValueError``. If looks stay inconclusive, one warning says so.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import time
@@ -218,10 +217,10 @@ def _name_of(value: Any) -> Hashable:
 
 
 def _are_several(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
-    """Whether these outputs of micro-batches are joined as several entries per row."""
-    with contextlib.suppress(ValueError):  # the join will refuse them
-        return nested.entries_per_row(leaves, rows, dim) > 1
-    return False
+    """Whether outputs of micro-batches have several entries per row, in equal numbers."""
+    sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
+    ratios = {size / n for size, n in zip(sizes, rows, strict=True)}
+    return len(ratios) == 1 and min(ratios) > 1
 
 
 def _entries(output: Any, dim: int, rows: int) -> list[Tensor]:
@@ -413,11 +412,14 @@ def _judged(look: Look, parts: Parts, is_last: bool = False) -> Verdict:
         return look.judge(parts)
     except Inconclusive:
         raise
-    except Exception as error:  # user code may need pairs or groups of rows, or memory
+    except Exception as error:  # user code may need autocast, pairs or groups of rows, or memory
         is_short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
-        if is_last:
+        changes = look.enable_autocast()
+        if is_last and not changes:
             why = "memory ran out" if is_short else why
             raise Inconclusive(why, 2 if is_short else 4) from None
+    if changes:
+        return _judged(look, parts, is_last)
     rows = [*chain(*parts)]
     return _judged(look, [rows[:1], rows[-1:]] if is_short else look.equal_parts(rows), True)
 

@@ -139,7 +139,7 @@ def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = 
         shifted: ignore the first position of each row, as causal language models do: no position
             predicts the first label.
         key: the key of the labels if the targets are no tensor: ``targets[key]``, else
-            ``inputs[key]``. Without targets, inputs that are a tensor of integers are the labels.
+            ``inputs[key]``.
 
     Returns:
         ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can be pickled.
@@ -160,8 +160,6 @@ def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = 
 
 def _count(inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str) -> Tensor:
     named = [part.get(key) for part in (targets, inputs) if isinstance(part, Mapping)]
-    if targets is None and isinstance(inputs, Tensor) and not inputs.is_floating_point():
-        named.append(inputs)
     labels = next((value for value in (targets, *named) if isinstance(value, Tensor)), None)
     if labels is None:
         kinds = type(targets).__name__, type(inputs).__name__

@@ -370,7 +370,9 @@ class _Question:
         sizes = [len(part) for part in parts]
         yield _TEXTS["rows counted" if is_by_rows else "mean"], [n / sum(sizes) for n in sizes]
         yield _TEXTS["sum"], [1.0] * len(parts)
-        pieces = pieces_of(self.request, parts)
+        pieces, call = pieces_of(self.request, parts), "scatterpar.count_labels({})"
+        if pieces[0][1] is None and isinstance(pieces[0][0], Tensor):  # such as tokens
+            pieces, call = [(None, ids) for ids, _ in pieces], f"lambda ids, _: {call}(None, ids)"
         named = pieces[0][1] if isinstance(pieces[0][1], Mapping) else {}
         for key, value, shifted in product({"labels": 0, **named}, self._ignored, (False, True)):
             try:
@@ -381,7 +383,7 @@ class _Question:
             said = [str(value)] * (value != -100) + ["shifted=True"] * shifted
             said += [f"key={key!r}"] * (key != "labels")
             if sum(terms):
-                text = _TEXTS["labels"].format(value, ", ".join(said))
+                text = _TEXTS["labels"].format(value, call.format(", ".join(said)))
                 yield text, [n / sum(terms) for n in terms]
 
     def telling(self, verdict: Verdict, moved: Sequence[str], is_serial: bool) -> Iterator[str]:
@@ -449,7 +451,7 @@ _TEXTS = {
     "rows counted": "It seems to be a mean over rows, whatever the labels: pass count=lambda "
     "inputs, targets: len(targets).",
     "labels": "It seems to be a mean over the labels that are not {}: pass "
-    'reduction="mean" and count=scatterpar.count_labels({}).',
+    'reduction="mean" and count={}.',
     "else": ' (Otherwise: count= for a mean over other terms, reduction="sum" for a sum, '
     "whole_batch=True for a loss that compares rows.)",
     "broadcast": "The output has shape {} and the targets {}, which broadcast to a matrix of all "

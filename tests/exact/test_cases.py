@@ -5,7 +5,7 @@
 
 import pytest
 from harness import batches, contrastive, module_cases, weighted, whole_batches
-from harness.agree import agree, on_ranks, runs
+from harness.agree import agree, identity_of, on_ranks, runs
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread_an_operation"),
@@ -38,7 +38,7 @@ def test_a_step_is_that_of_plain_torch(case, runner, layout):
     agree(case, runner, layout)
 
 
-ON_RANKS = {
+ON_RANKS = {  # in the default run; all of ``weighted`` in the slow one
     weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     module_cases: [
         *("tied", "spectral norm", "own parameters", "frozen and thawed", "several dtypes"),
@@ -49,20 +49,25 @@ ON_RANKS = {
     contrastive: ["clip"],
     batches: ["a codebook of 64 and 32 rows"],
 }
-RUNS_OF_RANKS = [
+QUICK_ON_RANKS = [
     *((2, table, name, "engine") for table, names in ON_RANKS.items() for name in names),
     *((size, module_cases, "tied", "engine") for size in (1, 3)),
     *((3, contrastive, "clip", runner) for runner in ("engine", "by cost")),
     (2, module_cases, "tied", "graphs"),
     *((2, weighted, name, "by cost") for name in ("padded", "mean")),
 ]
+OTHERS = [name for name in weighted.CASES if name not in ON_RANKS[weighted]]
+SLOW_ON_RANKS = [(2, weighted, name, "engine") for name in OTHERS]
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize(
     ("size", "table", "name", "runner"),
-    RUNS_OF_RANKS,
-    ids=lambda value: getattr(value, "__name__", str(value)).rpartition(".")[2],
+    [
+        pytest.param(*run, id=identity_of(run[2], run[3], f"{run[0]}_ranks"), marks=marks)
+        for runs_on_ranks, marks in ((QUICK_ON_RANKS, ()), (SLOW_ON_RANKS, pytest.mark.slow))
+        for run in runs_on_ranks
+    ],
 )
 def test_a_step_of_ranks_is_that_of_one_device(size, table, name, runner):
     on_ranks(table.__name__, name, size, runner)

@@ -229,10 +229,14 @@ def runs(cases, quick, contract=()):
                 marks = [] if is_quick else [pytest.mark.slow]
                 if is_quick and runner in contract:
                     marks.append(pytest.mark.contract)
-                words = re.sub(r"[^\w.]+", "_", name)  # ``-k`` takes no spaces, commas and "="
-                identity = f"{words}-{runner}-{layout}"
+                identity = identity_of(name, runner, layout)
                 found.append(pytest.param(case, runner, layout, id=identity, marks=marks))
     return found
+
+
+def identity_of(name, *more):
+    """The id of a test of a case; ``-k`` takes no spaces, commas and "="."""
+    return "-".join([re.sub(r"[^\w.]+", "_", name), *more])
 
 
 def agree(case, runner, devices, group=None):

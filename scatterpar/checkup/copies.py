@@ -77,8 +77,9 @@ def on_copies(found: Sequence[RouteResult]) -> Iterator[Verdict]:
         way = f"from {route.source} to {route.target}"
         altered = f"copies {way} bring other bytes than were sent: {route.fault}. {remedy}"
         yield Verdict("WRONG", f"a copy {way} {route.fault}" if route.error else altered)
-    if found and not broken:
-        yield Verdict("fine", f"copies arrive as they were sent, on all {len(found)} ways.")
+    if not broken:
+        all_right = f"copies arrive as they were sent, on all {len(found)} ways."
+        yield Verdict("fine", all_right if found else "there is one memory: nothing is copied.")
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:

@@ -146,7 +146,9 @@ def casts(weight):
 def test_a_write_in_the_second_pass_alone_is_refused_too(devices):
     model = build(lambda: writer(decay_data, the_second_time()))
     options = {"how": {"verify": False}, "whole_batch": True}
-    with by_engine(model, devices(2), **options) as run, refused("head.weight", model, lost=True):
+    # Which replica writes first, and so whether values of the user's module are lost, is timing.
+    words = "writes the parameter 'head.weight'"
+    with by_engine(model, devices(2), **options) as run, pytest.raises(RuntimeError, match=words):
         run(ROWS)
 
 

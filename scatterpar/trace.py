@@ -25,13 +25,8 @@ from scatterpar.devices.runtime import has_streams
 from scatterpar.plan import Printed, Share, as_text
 from scatterpar.step.attempt import Clock, profiler_block
 
-_LAUNCHES = (
-    "forward",
-    "criterion",
-    "backward",
-    "recompute",
-    "replay",
-)  # parts that launch work on devices
+# Parts that launch work on devices.
+_LAUNCHES = "forward", "criterion", "backward", "recompute", "replay"
 _ORDER = (
     *("scatter", "replicate", "verify", "compute", "reduce", "commit"),
     *("arrival", "forward", "recompute", "criterion", "backward", "capture", "replay"),

@@ -133,6 +133,7 @@ class ReplicaSet:
         self.options = options
         self.compiler: Compiler | None = None  # if a module is compiled
         self.changes = 0  # how often the modules changed, except in values of tensors
+        self.builds = 0  # how often more than plain values changed, so that replicas were made
         self.flags = 0  # a hash of all switches, such as ``training``
         self.root: Any = None
         self.device_ids: tuple[torch.device, ...] = ()
@@ -213,6 +214,7 @@ class ReplicaSet:
 
     def _build(self) -> None:
         self._state = None
+        self.builds += 1
         check_placement(self.root, self.device_ids)
         self.contents = found = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
         self.modules = list(found.modules.values())

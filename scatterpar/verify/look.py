@@ -333,11 +333,9 @@ class Look:
             return parts, [1.0] * len(parts)
 
         def counts(parts: Parts) -> list[float]:
-            spans, pieces = (
-                pairwise(accumulate(map(len, parts), initial=0)),
-                pieces_of(request, parts),
-            )
-            return term_counts(replace(request, batches=[(0, (None, None))]), [*spans], pieces)
+            spans = [*pairwise(accumulate(map(len, parts), initial=0))]
+            rowless = replace(request, batches=[(0, (None, None))])
+            return term_counts(rowless, spans, pieces_of(request, parts))
 
         if request.count is not None and len(parts) > 1:
             singles = [[row] for row in [*chain(*parts)][:_UNCOUNTED]]

@@ -156,7 +156,7 @@ class Verifier:
                 a function for ``engine.map`` that drew random numbers: how many it draws may depend
                 on the rows.
         """
-        request, changes = attempt.request, attempt.replicas.of_model.changes
+        request, model = attempt.request, attempt.replicas.of_model
         pieces, sizes = [*chain(*outputs)], attempt.plan.substep_rows
         alike = zip(*map(nested.tensors, pieces), strict=False)
         if len(pieces) < 2 or not any(_are_several(each, sizes, request.dim) for each in alike):
@@ -167,7 +167,9 @@ class Verifier:
         shapes = [[n / sizes[0] for n in t.shape] for t in nested.tensors(pieces[0])]
         # Functions by their code, because a lambda is a new object in each call.
         functions = reachable((work, request.return_outputs), DEPTH + 1, set())
-        key = str(shapes), changes, request.whole_batch, frozenset(map(_name_of, functions))
+        names = frozenset(map(_name_of, functions))
+        # Not ``changes``: a number that moves in each step would cause a comparison in each.
+        key = str(shapes), model.flags, model.builds, request.whole_batch, names
         if key in self._joined:
             return
         few = _of_largest(request)

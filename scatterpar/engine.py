@@ -39,7 +39,6 @@ from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet, S
 from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
-from scatterpar.step.inference import map_rows
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Outcome, reduce
 from scatterpar.step.request import Call, Count, Request, check_options, checked
@@ -497,6 +496,8 @@ class ScatterOnceParallel(Wrapper):
         return self._map(function, inputs, kwargs, costs, pad)
 
     def _map(self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None) -> Any:
+        from scatterpar.inference import map_rows
+
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)

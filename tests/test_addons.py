@@ -59,6 +59,7 @@ ADDONS = {
     "costs": "step(micro_batch_cost=8, call={'costs': [1, 2] * 6})",
     "distributed": "one_rank()",
     "graphs": "step(graphs=True)",
+    "inference": "engine().map(lambda replica, x: replica(x), INPUTS)",
     "noise": "step(measure_noise=True)",
     "pair": "pair()",
     "recipe": "scatterpar.linear_scaled_lr(0.1, 512)",

@@ -52,6 +52,10 @@ _ONE_ROW = (
     "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
     "micro_batch_size= in its place, which cuts a small last batch into fewer micro-batches"
 )
+_NO_GRAPH = (
+    "the loss of these rows has no graph: where it has no terms, return a zero that has one, such "
+    "as (output * 0).sum(), or pass count=, its number of terms"
+)
 _LESS_MEMORY = (
     'more sub-steps need less memory: a larger accum=, a smaller micro_batch_size=, or accum="auto"'
 )
@@ -77,6 +81,8 @@ class note_replica(contextlib.AbstractContextManager["note_replica"]):
         add_note(error, f"{where}, counted from 0")
         if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
             add_note(error, _ONE_ROW)
+        if isinstance(error, RuntimeError) and "does not require grad and" in str(error):
+            add_note(error, _NO_GRAPH)
         if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
             add_note(error, _LESS_MEMORY)
 

@@ -43,8 +43,6 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trace":
-        raise AttributeError("scatterpar.Trace was removed in 0.3.0; engine.trace() yields a trace")
     if name not in _MODULES:
         if importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")

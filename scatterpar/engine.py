@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -582,14 +582,6 @@ class ScatterOnceParallel(Wrapper):
             yield trace
         finally:
             self._trace = None
-
-    def replay(self, *_: object, **__: object) -> NoReturn:
-        """Removed in 0.3.0."""
-        raise AttributeError(
-            "engine.replay was removed in 0.3.0: the note on an error names the rows of its "
-            "sub-step; call criterion(module(inputs), targets).backward() for these rows, or step "
-            "an engine with one device_ids entry, which runs in the caller's thread"
-        )
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

@@ -230,11 +230,6 @@ def check_shares(shares: Any, count: int) -> tuple[float, ...]:
     """The relative sizes of ``count`` shares, equal if ``shares`` is ``None``."""
     if shares is None:
         return (1.0,) * count
-    if isinstance(shares, str) and shares == "auto":
-        raise ValueError(
-            'shares="auto" was removed in 0.3.0; pass one number per replica, such as [3, 1], in '
-            "proportion to their rows per second, which engine.last_step tells"
-        )
     if isinstance(shares, str) or not isinstance(shares, Sequence):
         raise TypeError(f"shares must be a list with one number per replica, got {shares!r}")
     for share in shares:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -216,13 +216,6 @@ class Trace(Printed):
             rows.append({**thread, "args": {"name": lane}})
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
-
-    def plot(self, *_: object) -> NoReturn:
-        """Removed in 0.3.0."""
-        raise AttributeError(
-            'trace.plot was removed in 0.3.0; call trace.save("step.json") and open the file in '
-            "https://ui.perfetto.dev"
-        )
 
 
 def _table(

@@ -16,7 +16,6 @@ from harness.pages import blocks, namespace, read, run
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.torch_private import PROFILE_ALL_THREADS
 
@@ -173,13 +172,6 @@ def test_a_replica_that_is_done_early_has_waited_and_the_time_between_steps_is_t
     assert float(re.search(r"([\d.]+) ms between steps", str(trace))[1]) >= 300
     assert "criterion" in str(trace)
     assert engine.last_step.waited >= 0.3
-
-
-def test_removed_names_say_what_to_use():
-    with pytest.raises(AttributeError, match=r"removed in 0\.3\.0; engine\.trace\(\) yields"):
-        scatterpar.Trace  # noqa: B018
-    with pytest.raises(AttributeError, match=r"plot was removed in 0\.3\.0; call trace\.save"):
-        traced(engine_of()).plot()
 
 
 def test_the_last_step_is_a_table_in_a_notebook():

@@ -14,8 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -36,42 +34,23 @@ _PHASES = "scatter", "replicate", "reduce", "commit"  # what a step does once, b
 Zero = tuple[torch.Event, float]  # a mark on a stream, and its time by the host's clock
 
 
+@dataclass
 class Event:
-    """One part of a traced step: a context manager that times its body.
+    """One part of a traced step."""
 
-    Attributes:
-        name: the kind of work, such as ``"forward"``.
-        share: the share of the replica that did it; ``None`` for the caller's thread.
-        sub_step: the number of the micro-batch; ``None`` if it belongs to none.
-        start: when the host began, in seconds of ``time.perf_counter()``.
-        end: when the host was done; on an accelerator, when all work was launched.
-    """
+    name: str  # the kind of work, such as ``"forward"``
+    share: Share | None  # of the replica that did it; ``None`` for the caller's thread
+    sub_step: int | None  # the number of the micro-batch; ``None`` if it belongs to none
+    zero: Zero | None  # of the accelerator on which it launched work
+    marks: list[torch.Event] = field(default_factory=list)  # before that work, and after it
+    start: float = 0.0  # when the host began, in seconds of ``time.perf_counter()``
+    end: float = 0.0  # when the host was done; on an accelerator, when all work was launched
 
-    start = end = 0.0
-
-    def __init__(
-        self, step: TracedStep, name: str, share: Share | None = None, sub_step: int | None = None
-    ) -> None:
-        self.name, self.share, self.sub_step, self._step = name, share, sub_step, step
-        # A profiler may run beside the trace.
-        self._block = profiler_block(name, share, sub_step)
-        self._zero = step.zeros.get(share.device) if share and name in _LAUNCHES else None
-        self._marks: list[torch.Event] = []
-
-    def __enter__(self) -> None:
-        self._block.__enter__()
-        self._mark()
-        self.start = time.perf_counter()
-
-    def __exit__(self, *raised: Any) -> None:
-        self.end = time.perf_counter()
-        self._mark()
-        self._step.events.append(self)
-        self._block.__exit__(*raised)
-
-    def _mark(self) -> None:
-        if self._zero is not None and self.share is not None:
-            self._marks.append(_timed_mark(self.share.device))
+    def now(self) -> float:
+        """The time; marks the stream on which the work is launched."""
+        if self.zero is not None and self.share is not None:
+            self.marks.append(_timed_mark(self.share.device))
+        return time.perf_counter()
 
     @property
     def replica(self) -> int | None:
@@ -79,14 +58,19 @@ class Event:
         return self.share.replica if self.share else None
 
     @property
+    def ms(self) -> float:
+        """Milliseconds by the host's clock."""
+        return (self.end - self.start) * 1e3
+
+    @property
     def on_device(self) -> tuple[float, float] | None:
         """Start and end of the work on an accelerator, by the host's clock; else ``None``."""
         with contextlib.suppress(RuntimeError):  # of a device that failed
-            for mark in self._marks:  # torch compares two marks if both are known to be done
+            for mark in self.marks:  # torch compares two marks if both are known to be done
                 mark.synchronize()
-            if self._zero is not None:
-                zero, at = self._zero
-                first, last = (at + zero.elapsed_time(mark) / 1e3 for mark in self._marks)
+            if self.zero is not None:
+                zero, at = self.zero
+                first, last = (at + zero.elapsed_time(mark) / 1e3 for mark in self.marks)
                 return first, last
         return None
 
@@ -101,6 +85,21 @@ class TracedStep:
     start: float = field(default_factory=time.perf_counter)
     end: float = 0.0  # when it was committed, or failed
     error: str | None = None  # the exception as text, if the step failed
+
+    @contextlib.contextmanager
+    def clock(
+        self, name: str, share: Share | None = None, sub_step: int | None = None
+    ) -> Iterator[None]:
+        """Record the body as an event, for a profiler that runs beside the trace, too."""
+        zero = self.zeros.get(share.device) if share and name in _LAUNCHES else None
+        event = Event(name, share, sub_step, zero)
+        with profiler_block(name, share, sub_step):
+            event.start = event.now()
+            try:
+                yield
+            finally:
+                event.end = event.now()
+                self.events.append(event)
 
 
 class Trace(Printed):
@@ -125,7 +124,7 @@ class Trace(Printed):
         """The body is a step."""
         step = TracedStep(len(self.steps), self._zeros)
         self.steps.append(step)
-        self.clock = partial(Event, step)
+        self.clock = step.clock
         try:
             yield
         except BaseException as error:
@@ -133,6 +132,10 @@ class Trace(Printed):
             raise
         finally:
             step.end, self.clock = time.perf_counter(), None
+
+    def _events(self) -> Iterator[tuple[TracedStep, Event]]:
+        """Every event with its step; of copies, because an abandoned worker may append."""
+        return ((step, event) for step in self.steps for event in [*step.events])
 
     def __str__(self) -> str:
         """A table with one line per replica, and the phases, in milliseconds per step."""
@@ -142,12 +145,8 @@ class Trace(Printed):
         in_steps = sum(step.end - step.start for step in self.steps) * 1e3 / number
         between = (self.steps[-1].end - self._start) * 1e3 / number - in_steps
         ms: defaultdict[tuple[int | None, str], float] = defaultdict(float)  # by replica and name
-        shares: dict[int, Share] = {}
-        # A copy, because an abandoned worker may append.
-        for event in [event for step in self.steps for event in step.events]:
-            ms[event.replica, event.name] += (event.end - event.start) * 1e3 / number
-            if event.share:
-                shares[event.share.replica] = event.share
+        for _, event in self._events():
+            ms[event.replica, event.name] += event.ms / number
             if times := event.on_device:
                 ms[event.replica, "on device"] += (times[1] - times[0]) * 1e3 / number
         parts = {
@@ -162,28 +161,41 @@ class Trace(Printed):
         lines = [
             f"{number} {'step' if number == 1 else 'steps'} of {in_steps:,.1f} ms, "
             f"{between:,.1f} ms between steps; in ms per step:",
-            as_text(_table(ms, shares, parts["computing"])),
+            as_text(self._table(ms, parts["computing"])),
             "for all: " + ", ".join(f"{name} {part:,.1f}" for name, part in once if part >= 0.05),
             "Of the time: " + ", ".join(f"{part:.0%} {name}" for part, name in largest) + ".",
+            *self._longest(),
         ]
-        lines += self._longest()
         lines += [f"step {step.number} failed: {step.error}" for step in self.steps if step.error]
         return "\n".join(lines)
 
+    def _table(
+        self, ms: Mapping[tuple[int | None, str], float], computing: float
+    ) -> list[list[str]]:
+        """One line per replica: the times of its parts, and how long its thread waited."""
+        devices = {e.share.replica: e.share.device for _, e in self._events() if e.share}
+        names = [name for name in _ORDER if any(ms.get((replica, name)) for replica in devices)]
+        last = ["on device"] if any(name == "on device" for _, name in ms) else []
+        table = [["replica", "device", *names, "waited", *last]]
+        for replica, device in sorted(devices.items()):
+            own = [ms[replica, name] for name in names]
+            # Its thread waited for a lock, for its device, or for slower replicas.
+            own += [max(0.0, computing - sum(own)), *(ms[replica, name] for name in last)]
+            table.append([str(replica), str(device), *(f"{part:,.1f}" for part in own)])
+        return table
+
     def _longest(self) -> list[str]:
         """A line about the longest sub-step; none if no sub-step was recorded."""
-        ms: defaultdict[tuple[int, int, int], float] = defaultdict(float)
-        for step in self.steps:
-            for event in list(step.events):  # an abandoned worker may append
-                if event.share is not None and event.sub_step is not None:
-                    at = event.sub_step, event.share.replica, step.number
-                    ms[at] += (event.end - event.start) * 1e3
+        ms: defaultdict[tuple[int, int | None, int], float] = defaultdict(float)
+        for step, event in self._events():
+            if event.sub_step is not None:
+                ms[event.sub_step, event.replica, step.number] += event.ms
         if not ms:
             return []
-        (sub_step, replica, number), longest = max(ms.items(), key=itemgetter(1))
+        sub_step, replica, number = longest = max(ms, key=ms.__getitem__)
         return [
             f"The longest sub-step, {sub_step} of replica {replica} in step {number}, took "
-            f"{longest:,.1f} ms; the median is {median(ms.values()):,.1f} ms."
+            f"{ms[longest]:,.1f} ms; the median is {median(ms.values()):,.1f} ms."
         ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -195,42 +207,25 @@ class Trace(Printed):
         rows: list[dict[str, Any]] = []
         lanes: dict[str, int] = {}
 
-        def add(lane: str, name: str, times: tuple[float, float], **args: Any) -> None:
-            start, end = ((one - self._start) * 1e6 for one in times)
-            place = {"pid": 0, "tid": lanes.setdefault(lane, len(lanes))}
-            rows.append(
-                {"name": name, "ph": "X", **place, "ts": start, "dur": end - start, "args": args}
-            )
+        def add(lane: str, name: str, start: float, end: float, **args: Any) -> None:
+            times = {"ts": (start - self._start) * 1e6, "dur": (end - start) * 1e6, "args": args}
+            thread = lanes.setdefault(lane, len(lanes))
+            rows.append({"name": name, "ph": "X", "pid": 0, "tid": thread, **times})
 
         for step in self.steps:
-            add("caller", "step", (step.start, step.end), step=step.number, error=step.error)
-            for event in list(step.events):  # an abandoned worker may append
-                share = event.share
-                lane = f"replica {share.replica}, {share.device}" if share else "caller"
-                args = {"step": step.number, "sub_step": event.sub_step}
-                add(lane, event.name, (event.start, event.end), **args)
-                if times := event.on_device:
-                    add(f"{lane} on the device", f"{event.name} on the device", times)
+            add("caller", "step", step.start, step.end, step=step.number, error=step.error)
+        for step, event in self._events():
+            share = event.share
+            lane = f"replica {share.replica}, {share.device}" if share else "caller"
+            args = {"step": step.number, "sub_step": event.sub_step}
+            add(lane, event.name, event.start, event.end, **args)
+            if times := event.on_device:
+                add(f"{lane} on the device", f"{event.name} on the device", *times)
         for lane, number in lanes.items():
             thread = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number}
             rows.append({**thread, "args": {"name": lane}})
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
-
-
-def _table(
-    ms: Mapping[tuple[int | None, str], float], shares: Mapping[int, Share], computing: float
-) -> list[list[str]]:
-    """One line per replica: the times of its parts, and how long its thread waited."""
-    names = [name for name in _ORDER if any(ms.get((replica, name)) for replica in shares)]
-    last = ["on device"] if any(name == "on device" for _, name in ms) else []
-    table = [["replica", "device", *names, "waited", *last]]
-    for replica, share in sorted(shares.items()):
-        own = [ms[replica, name] for name in names]
-        # Its thread waited for a lock, for its device, or for slower replicas.
-        own += [max(0.0, computing - sum(own)), *(ms[replica, name] for name in last)]
-        table.append([str(replica), str(share.device), *(f"{part:,.1f}" for part in own)])
-    return table
 
 
 def _timed_mark(device: torch.device) -> torch.Event:

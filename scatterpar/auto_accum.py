@@ -17,7 +17,6 @@ class AutoAccum:
 
     def __init__(self) -> None:
         self.accum = 1
-        self._retain_rows = True  # for a second pass; given up as soon as memory runs out
 
     def fit(
         self,
@@ -38,25 +37,26 @@ class AutoAccum:
         trial = replace(request, return_outputs=False)
         while True:
             number = (failed + fits + 1) // 2 if fits else min(2 * failed, largest)
-            is_whole, cut = fits == failed + 1, plan(number)
-            computes_twice = request.whole_batch and len(cut.substep_rows) > len(cut.shares)
-            retain_rows = is_whole and self._retain_rows and computes_twice
+            is_whole = fits == failed + 1
             try:
                 if is_whole:
-                    outcome = compute(request, cut, retain_rows=retain_rows)
+                    outcome = compute(request, plan(number))
                     self._keep(number, outcome)
                     return replace(outcome, retries=retries)
                 # Two sub-steps per replica have a whole step's peak of memory.
-                compute(trial, cut, max_substeps=2, retain_rows=False).attempt.undo()
+                compute(trial, plan(number), max_substeps=2).attempt.undo()
                 fits = number
             except Exception as error:
-                if is_out_of_memory(error):
+                if is_out_of_memory(error) and not hasattr(error, "more_substeps_cannot_help"):
                     retries += 1
-                    if retain_rows and not hasattr(error, "more_substeps_cannot_help"):
-                        self._retain_rows = False
-                    else:
-                        _require_more(error, number, largest, retries)
-                        failed, fits = number, 0 if is_whole else fits
+                    if number >= largest:
+                        error.add_note(
+                            f'accum="auto" has nothing left to try: with {number} sub-steps a '
+                            f"sub-step is one row, and that does not fit ({retries} tries ran out "
+                            f"of memory)"
+                        )
+                        raise
+                    failed, fits = number, 0 if is_whole else fits
                 elif is_whole:
                     raise
                 else:
@@ -72,15 +72,3 @@ class AutoAccum:
                     f'accum="auto": {outcome.request.rows} rows with accum={start} ran out of '
                     f"memory; accum={number} is the smallest that fits, and is kept"
                 )
-
-
-def _require_more(error: Exception, number: int, largest: int, retries: int) -> None:
-    """Raise ``error`` if more than ``number`` sub-steps cannot help."""
-    if hasattr(error, "more_substeps_cannot_help"):
-        raise error
-    if number >= largest:
-        error.add_note(
-            f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is one row, '
-            f"and that does not fit ({retries} tries ran out of memory)"
-        )
-        raise error

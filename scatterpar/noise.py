@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from scatterpar.devices.transfers import to_numbers
+from scatterpar.devices.transfers import to_host, to_numbers
 from scatterpar.report import GradientNoise
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome
@@ -74,15 +74,9 @@ def noise_of(outcome: Outcome) -> GradientNoise:
 
 def _squared_norm(tensors: Iterable[Tensor]) -> float:
     """The sum of the squares of all elements; the host reads the device once."""
-    values = [_reals(tensor.detach()) for tensor in tensors]
-    norms: list[float] = []
-    for is_exact, dtype in ((True, torch.float64), (False, torch.float32)):
-        if group := [value for value in values if (value.dtype == torch.float64) == is_exact]:
-            norms += to_numbers(torch.stack(torch._foreach_norm(group, 2, dtype)))
-    return sum(norm**2 for norm in norms)
-
-
-def _reals(tensor: Tensor) -> Tensor:
-    """All elements as real numbers; of complex ones, the real and the imaginary parts."""
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    norms = []
+    for tensor in tensors:
+        values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        norms.append(torch.linalg.vector_norm(values, dtype=dtype))
+    return sum(to_numbers(norm) ** 2 for norm in to_host(norms))

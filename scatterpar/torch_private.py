@@ -48,8 +48,7 @@ def _find(module: str, path: str) -> Any:
 
 
 _NAMES = """
-    _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_norm _foreach_sub
-    _foreach_zero_
+    _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_sub _foreach_zero_
     Tensor._version Tensor._use_count Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
     nn.Module._replicate_for_data_parallel optim.Optimizer.profile_hook_step
     _C._autograd._top_saved_tensors_default_hooks _C._current_graph_task_id

@@ -79,4 +79,4 @@ def _squared_norm(tensors: Iterable[Tensor]) -> float:
         values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
         dtype = torch.promote_types(values.dtype, torch.float32)
         norms.append(torch.linalg.vector_norm(values, dtype=dtype))
-    return sum(to_numbers(norm) ** 2 for norm in to_host(norms))
+    return float(sum(to_numbers(norm) ** 2 for norm in to_host(norms)))

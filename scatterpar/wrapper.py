@@ -17,17 +17,14 @@ def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
     So checkpoints of ``nn.DataParallel`` and ``DistributedDataParallel`` load, and a model may have
     a child named ``module``.
     """
-    own_keys = module.state_dict().keys()
-
-    def rename(key: str) -> str:
-        return key if key in own_keys or not key.startswith(_PREFIX) else key.removeprefix(_PREFIX)
-
-    renamed: OrderedDict[str, Any] = OrderedDict((rename(k), v) for k, v in state_dict.items())
+    own = module.state_dict().keys()
+    renamed: OrderedDict[str, Any] = OrderedDict(
+        (key if key in own else key.removeprefix(_PREFIX), value)
+        for key, value in state_dict.items()
+    )
     versions = getattr(state_dict, "_metadata", None)
     if versions is not None:
-        stripped = {
-            k.removeprefix(_PREFIX): v for k, v in versions.items() if k.startswith(_PREFIX)
-        }
+        stripped = {k[len(_PREFIX) :]: v for k, v in versions.items() if k.startswith(_PREFIX)}
         renamed._metadata = stripped | dict(versions)  # type: ignore[attr-defined]
     return renamed
 
@@ -46,22 +43,23 @@ class Wrapper(nn.Module):
         super().__init__()
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
+    @property
+    def _inner(self) -> nn.Module:
+        """The module; for a criterion that is a function, a module without state."""
+        return self.module if isinstance(self.module, nn.Module) else nn.Module()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own keys."""
         self._check_outside()
-        if not isinstance(self.module, nn.Module):
-            return super().state_dict(*args, **kwargs)
-        return self.module.state_dict(*args, **kwargs)
+        return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load the module's state from keys with or without a leading ``module.``."""
-        if not isinstance(self.module, nn.Module):
-            return super().load_state_dict(state_dict, strict, assign)
         if isinstance(state_dict, Mapping):  # torch raises an error for anything else
-            state_dict = to_own_keys(self.module, state_dict)
-        return self.module.load_state_dict(state_dict, strict, assign)
+            state_dict = to_own_keys(self._inner, state_dict)
+        return self._inner.load_state_dict(state_dict, strict, assign)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The module; ``train``, ``to`` and ``apply`` call this."""
@@ -70,7 +68,7 @@ class Wrapper(nn.Module):
 
     def _check_outside(self) -> None:
         """Refuse a module that has its wrapper as a child: traversing it would never end."""
-        if isinstance(self.module, nn.Module) and any(m is self for m in self.module.modules()):
+        if any(m is self for m in self._inner.modules()):
             kind, name = type(self.module).__name__, type(self).__name__
             raise ValueError(
                 f"{kind} has the {name} that wraps it as a child (self.engine = "
@@ -93,10 +91,6 @@ class Wrapper(nn.Module):
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook for a parent that loads: convert the wrapper's keys to those that torch expects."""
     assert isinstance(wrapper, Wrapper)
-    if not isinstance(wrapper.module, nn.Module):
-        return
-    wrapper_state = {
-        k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)
-    }
-    for key, value in to_own_keys(wrapper.module, wrapper_state).items():
+    own = {k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)}
+    for key, value in to_own_keys(wrapper._inner, own).items():
         state_dict[prefix + _PREFIX + key] = value

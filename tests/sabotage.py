@@ -228,7 +228,7 @@ threads that were abandoned keep replicas that the next step uses
   self._replicas.discard() => pass
 a rank that fails lets the others wait
   Ranks.reduce_outcome -> test_a_rank_that_fails_fails_all
-  if not is_common and (others := self._collectives.report_failure()): => if others := ():
+  not self._error_is_common and (others := self._collectives.report_failure()) => others := ()
 two engines may step on one module at once
   Workers.exclusive -> test_two_engines_on_one_module_in_two_threads
   _claims.setdefault(key, self) is not self: => _claims.setdefault(key, self) is None:
@@ -264,7 +264,7 @@ hooks on parameters are left out
   are_first = not observed and not old => are_first = not old
 keys of a state dict begin with module.
   Wrapper.state_dict -> test_keys_are_the_module_s_and_load_with_or_without_a_prefix
-  return self.module.state_dict(*args, **kwargs) => return super().state_dict(*args, **kwargs)
+  return self._inner.state_dict(*args, **kwargs) => return super().state_dict(*args, **kwargs)
 compile= is forgotten, and replicas run eagerly
   Compiler.compiled_call -> test_it_trains_as_the_eager_engine_does
   compile_fn(self._function_for(kind)) => self._function_for(kind)

@@ -9,7 +9,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,14 @@ class Collectives:
         """Raise the same ``ValueError`` on all ranks if their modules or options differ."""
         embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
         sparse = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
-        lines = [
-            f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
-            for kind, name, tensor in _named_tensors(module)
-        ]
-        first, *others = (text.split("\n") for text in self._texts("\n".join([options, *lines])))
+        named = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
+        tensors = [(kind, *each) for kind, of_kind in named.items() for each in of_kind]
+        lines = [options]
+        for kind, name, tensor in tensors:
+            shape = "not initialised yet" if is_lazy(tensor) else f"of shape {tuple(tensor.shape)}"
+            more = ", sparse" if id(tensor) in sparse else ""
+            lines.append(f"{kind} {name!r} {shape}, {tensor.dtype}{more}")
+        first, *others = (text.split("\n") for text in self._texts("\n".join(lines)))
         for rank, rank_lines in enumerate(others, 1):
             for line, other in zip_longest(first, rank_lines, fillvalue="nothing more"):
                 if line != other:
@@ -52,13 +55,13 @@ class Collectives:
                         f"the ranks' modules differ: rank 0 has {line}, rank {rank} has {other}; "
                         f"make the same module on every rank"
                     )
-        for _, name, tensor in _named_tensors(module):
+        for _, name, tensor in tensors:
             if refusal := _refusal(tensor, sparse):
                 raise ValueError(f"{name!r} {refusal}")
 
     def broadcast_from_rank_0(self, module: nn.Module) -> None:
         """Copy rank 0's parameters and buffers to ``module``, as bytes."""
-        for tensor in (tensor for _, _, tensor in _named_tensors(module) if tensor.numel()):
+        for tensor in (t for t in chain(module.parameters(), module.buffers()) if t.numel()):
             values = torch.zeros_like(as_bytes(tensor)) if self.rank else as_bytes(tensor)
             self.all_reduce(values, "rank 0's parameters and buffers", still="")
             if self.rank:
@@ -155,14 +158,3 @@ def _refusal(tensor: Tensor, sparse: Collection[int]) -> str:
         kind = type(tensor).__name__
         return f"is quantised, a {kind}, and ranks cannot copy it; train without a process_group"
     return ""
-
-
-def _kind_of(tensor: Tensor) -> str:
-    if is_lazy(tensor):
-        return f"not initialised yet, {tensor.dtype}"
-    return f"of shape {tuple(tensor.shape)}, {tensor.dtype}"
-
-
-def _named_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
-    parameters = [("parameter", name, tensor) for name, tensor in module.named_parameters()]
-    return parameters + [("buffer", name, tensor) for name, tensor in module.named_buffers()]

@@ -62,9 +62,7 @@ class Ranks:
                 "process_group must be a torch.distributed process group that this process "
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
-        self._module = module
-        self._accumulate_dtype = accumulate_dtype
-        self._error_is_common = False
+        self._module, self._accumulate_dtype = module, accumulate_dtype
         on_host = "cpu:" in str(dist.get_backend_config(group))
         control = torch.device("cpu") if on_host else physical(device)
         self._collectives = Collectives(group, control)
@@ -88,33 +86,32 @@ class Ranks:
 
     def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks together, the same bits on each. If one raises, all raise."""
+        self._error_is_common = False
         try:
             outcome = compute()
             with outcome.attempt as attempt, attempt.phase("reduce"):
                 buckets, kind = self._prepare(outcome)  # before any collective
+                self._error_is_common = True
+                return self._exchange(outcome, buckets, kind)
         except BaseException as error:
-            is_common, self._error_is_common = self._error_is_common, False
             with contextlib.suppress(Exception):
-                if not is_common and (others := self._collectives.report_failure()):
+                if not self._error_is_common and (others := self._collectives.report_failure()):
                     add_note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
-        with outcome.attempt as attempt, attempt.phase("reduce"):
-            return self._exchange(outcome, buckets, kind)
 
     def _exchange(self, outcome: Outcome, buckets: Buckets, kind: str) -> Outcome:
         is_mean, rows = outcome.request.is_mean, outcome.attempt.plan.rows
         own = outcome.terms if is_mean else 1.0  # the weight of this rank's loss
         mine = [outcome.terms, outcome.loss * own, *outcome.observed]
         numbers, each = self._collectives.exchange_status(kind, rows, _OTHER_TENSORS, mine)
-        terms, loss, *observed = numbers
+        terms, loss, observed = numbers[0], numbers[1], (numbers[2], numbers[3])
         total = terms if is_mean else 1.0
         loss = loss / total if total else 0.0
         buckets.weigh(own / total if total else 0.0)
         for flat in buckets.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
-        sums = observed[0], observed[1]
-        all_rows = sum(each)
-        return replace(buckets.of_all(), loss=loss, terms=terms, rows=all_rows, observed=sums)
+        outcome = replace(buckets.of_all(), loss=loss, terms=terms, observed=observed)
+        return replace(outcome, rows=sum(each))
 
     def _prepare(self, outcome: Outcome) -> tuple[Buckets, str]:
         """The tensors that ranks add, and a text that must be equal on all ranks."""
@@ -182,11 +179,10 @@ class Buckets:
             flags = torch.tensor([gradient is not None for _, gradient in gradients])
             pieces.append((pieces[0][0], flags.shape, ..., flags))
         dtypes = {piece[0] for piece in pieces}
-        for value in buffers:
-            value = value if value.dtype in dtypes else as_bytes(value)
+        sent = [v if v.dtype in dtypes else as_bytes(v) for v in (*buffers, *self._rows)]
+        for value in sent[: len(buffers)]:
             pieces.append((value.dtype, value.shape, ..., None if rank else value))
-        for value in self._rows:
-            value = value if value.dtype in dtypes else as_bytes(value)
+        for value in sent[len(buffers) :]:
             pieces.append((value.dtype, torch.Size([size, *value.shape]), rank, value))
         names = [(name, value is None or value.dtype) for _, name, value in outcome.buffers]
         self.kind = str([names, *(piece[:2] for piece in pieces)])
@@ -235,13 +231,13 @@ def unpack(payload: Tensor, like: Any) -> tuple[Any, int, int]:
     num_sizes = sum(leaf.ndim for leaf in nested.tensors(like))
     header = payload[-8 * (2 + num_sizes) :].clone().view(torch.int64)
     first, second, *sizes = to_numbers(header)
-    remaining, end = iter(sizes), 0
+    remaining = iter(sizes)
 
     def read(leaf: Tensor) -> Tensor:
-        nonlocal end
+        nonlocal payload
         shape = [next(remaining) for _ in leaf.shape]
-        start, end = end, end + math.prod(shape) * leaf.itemsize
-        return to_device(payload[start:end].clone().view(leaf.dtype).view(shape), leaf.device)
+        part, payload = payload.tensor_split([math.prod(shape) * leaf.itemsize])
+        return to_device(part.clone().view(leaf.dtype).view(shape), leaf.device)
 
     return nested.map_tensors(read, like), first, second
 

@@ -104,8 +104,8 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, transfers: AutogradTransfers
     is_marked, mover, shares = has_markers(batch), LeafMover(transfers), []
     for share in plan.shares:
         rows = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
-        rows = select_rows(rows, range(share.start, share.stop), dim)
-        rows = nested.map_leaves(partial(move_rows, transfers, share.device), rows)
+        move = partial(move_rows, transfers, share.device)
+        rows = select_rows(rows, range(share.start, share.stop), dim, move)
         shares.append(unwrap_markers(rows, copy=is_marked or share.device in sources))
     return shares
 

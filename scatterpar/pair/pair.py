@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +30,7 @@ from scatterpar.pair.autograd import (
     require_eager,
     scatter_owned,
 )
-from scatterpar.plan import Plan, Share, check_int, make_plan
+from scatterpar.plan import Plan, check_int, make_plan
 from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
@@ -47,11 +48,6 @@ from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
 from scatterpar.threads.workers import Workers, restored
 from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.wrapper import Wrapper
-
-
-class _Call(NamedTuple):
-    share: Share
-    module: Any  # of this replica
 
 
 class _OfPair(Wrapper):
@@ -84,15 +80,15 @@ class _OfPair(Wrapper):
             copies, guard = replicate(root, devices, self._checked_modes)
         modules = [copy.copy_of(module) for copy in copies] or [module] * len(devices)
 
-        def call(task: _Call, *, proceed: Proceed) -> Any:
-            return work(task.module, task.share.replica)
+        def call(task: Any, *, proceed: Proceed) -> Any:
+            return work(modules[task.share.replica], task.share.replica)
 
         replicas = Replicas(devices, ReplicaOptions())  # none: the calls have their own
         with Attempt(self._workers, request, plan, replicas) as attempt, guard:
             # Checkpointing identifies recomputed tensors by the order in which they were saved.
             hooks = saved_tensors_hooks()
             attempt.is_serial = hooks is not None and hooks[0].__module__ == checkpoint.__module__
-            results = attempt.run(call, list(map(_Call, plan.shares, modules)))
+            results = attempt.run(call, [SimpleNamespace(share=share) for share in plan.shares])
         attempt.generators.commit()
         buffer_writer(copies[0].changed_buffers() if copies else ())()
         return results
@@ -113,8 +109,6 @@ class DataParallelModel(_OfPair):
 
     Example:
         >>> import torch
-        >>> from torch import nn
-        >>> from scatterpar import DataParallelCriterion
         >>> net = nn.Linear(8, 3)
         >>> model = DataParallelModel(net, device_ids=["cpu"] * 2)
         >>> criterion = DataParallelCriterion(nn.CrossEntropyLoss())
@@ -192,7 +186,6 @@ class DataParallelCriterion(_OfPair):
 
     Example:
         >>> import torch
-        >>> from torch import nn
         >>> criterion = DataParallelCriterion(nn.MSELoss())
         >>> criterion((torch.zeros(2, 1), torch.zeros(1, 1)), torch.tensor([[1.0], [1.0], [4.0]]))
         tensor(6.)
@@ -241,8 +234,8 @@ class DataParallelCriterion(_OfPair):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
-            reduction = resolve_reduction(self.module, reduction)
             batches = [(0, (outputs, targets))]
+            reduction = resolve_reduction(self.module, reduction)
             request = Request(batches, self.dim, (), self.module, reduction, count)
             plan = self._plan(outputs, targets)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
@@ -260,7 +253,12 @@ class DataParallelCriterion(_OfPair):
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The plan of the targets. Raises ``ValueError`` if the outputs have other shares."""
         each = [_sizes(output, self.dim) for output in outputs]
-        locations = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
+        locations = []
+        for replica, output in enumerate(outputs):
+            if not (tensors := nested.tensors(output)):
+                kind = type(output).__name__
+                raise TypeError(f"output {replica} has no tensor in it: got {kind}")
+            locations.append(tensors[0].device)
         devices = locations if self.device_ids is None else self.device_ids
         known = sum(sizes[0] for sizes in each) if all(each) else None  # if no target has rows
         rows = count_rows({"targets": targets}, self.dim, refuse_grad=False, known=known)
@@ -283,12 +281,6 @@ class DataParallelCriterion(_OfPair):
                     f"share of the targets has {share.rows}; pass outputs and targets of one batch"
                 )
         return plan
-
-
-def _first_tensor(output: Any, replica: int) -> Tensor:
-    for tensor in nested.tensors(output):
-        return tensor
-    raise TypeError(f"output {replica} has no tensor in it: got {type(output).__name__}")
 
 
 def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:

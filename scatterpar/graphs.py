@@ -18,7 +18,6 @@ import contextlib
 import gc
 import random
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,15 +42,12 @@ from scatterpar.threads.workers import restored
 
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
 _CAPTURES = 32  # maximal number per replica; more show that something changes at every step
-_WARM_UPS = 2  # the second one accumulates gradients, as a graph does
 _PLAIN = (bool, int, float, str, type(None))
 _PRECISIONS = (  # ``allow_tf32`` and ``set_float32_matmul_precision`` change these, too
     torch.backends.cuda.matmul,
     *(getattr(torch.backends.cudnn, kind) for kind in ("conv", "rnn")),
     torch.backends,
 )
-
-_RECORDING: dict[torch.device, threading.Lock] = defaultdict(threading.Lock)  # of all engines
 
 
 class _Refused(Exception):
@@ -88,13 +84,14 @@ class _Graph:
     factor: Tensor
     loss: Tensor
     gradients: dict[int, Tensor]  # by position among the replica's leaves
+    has_output: bool
     output: Any = None
     replay: Callable[..., None] = lambda *_: None  # until it is captured
 
-    def compute(self, task: ReplicaTask, return_output: bool, number: int = 0) -> None:
+    def compute(self, task: ReplicaTask, number: int = 0) -> None:
         """Run the sub-step on the static tensors; on the CPU every replay calls this."""
         output, loss = forward(task, self.rows, number)
-        self.output = detached_output(output, True) if return_output else None
+        self.output = detached_output(output, True) if self.has_output else None
         del output
         write(self.loss, loss.detach())
         task.run_backward(number, [loss], [self.factor])
@@ -111,11 +108,11 @@ class Captured(Schedule):
         """The sub-steps of one replica in one step; drops graphs that are no longer valid."""
         if attempt.max_substeps is not None or not attempt.request.backward:
             return super().substeps(attempt, task)
-        share, state = task.share, _state_of(task, attempt.replicas.replica_sets)
-        if share.replica not in self._by_replica:
-            self._by_replica[share.replica] = _ReplicaGraphs(share.device, self._warning_lock)
-        graphs = self._by_replica[share.replica]
-        if graphs.state != state:
+        graphs = self._by_replica.get(task.share.replica)
+        if graphs is None:
+            graphs = _ReplicaGraphs(task.share.device, self._warning_lock)
+            self._by_replica[task.share.replica] = graphs
+        if graphs.state != (state := _state_of(task, attempt.replicas.replica_sets)):
             graphs.forget(state)
         return GraphedSubsteps(graphs, task, attempt)
 
@@ -129,9 +126,9 @@ class GraphedSubsteps(Substeps):
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
-        task, graphs = self._task, self._graphs
+        task, graphs, return_outputs = self._task, self._graphs, self._request.return_outputs
         source = task.loader.rows_at_source(number)
-        key = _shape_of(source) if weight else None
+        key = _shape_of((source, bool(return_outputs))) if weight else None
         graph = graphs.by_shape.get(key)
         if graph is not None:  # the next rows arrive while the graph reads these
             rows_now = source if task.loader.ahead is None else task.rows_of(number)
@@ -146,12 +143,11 @@ class GraphedSubsteps(Substeps):
         self._accumulate_in(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
         with task.span("replay", number):
-            graph.replay(task, bool(self._request.return_outputs), number)
-        output = None
-        if self._request.return_outputs:
-            output = nested.map_tensors(Tensor.clone, graph.output)
-            output = detached_output(output, self._request.return_outputs)
-        return graph.loss.clone(), output
+            graph.replay(task, number)
+        if not graph.has_output:
+            return graph.loss.clone(), None
+        output = nested.map_tensors(Tensor.clone, graph.output)
+        return graph.loss.clone(), detached_output(output, return_outputs)
 
     def _accumulate_in(self, static: dict[int, Tensor]) -> None:
         """Make static tensors the leaves' ``.grad``, with the gradients accumulated so far."""
@@ -179,8 +175,7 @@ class GraphedSubsteps(Substeps):
         gradients = [leaf.grad for leaf in task.leaves]
         try:
             with self._task.span("capture", number), self._attempt.isolated(task):
-                warm_up = partial(self._warm_up, task, rows)
-                return graphs.record(warm_up, task, bool(self._request.return_outputs))
+                return graphs.record(partial(self._warm_up, task, rows), task)
         except _Refused as why:
             graphs.refuse(f"{type(task.module).__name__} {why}")
             return None
@@ -199,13 +194,13 @@ class GraphedSubsteps(Substeps):
             leaf.grad = None
         substeps = Substeps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
-        for _ in range(_WARM_UPS):
+        for _ in range(2):  # the second one accumulates gradients, as a graph does
             loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))
             state = self._attempt.generators.get_state(task.share.replica).get(runtime.HOST)
             host_states.append((random.getstate(), None if state is None else to_numbers(state)))
         if not all(replica.is_as_refreshed() for replica in task.replicas):
             raise _Refused("keeps something on the module that is no buffer written in place")
-        if runtime.is_async(task.share.device) and host_states[-1] != host_states[-2]:
+        if runtime.is_async(task.share.device) and host_states[0] != host_states[1]:
             raise _Refused("or the criterion draws random numbers on the host")
         gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
@@ -214,7 +209,8 @@ class GraphedSubsteps(Substeps):
         gradients = {i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()}
         for i, gradient in gradients.items():
             leaves[i].grad = gradient
-        return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), gradients)
+        has_output, factor = bool(self._request.return_outputs), torch.ones_like(loss)
+        return _Graph(rows, factor, torch.empty_like(loss), gradients, has_output)
 
 
 def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any]:
@@ -289,13 +285,11 @@ class _ReplicaGraphs:
             )
         return not self._is_refused
 
-    def record(
-        self, warm_up: Callable[[], _Graph], task: ReplicaTask, return_output: bool
-    ) -> _Graph:
+    def record(self, warm_up: Callable[[], _Graph], task: ReplicaTask) -> _Graph:
         """The graph that ``warm_up`` returns, with its kernels captured, which do not run.
 
         On the CPU nothing is captured: a replay computes. Elsewhere all work runs on the capturing
-        stream, in order with the current stream's, for one replica at a time per device.
+        stream, in order with the current stream's, for one replica at a time.
         """
         stream = self._stream
         if stream is None:
@@ -304,7 +298,7 @@ class _ReplicaGraphs:
             return graph
         module = torch.get_device_module(self._device)
         self._pool = self._pool or module.graph_pool_handle()
-        with _RECORDING[self._device], runtime.recording(), contextlib.ExitStack() as stack:
+        with runtime.capturing(), contextlib.ExitStack() as stack:
             current = torch.accelerator.current_stream(self._device)
             stream.wait_stream(current)
             try:
@@ -315,7 +309,7 @@ class _ReplicaGraphs:
                         stack.callback(release)
                         graph = warm_up()
                     kernels = module.CUDAGraph()
-                    self._capture(kernels, partial(graph.compute, task, return_output))
+                    self._capture(kernels, partial(graph.compute, task))
             except BaseException:
                 self._pool = None  # it may have been freed
                 raise

@@ -153,6 +153,17 @@ def test_outputs_scaler_weights_and_masks(places):
     assert_same(run, model, places, 4, check_finite=True, accumulate_dtype=torch.float64)
 
 
+def test_outputs_that_a_later_step_asks_for(places):
+    model, inputs, targets = problem()
+
+    def run(engine):
+        for is_asked in (False, True, False, True):
+            found = engine.forward_backward(inputs, targets, LOSS, return_outputs=is_asked)
+        return [found[0], *found[1]]
+
+    assert_same(run, model, places, 2)
+
+
 @pytest.mark.parametrize(
     "lengths", [(3, 6, 3, 6), (*range(1, 12), 1, 11)], ids=["two", "beyond a handful"]
 )

@@ -29,8 +29,7 @@ _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_
 _POOL = 32  # streams that torch has for each device
 _taken: dict[tuple[torch.device, Hashable], torch.Stream] = {}
 _taking = threading.Lock()
-_recordings = 0  # number of devices that are capturing a graph
-_counting = threading.Lock()
+_capturing = threading.Lock()  # held while a graph is captured, on any device
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
@@ -99,10 +98,16 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def empty_cache() -> None:
-    """Free cached device memory. Does nothing while a graph is captured."""
-    with _counting:
-        if _recordings or not torch.accelerator.is_available():
-            return
+    """Free cached device memory. Does nothing while a graph is captured: torch then refuses."""
+    if _capturing.acquire(blocking=False):
+        try:
+            _empty_cache()
+        finally:
+            _capturing.release()
+
+
+def _empty_cache() -> None:
+    if torch.accelerator.is_available():
         try:
             torch.accelerator.empty_cache()
         except RuntimeError:  # torch.accelerator does not know the allocators of other backends
@@ -110,20 +115,14 @@ def empty_cache() -> None:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """For a body that captures a graph: a capture can neither use nor free memory in torch's cache.
+def capturing() -> Iterator[None]:
+    """For a body that captures a graph, one at a time in the process.
 
-    So it is emptied first, unless another device captures: torch then refuses.
+    A capture can neither use nor free memory in torch's cache, so it is emptied first.
     """
-    global _recordings
-    empty_cache()
-    with _counting:
-        _recordings += 1
-    try:
+    with _capturing:
+        _empty_cache()
         yield
-    finally:
-        with _counting:
-            _recordings -= 1
 
 
 @functools.cache

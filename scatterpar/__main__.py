@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from typing import NoReturn
 
 import scatterpar
@@ -13,46 +14,33 @@ import scatterpar
 _USAGE = (
     "usage: python -m scatterpar {train, predict, doctor} [options] (each has a --help); --version"
 )
+_MODULES = {"train": "train.run", "predict": "train.predict", "doctor": "checkup.doctor"}
 
 
 def main(arguments: list[str]) -> int:
     """Run the command named by the first argument and return the process's exit code."""
     command, *options = arguments or [""]
-    if command in ("train", "predict"):
-        return _tool(command, options)
-    if command == "doctor":
-        from scatterpar.checkup.doctor import main as doctor
-
-        return doctor(options)
-    if command == "--version":
-        torch = importlib.import_module("torch")
-        print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
-        return 0
+    is_tool = command in ("train", "predict")
     if command in ("-h", "--help"):
         print(_USAGE)
         return 0
+    if command == "--version" or (is_tool and "--version" in options):
+        torch = importlib.import_module("torch")
+        print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
+        return 0
+    missing = [n for n in ("matplotlib", "PIL", "tqdm", "tyro") if is_tool and not find_spec(n)]
+    if command in _MODULES and not missing:
+        code: int = importlib.import_module(f"scatterpar.{_MODULES[command]}").main(options)
+        return code
     problem = f"there is no command {command!r}" if command else "a command is missing"
-    print(f"scatterpar: error: {problem}; {_USAGE}", file=sys.stderr)
-    return 2
-
-
-def _tool(command: str, options: list[str]) -> int:
-    """Run a command of the training tool, which needs more than the engine to be installed."""
-    if "--version" in options:
-        return main(["--version"])
-    try:
-        for name in ("matplotlib", "PIL", "tqdm", "tyro"):
-            importlib.import_module(name)
-    except ImportError as error:
-        print(
-            f"scatterpar: error: {error.name} is not installed, which the training tool needs: "
-            "pip install -c constraints.txt -e '.[train]' where you cloned scatterpar",
-            file=sys.stderr,
+    problem += f"; {_USAGE}"
+    if missing:
+        problem = (
+            f"{missing[0]} is not installed, which the training tool needs: pip install "
+            "-c constraints.txt -e '.[train]' where you cloned scatterpar"
         )
-        return 2
-    module = "run" if command == "train" else command
-    code: int = importlib.import_module(f"scatterpar.train.{module}").main(options)
-    return code
+    print(f"scatterpar: error: {problem}", file=sys.stderr)
+    return 2
 
 
 def _end(number: int, _: object) -> NoReturn:

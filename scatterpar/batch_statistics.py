@@ -10,6 +10,7 @@ DeferredBatchNorm.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,8 @@ class StepStatistics(NamedTuple):
 
     def values(self) -> list[BufferValue]:
         """The running statistics that torch would compute in one call with all rows."""
-        called = [(module, moments) for module, moments in self.layers if moments is not None]
-        return [value for layer in called for value in _running_stats_after(*layer)]
+        called = [_running_stats_after(module, each) for module, each in self.layers if each]
+        return [*chain(*called)]
 
     def to_pool(self) -> list[Tensor]:
         """One tensor of counts, then each layer's mean and variance; empty without layers."""
@@ -97,7 +98,7 @@ def of_step(
 def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
     """The statistics that one replica recorded, by number of the module, on ``device``."""
     recorded = {m: each for m, calls in replica.records.items() if (each := _pooled(calls))}
-    if replica.device == device or not recorded:
+    if replica.device == device:
         return recorded
     tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))
     moved = copy_coalesced(tensors, device, transfers, "reduce")

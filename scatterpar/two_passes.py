@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,11 +184,10 @@ class Passes:
 
     def _run_backward(self, number: int, roots: Sequence[Tensor]) -> None:
         """Run the backward pass of sub-step ``number`` from the tensors of its output."""
-        leaves = nested.tensors(self.outputs[number])
-        gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
-        if gradients:
-            pairs = [roots[i] for i in gradients], [*gradients.values()]
-            self.task.run_backward(number, *pairs)
+        leaves = zip(roots, nested.tensors(self.outputs[number]), strict=True)
+        pairs = [(root, leaf.grad) for root, leaf in leaves if leaf.grad is not None]
+        if pairs:
+            self.task.run_backward(number, *zip(*pairs, strict=True))
         self._without_gradient = unalias(self._without_gradient)
 
 
@@ -219,14 +217,13 @@ class WholeBatch:
         self.gradients: list[Gradient] = []
         self._request, self._master = attempt.request, passes[0].share.device
         self._copies: list[tuple[torch.device, Tensor, Tensor]] = []  # device, output, its copy
-        pieces = [
-            (rows, nested.map_tensors(partial(self._on_master, each.share.device), output))
+        pieces = {
+            span: nested.map_tensors(partial(self._on_master, each.share.device), output)
             for each in passes
-            for rows, output in zip(each.share.micro_batches, each.outputs, strict=True)
-        ]
-        pieces.sort(key=itemgetter(0))
-        self._pieces = [piece for _, piece in pieces]
-        self._rows = [stop - start for (start, stop), _ in pieces]
+            for span, output in zip(each.share.micro_batches, each.outputs, strict=True)
+        }
+        self._pieces = [pieces[span] for span in sorted(pieces)]
+        self._rows = [stop - start for start, stop in sorted(pieces)]
         self._order = attempt.plan.order
         self._targets = self._joined_targets()
         inputs = [inputs for _, (inputs, _) in self._request.batches]

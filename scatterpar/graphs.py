@@ -36,7 +36,14 @@ from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.substeps import ReplicaTask, Schedule, Substeps, detached_output, forward
+from scatterpar.step.substeps import (
+    ReplicaTask,
+    Schedule,
+    Substeps,
+    detached_output,
+    forward,
+    set_aside,
+)
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.workers import restored
 
@@ -172,9 +179,9 @@ class GraphedSubsteps(Substeps):
     def _captured(self, rows: Any, number: int) -> _Graph | None:
         """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores all state."""
         task, graphs = replace(self._task, clock=None), self._graphs
-        gradients = [leaf.grad for leaf in task.leaves]
+        isolated, no_gradients = self._attempt.isolated(task), set_aside(task.leaves)
         try:
-            with self._task.span("capture", number), self._attempt.isolated(task):
+            with self._task.span("capture", number), no_gradients, isolated:
                 return graphs.record(partial(self._warm_up, task, rows), task)
         except _Refused as why:
             graphs.refuse(f"{type(task.module).__name__} {why}")
@@ -183,15 +190,10 @@ class GraphedSubsteps(Substeps):
             if is_out_of_memory(error):
                 graphs.forget()  # frees the memory of the graphs
             raise
-        finally:
-            for leaf, earlier in zip(task.leaves, gradients, strict=True):
-                leaf.grad = earlier
 
     def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
         """Run sub-steps to allocate the static tensors and choose kernels. Raises ``_Refused``."""
         leaves = task.leaves
-        for leaf in leaves:
-            leaf.grad = None
         substeps = Substeps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
         for _ in range(2):  # the second one accumulates gradients, as a graph does

@@ -57,10 +57,9 @@ def replicate(
 ) -> tuple[list[PassingReplica], contextlib.AbstractContextManager[None]]:
     """Copies of ``module`` whose parameters are differentiable copies of the module's parameters.
 
-    Like ``torch.nn.parallel.replicate``, but on any device, with the parameters of a device shared
-    by its replicas and buffers of their own. A backward pass through the copies adds gradients on
-    the master. Returns the replicas, and a context manager that refuses writes to parameters in
-    forward passes; in ``checked_modes`` it compares versions and storages only.
+    As ``torch.nn.parallel.replicate``, but the replicas of any one device share its parameters. A
+    backward pass adds gradients on the master. Returns the replicas, and a context manager that
+    refuses writes to parameters; in ``checked_modes`` it compares versions and storages only.
     """
     check_placement(module, device_ids)
     module_contents = ModuleContents((module,), physical(device_ids[0]))

@@ -14,7 +14,6 @@ tensors.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import threading
@@ -300,32 +299,26 @@ class _ReplicaGraphs:
             return graph
         module = torch.get_device_module(self._device)
         self._pool = self._pool or module.graph_pool_handle()
-        with runtime.capturing(), contextlib.ExitStack() as stack:
-            current = torch.accelerator.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._device)
+        with runtime.CAPTURE:
             stream.wait_stream(current)
-            try:
-                with restored(partial(current.wait_stream, stream)), stream:
-                    # A capture cannot use memory that torch has cached for other streams, so the
-                    # memory of activations would be reserved twice.
-                    with torch_private.allocating(stream, self._pool) as release:
-                        stack.callback(release)
-                        graph = warm_up()
-                    kernels = module.CUDAGraph()
-                    self._capture(kernels, partial(graph.compute, task))
-            except BaseException:
-                self._pool = None  # it may have been freed
-                raise
+            with restored(partial(current.wait_stream, stream)), stream:
+                graph, kernels = warm_up(), module.CUDAGraph()
+                self._capture(kernels, partial(graph.compute, task))
         graph.replay = lambda *_: kernels.replay()
         return graph
 
     def _capture(self, kernels: Any, work: Callable[[], None]) -> None:
         """Capture the kernels of ``work``, which must not synchronize with the device."""
         gc.collect()  # else objects may be freed during the capture, and wait for the device
+        # A capture can neither use nor free memory in torch's cache, as that of the warm-up.
+        runtime.empty_cache()
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
         except BaseException as error:
             torch_private.give_up_capture(kernels, self._device, self._pool)
+            self._pool = None  # it may have been freed
             if not isinstance(error, Exception) or is_out_of_memory(error):
                 raise
             (line, *_) = [*str(error).strip().splitlines(), ""]

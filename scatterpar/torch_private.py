@@ -194,24 +194,6 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 _LOST: list[Any] = []  # graphs whose capture failed, kept alive
 
 
-@contextlib.contextmanager
-def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
-    """In the body, work on ``stream`` allocates in ``pool``. Yields a function that releases it.
-
-    ``torch.cuda.use_mem_pool`` applies to one thread only, but a backward pass runs in another.
-    """
-    begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
-    if pool is None or begin is None:  # the capture then reserves this memory a second time
-        yield lambda: None
-        return
-    device = stream.device_index
-    begin(device, pool)
-    try:
-        yield partial(torch._C._cuda_releasePool, device, pool)
-    finally:
-        torch._C._cuda_endAllocateToPool(device, pool)
-
-
 def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
     """End the failed capture of a CUDA graph, so that operators on ``device`` work as before.
 

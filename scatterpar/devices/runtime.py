@@ -29,7 +29,7 @@ _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_
 _POOL = 32  # streams that torch has for each device
 _taken: dict[tuple[torch.device, Hashable], torch.Stream] = {}
 _taking = threading.Lock()
-_capturing = threading.Lock()  # held while a graph is captured, on any device
+CAPTURE = threading.RLock()  # held by a thread that captures a graph, on any device
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
@@ -98,31 +98,15 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def empty_cache() -> None:
-    """Free cached device memory. Does nothing while a graph is captured: torch then refuses."""
-    if _capturing.acquire(blocking=False):
-        try:
-            _empty_cache()
-        finally:
-            _capturing.release()
-
-
-def _empty_cache() -> None:
-    if torch.accelerator.is_available():
-        try:
-            torch.accelerator.empty_cache()
-        except RuntimeError:  # torch.accelerator does not know the allocators of other backends
-            torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
-
-
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """For a body that captures a graph, one at a time in the process.
-
-    A capture can neither use nor free memory in torch's cache, so it is emptied first.
-    """
-    with _capturing:
-        _empty_cache()
-        yield
+    """Free cached device memory. Does nothing while another thread captures: torch then refuses."""
+    if not torch.accelerator.is_available() or not CAPTURE.acquire(blocking=False):
+        return
+    try:
+        torch.accelerator.empty_cache()
+    except RuntimeError:  # torch.accelerator does not know the allocators of other backends
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+    finally:
+        CAPTURE.release()
 
 
 @functools.cache

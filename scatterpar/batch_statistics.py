@@ -66,10 +66,7 @@ class StepStatistics(NamedTuple):
 
 
 def record(modules: Iterable[nn.Module]) -> Records:
-    """Install hooks on a replica's batch normalisations; they record the moments of each call.
-
-    The records are by the number of the module.
-    """
+    """Install hooks that record each call's moments, by number of the batch normalisation."""
     layers = {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
     records: Records = {m: [] for m in layers}
     for m, module in layers.items():

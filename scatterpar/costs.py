@@ -119,7 +119,6 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     """The rows of each micro-batch, the most expensive rows first.
 
     There are as few micro-batches as the budget allows, rounded up to a multiple of ``replicas``.
-    Rows are sorted by falling cost, and the cuts minimise the largest cost of a micro-batch.
     """
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])  # stable
     falling = [costs[row] for row in rows]

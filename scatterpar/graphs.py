@@ -246,10 +246,7 @@ def _shape_of(rows: Any) -> Hashable:
 
 
 class _ReplicaGraphs:
-    """The graphs of one replica, and the state that they depend on.
-
-    The graphs share memory: they must not run at the same time.
-    """
+    """The graphs of one replica, which share memory, and the state that they depend on."""
 
     def __init__(self, device: torch.device, warning_lock: threading.Lock) -> None:
         self._device = device

@@ -97,10 +97,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state_bytes(self) -> dict[torch.device, int]:
-        """Bytes of optimizer state per device.
-
-        A host scalar, such as a step count, is counted for the owner of its parameter.
-        """
+        """Bytes of optimizer state per device; host scalars count for their parameter's owner."""
         sizes = dict.fromkeys(self._memories, 0)
         for key, state in self.state.items():
             owner = self._owners.get(key, self._memories[0])
@@ -147,10 +144,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _copies(self) -> Iterator[tuple[ParameterCopies, ReplicaSet | None]]:
-        """Yields the parameters that may be sharded, and the replicas; nothing with one device.
-
-        Such parameters are dense, and share their memory with no other.
-        """
+        """Yields dense parameters that share no memory, and the replicas; none with one device."""
         if len(self._memories) == 1:
             yield {}, None
             return

@@ -92,10 +92,7 @@ class TwoPasses(Schedule):
         return False
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
-        """Run both passes, and the master's criterion between them.
-
-        The loss is zero in all processes except the first.
-        """
+        """Run both passes, and the master's criterion between them."""
         replica_sets = attempt.replicas.replica_sets
         with parameter_writes_refused(replica_sets):
             passes = attempt.run(partial(Passes, attempt), tasks)
@@ -114,25 +111,21 @@ class TwoPasses(Schedule):
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
         returned = [each.returned for each in passes]
-        value = to_numbers(loss) if batch.counts else 0.0
+        value = to_numbers(loss) if batch.counts else 0.0  # ranks add it up
         return Computed(value, loss.dtype, returned, batch.gradients)
 
 
 class Passes:
     """The two passes of one replica over its share; the constructor runs the first.
 
-    ``outputs`` has those of each micro-batch, without graphs; their tensors get gradients.
-    ``returned`` has the parts of them to return, if the user asked for outputs.
+    The first retains the graph of the last micro-batch only. All micro-batches run in the caller's
+    grad mode: modules may compute other outputs without.
     """
 
     def __init__(self, attempt: Attempt, task: ReplicaTask, *, proceed: Proceed) -> None:
-        """Run forward, and retain the graph of the last micro-batch only.
-
-        All micro-batches run in the caller's grad mode: modules may compute other outputs without.
-        """
         self._attempt, self.task, self.share = attempt, task, task.share
-        self.outputs: list[Any] = []
-        self.returned: list[Any] = []
+        self.outputs: list[Any] = []  # of micro-batches, without graphs; tensors get gradients
+        self.returned: list[Any] = []  # the parts of them that the user asked for
         self._states: list[State] = []  # of the generators, before each micro-batch
         self._without_gradient: Sequence[Tensor] = task.leaves
         return_outputs = attempt.request.return_outputs
@@ -164,7 +157,8 @@ class Passes:
         if not others or all(t.grad is None for t in nested.tensors(self.outputs)):
             synchronize(share.device)  # no host read follows: a kernel's error is raised here
             return
-        agreed: list[tuple[int, Tensor]] = []  # of outputs of both passes, each with its sub-step
+        # With the sub-step of each. If the host read them there, the next sub-step would wait.
+        agreed: list[tuple[int, Tensor]] = []
         with attempt.isolated(task):
             for number in others:
                 proceed(number)
@@ -358,10 +352,7 @@ def _require_one_value(pieces: Sequence[Any]) -> None:
 
 
 def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """For each output with a gradient: whether it is that of the first pass, up to rounding.
-
-    The answers stay on the device: if the host read them now, the next sub-step would wait.
-    """
+    """For each output with a gradient: whether it is that of the first pass, as a 0-dim tensor."""
     kinds = [[(t.shape, t.dtype, t.requires_grad) for t in each] for each in (tensors, leaves)]
     if kinds[0] != kinds[1]:
         raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")

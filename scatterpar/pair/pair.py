@@ -147,10 +147,9 @@ class DataParallelModel(_OfPair):
             module's parameters get their gradients by ``backward()``.
 
         Raises:
-            ValueError: no rows, tensors with different numbers of rows, or a forward pass that
-                writes parameters.
-            RuntimeError: a call from inside another, a lazy module that was never called, or copies
-                between the devices that arrive corrupted even through host memory.
+            ValueError: no rows, or tensors with different numbers of rows.
+            RuntimeError: a call from inside another, a forward pass that writes parameters, a lazy
+                module that was never called, or copies between devices that arrive corrupted.
 
             Exceptions of the module are raised unchanged, with a note that names the replica.
         """

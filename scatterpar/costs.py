@@ -6,6 +6,7 @@ longest one. A row that costs more than the limit is a micro-batch of its own.
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from scatterpar.plan import Plan, Share, check_number, make_plan, shown
 
@@ -44,6 +46,12 @@ class CostPlan(Plan):
             table.append((str(share.replica), str(share.device), *numbers, *each))
         more = f" ({padded / cost - 1:.1%} more)" if cost else ""
         return self.printed(table, f", by cost: {cost:,.6g}, with padding {padded:,.6g}{more}")
+
+
+def has_costs_argument(module: nn.Module) -> bool:
+    """Whether the module's ``forward`` takes an argument ``costs`` or any keyword argument."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(p.name == "costs" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def plan_by_cost(

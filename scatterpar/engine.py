@@ -416,13 +416,13 @@ class ScatterOnceParallel(Wrapper):
         accum = self._auto_accum.accum if self._auto_accum else self.accum
         return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
 
-    def forward(self, *inputs: Any, costs: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
-            costs: as in ``forward_backward``.
-            kwargs: keyword arguments of the module.
+            kwargs: keyword arguments of the module, and the engine's ``costs``. Without
+                ``micro_batch_cost``, a module whose ``forward`` has an argument ``costs`` gets it.
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the master, in row
@@ -445,6 +445,12 @@ class ScatterOnceParallel(Wrapper):
                 "engine.forward_backward(inputs, targets, criterion); for inference, call "
                 "engine.eval() first or use torch.no_grad()"
             )
+        costs = None
+        if "costs" in kwargs:
+            from scatterpar.costs import has_costs_argument
+
+            if self.micro_batch_cost or not has_costs_argument(self.module):
+                costs = kwargs.pop("costs")
         return self._map(self.module, inputs, kwargs, costs)
 
     def map(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from scatterpar.batch import nested
-from scatterpar.devices.coalescing import copy_coalesced, flat_view
+from scatterpar.devices.coalescing import copy_coalesced, is_unexpanded
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer):
             copies = {
                 tensors[i]: {device: broadcast.at(device)[i] for device in broadcast.memories}
                 for i in broadcast.parameters
-                if flat_view(tensors[i]) is not None and starts[tensors[i].data_ptr()] == 1
+                if is_unexpanded(tensors[i]) and starts[tensors[i].data_ptr()] == 1
             }
             yield copies, replica_set
 

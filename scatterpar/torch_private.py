@@ -62,6 +62,10 @@ for _name in _NAMES.split():
     _find("torch", _name)
 _dispatch_modes = _find("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
 _function_modes = _find("torch.overrides", "_get_current_function_mode_stack")
+# Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In C++, for DDP.
+flatten: Callable[[Sequence[Tensor]], Tensor] = _find("torch._utils", "_flatten_dense_tensors")
+unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+unflatten = _find("torch._utils", "_unflatten_dense_tensors")
 
 
 # --- an optimizer within another: the outer one runs the hooks, once ----------------------------

@@ -72,7 +72,7 @@ gradients that share memory are added to twice
   leaves[number].grad = gradient.clone() => pass
 of a parameter that model and criterion share, the criterion's gradient alone arrives
   reduce_gradients -> test_a_loop_gets_what_plain_torch_gives_it
-  functools.reduce(plus, both) if both else None => both[-1] if both else None
+  functools.reduce(_plus, both) if both else None => both[-1] if both else None
 a parameter that no replica used gets zeros
   reduce_gradients -> test_used_once_then_unused_keeps_the_gradient_it_had
   sums.get(i)) => sums.get(i, torch.zeros_like(each.tensors[i])))
@@ -238,7 +238,7 @@ the caller's tensors may be written by a sub-step
 # same bits
 gradients are added in any order
   sum_in_order -> test_the_sum_has_the_same_bits_every_time
-  sum_pairs(len(sums))
+  tree_pairs(len(sums))
   => sorted(((0, i) for i in range(1, len(sums))), key=lambda _: __import__("os").urandom(4))
 all replicas of a rank draw the same numbers
   Generators._generator -> test_every_replica_of_every_rank_draws_masks_of_its_own

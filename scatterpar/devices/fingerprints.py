@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, permutations
+from itertools import accumulate, compress, permutations
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices import runtime
-from scatterpar.devices.coalescing import by_dtype, flat_view, messages
+from scatterpar.devices.coalescing import messages
 from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.devices.transfers import (
     VIA_HOST,
@@ -30,8 +30,6 @@ from scatterpar.devices.transfers import (
 )
 from scatterpar.report import warn
 
-Fingerprint = tuple[int, ...]
-
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 _WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in its cache
 _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
@@ -41,55 +39,49 @@ _BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked c
 
 
 class Fingerprints:
-    """Fingerprints of dense tensors, computed on their device; ``read`` takes host ``values``.
+    """Fingerprints of dense tensors, computed on their device: one value per 8 MB, or less.
 
-    The values stay on the device until then, if it has streams.
+    The ``values`` stay there, if it has streams; else the work of several threads has no order.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        self._owners: list[int] = []
-        words = {i: _words(tensor.detach()) for i, tensor in tensors.items()}
-        longest = max(map(Tensor.numel, words.values()), default=0)
+        self._device, self._owners = device, list[int]()
         most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
-        factors = _factors(min(most, longest), device)
+        words = {i: _words(tensor, most) for i, tensor in tensors.items()}
+        pieces = {(i, n): piece for i, each in words.items() for n, piece in enumerate(each)}
+        factors = _factors(max(map(Tensor.numel, pieces.values()), default=0), device)
         sums = [runtime.empty(0, torch.int64, device)]
-        for numbers in by_dtype(words).values():
-            for message in messages(tuple([(i, words[i].numel()) for i in numbers]), most):
-                self._owners += message.keys
-                sums.append(_sums(message.of(words), message.sizes, factors))
-        self.values, self._keys = torch.cat(sums), list(tensors)
-        if not has_streams(device):  # work of several threads may have no order there
+        for message in messages(pieces, 4 * most):
+            self._owners += [i for i, _ in message]
+            sums.append(_sums([pieces[key] for key in message], factors))
+        self.values = torch.cat(sums)
+        if not has_streams(device):
             (self.values,) = to_host([self.values])
 
-    def read(self, values: Tensor) -> dict[int, Fingerprint]:
-        """The fingerprint of each tensor, from ``values`` on the host."""
-        fingerprints: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
-        for owner, value in zip(self._owners, to_numbers(values), strict=True):
-            fingerprints[owner] += (value,)
-        return fingerprints
-
-    def differing_from(self, earlier: Fingerprints) -> set[int]:
-        """The keys of the tensors that had other fingerprints earlier."""
-        if torch.equal(self.values, earlier.values):
+    def differing_from(self, other: Fingerprints) -> set[int]:
+        """The keys of the tensors whose ``other`` fingerprints, on any device, are not these."""
+        others = to_device(other.values, self._device, copy=True)
+        if torch.equal(self.values, others):
             return set()
-        now, before = (self.read(values) for values in to_host([self.values, earlier.values]))
-        return {key for key, fingerprint in now.items() if fingerprint != before[key]}
+        if self._owners != other._owners:  # the host has smaller pieces than a GPU
+            return set(self._owners)
+        return set(compress(self._owners, to_numbers(self.values != others)))
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The tensor as 32-bit words, or as bytes if their number is no multiple of four: 1-D."""
-    view = flat_view(tensor)
-    flat = as_bytes(tensor) if view is None else view
-    size = flat.element_size()
-    if flat.numel() * size % 4:
-        return flat.view(torch.uint8)
-    if flat.storage_offset() * size % 4:
-        flat = flat.clone()
-    return flat.view(torch.int32)
+def _words(tensor: Tensor, most: int) -> Sequence[Tensor]:
+    """The tensor as 32-bit words, or as bytes if their number is no multiple of four.
+
+    They are in 1-D pieces of at most ``most``; there is none for an empty tensor.
+    """
+    words = as_bytes(tensor)
+    if words.numel() % 4 == 0:
+        words = (words.clone() if words.storage_offset() % 4 else words).view(torch.int32)
+    return words.split(most) if words.numel() > most else [words] if words.numel() else []
 
 
-def _sums(parts: Sequence[Tensor], sizes: Sequence[int], factors: Tensor) -> Tensor:
+def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:
     """For each piece the sum of its scattered words: a 1-D tensor."""
+    sizes = [len(part) for part in parts]
     factors_of = {size: factors[:size] for size in set(sizes)}
     if len(parts) == 1:
         return _scattered(parts[0], factors_of[sizes[0]]).sum(0, keepdim=True)
@@ -109,8 +101,7 @@ def _scattered(words: Tensor, factors: Tensor) -> Tensor:
 def _factors(size: int, device: torch.device) -> Tensor:
     """An odd pseudo-random number for each position."""
     numbers = runtime.empty(size, torch.int64, device)
-    torch.arange(size, out=numbers, device=numbers.device)  # else on the user's default device
-    numbers.add_(1).mul_(_MULTIPLY)
+    torch.arange(1, size + 1, out=numbers, device=numbers.device).mul_(_MULTIPLY)
     numbers ^= numbers >> 30
     numbers.mul_(_AGAIN)
     numbers ^= numbers >> 27

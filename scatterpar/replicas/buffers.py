@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import copy_lists, grouped, is_unexpanded
+from scatterpar.devices.coalescing import copy_each, is_unexpanded
 from scatterpar.devices.fingerprints import same_bits
 
 Buffers = MutableMapping[str, "Tensor | None"]
@@ -54,7 +54,7 @@ def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
     Buffers that cannot be written in place are replaced if they have changed.
     """
     can_write = torch.is_inference_mode_enabled()  # also what was made in inference mode
-    into: dict[int, tuple[Tensor, Tensor]] = {}
+    targets, values = dict[int, Tensor](), dict[int, Tensor]()
     replacements: list[BufferValue] = []
     for place, name, value in buffers:
         target = place.get(name)
@@ -62,17 +62,16 @@ def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
             if value is not target:
                 replacements.append((place, name, value if value is None else value.detach()))
         # One tensor under two names that got two values.
-        elif into.get(id(target), (target, value))[1] is not value:
+        elif values.get(id(target), value) is not value:
             replacements.append((place, name, value.detach()))
         elif (can_write or not target.is_inference()) and is_unexpanded(target):
-            into[id(target)] = target, value
+            targets[id(target)], values[id(target)] = target, value
         elif not same_bits(target, value):
             replacements.append((place, name, value.detach().clone()))
-    pairs = grouped([target for target, _ in into.values()], [value for _, value in into.values()])
 
     def write() -> None:
         with torch.no_grad():
-            copy_lists(pairs)
+            copy_each([*targets.values()], [*values.values()])
         for place, name, value in replacements:
             place[name] = value
 

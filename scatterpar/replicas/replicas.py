@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import runtime
-from scatterpar.devices.coalescing import copy_lists, grouped
-from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.transfers import Transfers, to_host
+from scatterpar.devices.coalescing import copy_each
+from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
@@ -95,15 +94,12 @@ class Replicas:
         root, device_ids = root_to_replicate(criterion), self._device_ids
         self.replica_sets = [self.of_model]
         with torch.inference_mode(False), torch.no_grad():
-            compared = [*self.of_model.follow(module, device_ids)]
+            self.of_model.follow(module, device_ids)
             if root is not None and not self.of_model.contains_all_of(root):
-                compared += self._of_criterion.follow(root, device_ids[:number])
+                self._of_criterion.follow(root, device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
-            # The host waits once, for the model's and the criterion's.
-            on_host = to_host([fingerprints.values for fingerprints in compared])
-            for fingerprints, values in zip(compared, on_host, strict=True):
-                fingerprints.values = values
-            for each in self.replica_sets:
+            # The criterion's first: the host would wait for the model's copies in its comparison.
+            for each in reversed(self.replica_sets):
                 each.send(transfers)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
@@ -141,16 +137,12 @@ class ReplicaSet:
         self.broadcast = Broadcast(ModuleContents(()), ())
         self._state: Snapshot | None = None
 
-    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> list[Fingerprints]:
-        """Update or rebuild the replicas to match ``root``, except values of tensors.
-
-        Returns the fingerprints whose ``values`` ``send`` needs on the host.
-        """
+    def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> None:
+        """Update or rebuild the replicas to match ``root``, except values of tensors."""
         is_other = root is not self.root or device_ids != self.device_ids
         self.root, self.device_ids = root, device_ids
         if is_other or not self._update_in_place():
             self._build()
-        return self.broadcast.compare()
 
     def send(self, transfers: Transfers) -> None:
         """Send the values of tensors to all replicas. Call it under ``torch.no_grad()``."""
@@ -286,7 +278,8 @@ class Replica(ModuleCopy):
         ]
         self._places = list(zip(self.tensors, storages, strict=True))
         private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
-        self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
+        self._private = [self.tensors[i] for i in private]
+        self._sources = [sources[i] for i in private]
         super().__init__(contents, self.tensors, of.compiler)
         self.root = self.copy_of(of.root)
         self.modules = [self.copy_of(module) for module in of.modules]
@@ -308,7 +301,7 @@ class Replica(ModuleCopy):
                     tensor.data = storage
             self.set_requires_grad(self._trained)
             self.state.restore()
-        copy_lists(self._copied)
+        copy_each(self._private, self._sources)
         self.clear_records()
 
     def clear_records(self) -> None:
@@ -324,13 +317,13 @@ class Replica(ModuleCopy):
         names = [(m._buffers, m._non_persistent_buffers_set) for m in self.modules]
         registered, recorded = Snapshot(chain(*names)), dict(self.records)
         with torch.inference_mode(False), torch.no_grad():
-            saved = [(states, [t.clone() for t in states]) for states, _ in self._copied]
+            saved = list(map(Tensor.clone, self._private))
             self.refresh()
 
         def restore() -> None:
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
-                copy_lists(saved)
+                copy_each(self._private, saved)
             registered.restore()
             self.records.update(recorded)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import flat_view
+from scatterpar.devices.coalescing import is_unexpanded
 from scatterpar.replicas.module_copy import contents, module_of
 from scatterpar.threads.workers import add_note
 
@@ -65,7 +65,8 @@ def training_buffers(held: Sequence[Held]) -> list[Tensor]:
     """The buffers that a call of these modules may write: those of parts in training mode."""
     parts = chain(*(value.modules() for value in held if isinstance(value, nn.Module)))
     buffers = chain(*(part.buffers(recurse=False) for part in parts if part.training))
-    writable = [b for b in buffers if flat_view(b) is not None and not b.is_inference()]
+    dense = (b for b in buffers if b.layout == torch.strided and is_unexpanded(b))
+    writable = [buffer for buffer in dense if not buffer.is_inference()]
     return list({id(buffer): buffer for buffer in writable}.values())
 
 

@@ -23,14 +23,8 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.devices.coalescing import (
-    copy_coalesced,
-    flat_view,
-    grouped,
-    iter_messages,
-    plus,
-    tree_rounds,
-)
+from scatterpar.devices import coalescing
+from scatterpar.devices.coalescing import iter_copies, messages, tree_pairs
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.buffers import BufferValue
@@ -134,7 +128,7 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
     for leaf, gradient in (*gradients, *external):  # model and criterion may share a leaf
         _, other = total.get(id(leaf), (leaf, None))
         both = [one for one in (other, gradient) if one is not None]
-        total[id(leaf)] = leaf, functools.reduce(plus, both) if both else None
+        total[id(leaf)] = leaf, functools.reduce(_plus, both) if both else None
     return list(total.values())
 
 
@@ -145,11 +139,6 @@ def reduce_buffers(attempt: Attempt) -> tuple[list[BufferValue], Statistics | No
     if policy is None:
         return buffers, None
     return buffers, policy.of_step(sets, len(attempt.plan.shares), attempt.transfers)
-
-
-def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
-    """Yield (target, source): the sum of replica ``source`` is added to that of ``target``."""
-    return chain(*tree_rounds(count))
 
 
 def sum_in_order(
@@ -164,55 +153,52 @@ def sum_in_order(
     With ``in_place``, dense gradients are overwritten; otherwise autograd records the sum.
     """
     sums = [dict(each) for each in gradients]
-    for target, source in sum_pairs(len(sums)):
-        others, sums[source] = sums[source], {}  # freed with this pair, not with the last one
+    for target, source in tree_pairs(len(sums)):
+        arriving: Iterator[dict[int, Tensor]]
+        total, others, sums[source] = sums[target], sums[source], {}  # freed with this pair
         if devices[target] == devices[source]:
-            _add(sums[target], others, in_place)
-        elif in_place:
-            _add_received(sums[target], others, devices[target], transfers)
+            arriving = ({i: others[i] for i in message} for message in messages(others))
         else:
-            copies = {i: transfers.copy(t, devices[target], "reduce") for i, t in others.items()}
-            _add(sums[target], copies, in_place)
+            if in_place:
+                _add_large(total, others, devices[target], transfers)
+            arriving = iter_copies(others, devices[target], transfers, "reduce")
+        for message in arriving:
+            _add(total, message, in_place)
+            del message  # only one has memory at a time
     return sums[0]
 
 
-def _add_received(
-    total: dict[int, Tensor],
-    gradients: dict[int, Tensor],
-    device: torch.device,
-    transfers: Transfers,
+def _add_large(
+    total: dict[int, Tensor], others: dict[int, Tensor], device: torch.device, transfers: Transfers
 ) -> None:
-    """Add gradients from another device, chunk by chunk if dtype, shape and strides are equal."""
-    sums: dict[int, Tensor] = {}
-    alike: dict[int, Tensor] = {}
-    for i, gradient in gradients.items():
-        one, other = total.get(i), flat_view(gradient)
-        if one is None or other is None or (flat := flat_view(one)) is None:
-            continue
-        if one.dtype == gradient.dtype and one.stride() == gradient.stride():
-            sums[i], alike[i] = flat, other
-    for message, flat in iter_messages(alike):  # one message has memory at a time
-        arrived = transfers.copy(flat, device, "reduce")
-        del flat
-        torch._foreach_add_(message.of(sums), arrived.split(message.sizes))
-        del arrived
-    if len(alike) < len(gradients):
-        others = {i: tensor for i, tensor in gradients.items() if i not in alike}
-        _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
+    """Take gradients larger than a message out of ``others``, and add them piece by piece."""
+    shared = [i for i in others if i in total and total[i].layout == torch.strided]
+    for i in [i for i in shared if others[i].layout == torch.strided]:
+        if others[i].nbytes > coalescing.CHUNK_BYTES:
+            gradient = others.pop(i)
+            rows = max(1, len(gradient) * coalescing.CHUNK_BYTES // gradient.nbytes)
+            for part, piece in zip(total[i].split(rows), gradient.split(rows), strict=True):
+                part.add_(transfers.copy(piece, device, "reduce"))
 
 
-def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:
-    """Add ``gradients`` to ``total``. An index that ``total`` lacks gets the gradient itself."""
-    shared = []
-    for i, gradient in gradients.items():
+def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -> None:
+    """Add the gradients of a message. An index that ``total`` lacks gets its gradient."""
+    can_add = in_place and all(i in total and total[i].layout == torch.strided for i in message)
+    if can_add and len(message) > 1:
+        torch._foreach_add_([total[i] for i in message], [*message.values()])
+        return
+    for i, gradient in message.items():
         if i not in total:
-            total[i] = gradient
+            total[i] = gradient.clone() if len(message) > 1 else gradient  # no part of a message
         elif in_place and total[i].layout == gradient.layout == torch.strided:
-            shared.append(i)
+            total[i].add_(gradient)
         else:
-            total[i] = plus(total[i], gradient)
-    for pairs in grouped([total[i] for i in shared], [gradients[i] for i in shared]):
-        torch._foreach_add_(*pairs)
+            total[i] = _plus(total[i], gradient)
+
+
+def _plus(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two tensors. torch supports dense + sparse, but not sparse + dense."""
+    return one + other if one.layout == torch.strided else other + one
 
 
 def join_on_master(

@@ -26,7 +26,7 @@ from scatterpar.batch.markers import (
     unwrap_marker,
     unwrap_markers,
 )
-from scatterpar.devices.coalescing import by_dtype
+from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 
@@ -153,21 +153,13 @@ def _move_together(transfers: Transfers, device: torch.device, contents: Any) ->
     """``contents`` on ``device``; small host tensors of one dtype are copied together."""
     remote = {id(t): t for t in nested.tensors(contents) if t.device != device}
     small = {key: t for key, t in remote.items() if _is_small(t)}
-    arrived: dict[int, Tensor] = {}
-    for keys in by_dtype(small).values():
-        group = [small[key] for key in keys]
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        pieces = transfers.copy(flat, device, "scatter").split([t.numel() for t in group])
-        arrived |= {key: p.view(small[key].shape) for key, p in zip(keys, pieces, strict=True)}
-    for key, tensor in remote.items():
-        if key not in small:
-            arrived[key] = transfers.copy(tensor, device, "scatter")
+    arrived = {k: transfers.copy(t, device, "scatter") for k, t in remote.items() if k not in small}
+    for message in iter_copies(small, device, transfers, "scatter"):
+        arrived |= message
     return nested.map_leaves(lambda leaf: arrived.get(id(leaf), leaf), contents)
 
 
 def _is_small(tensor: Tensor) -> bool:
     # Packing a GPU's tensors would queue work there for which the copying stream does not wait.
-    if tensor.device.type != "cpu":
-        return False
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_contiguous()
-    return plain and 0 < tensor.numel() * tensor.element_size() <= _SMALL
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    return is_plain and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL

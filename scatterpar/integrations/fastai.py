@@ -39,9 +39,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     run on all replicas, too. ``learn.model`` and ``learn.loss_func`` stay as they are.
 
     Args:
-        device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the device of
-            the ``DataLoaders``. By default every visible accelerator, or one CPU replica.
-        accum: sub-steps per replica, as in ``ScatterOnceParallel``.
+        device_ids: as in ``ScatterOnceParallel``, like ``accum``; the first is the device of the
+            ``DataLoaders``.
         count: ``count(inputs, targets)`` returns the number of terms that a mean loss averages
             over; both arguments are tuples, ``learn.xb`` and ``learn.yb``. By default the number of
             rows; cross entropy, torch's or fastai's, counts by its ``ignore_index`` and ``weight``.
@@ -91,12 +90,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             del vars(learn)["_do_one_batch"]
             learn._do_one_batch()
             return
-        trains, loss = learn.training and len(learn.yb) > 0, None
-        if trains:
-            learn.pred, loss = self._step(learn)
-        else:
-            with torch.no_grad():
-                learn.pred = self._engine_of(learn)(*learn.xb)
+        trains = learn.training and len(learn.yb) > 0
+        learn.pred, loss = self._step(learn, trains)
         predicted = nested.tensors(learn.pred)
         learn("after_pred")
         if trains and _places(predicted) != _places(learn.pred):
@@ -109,28 +104,26 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if trains:
             learn._do_grad_opt()
 
-    def _step(self, learn: Any) -> tuple[Any, Tensor]:
-        """The predictions of all rows, and the loss, which carries the gradient."""
-        engine = self._engine_of(learn)
-        mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
-        if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
-            self._criterion = _Criterion(learn.loss_func, mixes)
-        options: dict[str, Any] = {"count": self._count or self._criterion.count}
-        options["reduction"] = self._reduction
-        if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
-            options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
-        scaler = vars(learn).get("scaler")  # MixedPrecision's
-        options["scaler"] = scaler if scaler is not None and scaler.is_enabled() else None
-        batch = tuple(learn.xb), tuple(learn.yb), self._criterion
-        loss, outputs = engine.loss(*batch, return_outputs=True, **options)
-        pred = gather(outputs, physical(engine.device_ids[0]))
-        return to_float(pred) if mixes else pred, loss
-
-    def _engine_of(self, learn: Any) -> Any:
+    def _step(self, learn: Any, trains: bool) -> tuple[Any, Tensor | None]:
+        """The predictions of all rows; if it trains, the loss, which carries the gradient."""
         if self._engine is None or self._engine.module is not learn.model:
             self._close()
             self._engine = ScatterOnceParallel(learn.model, **self._options)
-        return self._engine
+        if not trains:
+            with torch.no_grad():
+                return self._engine(*learn.xb), None
+        mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
+        if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
+            self._criterion = _Criterion(learn.loss_func, mixes)
+        count = self._count or self._criterion.count
+        options: dict[str, Any] = {"count": count, "reduction": self._reduction}
+        if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
+            options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
+        options |= {"return_outputs": True, "scaler": vars(learn).get("scaler")}  # MixedPrecision's
+        batch = tuple(learn.xb), tuple(learn.yb), self._criterion
+        loss, outputs = self._engine.loss(*batch, **options)
+        pred = gather(outputs, physical(self._engine.device_ids[0]))
+        return to_float(pred) if mixes else pred, loss
 
     def _close(self) -> None:
         if self._engine is not None:
@@ -144,19 +137,18 @@ class _Criterion(nn.Module):
     def __init__(self, loss_func: Any, mixes: bool) -> None:
         super().__init__()
         self.loss_func, self.mixes = loss_func, mixes
-        self.func = loss_func.func if isinstance(loss_func, BaseLoss) else None
-        of_torch = loss_func if self.func is None else self.func
-        self.reduction = getattr(of_torch, "reduction", "mean")
+        self.func = func = loss_func.func if isinstance(loss_func, BaseLoss) else loss_func
+        self.reduction = getattr(func, "reduction", "mean")
         self.count = None
-        if is_cross_entropy(of_torch):
-            self.count = lambda _, targets: terms_of_rows(of_torch, targets[0], 0).sum()
+        if is_cross_entropy(func):
+            self.count = lambda _, targets: terms_of_rows(func, targets[0], 0).sum()
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
-        loss_func = self.loss_func
-        if self.func is not None:
-            loss_func = copy.copy(loss_func)
-            loss_func.func = self.func  # the replica's
+        loss_func = self.func  # the replica's
+        if isinstance(self.loss_func, BaseLoss):
+            loss_func = copy.copy(self.loss_func)
+            loss_func.func = self.func
         return loss_func(to_float(output) if self.mixes else output, *targets)
 
 

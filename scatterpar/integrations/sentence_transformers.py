@@ -18,7 +18,6 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.batch.markers import Rows
-from scatterpar.devices.runtime import DeviceLike
 from scatterpar.integrations.loop import num_rows, overridden, refuse, replaced
 from scatterpar.integrations.steps import ROWS
 from scatterpar.integrations.transformers import ScatterOnceMixin
@@ -42,11 +41,7 @@ class _WholeBatch(ScatterOnceMixin):
     _recorded_model: _RecordedModel | None = None  # while the loss runs
 
     def __init__(
-        self,
-        *args: Any,
-        device_ids: Sequence[DeviceLike] | None = None,
-        whole_batch: bool | None = None,
-        **kwargs: Any,
+        self, *args: Any, device_ids: Any = None, whole_batch: bool | None = None, **kwargs: Any
     ) -> None:
         name, has_cost = type(self).__name__, kwargs.get("micro_batch_cost") is not None
         reason = "its loss may compare all rows of a batch; leave micro_batch_cost out"
@@ -56,10 +51,10 @@ class _WholeBatch(ScatterOnceMixin):
         reason = "it needs more of the model than its outputs; use the stock trainer on one device"
         parts = [type(part).__name__ for loss in losses for part in loss.modules()]
         refuse(name, {part: part in _REFUSED for part in parts}, reason)
-        if whole_batch is None:  # True if a loss, a sampler or a choice of data sets depends on it
-            is_plain = self.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-            is_plain &= not isinstance(self.train_dataset, dict)
-            whole_batch = not (is_plain and all(map(_is_mean_over_rows, losses)))
+        if whole_batch is None:  # True if a sampler, a choice of data sets or a loss depends on it
+            is_sampled = self.args.batch_sampler != BatchSamplers.BATCH_SAMPLER
+            is_chosen = is_sampled or isinstance(self.train_dataset, dict)
+            whole_batch = is_chosen or not all(map(_is_mean_over_rows, losses))
         self._sees_all = whole_batch
 
     def _modules(self) -> list[Any]:
@@ -120,13 +115,11 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
     micro-batch except a replica's last one is computed twice, so that only one graph is in memory.
 
     Args:
-        args: as in ``SentenceTransformerTrainer``. The loss object is not changed.
-        device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the trainer's
-            device. By default every visible accelerator, or one CPU replica.
+        args: as in ``SentenceTransformerTrainer``, like ``kwargs``. The loss object is not changed.
+        device_ids: as in ``ScatterOnceParallel``; the first is the trainer's device.
         whole_batch: ``True``: the loss sees all rows at once. ``False``: it sees b rows, as with
             the stock trainer, and the losses are averaged. ``None``: ``False`` for losses that are
             means over rows, otherwise ``True``.
-        kwargs: as in ``SentenceTransformerTrainer``.
 
     Raises:
         ValueError: as ``scatterpar.integrations.transformers.ScatterOnceTrainer``, or a loss that
@@ -145,10 +138,8 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
 class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type: ignore[misc]
     """``CrossEncoderTrainer`` on all devices of one process, with losses over all rows of a step.
 
-    With N replicas, ``per_device_train_batch_size=b`` and ``gradient_accumulation_steps=k``, an
-    optimizer step is that of the stock trainer on one device with batches of b * N * k rows. The
-    loss runs twice: first to record the pairs that it passes to the model, then with the scores of
-    these pairs, which the replicas have computed.
+    As ``ScatterOnceTrainer``, but the loss runs twice: first to record the pairs that it passes to
+    the model, then with the scores of these pairs, which the replicas have computed.
 
     Args:
         args: as in ``CrossEncoderTrainer``, like ``kwargs``.
@@ -221,11 +212,9 @@ class _Outputs(dict[str, Any]):
 def _is_mean_over_rows(loss: nn.Module) -> bool:
     """Whether ``loss`` and all losses of torch in it are unweighted means over rows."""
     is_mean = type(loss).__name__ in _OF_ROWS and getattr(loss, "size_average", True)
-    return is_mean and all(
-        getattr(part, "reduction", "mean") == "mean" and getattr(part, "weight", None) is None
-        for part in loss.modules()
-        if type(part).__module__ == "torch.nn.modules.loss"
-    )
+    parts = [part for part in loss.modules() if type(part).__module__ == "torch.nn.modules.loss"]
+    plain = [p.reduction == "mean" and getattr(p, "weight", None) is None for p in parts]
+    return is_mean and all(plain)
 
 
 def _divisible(column: Mapping[str, Any]) -> Any:

@@ -1,4 +1,1 @@
-"""Other libraries' training loops on top of the engine, which knows nothing of them.
-
-Each is a module of the library's name, imported by whoever uses it: ``import scatterpar`` does not.
-"""
+"""Other libraries' training loops on top of the engine, which knows nothing of them."""

@@ -8,12 +8,13 @@ does everything else: order of the hooks, optimizers, schedules, callbacks, chec
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partialmethod
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +23,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import loop, metrics
+from scatterpar.integrations import loop
 
 __all__ = ["ScatterOnceStrategy"]
 
@@ -44,9 +45,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     The LightningModule must use automatic optimization, and needs no change.
 
     Args:
-        device_ids: one entry per replica, as in ``ScatterOnceParallel``. By default the devices
-            that ``devices=`` of the ``Trainer`` names.
-        accum: sub-steps per replica, as in ``ScatterOnceParallel``.
+        device_ids: as in ``ScatterOnceParallel``, like ``accum``. By default the devices that
+            ``devices=`` of the ``Trainer`` names.
         count: ``count(batch)`` returns the number of terms that the mean loss of
             ``training_step`` averages over in ``batch``. By default the number of rows.
         reduction: ``"sum"`` if ``training_step`` returns the sum of its terms.
@@ -74,7 +74,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         loop.refuse("ScatterOnceStrategy", {"graphs=True": options.get("graphs")}, reason)
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets its devices=
         self._device_ids, self._options = device_ids, {"accum": accum, **options}
-        self._count, self._reduction = count, reduction
+        self._count, self._combined = count, dict[str, Any](reduction=reduction)
+        if count is not None:
+            self._combined["count"] = lambda inputs, _: count(inputs["batch"])
         self._engine: Any = None
         self._until_teardown = contextlib.ExitStack()
 
@@ -88,8 +90,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module: Any = self.lightning_module
         if trainer.training:
             _refuse(trainer, module)
-            if "buffers" not in self._options and any(map(_normalises_batches, module.modules())):
-                warnings.warn(_BATCH_NORM, stacklevel=2)
+            norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+            if "buffers" not in self._options and any(m.track_running_stats for m in norms):
+                warnings.warn(
+                    "the model has batch normalisation, which sees one micro-batch at a time; pass "
+                    'buffers="batch" for running statistics of all rows of a batch, or "master" '
+                    "for those of replica 0",
+                    stacklevel=2,
+                )
         super().setup(trainer)
         enter = self._until_teardown.enter_context
         if compiled := module._compiler_ctx:  # torch.compile(module): replicas compile forward
@@ -110,25 +118,16 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Run the hooks on batch transfer, but leave the batch on the host; the engine scatters."""
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
-    # The steps.
-
     def training_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Compute the whole batch's loss, with ``training_step`` on the replicas."""
-        plugin, step, count = self.precision_plugin, "training_step", self._count
-        with plugin.train_step_context(), self._inputs(step, batch, rest) as inputs:
-            loss, calls = self._engine.loss(
-                inputs,
-                reduction=self._reduction,
-                count=None if count is None else lambda inputs, _: count(inputs["batch"]),
-                scaler=getattr(plugin, "scaler", None),
-                return_outputs=itemgetter("call"),
-            )
-        extras = self._finish(calls)
-        return loss if extras is None else {**extras, "loss": loss}
+        plugin = self.precision_plugin
+        options = {"scaler": getattr(plugin, "scaler", None), **self._combined}
+        with plugin.train_step_context(), self._inputs("training_step", batch, rest) as inputs:
+            loss, calls = self._engine.loss(inputs, return_outputs=itemgetter("call"), **options)
+        return {**self._finish(calls), "loss": loss}
 
     def _evaluate(self, step: str, batch: Any, *rest: Any, **_: Any) -> Any:
-        stage = {"validation_step": "val_step"}.get(step, step)
-        context = getattr(self.precision_plugin, f"{stage}_context")()
+        context = self.precision_plugin.forward_context()
         with context, torch.no_grad(), self._inputs(step, batch, rest) as inputs:
             calls = self._engine(inputs.pop("work"), **inputs)["call"]
         return self._finish(calls)
@@ -141,8 +140,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _inputs(self, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[dict[str, Any]]:
         """The engine's inputs for method ``step``; in the body the module has no metrics."""
         module = self.lightning_module
-        by_path = metrics.metrics_of(module)
-        with metrics.placed(module, dict.fromkeys(by_path, metrics.ABSENT)):
+        by_path = _metrics_of(module)
+        with _placed(module, dict.fromkeys(by_path, nn.Identity())):
             call = {"work": self._call, "step": step, "rest": list(rest), "measures": by_path}
             rows = {"batch": loop.as_rows(batch), "rows": Rows(range(loop.num_rows(batch)))}
             yield call | rows
@@ -150,48 +149,57 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _finish(self, outputs: Any) -> Any:
         """Transfer what calls left on replicas to the module. Returns their outputs, joined."""
         module, device = self.lightning_module, self.root_device
-        calls = sorted(nested.leaves(outputs), key=attrgetter("rows"))
-        by_path = metrics.single(metrics.metrics_of(module))
+        calls, by_path = nested.leaves(outputs), _single(_metrics_of(module))
         for path, metric in by_path.items():
-            copies = [call.metrics[path] for call in calls if path in call.metrics]
-            metrics.merge(metric, copies, device)
+            _merge(metric, [call.metrics[path] for call in calls if path in call.metrics], device)
         logged = defaultdict(list)
         for call in calls:
-            call.additions.add_to(module)
+            loop.add(module, call.added)
             for key, (value, options) in call.logged.items():
                 logged[key].append((call, value, options))
         for (name, _), entries in logged.items():
             self._log(name, entries, by_path)
         outputs = [nested.map_tensors(lambda t: t.to(device), call.output) for call in calls]
-        weights = [float(call.weight) for call in calls]
-        return _joined(outputs, weights, [len(call.rows) for call in calls])
+        weights, rows = [float(call.weight) for call in calls], [call.rows for call in calls]
+
+        def joined(pieces: list[Any]) -> Any:
+            try:
+                return nested.join_rows(pieces, 0, weights, rows, lists="if clear")
+            except ValueError:  # such as tensors without rows
+                return pieces
+
+        return nested.merge(joined, outputs, lambda pieces: not isinstance(pieces[0], Mapping))
 
     def _call(self, work: Any, batch: Any, rows: Any, step: str, rest: Any, measures: Any) -> Any:
         """The loss of one micro-batch, and what the call left on its replica, without graphs."""
         module: Any = work[0]
         device = next((p.device for p in module.parameters()), module.device)
-        by_path = {path: metrics.emptied(one).to(device) for path, one in measures.items()}
-        additions, loss = loop.Additions(module), None
+        by_path = {path: _emptied(one).to(device) for path, one in measures.items()}
         logged: dict[tuple[str, int], Any] = {}  # by name, and by how often it had been logged
-        count = self._count or (lambda _: len(rows))  # the terms of a mean over the call
 
         def log(*args: Any, **options: Any) -> None:  # later, once for all calls
-            bound = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
-            del bound["self"]
-            name, value = bound.pop("name"), bound.pop("value")
+            bound = inspect.signature(LightningModule.log).bind(module, *args, **options).arguments
+            _, name, value = map(bound.pop, ("self", "name", "value"))
             times = sum(name == other for other, _ in logged)
             is_tensor = isinstance(value, Tensor)
             value = value.detach().squeeze() if is_tensor else paths.get(id(value)) or float(value)
             logged[name, times] = value, bound
 
-        paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
-        with loop.overridden(module, log=log, _device=device), metrics.placed(module, by_path):
-            output = getattr(module, step)(batch, *rest)
+        paths = {id(metric): path for path, metric in _single(by_path).items()}
+        own = loop.overridden(module, log=log, _device=device)
+        with own, _placed(module, by_path), loop.additions(module) as added:
+            output, loss = getattr(module, step)(batch, *rest), None
         if step == "training_step":
-            loss, output = _split(output)
-        call = SimpleNamespace(rows=rows, weight=count(batch), logged=logged)
-        call.additions, call.metrics = additions.end(module), metrics.updated(by_path)
-        call.output = nested.map_tensors(Tensor.detach, output)
+            output = {**output} if isinstance(output, Mapping) else {"loss": output}
+            loss = output.pop("loss", None)
+            if not isinstance(loss, Tensor):
+                raise ValueError(
+                    f"training_step returned {loss!r} as the loss of a micro-batch, and no part of "
+                    "a batch can be skipped; return a loss that is zero, such as (output * 0).sum()"
+                )
+        output, metrics = nested.map_tensors(Tensor.detach, output), _updated(by_path)
+        call = SimpleNamespace(logged=logged, added=added, metrics=metrics, output=output)
+        call.rows, call.weight = len(rows), self._count(batch) if self._count else len(rows)
         return {"loss": loss, "call": call}
 
     def _log(self, name: str, entries: Sequence[Any], by_path: Mapping[str, Metric]) -> None:
@@ -201,38 +209,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self.lightning_module.log(name, by_path[logged], **options)
             return
         values = [torch.as_tensor(value).to(self.root_device) for _, value, _ in entries]
-        size = sum(one.get("batch_size") or len(call.rows) for call, _, one in entries)
+        size = sum(one.get("batch_size") or call.rows for call, _, one in entries)
         weights = [float(one.get("batch_size") or call.weight) for call, _, one in entries]
         reduction = options.get("reduce_fx", "mean")
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
         value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)
         self.lightning_module.log(name, value, **options | {"batch_size": size})
-
-
-def _split(output: Any) -> tuple[Tensor, Any]:
-    """Split what ``training_step`` returned into the loss and the rest."""
-    extras = {**output} if isinstance(output, Mapping) else None
-    loss = output if extras is None else extras.pop("loss", None)
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"training_step returned {loss!r} as the loss of a micro-batch, and no part of a batch "
-            f"can be skipped; return a loss that is zero, such as (output * 0).sum()"
-        )
-    return loss, extras
-
-
-def _joined(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
-    """The outputs of calls as one: rows joined, numbers averaged, a list of anything else."""
-    if isinstance(outputs[0], Mapping):
-        return {k: _joined([one[k] for one in outputs], weights, rows) for k in outputs[0]}
-    try:
-        return nested.join_rows(outputs, 0, weights, rows, lists="if clear")
-    except ValueError:  # such as tensors without rows
-        return list(outputs)
-
-
-def _normalises_batches(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
@@ -249,7 +231,77 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     loop.refuse("ScatterOnceStrategy", given, f"{reason}; use a strategy of Lightning's")
 
 
-_BATCH_NORM = (
-    "the model has batch normalisation, which sees one micro-batch at a time; pass buffers="
-    '"batch" for running statistics of all rows of a batch, or "master" for those of replica 0'
-)
+# Metrics of torchmetrics: each call updates empty copies, whose states are merged in row order.
+
+
+def _metrics_of(module: nn.Module) -> dict[str, Any]:
+    """The outermost metrics and collections of metrics in ``module``, by path."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    paths = [path for path, m in modules.items() if isinstance(m, (Metric, MetricCollection))]
+    inside = {path for path in paths for outer in paths if path.startswith(f"{outer}.")}
+    return {path: modules[path] for path in paths if path not in inside}
+
+
+def _single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """All single metrics by path, including those in collections and in other metrics."""
+    return {
+        path: metric
+        for prefix, one in metrics.items()
+        for path, metric in one.named_modules(prefix=prefix)
+        if isinstance(metric, Metric)
+    }
+
+
+@contextlib.contextmanager
+def _placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
+    """In the body, ``module`` has ``metrics`` at their paths, instead of what is there."""
+    before = {path: module.get_submodule(path) for path in metrics}
+    for path, metric in metrics.items():
+        module.set_submodule(path, metric)
+    try:
+        yield
+    finally:
+        for path, metric in before.items():
+            module.set_submodule(path, metric)
+
+
+def _emptied(metric: Any) -> Any:
+    """A copy of ``metric`` without state, which may be large and is not copied."""
+    memo: dict[int, Any] = {}
+    for one in _single({"": metric}).values():
+        states = [getattr(one, name) for name in one._defaults]
+        memo |= {id(value): [] for value in states if isinstance(value, list)}
+        memo |= {id(value): None for value in (one._forward_cache, one._computed)}
+    copied = copy.deepcopy(metric, memo)
+    copied.reset()
+    return copied
+
+
+def _updated(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """The single metrics that were updated, by path."""
+    for part in nn.ModuleList(metrics.values()).modules():
+        if isinstance(part, MetricCollection):  # gives all members of a group the shared state
+            part.values(copy_state=False)
+    return {path: metric for path, metric in _single(metrics).items() if metric._update_count}
+
+
+def _merge(metric: Metric, copies: Sequence[Metric], device: torch.device) -> None:
+    """Merge states of ``copies`` into ``metric``. Raises ``ValueError`` if torchmetrics cannot."""
+    step = _emptied(metric)  # for the value of the step: with the copies' states alone
+    for copied in copies:
+        for name, value in copied.metric_state.items():
+            if metric._reductions[name] is None and isinstance(value, Tensor):
+                raise ValueError(
+                    f"the state {name!r} of {type(metric).__name__} cannot be merged with another; "
+                    f"return predictions and targets, and update it in on_train_batch_end"
+                )
+        states = nested.map_tensors(lambda t: t.detach().to(device), copied.metric_state)
+        for target in (metric, step):
+            before = target.metric_state
+            for name, value in states.items():
+                setattr(target, name, value)
+            target._update_count += copied._update_count
+            target._reduce_states(before)  # the earlier state comes first, then the copy's
+            target._computed = None
+    if any(copied._forward_cache is not None for copied in copies):
+        metric._forward_cache = step.compute()

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
-
-Owner = TypeVar("Owner")
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -32,10 +30,10 @@ class Modules(nn.ModuleList):
 
 def modules_in(value: Any) -> list[nn.Module]:
     """The modules in ``value``, which is a module, or a list, tuple or dict."""
-    return [part for part in _entries(value, [value]) if isinstance(part, nn.Module)]
+    return [part for part in (value, *_entries(value)) if isinstance(part, nn.Module)]
 
 
-def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[str]) -> Owner:
+def copy_of(owner: Any, replicas: Mapping[int, nn.Module], shared: Container[str]) -> Any:
     """A shallow copy of ``owner`` with copies of its lists, that refers to ``replicas``.
 
     They are keyed by the modules' ``id``. Attributes named in ``shared`` are not copied.
@@ -73,32 +71,23 @@ def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
             raise ValueError(f"{integration} does not go together with {name}: {reason}")
 
 
-class Additions:
-    """What a call adds to the numbers and lists among the attributes of ``owner``, its copy.
+@contextlib.contextmanager
+def additions(owner: Any) -> Iterator[dict[str, Any]]:
+    """At the end of the body, what it has added to the numbers and lists of ``owner``, by name."""
+    attributes, added = vars(owner), dict[str, Any]()
+    lists = {name: (v, len(v)) for name, v in attributes.items() if type(v) is list}
+    numbers = {name: v for name, v in attributes.items() if type(v) in (int, float)}
+    yield added
+    added |= {name: v[n:] for name, (v, n) in lists.items() if attributes.get(name) is v}
+    for name, before in numbers.items():
+        if type(attributes.get(name)) in (int, float) and attributes[name] != before:
+            added[name] = attributes[name] - before
 
-    Not a dataclass, since the engine would join its fields with those of other calls.
-    """
 
-    def __init__(self, owner: Any) -> None:
-        attributes = vars(owner).items()
-        self._lists = {name: (v, len(v)) for name, v in attributes if type(v) is list}
-        self._numbers = {name: v for name, v in attributes if type(v) in (int, float)}
-
-    def end(self, owner: Any) -> Self:
-        """Keep what the call has added to ``owner``, and drop the rest."""
-        now, lists = vars(owner), self._lists.items()
-        self.metrics = now.get("_metrics", {})
-        self.added: dict[str, Any] = {k: v[n:] for k, (v, n) in lists if now.get(k) is v}
-        for name, before in self._numbers.items():
-            if type(now.get(name)) in (int, float) and now[name] != before:
-                self.added[name] = now[name] - before
-        del self._lists
-        return self
-
-    def add_to(self, owner: Any) -> None:
-        """Add what the call has added to the numbers and lists of ``owner``."""
-        for name in self.added.keys() & vars(owner).keys():
-            vars(owner)[name] += self.added[name]  # a list stays the same object
+def add(owner: Any, added: Mapping[str, Any]) -> None:
+    """Add to the numbers and lists of ``owner`` what a call has added to those of its copy."""
+    for name in added.keys() & vars(owner).keys():
+        vars(owner)[name] += added[name]  # a list stays the same object
 
 
 def num_rows(batch: Any) -> int:
@@ -122,12 +111,14 @@ def as_rows(batch: Any) -> Any:
     """
     rows = num_rows(batch)
 
-    def is_rows(value: Any) -> bool:
-        sizes = {len(v) if _is_list(v) else _size(v) for v in _leaves(value)} - {None}
-        return _is_list(value) and len(value) == rows and sizes != {rows}
+    def is_rows(values: Sequence[Any]) -> bool:
+        (value,) = values
+        if not _is_list(value) or len(value) != rows:
+            return False
+        inside = nested.leaves(value, containers=True)[1:]
+        return {len(v) if _is_list(v) else _size(v) for v in inside} - {None} != {rows}
 
-    mark = lambda values: Rows(values[0]) if is_rows(values[0]) else values[0]  # noqa: E731
-    return nested.merge(mark, [batch], lambda values: is_rows(values[0]))
+    return nested.merge(lambda v: Rows(v[0]) if is_rows(v) else v[0], [batch], is_rows)
 
 
 def _is_list(value: Any) -> bool:
@@ -141,13 +132,8 @@ def _size(value: Any) -> int | None:
     return len(value) if isinstance(value, Tensor) and value.ndim else None
 
 
-def _entries(value: Any, otherwise: Iterable[Any] = ()) -> Iterable[Any]:
-    """The entries of a list, tuple or mapping."""
-    value = value.values() if isinstance(value, Mapping) else value
-    return value if isinstance(value, (list, tuple, ValuesView)) else otherwise
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    """The entries of ``value``, and those of mappings in it."""
-    for entry in _entries(value):
-        yield from _leaves(entry) if isinstance(entry, Mapping) else (entry,)
+def _entries(value: Any) -> Iterable[Any]:
+    """The entries of a list, tuple or mapping; nothing for any other value."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()

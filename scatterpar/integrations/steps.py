@@ -11,16 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.batch.markers import Rows
 from scatterpar.costs import plan_by_cost
-from scatterpar.integrations.loop import as_rows, num_rows
+from scatterpar.integrations.loop import num_rows
 
 # How losses of batches combine into that of all: as means over these numbers, or as a sum.
 LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
 FIRST = operator.itemgetter(0)  # collates a batch that is a micro-batch: it is not cut
 _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
-
-Fit = Callable[[str, Any, dict[str, Any]], bool | None]
 
 
 class Step(list[Any]):
@@ -32,14 +29,12 @@ def batches_of(step: Any) -> Sequence[Any]:
     return step if isinstance(step, Step) else [step]
 
 
-def by_number(collate: Any, size: int, rows: Sequence[Any]) -> Step:
+def by_number(collate: Any, size: int, rows: Any) -> Step:
     """Batches of ``size`` rows."""
     return Step(collate(rows[start : start + size]) for start in range(0, len(rows), size))
 
 
-def by_cost(
-    collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Sequence[Any]
-) -> Step:
+def by_cost(collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Any) -> Step:
     """Batches of rows whose entries ``name`` have similar lengths, replica by replica."""
     try:
         costs = [len(row[name]) for row in rows]
@@ -81,25 +76,22 @@ def options(how: str) -> dict[str, Any]:
 class Combination:
     """How the losses of a Trainer's batches combine: the first candidate that fits a few rows."""
 
-    def __init__(self) -> None:
-        self._candidates: Sequence[str] = ()
+    def __init__(self, *, shifts_labels: bool) -> None:
+        labels = [SHIFTED, LABELS] if shifts_labels else [LABELS, SHIFTED]
+        self._candidates: Sequence[str] = [*labels, ROWS, SUM]
         self._asked: list[int] = []  # numbers of steps
 
-    def of(self, step: Any, number: int, fit: Fit, *, shifts: bool) -> str | None:
+    def of(self, step: Any, number: int, fit: Callable[[str, Any], bool | None]) -> str | None:
         """How losses of a step's batches, or of parts of its only batch, combine, if anything fits.
 
-        ``fit(how, batch, rows)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times in
-        steps in which it matters which of them fits. ``shifts``: the loss shifts the labels.
+        ``fit(how, batch)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times in steps in
+        which it matters which of them fits.
         """
-        if not self._asked:
-            labels = [SHIFTED, LABELS] if shifts else [LABELS, SHIFTED]
-            self._candidates = [*labels, ROWS, SUM]
         is_due = not number & (number - 1) and number not in self._asked
         is_due |= len(self._asked) < _LOOKS and self._matters(step)
         if is_due and len(weights(ROWS, step)) > 1:
             self._asked.append(number)
-            batches = batches_of(step)
-            telling = next(filter(self._matters, batches), batches[0])
+            telling = next(filter(self._matters, batches_of(step)), batches_of(step)[0])
             self._candidates = self._fitting(dict(telling), fit)
             if self._matters(step):
                 warnings.warn(
@@ -114,12 +106,10 @@ class Combination:
         found = {tuple(round(w, 9) for w in weights(how, step)) for how in self._candidates}
         return len(found) > 1
 
-    def _fitting(self, batch: Any, fit: Fit) -> Sequence[str]:
+    def _fitting(self, batch: Any, fit: Callable[[str, Any], bool | None]) -> Sequence[str]:
         """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
-        asked, rows = self._candidates, {"batch": as_rows(batch)}
-        if is_single := num_rows(batch) == 1:  # twice the items halve a loss that divides by them
-            asked, rows = [SUM], {"batch": Rows([batch] * 2, FIRST), "row": torch.arange(2)}
-        answers = {how: fit(how, batch, rows) for how in asked}
+        is_single = num_rows(batch) == 1
+        answers = {how: fit(how, batch) for how in ([SUM] if is_single else self._candidates)}
         if answers.get(SUM):  # a loss that divides by the items of all batches is exactly this sum
             return [SUM]
         if is_single:

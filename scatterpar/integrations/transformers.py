@@ -7,25 +7,28 @@ The loader collates all rows of an optimizer step as a list of batches, for whic
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import loop, steps, towers
+from scatterpar.integrations import loop, steps
 from scatterpar.integrations.steps import FIRST, ROWS, SUM, Step
 from scatterpar.pair.pair import gather
 from scatterpar.plan import check_number
@@ -37,7 +40,6 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 # Not replicated: "model_wrapped" is the model.
 _NOT_REPLICATED = ("_engine", "_parts", "model_wrapped", "train_dataset", "eval_dataset")
-_BESIDE = operator.itemgetter("beside")
 _ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
 # TRL's trainers whose losses of batches combine into that of all, except with these loss types.
@@ -77,18 +79,26 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if micro_batch_cost is not None:
             check_number("micro_batch_cost", micro_batch_cost)
         self._device_ids, self._shard_optimizer = device_ids, shard_optimizer
-        self._micro_batch_cost, self._combination = micro_batch_cost, steps.Combination()
+        self._micro_batch_cost = micro_batch_cost
         libraries = {base.__module__.partition(".")[0] for base in type(self).__mro__}
         self._evaluates_on_all = not libraries & {"trl", "sentence_transformers"}
-        copied = {name: _copied(value) for name, value in kwargs.items()}
-        super().__init__(*map(_copied, args), **copied)
+        kind = transformers.TrainingArguments
+        copied: Any = lambda v: copy.copy(v) if isinstance(v, kind) else v  # noqa: E731
+        super().__init__(*map(copied, args), **{k: copied(v) for k, v in kwargs.items()})
         _refuse_losses(self)
+        self._combination = steps.Combination(shifts_labels=self._loss_shifts_labels)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, with the arguments of one device for all rows of a step."""
         _refuse(self.args, self.model)
-        args = self.args.__dict__
-        self._devices = _devices(self._device_ids, self.args.device)
+        device_ids, main, args = self._device_ids, self.args.device, self.args.__dict__
+        if device_ids is None and main.type == "cpu":
+            device_ids = ["cpu"]  # the user asked for the CPU, even if there are accelerators
+        self._devices = resolve(device_ids)
+        first = physical(self._devices[0])
+        if (first.type, first.index or 0) != (main.type, main.index or 0):
+            own = f"the Trainer's own device, {main}, where the model is"
+            raise ValueError(f"device_ids must begin with {own}; got {self._devices[0]} first")
         self._user_args = {name: args[name] for name in (_ROWS, _EVAL_ROWS, _BATCHES)}
         self._num_batches = len(self._devices) * args[_BATCHES]  # in a step; one replica has each
         if not args.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
@@ -137,12 +147,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._shard_optimizer:
             engine = self._engine_of_the_model()
-            if self._sharded is None or self._sharded is not getattr(optimizer, "optimizer", None):
+            if getattr(optimizer, "optimizer", optimizer) is not self._sharded:
                 self._sharded = self.optimizer = ShardedOptimizer(engine, lambda _: optimizer)
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        parts, args = list(dict.fromkeys(self._modules())), self.args
+        parts, args = [*dict.fromkeys(self._modules())], self.args
         if self._engine is None or [*map(id, parts)] != [*map(id, self._parts)]:
             self._close_engine()
             self._parts, (model, *others) = parts, parts
@@ -188,7 +198,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
-        if towers.of(self.model) and any(b.get("return_loss") for b in steps.batches_of(step)):
+        if _towers(self.model) and any(b.get("return_loss") for b in steps.batches_of(step)):
             return self._loss_of_towers(steps.batches_of(step))
         is_step, how = isinstance(step, Step), self._how_losses_combine(step)
         accum = len(step) if is_step else self._user_args[_BATCHES]
@@ -198,79 +208,89 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> Any:
         """The loss of a step, and what ``call`` returns beside the loss of each micro-batch."""
-        batch = Rows(step, FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
-        inputs = self._inputs(call, batch, steps.batches_of(step), how)
-        return self._engine_loss(inputs, accum, return_outputs=_BESIDE, **steps.options(how))
+        inputs = {"work": self._on_replica, "call": call, "items": self._items(how, step)}
+        inputs["batch"] = Rows(step, FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
+        select, options = itemgetter("beside"), steps.options(how)
+        return self._engine_loss(inputs, accum, return_outputs=select, **options)
+
+    def _items(self, how: str, step: Any) -> Any:
+        """The number of items in all batches of a step, if its loss is a sum over them."""
+        batches = [*steps.batches_of(step)]
+        return self._get_num_items_in_batch(batches, self.args.device) if how == SUM else None
 
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
         engine = self._engine_of_the_model()
         engine.accum = accum
         return engine.loss(inputs, *args, scaler=self.accelerator.scaler, **options)
 
-    def _inputs(self, call: Any, batch: Any, counted: Sequence[Any], how: str) -> dict[str, Any]:
-        """The engine's inputs; for a sum with the number of items in all ``counted`` batches."""
-        items = self._get_num_items_in_batch([*counted], self.args.device) if how == SUM else None
-        return {"work": self._on_replica, "call": call, "batch": batch, "items": items}
-
-    def _on_replica(self, work: Any, call: Any, batch: Any, items: Any, row: Any = None) -> Any:
-        """What ``call`` returns for a copy of the Trainer that refers to a replica's modules.
-
-        By default ``items`` are the batch's; they are doubled for one ``row`` instead of two.
-        """
+    def _on_replica(self, work: Any, call: Any, batch: Any, items: Any) -> Any:
+        """What ``call`` returns for a copy of the Trainer that refers to a replica's modules."""
         replicas = dict(zip(map(id, self._parts), work, strict=True))
         trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work[0]
         device = next((p.device for p in model.parameters()), self.args.device)
         items = self._get_num_items_in_batch([batch], device) if items is None else items
-        if row is not None and items is not None:
-            items = items * 2 // row.unique().numel()
         own = trainer.__dict__
         own.update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
-        own["_get_num_items_in_batch"] = lambda *_: items
+        own.update(_get_num_items_in_batch=lambda *_: items, _prepare_inputs=dict)  # done already
         own.pop("compute_loss", None)  # the step's
         if "_metrics" in own:  # TRL's trainers fill them in compute_loss
             own["_metrics"] = {mode: defaultdict(list) for mode in own["_metrics"]}
-        additions = loop.Additions(trainer)
-        loss, *outputs = call(trainer, batch)
-        return {"loss": loss, "beside": (*outputs, additions.end(trainer))}
+        with loop.additions(trainer) as added:
+            loss, *outputs = call(trainer, batch, items)
+        # No dict: the engine would join its entries with those of other calls.
+        made = SimpleNamespace(added=added, metrics=own.get("_metrics", {}).get("train", {}))
+        return {"loss": loss, "beside": (*outputs, made)}
 
     def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
         """Add what calls of ``compute_loss`` counted and measured, as if it had been one call."""
-        measured: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+        measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
         calls = nested.leaves(outputs)
         for call, weight in zip(calls, weights or [1.0] * len(calls), strict=True):
-            call.add_to(self)
-            for mode, metrics in call.metrics.items():
-                for name, values in metrics.items():
-                    measured[mode, name].extend((value, weight) for value in values)
-        for (mode, name), values in measured.items():
-            metric, total = self._metrics[mode][name], sum(w for _, w in values)
-            metric.append(sum(v * w for v, w in values) / total if total else math.nan)
-            if name == "num_tokens":  # the total of the run
-                metric[:] = [self._total_train_tokens]
+            loop.add(self, call.added)
+            for name, values in call.metrics.items():
+                measured[name] += [(value, weight) for value in values]
+        for name, pairs in measured.items():  # of TRL's, which evaluate on the first device
+            mean = sum(v * w for v, w in pairs) / (sum(w for _, w in pairs) or math.nan)
+            self._metrics["train"][name].append(mean)
+        if "num_tokens" in measured:  # the total of the run
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
     def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
-        """The loss of a model such as CLIP: once, with the towers' outputs for all rows."""
+        """The loss of a contrastive model: once, with the outputs of its towers for all rows."""
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
-            with towers.returning(self.model, pooled):
+            columns = zip(*pooled, strict=True)
+            with contextlib.ExitStack() as stack:
+                for tower, parts in zip(_towers(self.model), columns, strict=True):
+                    output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
+                    forward = lambda *_, output=output, **__: output  # noqa: E731
+                    stack.enter_context(loop.replaced(tower, forward=forward))
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
-        inputs = {"work": towers.pooled, "batch": Rows(batches, FIRST)}
+        inputs = {"work": _pooled, "batch": Rows(batches, FIRST)}
         return self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
 
     def _how_losses_combine(self, step: Any) -> Any:
         if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
             return ROWS
-        number, shifts = self.state.global_step + 1, self._loss_shifts_labels
-        how = self._combination.of(step, number, self._fits, shifts=shifts)
-        loop.refuse("ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, _NO_FIT)
+        how = self._combination.of(step, self.state.global_step + 1, self._fits)
+        reason = (
+            "the losses of batches do not combine into the loss of all, as a mean over labels or "
+            "rows or a sum (does it compare rows, is it NaN for a single row?); use the stock "
+            "class on one device"
+        )
+        loop.refuse("ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, reason)
         return how
 
-    def _fits(self, how: str, batch: Any, rows: dict[str, Any]) -> bool | None:
-        """Whether losses of ``rows`` of a batch combine like this."""
-        inputs = self._inputs(_compute_loss, None, [batch], how) | rows
-        if how == SUM and inputs["items"] is None:  # a row whose own loss is NaN looks like a sum
+    def _fits(self, how: str, batch: Any) -> bool | None:
+        """Whether losses of rows of a batch combine like this."""
+        rows, items = loop.as_rows(batch), self._items(how, batch)
+        if how == SUM and items is None:  # a row whose own loss is NaN looks like a sum
             return False
+        if loop.num_rows(batch) == 1:  # twice the items halve a loss that divides by them
+            rows = Rows([batch] * 2, FIRST)
+            items = Rows([items] * 2, lambda few: few[0] * 2 // len(few))
+        inputs = {"work": self._on_replica, "call": _compute_loss, "batch": rows, "items": items}
         training = self.model.training
         self.model.eval()
         try:
@@ -301,10 +321,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     def _predicted(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's prediction by all replicas. Raises ``ValueError`` if there is none."""
 
-        def predict(trainer: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
-            vars(trainer)["_prepare_inputs"] = dict  # they are prepared
-            predict = super().prediction_step
-            loss, *outputs = predict(trainer.model, batch, *args, **kwargs)
+        def predict(trainer: Any, batch: dict[str, Any], _: Any) -> tuple[Any, ...]:
+            loss, *outputs = super().prediction_step(trainer.model, batch, *args, **kwargs)
             return torch.zeros(()) if loss is None else loss, loss is not None, *outputs
 
         is_labelled = any(batch.get(name) is not None for name in self.label_names)
@@ -319,7 +337,12 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         """Evaluate as the Trainer does. Outside of training, close the engine at the end."""
         n, rows = len(self._devices), self.args.per_device_eval_batch_size
         if n > 1 and not self._evaluates_on_all:
-            warnings.warn(_ONE_DEVICE.format(type(self).__name__, rows, n * rows), stacklevel=3)
+            warnings.warn(
+                f"{type(self).__name__} evaluates on the first device, in batches of "
+                f"{_EVAL_ROWS}={rows}: metrics are means over batches; for batches of all "
+                f"replicas, pass {_EVAL_ROWS}={n * rows}",
+                stacklevel=3,
+            )
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
@@ -336,16 +359,12 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     exchangeable with those of the stock Trainer.
 
     Args:
-        args: as in ``transformers.Trainer``.
-        device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the Trainer's
-            device. By default every visible accelerator, or one CPU replica.
-        shard_optimizer: distribute the optimizer's state over these devices, as
-            ``ShardedOptimizer`` does.
-        micro_batch_cost: for rows of unequal length: the rows of a step are cut into micro-batches
-            of similar lengths, each of which is collated separately. A micro-batch has at most so
-            many entries of the model's main input (tokens), with padding. The result is the same up
-            to rounding.
-        kwargs: as in ``transformers.Trainer``.
+        args: as in ``transformers.Trainer``, like ``kwargs``.
+        device_ids: as in ``ScatterOnceParallel``; the first is the Trainer's device.
+        shard_optimizer: distribute the optimizer's state over the devices (``ShardedOptimizer``).
+        micro_batch_cost: the most entries of the model's main input (tokens) that a micro-batch
+            has, with padding. Rows of similar lengths are collated together, and the result is the
+            same up to rounding.
 
     Raises:
         ValueError: ``device_ids`` that do not begin with the Trainer's device; or what does not
@@ -354,13 +373,26 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     """
 
 
-def _compute_loss(trainer: Any, batch: Mapping[str, Any]) -> tuple[Any]:
-    items = trainer._get_num_items_in_batch()
+def _compute_loss(trainer: Any, batch: Mapping[str, Any], items: Any) -> tuple[Any]:
     return (trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items),)
 
 
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
+def _towers(model: nn.Module) -> list[nn.Module]:
+    """The encoders of a model such as CLIP, of images and of texts; empty for other models."""
+    names = ("vision_model", "text_model")
+    parts = (dict(part.named_children()) for part in model.modules())
+    return next(([part[n] for n in names] for part in parts if part.keys() >= {*names}), [])
+
+
+def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
+    """The pooled outputs of a replica's towers for one batch: a list with one entry per batch."""
+    towers, outputs = _towers(work[0]), dict[nn.Module, Tensor]()
+    store = lambda tower, _, output: outputs.update({tower: output.pooler_output})  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        for tower in towers:
+            stack.enter_context(tower.register_forward_hook(store))
+        work[0](**{**batch, "return_loss": False})
+    return [[outputs[tower] for tower in towers]]
 
 
 class _Placed:
@@ -373,21 +405,9 @@ class _Placed:
         return getattr(self._accelerator, name)
 
 
-def _devices(device_ids: Any, main: torch.device) -> tuple[torch.device, ...]:
-    """The device of each replica. The first one is the Trainer's device, ``main``."""
-    if device_ids is None and main.type == "cpu":
-        device_ids = ["cpu"]  # the user asked for the CPU, even if there are accelerators
-    devices = resolve(device_ids)
-    first = physical(devices[0])
-    if (first.type, first.index or 0) != (main.type, main.index or 0):
-        own = f"the Trainer's own device, {main}, where the model is"
-        raise ValueError(f"device_ids must begin with {own}; got {devices[0]} first")
-    return devices
-
-
 def _refuse(args: Any, model: Any) -> None:
     """Refuse what needs other processes, or another owner of the model or its gradients."""
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    optimizer = args.optim.lower()
     device_map = getattr(model, "hf_device_map", None) or {}
     given = {
         "torchrun (several processes)": args.world_size > 1,
@@ -412,8 +432,8 @@ def _refuse_losses(trainer: Any) -> None:
     types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
     refused = _OF_TRL.get(base.__name__, [])
     found = {f"loss_type={t!r} has terms over a whole batch": t in refused for t in types}
-    has_experts = getattr(trainer, "aux_loss_enabled", False)
-    found["the auxiliary loss of a mixture of experts is a term over a batch"] = has_experts
+    experts = "the auxiliary loss of a mixture of experts is a term over a batch"
+    found[experts] = getattr(trainer, "aux_loss_enabled", False)
     found["its loss is not known to be made up of its batches'"] = base.__name__ not in _OF_TRL
     name = _loss_class(trainer).__name__
     given = {f"{name} here: {words}": is_found for words, is_found in found.items()}
@@ -424,13 +444,3 @@ def _loss_class(trainer: Any, module: str = "") -> Any:
     """The first class that defines ``compute_loss``, in a module whose name begins like this."""
     of_module = [base for base in type(trainer).__mro__ if base.__module__.startswith(module)]
     return next((base for base in of_module if "compute_loss" in vars(base)), None)
-
-
-_NO_FIT = (
-    "the losses of batches do not combine into the loss of all, as a mean over labels or rows or a "
-    "sum (does it compare rows, is it NaN for a single row?); use the stock class on one device"
-)
-_ONE_DEVICE = (
-    "{} evaluates on the first device, in batches of per_device_eval_batch_size={}: metrics are "
-    "means over batches; for batches of all replicas, pass per_device_eval_batch_size={}"
-)

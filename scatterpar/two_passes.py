@@ -328,13 +328,7 @@ class WholeBatch:
         in_reach = self._attempt.user_leaves
         leaves = [*in_reach, *hidden]
         unalias([*self._task.leaves, *leaves])
-        sets = self._attempt.replicas.replica_sets
-        trained = {id(leaf) for each in sets for leaf in each.trained_tensors}
-        self.gradients = [
-            (leaf, leaf.grad if self.counts else None)
-            for leaf in leaves
-            if leaf.grad is not None or id(leaf) not in trained
-        ]
+        self.gradients = [(leaf, leaf.grad if self.counts else None) for leaf in leaves]
         for leaf in in_reach:
             leaf.grad = None
 

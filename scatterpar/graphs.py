@@ -238,11 +238,7 @@ def _shape_of(rows: Any) -> Hashable:
         is_dense = type(leaf) is Tensor and leaf.layout == torch.strided
         if not is_dense and not isinstance(leaf, _PLAIN):
             return None
-
-    def shape_of(tensor: Tensor) -> Hashable:
-        return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-    return repr(nested.map_tensors(shape_of, rows))
+    return repr(nested.map_tensors(lambda t: (tuple(t.shape), t.stride(), t.dtype), rows))
 
 
 class _ReplicaGraphs:

@@ -180,7 +180,10 @@ class ShardedOptimizer(Optimizer):
                 self._owners[p] = owner
                 load[owner] += p.nbytes
             if self._owners[p] != master:
-                stand_ins[p] = _stand_in(p, copies[p][self._owners[p]])
+                values = copies[p][self._owners[p]].data
+                stand_ins[p] = parameter_like(p, values).requires_grad_(p.requires_grad)
+                stand_ins[p].grad_dtype = p.grad_dtype
+                vars(stand_ins[p]).update(vars(p))
         return stand_ins
 
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
@@ -287,11 +290,3 @@ def _checked(made: Any, optimizer_class: Any) -> Optimizer:
             f"itself; use it as it is, on engine.module.parameters()"
         )
     return made
-
-
-def _stand_in(p: Tensor, values: Tensor) -> Tensor:
-    """A parameter with the options of ``p`` and the values of its copy on another device."""
-    stand_in = parameter_like(p, values.data).requires_grad_(p.requires_grad)
-    stand_in.grad_dtype = p.grad_dtype
-    vars(stand_in).update(vars(p))
-    return stand_in

@@ -135,7 +135,9 @@ class Passes:
             self._last: Any = None  # the last output with its graph; dropped before the next
             self._states.append(attempt.generators.get_state(self.share.replica))
             self._last = output_at(task, task.rows_of(number, retain=retain_rows), number)
-            self.outputs.append(nested.map_tensors(_leaf, self._last))
+            self.outputs.append(
+                nested.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), self._last)
+            )
             if return_outputs:
                 self.returned.append(detached_output(self._last, return_outputs))
 
@@ -189,10 +191,6 @@ def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forwar
     """The module's output for the rows of one micro-batch."""
     with task.span(name, number):
         return task.output_of(rows[0])
-
-
-def _leaf(output: Tensor) -> Tensor:
-    return output.detach().requires_grad_(output.requires_grad)
 
 
 class WholeBatch:
@@ -298,10 +296,15 @@ class WholeBatch:
                 raise FloatingPointError(f"the loss is {to_numbers(loss)}; nothing was changed")
             if request.backward:
                 scale = torch.full_like(loss, request.scale, requires_grad=False)
+                in_reach = self._attempt.user_leaves
+                leaves = [*in_reach, *hidden]
                 # What other ranks give these leaves is what the first rank gives them.
                 with set_aside(hidden if self.counts else [*hidden, *self._task.leaves]):
                     self._task.run_backward(None, [loss], [scale])
-                    self._take_gradients(hidden)
+                    unalias([*self._task.leaves, *leaves])
+                    self.gradients = [(t, t.grad if self.counts else None) for t in leaves]
+                for leaf in in_reach:
+                    leaf.grad = None
                 _require_one_value(self._pieces)
         except BaseException as error:
             add_note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")
@@ -323,15 +326,6 @@ class WholeBatch:
                 )
         return []  # the criterion itself made them, as for a gradient penalty
 
-    def _take_gradients(self, hidden: Sequence[Tensor]) -> None:
-        """Take the gradients of leaves that are no replica's."""
-        in_reach = self._attempt.user_leaves
-        leaves = [*in_reach, *hidden]
-        unalias([*self._task.leaves, *leaves])
-        self.gradients = [(leaf, leaf.grad if self.counts else None) for leaf in leaves]
-        for leaf in in_reach:
-            leaf.grad = None
-
 
 def _require_one_value(pieces: Sequence[Any]) -> None:
     """Raise ``ValueError`` if a 0-dim output that gets a gradient differs between micro-batches."""
@@ -346,26 +340,23 @@ def _require_one_value(pieces: Sequence[Any]) -> None:
 
 
 def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """For each output with a gradient: whether it is that of the first pass, as a 0-dim tensor."""
+    """For each output with a gradient: whether it is that of the first pass, as a 0-dim tensor.
+
+    Elements are equal, NaN too, or differ by rounding, which kernels may change. The tolerance is
+    far below what another dropout mask changes.
+    """
     kinds = [[(t.shape, t.dtype, t.requires_grad) for t in each] for each in (tensors, leaves)]
     if kinds[0] != kinds[1]:
         raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
-    return [
-        _is_close(tensor.detach(), leaf.detach())
-        for tensor, leaf in zip(tensors, leaves, strict=True)
-        if leaf.numel() and leaf.grad is not None
-    ]
-
-
-def _is_close(now: Tensor, before: Tensor) -> Tensor:
-    """Whether all elements are equal, NaN too, or differ by rounding, which kernels may change.
-
-    The tolerance is far below what another dropout mask changes.
-    """
-    size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax()
-    is_near: Tensor = (now - before).abs() <= size * torch.finfo(now.dtype).eps ** 0.5
-    is_equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
-    return is_near.logical_or_(is_equal).all()
+    agreed = []
+    for tensor, leaf in zip(tensors, leaves, strict=True):
+        if leaf.numel() and leaf.grad is not None:
+            now, before = tensor.detach(), leaf.detach()
+            size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+            is_near = (now - before).abs() <= size * torch.finfo(now.dtype).eps ** 0.5
+            is_equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
+            agreed.append(is_near.logical_or_(is_equal).all())
+    return agreed
 
 
 _WHY = (

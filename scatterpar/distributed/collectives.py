@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 
 import torch
@@ -56,8 +56,18 @@ class Collectives:
                         f"make the same module on every rank"
                     )
         for _, name, tensor in tensors:
-            if refusal := _refusal(tensor, sparse):
-                raise ValueError(f"{name!r} {refusal}")
+            if id(tensor) in sparse:
+                problem = "has sparse gradients, which ranks do not add"
+                remedy = "make the embedding with sparse=False"
+            elif is_lazy(tensor):
+                problem = "is not initialised yet"
+                remedy = "call the module once before you pass a process_group"
+            elif is_quantised(tensor):
+                problem = f"is quantised, a {type(tensor).__name__}, and ranks cannot copy it"
+                remedy = "train without a process_group"
+            else:
+                continue
+            raise ValueError(f"{name!r} {problem}; {remedy}")
 
     def broadcast_from_rank_0(self, module: nn.Module) -> None:
         """Copy rank 0's parameters and buffers to ``module``, as bytes."""
@@ -146,15 +156,3 @@ class Collectives:
         statuses = [int(value) for value in values[len(summands) :]]
         failed = [rank for rank, each in enumerate(statuses) if each == _FAILED]
         return values[: len(summands)], statuses, failed
-
-
-def _refusal(tensor: Tensor, sparse: Collection[int]) -> str:
-    """Why ranks cannot train a tensor, and what to do; empty if they can."""
-    if id(tensor) in sparse:
-        return "has sparse gradients, which ranks do not add; make the embedding with sparse=False"
-    if is_lazy(tensor):
-        return "is not initialised yet; call the module once before you pass a process_group"
-    if is_quantised(tensor):
-        kind = type(tensor).__name__
-        return f"is quantised, a {kind}, and ranks cannot copy it; train without a process_group"
-    return ""

@@ -90,19 +90,22 @@ class Ranks:
         try:
             outcome = compute()
             with outcome.attempt as attempt, attempt.phase("reduce"):
-                buckets, kind = self._prepare(outcome)  # before any collective
-                self._error_is_common = True
-                return self._exchange(outcome, buckets, kind)
+                return self._exchange(outcome)
         except BaseException as error:
             with contextlib.suppress(Exception):
                 if not self._error_is_common and (others := self._collectives.report_failure()):
                     add_note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
 
-    def _exchange(self, outcome: Outcome, buckets: Buckets, kind: str) -> Outcome:
+    def _exchange(self, outcome: Outcome) -> Outcome:
         is_mean, rows = outcome.request.is_mean, outcome.attempt.plan.rows
+        buckets = Buckets(outcome, self.rank, self.size, self._accumulate_dtype)
+        positions = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
+        trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
+        kind = f"{is_mean} {trained} {outcome.request.scale} {buckets.kind}"
         own = outcome.terms if is_mean else 1.0  # the weight of this rank's loss
         mine = [outcome.terms, outcome.loss * own, *outcome.observed]
+        self._error_is_common = True  # what is raised from here on, every rank raises
         numbers, each = self._collectives.exchange_status(kind, rows, _OTHER_TENSORS, mine)
         terms, loss, observed = numbers[0], numbers[1], (numbers[2], numbers[3])
         total = terms if is_mean else 1.0
@@ -112,14 +115,6 @@ class Ranks:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
         outcome = replace(buckets.of_all(), loss=loss, terms=terms, observed=observed)
         return replace(outcome, rows=sum(each))
-
-    def _prepare(self, outcome: Outcome) -> tuple[Buckets, str]:
-        """The tensors that ranks add, and a text that must be equal on all ranks."""
-        buckets = Buckets(outcome, self.rank, self.size, self._accumulate_dtype)
-        numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
-        trained = [numbers.get(id(leaf)) for leaf, _ in outcome.gradients]
-        request = outcome.request
-        return buckets, f"{request.is_mean} {trained} {request.scale} {buckets.kind}"
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -135,7 +130,7 @@ class Ranks:
         own_data = output, unwrap_markers(targets)
         payload = pack(nested.tensors(own_data), seed, sum(rows))
         kind = f"outputs {kind_of(own_data, dim)}"
-        self._error_is_common = True  # what is raised from here on, every rank raises
+        self._error_is_common = True  # up to the end of the exchange
         _, sizes = self._collectives.exchange_status(kind, payload.numel(), _OTHER_OUTPUTS)
         what = "the outputs and targets of all ranks"
         payloads = self._collectives.all_gather(payload, sizes, what)

@@ -17,7 +17,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, starmap
+from itertools import chain, compress, starmap
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -162,38 +162,28 @@ class Snapshot:
     of them, because no Python API reports reliably which dictionaries were written.
     """
 
-    def __init__(
-        self, containers: Iterable[Any], facts: Callable[[], list[Any]] | None = None
-    ) -> None:
-        self._facts = facts or list
-        self._known = self._facts()
-        self._pairs: list[tuple[Any, Any]] = [
-            (container, dict(container) if isinstance(container, dict) else list(container))
-            for container in containers
-        ]
+    def __init__(self, containers: Iterable[Any], facts: Callable[[], list[Any]] = list) -> None:
+        self._facts, self._known, self._containers = facts, facts(), list(containers)
+        self._saved: list[Any]
+        self._saved = [dict(c) if isinstance(c, dict) else list(c) for c in self._containers]
         self._remember()
 
     def _remember(self) -> None:
-        """Sort the containers for ``unchanged``."""
-        self._empty, self._others, dicts = [], [], []
-        for container, saved in self._pairs:
-            if not saved:
-                self._empty.append(container)
-            elif type(container) is dict and {str}.issuperset(map(type, saved)):
-                dicts.append((container, saved))
-            else:
-                self._others.append((container, saved))
+        """Sort the saved contents for ``unchanged``."""
+        self._sizes = list(map(len, self._saved))
+        full = [pair for pair in zip(self._containers, self._saved, strict=True) if pair[1]]
+        named = [type(c) is dict and {str}.issuperset(map(type, saved)) for c, saved in full]
+        self._others = [pair for pair, is_named in zip(full, named, strict=True) if not is_named]
+        dicts = [*compress(full, named)]
         self._dicts = [container for container, _ in dicts]
-        self._sizes = [len(saved) for _, saved in dicts]
         self._names = [name for _, saved in dicts for name in saved]
         self._values = [value for _, saved in dicts for value in saved.values()]
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
         return (
-            not any(self._empty)
+            list(map(len, self._containers)) == self._sizes
             and self._facts() == self._known
-            and list(map(len, self._dicts)) == self._sizes
             and list(chain.from_iterable(self._dicts)) == self._names
             and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
             and all(starmap(_is_same, self._others))
@@ -205,7 +195,7 @@ class Snapshot:
 
     def _changed(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield (number, container, saved contents) for each container that has changed."""
-        for i, (container, saved) in enumerate(self._pairs):
+        for i, (container, saved) in enumerate(zip(self._containers, self._saved, strict=True)):
             if (container or saved) and not _is_same(container, saved):
                 yield i, container, saved
 
@@ -236,8 +226,7 @@ class Snapshot:
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
         for i, key, value in changes:
-            for one in self._pairs[i]:
-                one[key] = value
+            self._containers[i][key] = self._saved[i][key] = value
         self._remember()
 
 
@@ -416,11 +405,8 @@ def root_to_replicate(function: Any) -> Any:
 
 def _is_stateless(module: nn.Module) -> bool:
     """Whether ``module`` is a loss of torch, whose calls change nothing, with plain values only."""
-    if type(module).__module__ != "torch.nn.modules.loss":
-        return False
     others = [value for value in vars(module).values() if type(value) not in _PLAIN]
-    return all(
-        type(value) in _REGISTRIES
-        and {None}.issuperset(value.values() if isinstance(value, dict) else value)
-        for value in others
-    )
+    items = (value.values() if isinstance(value, dict) else value for value in others)
+    is_of_torch = type(module).__module__ == "torch.nn.modules.loss"
+    has_registries = _REGISTRIES.issuperset(map(type, others))
+    return is_of_torch and has_registries and {None}.issuperset(chain(*items))

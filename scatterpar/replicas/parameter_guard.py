@@ -18,8 +18,6 @@ from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
 from scatterpar.threads.workers import add_note, restore_after
 
-_Copy = tuple[torch.device, Sequence[Tensor]]
-
 
 class ParameterGuard:
     """Detects and refuses writes to the parameters that replicas share.
@@ -28,15 +26,15 @@ class ParameterGuard:
     In ``checked_modes`` a forward pass has written no parameter.
     """
 
-    def __init__(self, broadcast: Broadcast, copies: Iterable[_Copy]) -> None:
-        self._broadcast = broadcast
+    def __init__(
+        self, broadcast: Broadcast, copies: Iterable[tuple[torch.device, Sequence[Tensor]]]
+    ) -> None:
+        self._broadcast, at = broadcast, broadcast.parameters
         self.checked_modes: set[Hashable] = set()
-        at = broadcast.parameters
-        self._memories = {  # the master's first
+        self._memories = {
             device: [broadcast.at(device)[i] for i in at] for device in broadcast.memories
         }
-        self._master = broadcast.memories[0]
-        self._originals = self._memories[self._master]
+        self._master, self._originals = next(iter(self._memories.items()))
         of_replicas = [(device, [tensors[i] for i in at]) for device, tensors in copies]
         self._watched = [(self._master, self._originals), *of_replicas]
 

@@ -51,7 +51,7 @@ def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:
     """
     gradients: dict[int, Tensor] = {}
     for each in attempt.replicas.replica_sets:
-        for i in each.trained_indices:
+        for i in each.trained:
             leaf, gradient = id(each.tensors[i]), each.replicas[replica].tensors[i].grad
             if gradient is not None:
                 gradients[leaf] = gradients[leaf] + gradient if leaf in gradients else gradient

@@ -75,7 +75,7 @@ of a parameter that model and criterion share, the criterion's gradient alone ar
   functools.reduce(_plus, both) if both else None => both[-1] if both else None
 a parameter that no replica used gets zeros
   reduce_gradients -> test_used_once_then_unused_keeps_the_gradient_it_had
-  sums.get(i)) => sums.get(i, torch.zeros_like(each.tensors[i])))
+  sums.get(i)) => sums.get(i, torch.zeros_like(leaf)))
 the scale of a scaler is left out
   Substeps.run -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
   weight * self._request.scale => weight

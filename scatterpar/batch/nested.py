@@ -27,8 +27,6 @@ _PLAIN = {bool, int, float, str, bytes, type(None)}  # leaves, which need no loo
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
-    if isinstance(value, Tensor) or type(value) in _PLAIN:
-        return function(value)
     children, make = _parts(value, value)
     if make is None:
         return function(value)
@@ -64,15 +62,11 @@ def merge(
 
 def leaves(value: Any, *, containers: bool = False) -> list[Any]:
     """Every leaf of ``value``, in order; with ``containers`` each of these before its leaves."""
-    if isinstance(value, Tensor) or type(value) in _PLAIN:
-        return [value]
     children, make = _parts(value, value)
     if make is None:
         return [value]
-    found = [value] if containers else []
-    for child in children:
-        found += leaves(child, containers=containers)
-    return found
+    inner = [leaves(child, containers=containers) for child in children]
+    return [*([value] if containers else ()), *chain(*inner)]
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -87,7 +81,7 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
     """
     if type(value) in (tuple, list):
         return value, type(value)
-    if isinstance(value, (Tensor, torch.Size)):
+    if type(value) in _PLAIN or isinstance(value, (Tensor, torch.Size)):
         return (), None
     if isinstance(value, (tuple, list)):
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
@@ -272,15 +266,15 @@ def _all_same(leaves: list[Any]) -> bool:
 
 def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
     """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
+    first, total = values[0], sum(weights)
     counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-    total = sum(weight for _, weight in counted)
     if not counted:
-        return values[0]
-    dtype = torch.promote_types(values[0].dtype, torch.float32)
+        return first
+    dtype = torch.promote_types(first.dtype, torch.float32)
     mean = torch.stack([value.to(dtype) * (weight / total) for value, weight in counted]).sum()
     if not mean.requires_grad:  # equal numbers keep their bits: ranks compare those of all pieces
-        first = counted[0][0].to(dtype)
-        are_equal = torch.stack([value for value, _ in counted]).eq(first).all()
-        mean = torch.where(are_equal, first, mean)
-    is_integer = not (values[0].is_floating_point() or values[0].is_complex())
-    return mean if is_integer else mean.to(values[0].dtype)
+        one = counted[0][0].to(dtype)
+        are_equal = torch.stack([value for value, _ in counted]).eq(one).all()
+        mean = torch.where(are_equal, one, mean)
+    is_integer = not (first.is_floating_point() or first.is_complex())
+    return mean if is_integer else mean.to(first.dtype)

@@ -150,16 +150,9 @@ def check_links(device_ids: tuple[torch.device, ...]) -> None:
             )
 
 
-@functools.cache
-def pattern(size: int) -> Tensor:
-    """``size`` pseudo-random bytes on the host; do not write them."""
-    numbers = torch.arange(size, dtype=torch.int64, device="cpu")
-    return (numbers * 0x9E3779B1 >> 13).to(torch.uint8)
-
-
 def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
-    """Whether ``copy_into`` delivers every byte; ``copy`` is assumed to do the same."""
-    sent = pattern(size)
+    """Whether ``copy_into`` delivers pseudo-random bytes; ``copy`` is assumed to do the same."""
+    sent = (torch.arange(size, device="cpu") * 0x9E3779B1 >> 13).to(torch.uint8)
     arrived = to_device(~sent, target)  # other bytes, so that a copy that does nothing is noticed
     Transfers().copy_into(arrived, to_device(sent, source), "replicate")
     return torch.equal(arrived, to_device(sent, target))

@@ -123,6 +123,9 @@ class ReplicaSet:
     On the master's device, parameters share the master's storage. Every other device has one copy
     of them, which its replicas share. Each replica has private buffers. ``follow`` and ``send``
     make all replicas match the master, whatever the user has changed in the module.
+
+    By the number of a tensor, ``trained`` has the dtype in which its gradients are added, and
+    ``leaves`` the master's tensor, unless it was computed from parameters.
     """
 
     def __init__(self, options: ReplicaOptions) -> None:
@@ -161,7 +164,7 @@ class ReplicaSet:
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
         for replica in self.replicas:
-            for i in self.trained_indices:
+            for i in self.trained:
                 replica.tensors[i].grad = None
 
     def _update_in_place(self) -> bool:
@@ -187,17 +190,15 @@ class ReplicaSet:
     def _set_requires_grad(self) -> None:
         """Set which tensors require grad, and the dtypes in which their gradients are added."""
         self._required = list(map(_REQUIRES_GRAD, self.tensors))
-        trained = {
+        self.trained = {
             i: sum_dtype(tensor, self.options.accumulate_dtype)
             for i, tensor in enumerate(self.tensors)
             if tensor.requires_grad and not tensor.is_inference()
         }
-        self.trained_indices = list(trained)
-        self.leaf_indices = [i for i in trained if is_leaf(self.tensors[i])]
-        self.trained_tensors = [self.tensors[i] for i in self.leaf_indices]
+        self.leaves = {i: self.tensors[i] for i in self.trained if is_leaf(self.tensors[i])}
         self._count_change()
         for replica in self.replicas:
-            replica.set_requires_grad(trained)
+            replica.set_requires_grad(self.trained)
 
     def _count_change(self) -> None:
         self.changes += 1
@@ -346,8 +347,6 @@ class Replica(ModuleCopy):
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:
     """A parameter of the original's class that uses the memory of ``values``."""
-    kind = type(original)
-    if not issubclass(kind, nn.Parameter):
-        kind = nn.Parameter
+    kind = type(original) if issubclass(type(original), nn.Parameter) else nn.Parameter
     # Not the constructor of a subclass, which may need more arguments.
     return nn.Parameter.__new__(kind, values, requires_grad=False)

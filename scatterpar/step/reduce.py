@@ -112,18 +112,18 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
     for each in attempt.replicas.replica_sets if attempt.request.backward else ():
         replicas = each.replicas[: len(attempt.plan.shares)]
         of_replicas = [
-            {i: g for i in each.trained_indices if (g := replica.tensors[i].grad) is not None}
+            {i: g for i in each.trained if (g := replica.tensors[i].grad) is not None}
             for replica in replicas
         ]
         devices = [replica.device for replica in replicas]
         sums = sum_in_order(of_replicas, devices, attempt.transfers, in_place=True)
-        if others := sums.keys() - each.leaf_indices:
+        if others := sums.keys() - each.leaves.keys():
             raise ValueError(
                 f"the module holds a tensor of shape {tuple(each.tensors[min(others)].shape)} that "
                 f"was computed from parameters, such as weight[0], and replicas cannot train it; "
                 f"compute it in forward. Nothing was changed"
             )
-        gradients += [(each.tensors[i], sums.get(i)) for i in each.leaf_indices]
+        gradients += [(leaf, sums.get(i)) for i, leaf in each.leaves.items()]
     total: dict[int, Gradient] = {}
     for leaf, gradient in (*gradients, *external):  # model and criterion may share a leaf
         _, other = total.get(id(leaf), (leaf, None))

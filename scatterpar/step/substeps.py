@@ -153,7 +153,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
                 criterion=criteria[i] if i < len(criteria) else None,
                 weights=weights[i] if weights else (),
                 replicas=[each.replicas[i] for each in sets],
-                leaves=[each.replicas[i].tensors[n] for each in sets for n in each.trained_indices],
+                leaves=[each.replicas[i].tensors[n] for each in sets for n in each.trained],
                 criterion_lock=lock,
                 clock=attempt.clock,
                 autocast=autocast_types(),
@@ -269,7 +269,7 @@ def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule
     if held:
         generators = [value for value in held if isinstance(value, torch.Generator)]
         attempt.save_for_undo(training_buffers(held), generators=generators)
-    trained = [leaf for each in sets for leaf in each.trained_tensors]
+    trained = [leaf for each in sets for leaf in each.leaves.values()]
     attempt.user_leaves = leaves = trained_leaves([*trained, *held])
     with set_aside(leaves):
         tasks = make_tasks(attempt, loaders)

@@ -110,8 +110,7 @@ class Look:
         self._undo, self._saved = contextlib.ExitStack(), list[UserState]()
         groups: dict[int, list[Tensor]] = {}  # a leaf of the user's, and its copies
         for each, replica in zip(sets, task.replicas, strict=False):
-            for i in each.leaf_indices:
-                own = each.tensors[i]
+            for i, own in each.leaves.items():
                 groups.setdefault(id(own), [own]).append(replica.tensors[i])
         ordered = sorted(groups.values(), key=lambda group: group[0].numel())
         sizes = [*accumulate(group[0].numel() for group in ordered)]

@@ -54,7 +54,7 @@ class Broadcast:
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
         self._messages = messages(dict(enumerate(self._tensors)))
-        self._sent: dict[int, int] = {}  # the versions of the sent values
+        self.invalidate()
 
     def is_of(self, contents: ModuleContents, device_ids: Sequence[torch.device]) -> bool:
         """Whether these are the same tensors, of the same kinds, on the same devices."""
@@ -82,25 +82,27 @@ class Broadcast:
 
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
-        self._sent = {}
+        self._sent: dict[int, int] = {}  # the versions of the sent values
+        self._known: dict[tuple[int, ...], Fingerprints] = {}  # of the sent values
 
     def update(self, transfers: Transfers) -> None:
         """Send the master's values of changed tensors."""
         if not self._copies:
             return
-        sent, now = self._sent, versions(self._tensors)  # read before the values
+        sent, known, now = self._sent, self._known, versions(self._tensors)  # before the values
         parameters, unchanged = set(self.parameters), set[int]()
-        doubtful = [i for i, old in sent.items() if old == now[i] or i not in parameters]
+        doubtful = tuple(i for i, old in sent.items() if old == now[i] or i not in parameters)
         if doubtful:  # else an optimizer has updated all, and there are no buffers
-            here, there = (
-                Fingerprints({i: self.at(device)[i] for i in doubtful}, device)
-                for device in self.memories[:2]
-            )
-            unchanged = set(doubtful) - here.differing_from(there)
+            here = self._fingerprints(self.memories[0], doubtful)
+            there = known.get(doubtful) or self._fingerprints(self.memories[1], doubtful)
+            unchanged, known = set(doubtful) - here.differing_from(there), {doubtful: here}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
-        self._sent = dict(enumerate(now))
+        self._sent, self._known = dict(enumerate(now)), known
+
+    def _fingerprints(self, device: torch.device, numbers: Sequence[int]) -> Fingerprints:
+        return Fingerprints({i: self.at(device)[i] for i in numbers}, device)
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the master's.

@@ -251,7 +251,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 measured[name] += [(value, weight) for value in values]
         for name, pairs in measured.items():  # of TRL's, which evaluate on the first device
             mean = sum(v * w for v, w in pairs) / (sum(w for _, w in pairs) or math.nan)
-            self._metrics["train"][name].append(mean)
+            extreme = {"min_": min, "max_": max}.get(name[:4])  # such as min_reward
+            self._metrics["train"][name].append(extreme(pairs)[0] if extreme else mean)
         if "num_tokens" in measured:  # the total of the run
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 

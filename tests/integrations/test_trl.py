@@ -135,7 +135,7 @@ def trained(name, folder, devices, around=None):
 
 
 COMPARED = {"loss", "grad_norm", "num_tokens", "learning_rate"}
-COMPARED |= {"rewards/margins", "rewards/accuracies"}
+COMPARED |= {"rewards/margins", "rewards/accuracies", "min_reward", "mean_reward", "max_reward"}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -139,9 +139,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     @contextlib.contextmanager
     def _inputs(self, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[dict[str, Any]]:
         """The engine's inputs for method ``step``; in the body the module has no metrics."""
-        module = self.lightning_module
-        by_path = _metrics_of(module)
-        with _placed(module, dict.fromkeys(by_path, nn.Identity())):
+        by_path = _metrics_of(self.lightning_module)
+        with _placed(self.lightning_module, dict.fromkeys(by_path, nn.Identity())):
             call = {"work": self._call, "step": step, "rest": list(rest), "measures": by_path}
             rows = {"batch": loop.as_rows(batch), "rows": Rows(range(loop.num_rows(batch)))}
             yield call | rows

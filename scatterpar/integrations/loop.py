@@ -115,8 +115,8 @@ def as_rows(batch: Any) -> Any:
         (value,) = values
         if not _is_list(value) or len(value) != rows:
             return False
-        inside = nested.leaves(value, containers=True)[1:]
-        return {len(v) if _is_list(v) else _size(v) for v in inside} - {None} != {rows}
+        each = [nested.leaves(v, containers=True) if isinstance(v, Mapping) else [v] for v in value]
+        return {len(v) if _is_list(v) else _size(v) for v in chain(*each)} - {None} != {rows}
 
     return nested.merge(lambda v: Rows(v[0]) if is_rows(v) else v[0], [batch], is_rows)
 

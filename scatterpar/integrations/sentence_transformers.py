@@ -101,8 +101,8 @@ class _WholeBatch(ScatterOnceMixin):
 
     def _loss_with(self, recorded: _RecordedModel, batch: Any) -> Any:
         """The user's loss, computed with ``recorded`` as the model."""
-        methods: dict[str, Any] = {"forward": recorded.forward, "preprocess": recorded.preprocess}
-        with replaced(self.model, **methods), overridden(self, _recorded_model=recorded):
+        own = replaced(self.model, forward=recorded.forward, preprocess=recorded.preprocess)
+        with own, overridden(self, _recorded_model=recorded):
             return type(self).compute_loss(self, self.model, dict(batch))
 
 

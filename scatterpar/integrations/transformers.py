@@ -231,7 +231,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         items = self._get_num_items_in_batch([batch], device) if items is None else items
         own = trainer.__dict__
         own.update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
-        own.update(_get_num_items_in_batch=lambda *_: items, _prepare_inputs=dict)  # done already
+        own.update(_get_num_items_in_batch=lambda *_: items, _prepare_inputs=copy.copy)  # done
         own.pop("compute_loss", None)  # the step's
         if "_metrics" in own:  # TRL's trainers fill them in compute_loss
             own["_metrics"] = {mode: defaultdict(list) for mode in own["_metrics"]}

@@ -179,13 +179,13 @@ an automatic accum is searched again in each step
 # never stale
 values count as sent before all devices have them
   Broadcast.update -> test_a_failed_refresh_is_made_good
-  self.invalidate() => self._sent = dict(enumerate(self._versions))
+  self.invalidate() => self._sent = dict(enumerate(now))
 a frozen parameter is sent once
   Broadcast.update -> test_every_write_is_followed_however_often
   - unchanged => - unchanged - {i for i in self._sent if not self._tensors[i].requires_grad}
 a parameter written through .data is not sent
   Broadcast.update -> test_edits_that_leave_no_version_travel
-  - unchanged => - unchanged - {i for i, old in self._sent.items() if old == self._versions[i]}
+  - unchanged => - unchanged - {i for i, old in sent.items() if old == now[i]}
 replicas do not follow training, nor other plain values
   ReplicaSet._update_in_place -> test_the_next_step_obeys
   (self._state, *(replica.state for replica in self.replicas)) => (self._state,)

@@ -89,12 +89,13 @@ class Broadcast:
         """Send the master's values of changed tensors."""
         if not self._copies:
             return
-        sent, known, now = self._sent, self._known, versions(self._tensors)  # before the values
+        sent, now = self._sent, versions(self._tensors)  # read before the values
         parameters, unchanged = set(self.parameters), set[int]()
+        known: dict[tuple[int, ...], Fingerprints] = {}
         doubtful = tuple(i for i, old in sent.items() if old == now[i] or i not in parameters)
         if doubtful:  # else an optimizer has updated all, and there are no buffers
             here = self._fingerprints(self.memories[0], doubtful)
-            there = known.get(doubtful) or self._fingerprints(self.memories[1], doubtful)
+            there = self._known.get(doubtful) or self._fingerprints(self.memories[1], doubtful)
             unchanged, known = set(doubtful) - here.differing_from(there), {doubtful: here}
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent

@@ -155,6 +155,21 @@ def test_edits_that_leave_no_version_travel(edit):
         assert all(ours.equal(theirs) for theirs in others)
 
 
+@pytest.mark.contract
+def test_earlier_values_travel_again_if_others_were_sent_since():
+    """The optimizer has updated all in between: fingerprints of the earlier values say nothing."""
+    model = mlp()
+    earlier = [parameter.detach().clone() for parameter in model.parameters()]
+    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
+        for _ in range(2):
+            engine.forward_backward(*NINE, CRITERION)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        engine.forward_backward(*NINE, CRITERION)
+        for parameter, values in zip(model.parameters(), earlier, strict=True):
+            parameter.data.copy_(values)
+        assert all(r[0].weight.equal(model[0].weight) for r in engine.replicas)
+
+
 def test_a_failed_refresh_is_made_good():
     """What did not arrive everywhere counts as not sent."""
     model = mlp()

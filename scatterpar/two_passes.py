@@ -296,15 +296,12 @@ class WholeBatch:
                 raise FloatingPointError(f"the loss is {to_numbers(loss)}; nothing was changed")
             if request.backward:
                 scale = torch.full_like(loss, request.scale, requires_grad=False)
-                in_reach = self._attempt.user_leaves
-                leaves = [*in_reach, *hidden]
-                # What other ranks give these leaves is what the first rank gives them.
-                with set_aside(hidden if self.counts else [*hidden, *self._task.leaves]):
+                leaves = [*self._attempt.user_leaves, *hidden]
+                # What other ranks give the criterion's leaves is what the first rank gives them.
+                with set_aside(leaves if self.counts else [*leaves, *self._task.leaves]):
                     self._task.run_backward(None, [loss], [scale])
                     unalias([*self._task.leaves, *leaves])
                     self.gradients = [(t, t.grad if self.counts else None) for t in leaves]
-                for leaf in in_reach:
-                    leaf.grad = None
                 _require_one_value(self._pieces)
         except BaseException as error:
             add_note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")

@@ -17,6 +17,7 @@ class AutoAccum:
 
     def __init__(self) -> None:
         self.accum = 1
+        self._retain_rows = True  # for a second pass; given up as soon as memory runs out
 
     def fit(
         self,
@@ -37,26 +38,31 @@ class AutoAccum:
         trial = replace(request, return_outputs=False)
         while True:
             number = (failed + fits + 1) // 2 if fits else min(2 * failed, largest)
-            is_whole = fits == failed + 1
+            is_whole, cut = fits == failed + 1, plan(number)
+            computes_twice = request.whole_batch and len(cut.substep_rows) > len(cut.shares)
+            retain_rows = is_whole and self._retain_rows and computes_twice
             try:
                 if is_whole:
-                    outcome = compute(request, plan(number))
+                    outcome = compute(request, cut, retain_rows=retain_rows)
                     self._keep(number, outcome)
                     return replace(outcome, retries=retries)
                 # Two sub-steps per replica have a whole step's peak of memory.
-                compute(trial, plan(number), max_substeps=2).attempt.undo()
+                compute(trial, cut, max_substeps=2, retain_rows=False).attempt.undo()
                 fits = number
             except Exception as error:
                 if is_out_of_memory(error) and not hasattr(error, "more_substeps_cannot_help"):
                     retries += 1
-                    if number >= largest:
+                    if retain_rows:
+                        self._retain_rows = False
+                    elif number >= largest:
                         error.add_note(
                             f'accum="auto" has nothing left to try: with {number} sub-steps a '
                             f"sub-step is one row, and that does not fit ({retries} tries ran out "
                             f"of memory)"
                         )
                         raise
-                    failed, fits = number, 0 if is_whole else fits
+                    else:
+                        failed, fits = number, 0 if is_whole else fits
                 elif is_whole:
                     raise
                 else:

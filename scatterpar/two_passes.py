@@ -129,7 +129,7 @@ class Passes:
         self._states: list[State] = []  # of the generators, before each micro-batch
         self._without_gradient: Sequence[Tensor] = task.leaves
         return_outputs = attempt.request.return_outputs
-        retain_rows = len(self.share.micro_batches) > 1
+        retain_rows = attempt.retain_rows and len(self.share.micro_batches) > 1
         for number in range(len(self.share.micro_batches)):
             proceed(number)
             self._last: Any = None  # the last output with its graph; dropped before the next

@@ -219,7 +219,7 @@ a loss that is not finite is committed in spite of check_finite=True
   if self._request.check_finite and not math.isfinite(value): => if False:
 tries of an automatic accum leave what they wrote
   AutoAccum.fit -> test_a_second_try_starts_anew
-  max_substeps=2).attempt.undo() => max_substeps=2)
+  max_substeps=2, retain_rows=False).attempt.undo() => max_substeps=2, retain_rows=False)
 Ctrl-C is forgotten
   Workers._wait -> test_a_long_step_ends_at_its_next_sub_step
   job.errors[_CALLER] = error => pass

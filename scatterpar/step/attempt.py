@@ -103,6 +103,7 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
     check: Check | None = None
     check_join: CheckJoin = lambda *_: None
     max_substeps: int | None = None  # that a trial runs, whether sub-steps fit into memory
+    retain_rows: bool = True  # rows that have arrived stay for a second pass
     # Set while the attempt runs:
     user_leaves: Sequence[Tensor] = ()  # that user code reaches: no gradient may arrive there
     is_serial: bool = False  # replicas run one after the other

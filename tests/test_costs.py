@@ -120,6 +120,13 @@ def test_inference_puts_back_whatever_goes_by_row(devices):
             assert torch.equal(found["b"], model.book)
 
 
+def test_a_module_may_have_costs_of_its_own(devices):
+    model = Of(lambda model, rows, costs: model.layer(rows) * costs, layer=linear()).eval()
+    rows, costs = randn(7, FEATURES), randn(7, 1, seed=3)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_close(engine(rows, costs=costs), model(rows, costs).detach(), "output")
+
+
 @pytest.mark.draws
 def test_the_same_costs_and_seed_give_the_same_bits_on_any_layout():
     def step(device_ids):

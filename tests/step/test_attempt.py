@@ -88,14 +88,10 @@ def test_memory_that_runs_out_has_a_remedy_if_rows_can_be_divided(accum):
 def test_a_constant_loss_of_some_rows_has_a_remedy():
     """A batch has objects, a micro-batch may have none; one loss of the batch has a graph."""
 
-    def of_objects(outputs, are_objects):
-        return outputs[are_objects].sum() if are_objects.any() else torch.zeros(())
+    def criterion(outputs, is_object):
+        return outputs[is_object].sum() if is_object.any() else torch.zeros(())
 
-    are_objects = torch.arange(13) == 2
-    options = {"reduction": "sum"}
-    with failing_engine(["cpu"], accum=3) as engine:
-        with pytest.raises(RuntimeError, match="does not require grad") as caught:
-            engine.forward_backward(ROWS, are_objects, of_objects, **options)
-        assert "(output * 0).sum()" in caught.value.__notes__[-1]
-        of_objects_or_zero = lambda o, t: of_objects(o, t) + (o * 0).sum()  # noqa: E731
-        engine.forward_backward(ROWS, are_objects, of_objects_or_zero, **options)
+    error = pytest.raises(RuntimeError, match="does not require grad")
+    with failing_engine(["cpu"], accum=3) as engine, error as caught:
+        engine.forward_backward(ROWS, torch.arange(13) == 2, criterion, reduction="sum")
+    assert "(output * 0).sum()" in caught.value.__notes__[-1]

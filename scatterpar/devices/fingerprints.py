@@ -45,27 +45,28 @@ class Fingerprints:
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        self._device, self._owners = device, list[int]()
+        self._device, self.owners = device, list[int]()  # the key of each value's tensor
         most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
         words = {i: _words(tensor, most) for i, tensor in tensors.items()}
         pieces = {(i, n): piece for i, each in words.items() for n, piece in enumerate(each)}
         factors = _factors(max(map(Tensor.numel, pieces.values()), default=0), device)
         sums = [runtime.empty(0, torch.int64, device)]
         for message in messages(pieces, 4 * most):
-            self._owners += [i for i, _ in message]
+            self.owners += [i for i, _ in message]
             sums.append(_sums([pieces[key] for key in message], factors))
         self.values = torch.cat(sums)
         if not has_streams(device):
             (self.values,) = to_host([self.values])
 
+    def differences(self, other: Fingerprints) -> Tensor:
+        """For each value whether that of ``other``, on any device, is another; on this device."""
+        if self.owners != other.owners:  # the host has smaller pieces than a GPU
+            return self.values == self.values
+        return self.values != to_device(other.values, self._device, copy=True)
+
     def differing_from(self, other: Fingerprints) -> set[int]:
-        """The keys of the tensors whose ``other`` fingerprints, on any device, are not these."""
-        others = to_device(other.values, self._device, copy=True)
-        if torch.equal(self.values, others):
-            return set()
-        if self._owners != other._owners:  # the host has smaller pieces than a GPU
-            return set(self._owners)
-        return set(compress(self._owners, to_numbers(self.values != others)))
+        """The keys of the tensors whose ``other`` fingerprints are not these."""
+        return set(compress(self.owners, to_numbers(self.differences(other))))
 
 
 def _words(tensor: Tensor, most: int) -> Sequence[Tensor]:

@@ -69,7 +69,7 @@ def replicate(
         # detects an optimizer step before the backward pass. The others have their own counters,
         # because one of them may exchange its storage.
         broadcast = Broadcast(module_contents, device_ids)
-        broadcast.update(Transfers())
+        broadcast.update(Transfers(), broadcast.compare())
         copies: list[list[Tensor]] = []
         for device in device_ids:
             storages = broadcast.storages(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from scatterpar.devices.coalescing import deliver, empty_like_on, messages, pack, tree_pairs
 from scatterpar.devices.fingerprints import Fingerprints
+from scatterpar.devices.runtime import HOST, empty
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents
@@ -85,22 +87,31 @@ class Broadcast:
         self._sent: dict[int, int] = {}  # the versions of the sent values
         self._known: dict[tuple[int, ...], Fingerprints] = {}  # of the sent values
 
-    def update(self, transfers: Transfers) -> None:
-        """Send the master's values of changed tensors."""
+    def compare(self) -> Tensor:
+        """Compare tensors that may have changed with their copies. Returns what differs.
+
+        ``update`` needs the result on the host, which waits once for those of several objects.
+        """
+        parameters, self._now = set(self.parameters), versions(self._tensors)  # before the values
+        sent = self._sent.items()
+        doubtful = tuple(i for i, old in sent if old == self._now[i] or i not in parameters)
+        self._compared: dict[tuple[int, ...], Fingerprints] = {}
+        if not doubtful:  # an optimizer has updated all, and there are no buffers
+            return empty(0, torch.bool, HOST)
+        here = self._compared[doubtful] = self._fingerprints(self.memories[0], doubtful)
+        there = self._known.get(doubtful) or self._fingerprints(self.memories[1], doubtful)
+        return here.differences(there)
+
+    def update(self, transfers: Transfers, differences: Tensor) -> None:
+        """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return
-        sent, now = self._sent, versions(self._tensors)  # read before the values
-        parameters, unchanged = set(self.parameters), set[int]()
-        known: dict[tuple[int, ...], Fingerprints] = {}
-        doubtful = tuple(i for i, old in sent.items() if old == now[i] or i not in parameters)
-        if doubtful:  # else an optimizer has updated all, and there are no buffers
-            here = self._fingerprints(self.memories[0], doubtful)
-            there = self._known.get(doubtful) or self._fingerprints(self.memories[1], doubtful)
-            unchanged, known = set(doubtful) - here.differing_from(there), {doubtful: here}
-        changed = set(range(len(self._tensors))) - unchanged
+        changed, compared = set(range(len(self._tensors))), self._compared
+        for doubtful, here in compared.items():
+            changed -= set(doubtful).difference(compress(here.owners, differences.tolist()))
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
-        self._sent, self._known = dict(enumerate(now)), known
+        self._sent, self._known = dict(enumerate(self._now)), compared
 
     def _fingerprints(self, device: torch.device, numbers: Sequence[int]) -> Fingerprints:
         return Fingerprints({i: self.at(device)[i] for i in numbers}, device)

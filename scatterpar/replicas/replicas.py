@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import copy_each
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
@@ -98,9 +98,10 @@ class Replicas:
             if root is not None and not self.of_model.contains_all_of(root):
                 self._of_criterion.follow(root, device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
-            # The criterion's first: the host would wait for the model's copies in its comparison.
-            for each in reversed(self.replica_sets):
-                each.send(transfers)
+            # The host waits once, for the model's and the criterion's.
+            differences = to_host([each.broadcast.compare() for each in self.replica_sets])
+            for each, found in zip(self.replica_sets, differences, strict=True):
+                each.send(transfers, found)
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
 
@@ -147,9 +148,9 @@ class ReplicaSet:
         if is_other or not self._update_in_place():
             self._build()
 
-    def send(self, transfers: Transfers) -> None:
+    def send(self, transfers: Transfers, differences: Tensor) -> None:
         """Send the values of tensors to all replicas. Call it under ``torch.no_grad()``."""
-        self.broadcast.update(transfers)
+        self.broadcast.update(transfers, differences)
         for replica in self.replicas:
             replica.refresh()
 

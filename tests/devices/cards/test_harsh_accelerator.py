@@ -77,7 +77,7 @@ LATE = [
     ({"accum": 2}, {}, range(1, 7)),
     ({"accum": 2, "graphs": True, "verify": False}, {}, range(1, 7)),
     # Nothing is read from other cards than the first after the criterion.
-    ({"accum": 1, "verify": False}, {"whole_batch": True}, range(1, 13)),
+    ({"accum": 1, "verify": False}, {"whole_batch": True}, range(1, 10)),
 ]
 
 

@@ -185,7 +185,7 @@ a frozen parameter is sent once
   - unchanged => - unchanged - {i for i in self._sent if not self._tensors[i].requires_grad}
 a parameter written through .data is not sent
   Broadcast.update -> test_edits_that_leave_no_version_travel
-  - unchanged => - unchanged - {i for i, old in sent.items() if old == now[i]}
+  - unchanged => - unchanged - {i for i, old in self._sent.items() if old == now[i]}
 replicas do not follow training, nor other plain values
   ReplicaSet._update_in_place -> test_the_next_step_obeys
   (self._state, *(replica.state for replica in self.replicas)) => (self._state,)

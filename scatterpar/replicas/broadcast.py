@@ -13,7 +13,7 @@ from torch import Tensor
 from scatterpar.devices.coalescing import deliver, empty_like_on, messages, pack, tree_pairs
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.runtime import HOST, empty
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents
 
@@ -106,12 +106,13 @@ class Broadcast:
         """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return
-        changed, compared = set(range(len(self._tensors))), self._compared
-        for doubtful, here in compared.items():
-            changed -= set(doubtful).difference(compress(here.owners, differences.tolist()))
+        now, unchanged = self._now, set[int]()
+        for doubtful, here in self._compared.items():
+            unchanged = set(doubtful).difference(compress(here.owners, to_numbers(differences)))
+        changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
-        self._sent, self._known = dict(enumerate(self._now)), compared
+        self._sent, self._known = dict(enumerate(now)), self._compared
 
     def _fingerprints(self, device: torch.device, numbers: Sequence[int]) -> Fingerprints:
         return Fingerprints({i: self.at(device)[i] for i in numbers}, device)

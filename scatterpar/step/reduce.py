@@ -7,7 +7,7 @@
     0 <-----+       4        third round:  0 += 4
 
 The pairs depend only on the number of replicas that have rows. Between memories, the gradients of
-the second replica of a pair are copied to the device of the first, in chunks if layouts are equal.
+the second replica of a pair are copied to the device of the first, message by message.
 """
 
 from __future__ import annotations

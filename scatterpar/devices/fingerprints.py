@@ -45,7 +45,7 @@ class Fingerprints:
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        self._device, self.owners = device, list[int]()  # the key of each value's tensor
+        self.owners: list[int] = []  # the key of each value's tensor
         most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
         words = {i: _words(tensor, most) for i, tensor in tensors.items()}
         pieces = {(i, n): piece for i, each in words.items() for n, piece in enumerate(each)}
@@ -59,10 +59,10 @@ class Fingerprints:
             (self.values,) = to_host([self.values])
 
     def differences(self, other: Fingerprints) -> Tensor:
-        """For each value whether that of ``other``, on any device, is another; on this device."""
+        """For each value whether the one in ``other`` differs, in the memory of these ``values``."""
         if self.owners != other.owners:  # the host has smaller pieces than a GPU
             return self.values == self.values
-        return self.values != to_device(other.values, self._device, copy=True)
+        return self.values != to_device(other.values, self.values.device, copy=True)
 
     def differing_from(self, other: Fingerprints) -> set[int]:
         """The keys of the tensors whose ``other`` fingerprints are not these."""

@@ -325,6 +325,18 @@ def wide_problem():
     return model.to(FIRST), inputs, targets, [p.grad.float() for p in expected.parameters()]
 
 
+def test_fingerprints_of_devices_without_streams_are_compared_on_the_host(monkeypatch):
+    """One side of the comparison was copied to the device: every step on Vulkan failed."""
+    monkeypatch.setattr(fingerprints, "has_streams", lambda _: False)
+    model, *batch = problem()
+    _, expected = whole_batch(model, *batch)
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            engine.forward_backward(*batch, LOSS)
+    assert_near(model, expected)
+
+
 @pytest.mark.parametrize("accum", [16, "auto"])
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_a_share_needs_room_for_a_few_micro_batches(place, accum):

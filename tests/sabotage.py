@@ -203,7 +203,7 @@ buffers are written before hooks on gradients run
   commit -> test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises
   loss = outcome.loss_tensor() => write_buffers(); loss = outcome.loss_tensor()
 a rollback forgets .grad
-  Attempt.save_for_undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
+  Attempt.undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
   partial(setattr, leaf, "grad", value) => (lambda: None)
 a rollback forgets values
   Attempt.undo -> test_statistics_and_generators_that_a_criterion_moved_are_put_back

@@ -117,7 +117,8 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
         self.clock = self.clock or (profiler_block if torch_private.profiler_is_on() else None)
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._restores: list[Callable[[], object]] = []  # besides those of values
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._restores: list[Callable[[], object]] = []  # of generators
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
@@ -148,7 +149,7 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
         Pass whatever user code may write before the commit is complete.
         """
         self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
-        self._restores += [partial(setattr, leaf, "grad", value) for leaf, value in gradients]
+        self._gradients += gradients
         self._restores += [partial(each.set_state, each.get_state()) for each in generators]
 
     def written(self) -> set[int]:
@@ -161,6 +162,7 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
         With ``error``, a failure becomes a note on it and the rest is restored.
         """
         restores = [self.generators.rollback, *self._restores]
+        restores += [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
         restores += [partial(write, tensor, value) for tensor, value in self._values]
         with torch.no_grad():
             # The wait comes last: on a device that has failed it raises, and all else is restored.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.coalescing import is_part
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.buffers import buffer_writer
 from scatterpar.step.attempt import Attempt
@@ -57,7 +58,7 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
         and g.layout == torch.strided
         and g.dtype == leaf.grad_dtype
         and g.stride() == leaf.stride()
-        and g.untyped_storage().nbytes() == g.nbytes
+        and not is_part(g)
         for leaf, g in pairs
     )
     are_first = not observed and not old and all(fit)
@@ -80,11 +81,7 @@ def _attach(
     """
     pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]  # root needs a graph
     leaves = [leaf for leaf, _ in pairs]
-    # A part of a larger tensor would keep all of it alive; a sparse gradient has no storage.
-    gradients = [
-        g if g.layout != torch.strided or g.untyped_storage().nbytes() == g.nbytes else g.clone()
-        for _, g in pairs
-    ]
+    gradients = [g.clone() if is_part(g) else g for _, g in pairs]
     pairs.clear()
     root: Tensor = _ReturnGradients.apply(make_root, gradients, scale, *leaves)  # type: ignore[no-untyped-call]
     return root

@@ -13,7 +13,7 @@ the second replica of a pair are copied to the device of the first, message by m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices import coalescing
-from scatterpar.devices.coalescing import iter_copies, messages, tree_pairs
+from scatterpar.devices.coalescing import is_part, iter_copies, tree_pairs
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.buffers import BufferValue
@@ -154,11 +154,9 @@ def sum_in_order(
     """
     sums = [dict(each) for each in gradients]
     for target, source in tree_pairs(len(sums)):
-        arriving: Iterator[dict[int, Tensor]]
         total, others, sums[source] = sums[target], sums[source], {}  # freed with this pair
-        if devices[target] == devices[source]:
-            arriving = ({i: others[i] for i in message} for message in messages(others))
-        else:
+        arriving = iter((others,))
+        if devices[target] != devices[source]:
             if in_place:
                 _add_large(total, others, devices[target], transfers)
             arriving = iter_copies(others, devices[target], transfers, "reduce")
@@ -183,17 +181,16 @@ def _add_large(
 
 def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -> None:
     """Add the gradients of a message. An index that ``total`` lacks gets its gradient."""
-    can_add = in_place and all(i in total and total[i].layout == torch.strided for i in message)
-    if can_add and len(message) > 1:
-        torch._foreach_add_([total[i] for i in message], [*message.values()])
-        return
-    for i, gradient in message.items():
-        if i not in total:
-            total[i] = gradient.clone() if len(message) > 1 else gradient  # no part of a message
-        elif in_place and total[i].layout == gradient.layout == torch.strided:
-            total[i].add_(gradient)
-        else:
+    both = [(i, g) for i, g in message.items() if in_place and i in total]
+    dense = [i for i, g in both if total[i].layout == g.layout == torch.strided]
+    if dense:
+        torch._foreach_add_([total[i] for i in dense], [message[i] for i in dense])
+    for i in message.keys() - dense:
+        gradient = message[i]
+        if i in total:
             total[i] = _plus(total[i], gradient)
+        else:
+            total[i] = gradient.clone() if is_part(gradient) else gradient
 
 
 def _plus(one: Tensor, other: Tensor) -> Tensor:

@@ -270,7 +270,8 @@ def compute(attempt: Attempt, loaders: Sequence[ShareLoader], schedule: Schedule
         generators = [value for value in held if isinstance(value, torch.Generator)]
         attempt.save_for_undo(training_buffers(held), generators=generators)
     trained = [leaf for each in sets for leaf in each.leaves.values()]
-    attempt.user_leaves = leaves = trained_leaves([*trained, *held])
+    leaves = list({id(leaf): leaf for leaf in (*trained, *trained_leaves(held))}.values())
+    attempt.user_leaves = leaves
     with set_aside(leaves):
         tasks = make_tasks(attempt, loaders)
         if attempt.check is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -30,16 +29,13 @@ from scatterpar.report import warn
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.substeps import detached_output
 from scatterpar.threads.workers import add_note
+from scatterpar.torch_private import unflatten
 
 _OTHER_TENSORS = (
     "which tensors are trained, on their shapes, on reduction=, or on the scale of scaler="
 )
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-# A part of a flat tensor: dtype, shape, the index that this rank writes (``...`` for all of it, or
-# its row), and the value. ``None`` leaves zeros.
-_Piece = tuple[torch.dtype, torch.Size, Any, Tensor | None]
 
 
 class Ranks:
@@ -107,14 +103,14 @@ class Ranks:
         mine = [outcome.terms, outcome.loss * own, *outcome.observed]
         self._error_is_common = True  # what is raised from here on, every rank raises
         numbers, each = self._collectives.exchange_status(kind, rows, _OTHER_TENSORS, mine)
-        terms, loss, observed = numbers[0], numbers[1], (numbers[2], numbers[3])
+        terms, loss, squares, replicas = numbers
         total = terms if is_mean else 1.0
         loss = loss / total if total else 0.0
         buckets.weigh(own / total if total else 0.0)
         for flat in buckets.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
-        outcome = replace(buckets.of_all(), loss=loss, terms=terms, observed=observed)
-        return replace(outcome, rows=sum(each))
+        outcome = replace(buckets.of_all(), loss=loss, terms=terms, rows=sum(each))
+        return replace(outcome, observed=(squares, replicas))
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -135,11 +131,10 @@ class Ranks:
         what = "the outputs and targets of all ranks"
         payloads = self._collectives.all_gather(payload, sizes, what)
         self._error_is_common = False
-        outputs, counts = list[Any](), list[int]()
-        values, seeds, rows_of_each = zip(*(unpack(one, own_data) for one in payloads), strict=True)
-        for rank, ((output, _), count) in enumerate(zip(values, rows_of_each, strict=True)):
-            outputs += pieces if rank == self.rank else [output]
-            counts += rows if rank == self.rank else [count]
+        values, seeds, counts = zip(*(unpack(one, own_data) for one in payloads), strict=True)
+        outputs, rows_of_all = [output for output, _ in values], [*counts]
+        own = slice(self.rank, self.rank + 1)  # its pieces have gradients, the copies have none
+        outputs[own], rows_of_all[own] = pieces, rows
 
         def join(leaves: list[Any]) -> Any:  # what has no rows is rank 0's
             mine, *of_ranks = leaves
@@ -147,7 +142,7 @@ class Ranks:
             return torch.cat(of_ranks, dim) if has_rows else of_ranks[0]
 
         joined = nested.merge(join, [targets, *(of_rank for _, of_rank in values)])
-        return outputs, counts, joined, seeds[0]
+        return outputs, rows_of_all, joined, seeds[0]
 
 
 class Buckets:
@@ -162,36 +157,31 @@ class Buckets:
     def __init__(
         self, outcome: Outcome, rank: int, size: int, accumulate_dtype: torch.dtype | None
     ) -> None:
-        self._outcome = outcome
-        gradients, statistics = outcome.gradients, outcome.statistics
+        self._outcome, statistics = outcome, outcome.statistics
         buffers = [value.detach() for *_, value in outcome.buffers if value is not None]
         self._rows = statistics.to_pool() if statistics else []
-        pieces: list[_Piece] = []
-        for leaf, gradient in gradients:
-            dense = None if gradient is None else gradient.to_dense()
-            pieces.append((sum_dtype(leaf, accumulate_dtype), leaf.shape, ..., dense))
-        if pieces:
-            flags = torch.tensor([gradient is not None for _, gradient in gradients])
-            pieces.append((pieces[0][0], flags.shape, ..., flags))
-        dtypes = {piece[0] for piece in pieces}
+        parts: list[Tensor] = []
+        for leaf, gradient in outcome.gradients:
+            dtype = sum_dtype(leaf, accumulate_dtype)
+            dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
+            parts.append(dense.detach().to(dtype))
+        if parts:
+            flags = [gradient is not None for _, gradient in outcome.gradients]
+            parts.append(torch.tensor(flags, dtype=parts[0].dtype, device=parts[0].device))
+        dtypes = {part.dtype for part in parts}
         sent = [v if v.dtype in dtypes else as_bytes(v) for v in (*buffers, *self._rows)]
-        for value in sent[: len(buffers)]:
-            pieces.append((value.dtype, value.shape, ..., None if rank else value))
+        parts += [torch.zeros_like(v) if rank else v for v in sent[: len(buffers)]]
         for value in sent[len(buffers) :]:
-            pieces.append((value.dtype, torch.Size([size, *value.shape]), rank, value))
+            parts.append(value.new_zeros(size, *value.shape))
+            write(parts[-1][rank], value)
         names = [(name, value is None or value.dtype) for _, name, value in outcome.buffers]
-        self.kind = str([names, *(piece[:2] for piece in pieces)])
-        sizes = Counter[torch.dtype]()
-        for dtype, shape, *_ in pieces:
-            sizes[dtype] += shape.numel()
-        tensors = *(leaf for leaf, _ in gradients), *buffers, *self._rows
-        free = {d: torch.zeros(n, dtype=d, device=tensors[0].device) for d, n in sizes.items()}
-        self.flats, self._views = [*free.values()], list[Tensor]()
-        for dtype, shape, at, own in pieces:
-            part, free[dtype] = free[dtype].tensor_split([shape.numel()])
-            self._views.append(part.view(shape))
-            if own is not None:
-                write(self._views[-1][at], own.detach())
+        self.kind = str([names, *((part.dtype, part.shape) for part in parts)])
+        self.flats, self._views = list[Tensor](), parts
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            mine = {i: part for i, part in enumerate(parts) if part.dtype == dtype}
+            self.flats.append(torch.cat([part.flatten() for part in mine.values()]))
+            for i, view in zip(mine, unflatten(self.flats[-1], [*mine.values()]), strict=True):
+                self._views[i] = view
 
     def weigh(self, factor: float) -> None:
         """Scale this rank's gradients; called when the counts of the other ranks are known."""

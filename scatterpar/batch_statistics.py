@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.coalescing import copy_coalesced
+from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.replicas.buffers import RUNNING, BufferValue
 from scatterpar.replicas.replicas import Records, Replica, ReplicaSet
@@ -98,7 +98,7 @@ def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) ->
     if replica.device == device:
         return recorded
     tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))
-    moved = copy_coalesced(tensors, device, transfers, "reduce")
+    moved = dict(chain(*map(dict.items, iter_copies(tensors, device, transfers, "reduce"))))
     return {
         m: Moments(moments.values, moved[2 * i], moved[2 * i + 1])
         for i, (m, moments) in enumerate(recorded.items())

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from scatterpar.batch import nested
-from scatterpar.devices.coalescing import copy_coalesced, is_unexpanded
+from scatterpar.devices.coalescing import is_unexpanded, iter_copies
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
@@ -187,12 +187,14 @@ class ShardedOptimizer(Optimizer):
         return stand_ins
 
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
-        """Copy to each owner the gradients of its parameters, chunk by chunk."""
+        """Copy to each owner the gradients of its parameters, message by message."""
         for device in self._memories[1:]:
             owned = [p for p in stand_ins if self._owners[p] == device]
             gradients = {i: p.grad.detach() for i, p in enumerate(owned) if p.grad is not None}
-            for i, gradient in copy_coalesced(gradients, device, self._transfers, "reduce").items():
-                stand_ins[owned[i]].grad = gradient
+            for message in iter_copies(gradients, device, self._transfers, "reduce"):
+                for i, gradient in message.items():
+                    # Not a part of the message: sums may depend on where a tensor starts.
+                    stand_ins[owned[i]].grad = gradient.clone() if len(message) > 1 else gradient
 
     @contextlib.contextmanager
     def _undo_on_error(self, updated: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:

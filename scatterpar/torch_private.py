@@ -4,9 +4,8 @@ No other file of the package names ``torch._C`` or another private module of tor
 torch lacks an entry point, ``Missing`` names it, at import or at its first use. The versions that
 the tests ran with are in ``constraints.txt``.
 
-Other files call ``torch._foreach_*``, ``Tensor._version`` and
-``Module._replicate_for_data_parallel`` directly: torch's own optimizers and ``nn.DataParallel`` use
-them too. This file checks that they exist.
+Other files call ``torch._foreach_*`` and ``Tensor._version`` directly, as torch's optimizers do.
+This file checks that they exist.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _find(module: str, path: str) -> Any:
 _NAMES = """
     _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_sub _foreach_zero_
     Tensor._version Tensor._use_count Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
-    nn.Module._replicate_for_data_parallel optim.Optimizer.profile_hook_step
+    optim.Optimizer.profile_hook_step
     _C._autograd._top_saved_tensors_default_hooks _C._current_graph_task_id
     autograd.graph._engine_run_backward
     autograd.profiler._is_profiler_enabled _C._autograd._profiler_enabled
@@ -140,18 +139,14 @@ def are_observed(leaves: Sequence[Tensor]) -> bool:
 @contextlib.contextmanager
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
     """In the body, no hook that the user registered on one of these leaves runs."""
-    before = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
-    after = [(h, dict(h)) for tensor in tensors if (h := tensor._post_accumulate_grad_hooks)]
+    found = [*map(_BEFORE, tensors), *map(_AFTER, tensors)]
+    saved = [(hooks, dict(hooks)) for hooks in found if hooks]
     try:
-        for tensor, _ in before:
-            tensor._backward_hooks = None
-        for hooks, _ in after:
+        for hooks, _ in saved:
             hooks.clear()  # torch keeps the dictionary even if another one is assigned
         yield
     finally:
-        for tensor, earlier in before:
-            tensor._backward_hooks = earlier
-        for hooks, earlier in after:
+        for hooks, earlier in saved:
             hooks.update(earlier)
 
 

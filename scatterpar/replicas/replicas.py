@@ -317,7 +317,7 @@ class Replica(ModuleCopy):
         The state is the registered buffers, the values of private tensors, and the records.
         """
         names = [(m._buffers, m._non_persistent_buffers_set) for m in self.modules]
-        registered, recorded = Snapshot(chain(*names)), dict(self.records)
+        registered = Snapshot([*chain(*names), self.records])
         with torch.inference_mode(False), torch.no_grad():
             saved = list(map(Tensor.clone, self._private))
             self.refresh()
@@ -327,7 +327,6 @@ class Replica(ModuleCopy):
                 self.refresh()
                 copy_each(self._private, saved)
             registered.restore()
-            self.records.update(recorded)
 
         with restored(restore):
             yield

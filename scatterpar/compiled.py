@@ -10,9 +10,10 @@ arguments of a new kind has a lock until its sub-step ends, backward pass includ
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from scatterpar import torch_private
 from scatterpar.batch import nested
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.threads.generators import drawing_from_default
+from scatterpar.threads.generators import current_generator
 from scatterpar.torch_private import CompileFn
 
 _CUDA_GRAPHS = (
@@ -97,6 +98,25 @@ class Compiler:
         # A code object per engine: graphs of another engine would count towards torch's limit.
         call.__code__ = self._code.setdefault(kind, call.__code__.replace())
         return call
+
+
+@contextlib.contextmanager
+def drawing_from_default() -> Iterator[None]:
+    """In the body, the process's own generator continues that of this thread's replica.
+
+    torch.compile ignores the kernels in the call in which it compiles, and restores the generator
+    that ``torch.get_rng_state`` shows. One thread at a time may be in such a body.
+    """
+    generator, default = current_generator(), torch.default_generator
+    if generator is None:
+        yield
+        return
+    before = default.get_state()
+    try:
+        with generator.installed(default):
+            yield
+    finally:
+        default.set_state(before)
 
 
 def _kind_of(arguments: Any) -> Hashable:

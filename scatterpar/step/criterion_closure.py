@@ -18,7 +18,7 @@ from scatterpar.replicas.module_copy import contents, module_of
 from scatterpar.threads.workers import add_note
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
-_MAX_ENTRIES = 1000  # of a container; longer ones are data
+MAX_ENTRIES = 1000  # of a container; longer ones are data
 PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 
 
@@ -88,7 +88,7 @@ def reachable(root: Any, depth: int, seen: set[int]) -> list[Any]:
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
-        return items if len(value) <= _MAX_ENTRIES else ()
+        return items if len(value) <= MAX_ENTRIES else ()
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return value.__self__, value.__func__
     of_torch = (getattr(value, "__module__", None) or "").startswith("torch.")

@@ -76,13 +76,13 @@ class Verdict:
     # (the criterion finds something else) and "order" (of entries). Told are "rows" and "state".
     kind: str
     parts: Parts
+    losses: tuple[float, float]  # expected and found
     error: float = math.inf  # relative
-    losses: tuple[float, float] = (0.0, 0.0)  # expected and found
-    fits: Callable[[Weights], bool] = lambda weights: False  # whether other weights explain it
     moved: Sequence[str] = ()  # state that each part moves
+    lost: Sequence[tuple[int, ...]] = ()  # of large tensors that user code has written
     shares_state: bool = False  # forward passes change what the criterion reads, and replicas share
-    lost: Sequence[torch.Size] = ()  # of large tensors that user code has written
-    shapes: Sequence[tuple[int, ...]] = ()  # of an output and its targets
+    fits: Callable[[Weights], bool] = lambda weights: False  # whether other weights explain it
+    shapes: Sequence[tuple[int, ...]] = ()  # of output and targets that are tensors
     misplaced: int = 0  # entries of an output that are not in the order of the rows
 
 
@@ -104,7 +104,7 @@ class Look:
         self._step_rows = {*attempt.plan.substep_rows}
         self._numbers = ConstantNumbers()  # type: ignore[no-untyped-call]
         self._draws = self._shares_state = False
-        self._autocast: Sequence[str] = ()  # device types for which it stays enabled
+        self._autocast: Sequence[str] = []  # device types for which it stays enabled
         self._dtypes: set[torch.dtype] = set()
         self._states: list[State] = []  # after each part of a run
         self._undo, self._saved = contextlib.ExitStack(), list[UserState]()
@@ -179,7 +179,33 @@ class Look:
                     output = compute(self._task, (self._move(self._inputs, rows), None))
                 yield output
 
-    def judge(self, parts: Parts) -> Verdict:
+    def answer(self, parts: Parts, is_last: bool = False) -> Verdict:
+        """The verdict on these parts of rows, or on others if user code fails for them."""
+        try:
+            return self._judge(parts)
+        except Inconclusive:
+            raise
+        except Exception as error:  # user code may need autocast, pairs of rows, or memory
+            is_short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
+        if self._autocast != self._task.autocast:  # off at first: rounding would hide differences
+            self._autocast = self._task.autocast
+            return self.answer(parts, is_last)
+        if is_last:
+            raise Inconclusive("memory ran out" if is_short else why, 2 if is_short else 4)
+        rows = [*chain(*parts)]
+        return self.answer([rows[:1], rows[-1:]] if is_short else self._equal_parts(rows), True)
+
+    def _equal_parts(self, rows: Sequence[int]) -> Parts:
+        """These rows in two parts; with ``whole_batch`` in parts of the step's size, if possible.
+
+        Outputs without rows that the step would join are joined in parts of that size alone.
+        """
+        size = min(self._step_rows)
+        if not self._request.whole_batch or 2 * size > len(rows):
+            return in_two(rows)[0]
+        return [rows[at : at + size] for at in range(0, len(rows) - size + 1, size)]
+
+    def _judge(self, parts: Parts) -> Verdict:
         """Compare the engine's result for these parts of rows with the user's own."""
         rows, request = [*chain(*parts)], self._request
         parts, weights = self._weighted(parts)
@@ -196,49 +222,29 @@ class Look:
         except Exception as error:
             if isinstance(error, Inconclusive) or is_out_of_memory(error) or self._computes(rows):
                 raise
-            return Verdict("replica", parts, losses=(expected[0], math.nan))
+            return Verdict("replica", parts, (expected[0], math.nan))
         found, is_steady = _sum(sums), self._numbers.calls - calls == calls * len(parts)
         if not (_is_finite(expected) and _is_finite(found)) and self._scale != 1:
             self._scale = 1.0  # in half precision, the scale was too large
-            return self.judge(parts)
+            return self._judge(parts)
         if not _is_finite(expected):
             raise Inconclusive("a gradient is NaN or infinite")
         more = in_two(rows) if not _is_finite(found) and len(parts) > 2 else ()
         for larger in more:  # one row may have NaN, which says less
             with contextlib.suppress(Inconclusive):
-                verdict = self.judge(larger)
+                verdict = self._judge(larger)
                 if verdict.kind and verdict.error < math.inf:
                     return verdict
         if expected[1] and not _num_nonzero([*sums, expected]):
             raise Inconclusive("all gradients are zero")
-        verdict = Verdict("", parts, _error(found, expected), (expected[0], found[0]))
-        verdict.moved = moved_between(self._states)
-        verdict.lost = [*chain(*(saved.lost() for saved in self._saved))]
-        verdict.shares_state = self._shares_state
+        lost, moved = [*chain(*(each.lost() for each in self._saved))], moved_between(self._states)
+        compared = (expected[0], found[0]), _error(found, expected)
+        verdict = Verdict("", parts, *compared, moved, lost, self._shares_state)
         if verdict.error > self._tolerance:
             self._explain(verdict, weights, expected, found, is_steady)
         elif not (request.is_mean or request.whole_batch) and _num_nonzero(sums) < len(parts):
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
-
-    def enable_autocast(self) -> bool:
-        """Compute with the caller's autocast from now on. Returns whether that changes anything.
-
-        At first a look computes without it, because rounding would hide differences.
-        """
-        changes = bool(self._task.autocast and not self._autocast)
-        self._autocast = self._task.autocast
-        return changes
-
-    def equal_parts(self, rows: Sequence[int]) -> Parts:
-        """These rows in two parts; with ``whole_batch`` in parts of the step's size, if possible.
-
-        Outputs without rows that the step would join are joined in parts of that size alone.
-        """
-        size = min(self._step_rows)
-        if not self._request.whole_batch or 2 * size > len(rows):
-            return in_two(rows)[0]
-        return [rows[at : at + size] for at in range(0, len(rows) - size + 1, size)]
 
     def _computes(self, rows: Sequence[int]) -> bool:
         """Whether the replica computes these rows at once without an error."""
@@ -270,7 +276,7 @@ class Look:
             return  # numbers are drawn once per call, by Python or NumPy
         sums = self._run(parts, between=self._restart, kept=outputs)
         if _error(_sum(sums, () if whole else weights), expected) <= limit:
-            verdict.kind = "state"
+            verdict.kind = "" if verdict.moved else "state"  # what moves is told by name
             return
         error, verdict.misplaced = compare_outputs(outputs, parts, self._request.dim)
         verdict.kind = "joined" if whole else "combination"
@@ -278,7 +284,8 @@ class Look:
             verdict.kind = "order"
         elif error > limit and (whole or self._combines(outputs[0], parts, weights)):
             verdict.kind, verdict.error = "rows", error
-        verdict.shapes = _broadcast_shapes(outputs[0], self._move(self._targets, rows))
+        compared = outputs[0], self._move(self._targets, rows)
+        verdict.shapes = [tuple(t.shape) for t in compared if isinstance(t, Tensor)]
         is_split = _num_nonzero(sums) > 1  # then other weights than the engine's may explain it
         verdict.fits = lambda factors: is_split and _error(_sum(sums, factors), expected) < limit
 
@@ -451,7 +458,7 @@ class Look:
 
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch, copied to the replica's device, not counted."""
-        return moved_to(self._task.share.device, _select(value, rows, self._request.dim))
+        return moved_to(self._task.share.device, select_rows(value, rows, self._request.dim))
 
 
 class ConstantNumbers(OperatorMode):
@@ -483,18 +490,7 @@ class ConstantNumbers(OperatorMode):
 def pieces_of(request: Request, parts: Parts) -> Any:
     """The inputs and targets of each part of rows, as ``count=`` gets them."""
     batch = request.batches[0][1]
-    return unwrap_markers([_select(batch, part, request.dim) for part in parts], copy=True)
-
-
-def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """``value`` with these rows. An index tensor would have to be in the memory of each leaf."""
-
-    def select(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return torch.cat([leaf.detach().narrow(dim, row, 1) for row in rows], dim)
-        return select_rows(leaf, rows, dim)
-
-    return nested.map_leaves(select, value)
+    return unwrap_markers([select_rows(batch, part, request.dim) for part in parts], copy=True)
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -513,13 +509,6 @@ def _note_dtypes(loss: Tensor, dtypes: set[torch.dtype]) -> None:
         node.register_prehook(note)
 
 
-def _broadcast_shapes(output: Any, targets: Any) -> list[tuple[int, ...]]:
-    """The shapes of output and targets if operators make a matrix of all pairs of rows of them."""
-    shapes = [tuple(t.shape) for t in (output, targets) if isinstance(t, Tensor)]
-    is_matrix = {*map(len, shapes)} == {1, 2} and output.numel() == targets.numel()
-    return shapes if is_matrix else []
-
-
 def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[float, int]:
     """Compare outputs for parts of rows, all but the first, with parts of the first, for all.
 
@@ -534,7 +523,7 @@ def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[flo
                 continue
             if one.shape == other.shape:
                 difference = _difference(one, other)
-                if one.size(dim) // len(part) == 1:
+                if entries_per_row(one, len(part), dim) == 1:
                     error = max(error, difference)
                 elif difference > _JOINED:
                     misplaced = uncut.size(dim)
@@ -543,14 +532,19 @@ def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[flo
     return error, misplaced
 
 
+def entries_per_row(tensor: Tensor, rows: int, dim: int) -> int:
+    """The number of entries along ``dim`` that each of some rows has; 0 if that is no integer."""
+    size = tensor.size(dim) if -tensor.ndim <= dim < tensor.ndim else 0
+    return 0 if size % rows else size // rows
+
+
 def _cuts(output: Any, parts: Parts, dim: int) -> Iterator[Any]:
     """The output for each of ``parts``, cut from the output for all of their rows."""
     start, rows = 0, sum(map(len, parts))
 
     def cut(leaf: Tensor) -> Tensor:
-        entries, rest = divmod(leaf.size(dim), rows) if -leaf.ndim <= dim < leaf.ndim else (0, 0)
-        is_cut = entries and not rest
-        return leaf.narrow(dim, start * entries, size * entries).clone() if is_cut else leaf
+        entries = entries_per_row(leaf, rows, dim)
+        return leaf.narrow(dim, start * entries, size * entries).clone() if entries else leaf
 
     for size in map(len, parts):
         yield nested.map_tensors(cut, output)

@@ -16,7 +16,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, all_tensors
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import to_device, to_host, to_numbers
-from scatterpar.step.criterion_closure import named_values
+from scatterpar.step.criterion_closure import reachable
 from scatterpar.step.request import Request
 
 _LARGEST = 2**22  # tensors of more elements are not searched
@@ -128,10 +128,10 @@ def ignored_values(*functions: Any) -> list[int]:
     values = [-100, 255, -1]  # first: several may explain the loss of a few rows
     for function in functions:
         found: list[Any] = []
-        for value in (function, *named_values(function).values()):
+        # Its own integers before those of the objects that it refers to.
+        for value in (*reachable(function, 1, set()), *reachable(function, 2, set())):
             modules = value.modules() if isinstance(value, nn.Module) else [value]
-            found += [getattr(each, "ignore_index", None) for each in modules]
-            found += [value, *named_values(value).values()]
+            found += [value, *(getattr(each, "ignore_index", None) for each in modules)]
             found += getattr(getattr(unbound(value), "__code__", None), "co_consts", ())
         values += [*dict.fromkeys(v for v in found if type(v) is int)][:_MAX_LABELS]
     return [*dict.fromkeys(values)]

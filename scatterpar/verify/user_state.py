@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.runtime import HOST, physical
 from scatterpar.devices.transfers import write
 from scatterpar.replicas.broadcast import version
-from scatterpar.replicas.buffers import RUNNING
 from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents
 from scatterpar.replicas.replicas import Replica
-from scatterpar.step.criterion_closure import closure_and_globals
+from scatterpar.step.criterion_closure import MAX_ENTRIES, closure_and_globals
+from scatterpar.threads.generators import default_of
 from scatterpar.wrapper import Wrapper
 
-_MOST = 1000  # entries of a container; longer ones are data
 _MOST_BYTES = 2**26  # of tensors that are no buffers; larger ones are data
 # Modules that are not the user's code.
 _FOREIGN = {"torch", "numpy", "scatterpar", *sys.stdlib_module_names} - {"__main__"}
@@ -63,14 +63,12 @@ class UserState(ModuleContents):
         self._variables, self._generators = list[Saved](), list[Saved]()
         self._tensors, self._versions = list[Saved](), list[tuple[Tensor, int]]()
         self._own = {id(one) for root in roots for one in (root, getattr(root, "__self__", None))}
-        for device in {device for device in devices if device.type != "cpu"}:
-            of = torch.get_device_module(device)
-            put = partial(of.set_rng_state, device=device)
-            self._save_generator(partial(of.get_rng_state, device), put)
+        for device in {HOST, *map(physical, devices)}:
+            generator = default_of(device)
+            self._save_generator(generator.get_state, generator.set_state)
         if numpy := sys.modules.get("numpy.random"):
             self._save_generator(numpy.get_state, numpy.set_state)
-        # A bound method leads to Python's generator.
-        super().__init__((*roots, torch.default_generator, random.getstate))
+        super().__init__((*roots, random.getstate))  # a bound method leads to Python's generator
         snapshot = Snapshot(self.containers)
         self._save(snapshot.unchanged, lambda _: snapshot.restore())
         buffers = {id(buffer) for m in self.modules.values() for buffer in m._buffers.values()}
@@ -95,9 +93,9 @@ class UserState(ModuleContents):
         """Whether objects, containers or variables differ from their saved contents."""
         return any(get() is not value for get, _, value, _ in self._variables)
 
-    def lost(self) -> list[torch.Size]:
+    def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""
-        return [tensor.shape for tensor, before in self._versions if version(tensor) != before]
+        return [tuple(t.shape) for t, before in self._versions if version(t) != before]
 
     @torch.no_grad()
     def restore(self, generators_only: bool = False) -> None:
@@ -109,6 +107,7 @@ class UserState(ModuleContents):
 
     def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         self._variables.append((get, put, get(), is_))
+        self._visit(get())
 
     def _save_generator(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         self._generators.append((get, put, get(), _same))
@@ -120,7 +119,7 @@ class UserState(ModuleContents):
             value = value.module
         if isinstance(value, (dict, list, deque, set)):
             is_plain = getattr(type(value), "__getitem__", None) in _GETTERS
-            if is_plain and id(value) not in self._seen and len(value) <= _MOST:
+            if is_plain and id(value) not in self._seen and len(value) <= MAX_ENTRIES:
                 self._visit_container(value)
             return
         super()._visit(value)
@@ -159,13 +158,11 @@ class UserState(ModuleContents):
         for slot in chain(*(vars(base).values() for base in kind.__mro__)):
             if isinstance(slot, types.MemberDescriptorType) and hasattr(value, slot.__name__):
                 self._save(partial(slot.__get__, value), partial(slot.__set__, value))
-                self._visit(slot.__get__(value))
         for name, item in [*vars(kind).items()]:
             if isinstance(item, types.FunctionType):
                 self._visit(item)
             if name[:2] != "__" and not (callable(item) or hasattr(item, "__get__")):
                 self._save(partial(getattr, kind, name), partial(setattr, kind, name))
-                self._visit(item)
 
     def _visit_function(self, function: types.FunctionType) -> None:
         if _is_foreign(function.__module__):
@@ -211,18 +208,17 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def state_of(replicas: Sequence[Replica]) -> State:
-    """Each buffer, and each attribute with a number or tensor, except running statistics."""
+    """Each buffer, and each attribute with a number or tensor, of replicas in a look."""
     found: State = {}
     roots = [replica.root for replica in replicas if isinstance(replica.root, nn.Module)]
     for prefix, module in chain(*(root.named_modules() for root in roots)):
-        left_out = RUNNING if isinstance(module, nn.modules.batchnorm._BatchNorm) else ()
         attributes = {n: v for n, v in vars(module).items() if n not in _OF_TORCH}
         for kind, named in (("buffer", module._buffers), ("attribute", attributes)):
             for name, value in named.items():
                 is_tensor = isinstance(value, Tensor) and value.grad_fn is None
-                if name not in left_out and (is_tensor or type(value) in (int, float)):
+                if is_tensor or type(value) in (int, float):
                     place = f"the {kind} {f'{prefix}.' * bool(prefix) + name!r}"
-                    found[place] = value.detach().clone() if isinstance(value, Tensor) else value
+                    found[place] = value.detach().clone() if is_tensor else value
     return found
 
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, islice, product
+from itertools import chain, islice, product, repeat
 from threading import Event
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import all_tensors
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import is_async, is_out_of_memory, no_kernel_search
+from scatterpar.devices.runtime import is_async, no_kernel_search
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import shown
 from scatterpar.replicas.module_copy import module_of
@@ -44,6 +44,7 @@ from scatterpar.verify.look import (
     Look,
     Verdict,
     compare_outputs,
+    entries_per_row,
     pieces_of,
 )
 from scatterpar.verify.rows import (
@@ -135,12 +136,14 @@ class Verifier:
         verdict = question.verdict(kind.looks)
         kind.is_refused |= verdict.kind in _REFUSED
         if verdict.kind in _REFUSED:
-            raise ValueError(question.refusal(verdict))
+            raise ValueError(question.text(verdict.kind, verdict) + _OFF)
         kind.is_serial |= verdict.shares_state and question.is_shared
-        moved = [n for n in verdict.moved if question.splits and n not in self._warned]
-        self._warned.update(moved)
-        for text in question.telling(verdict, moved, kind.is_serial):
-            self._warn_once(text)
+        verdict.moved = [n for n in verdict.moved if question.splits and n not in self._warned]
+        self._warned.update(verdict.moved)
+        told = {"serial": kind.is_serial, "moved": verdict.moved, "lost": verdict.lost}
+        told |= {verdict.kind: verdict.kind}
+        for name in filter(told.get, told):
+            self._warn_once(question.text(name, verdict))
         kind.is_refused, kind.inconclusive, ranges = False, 0, read_ranges(question.ranges)
         kind.ranges = [*map(max, kind.ranges, ranges)] or ranges
 
@@ -157,18 +160,17 @@ class Verifier:
                 on the rows.
         """
         request, model = attempt.request, attempt.replicas.of_model
-        pieces, sizes = [*chain(*outputs)], attempt.plan.substep_rows
+        pieces, sizes, dim = [*chain(*outputs)], attempt.plan.substep_rows, request.dim
         alike = zip(*map(nested.tensors, pieces), strict=False)
-        if len(pieces) < 2 or not any(_are_several(each, sizes, request.dim) for each in alike):
+        entries = [{*map(entries_per_row, each, sizes, repeat(dim))} for each in alike]
+        if len(pieces) < 2 or not any(len(each) == 1 and min(each) > 1 for each in entries):
             return
         work = getattr(compute, "function", None)  # of ``engine.map``
         if work is not None and attempt.generators.drawn:
             raise ValueError(_TEXTS["drawn"])
         shapes = [[n / sizes[0] for n in t.shape] for t in nested.tensors(pieces[0])]
-        # Functions by their code, because a lambda is a new object in each call.
-        functions = reachable((work, request.return_outputs), DEPTH + 1, set())
-        names = frozenset(map(_name_of, functions))
-        # Not ``changes``: a number that moves in each step would cause a comparison in each.
+        names, _ = _made_of((work, request.return_outputs))
+        # Neither ``changes`` nor numbers: one that moves in each step would cause a comparison.
         key = str(shapes), model.flags, model.builds, request.whole_batch, names
         if key in self._joined:
             return
@@ -180,11 +182,11 @@ class Verifier:
         run = partial(list[Any], looks)  # in the replica's thread
         with no_kernel_search():  # a look has other sizes
             (found,) = attempt.workers.parallel_apply([run], [task.share.device])
-        _, misplaced = compare_outputs(found, choices[1:], request.dim)
+        _, misplaced = compare_outputs(found, choices[1:], dim)
         if misplaced:
             raise ValueError(_TEXTS["order"].format(misplaced=misplaced, rows=len(some)) + _OFF)
-        entries = _entries(found[0], request.dim, len(some))
-        if not any(same_bits(t, t.flip(request.dim)) for t in entries):
+        several = [t for t in nested.tensors(found[0]) if entries_per_row(t, len(some), dim) > 1]
+        if not any(same_bits(t, t.flip(dim)) for t in several):
             self._joined.add(key)
 
     def _warn_once(self, text: str) -> None:
@@ -194,41 +196,35 @@ class Verifier:
 
     def _kind_of(self, request: Request, splits: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
         """The results for the request's kind, and its details, of which each may be new."""
-        functions = request.criterion, request.count, request.reduction
-        values = reachable(functions, DEPTH + 1, set())
-        for value in [value for value in values if isinstance(value, nn.Module)]:
-            if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
-                for part in value.modules():
-                    values += [type(part).__qualname__, *part._buffers.values()]
-                    values += [v for v in vars(part).values() if isinstance(v, PLAIN)]
-        numbers = [value for value in values if type(value) in (int, float)]
-        made_of = {_name_of(value) for value in values if type(value) not in (int, float)}
+        names, numbers = _made_of((request.criterion, request.count, request.reduction))
         leaves = list(islice(nested.leaves(request.batches[0][1]), 32))
         batch = [_name_of(t) if isinstance(t, Tensor) else type(t) for t in leaves]
         words = [t for t in leaves if isinstance(t, (bool, str))]
-        key = splits, request.whole_batch, hash((frozenset(made_of), *batch))
-        return self._kinds[key], hash((flags, str(numbers), *words))
+        key = splits, request.whole_batch, hash((names, *batch))
+        return self._kinds[key], hash((flags, numbers, *words))
+
+
+def _made_of(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
+    """The names of all values that functions refer to, and the numbers among these values."""
+    values = reachable(functions, DEPTH + 1, set())
+    for value in [value for value in values if isinstance(value, nn.Module)]:
+        if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
+            for part in value.modules():
+                values += [type(part).__qualname__, *part._buffers.values()]
+                values += [v for v in vars(part).values() if isinstance(v, PLAIN)]
+    numbers = [value for value in values if type(value) in (int, float)]
+    return frozenset(map(_name_of, values)), str(numbers)
 
 
 def _name_of(value: Any) -> Hashable:
-    """What stands for a value in the key of a kind, without addresses: of a function its code."""
+    """What stands for a value in the key of a kind: of a function its code, of a number its type.
+
+    No addresses: a lambda is a new object in each call.
+    """
     if isinstance(value, Tensor):
         return value.dtype, value.ndim
     is_switch = value is None or isinstance(value, (bool, str))
     return value if is_switch else getattr(value, "__code__", type(value).__qualname__)
-
-
-def _are_several(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> bool:
-    """Whether outputs of micro-batches have several entries per row, in equal numbers."""
-    sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
-    ratios = {size / n for size, n in zip(sizes, rows, strict=True)}
-    return len(ratios) == 1 and min(ratios) > 1
-
-
-def _entries(output: Any, dim: int, rows: int) -> list[Tensor]:
-    """The tensors of the output for ``rows`` rows that may have several entries per row."""
-    each = [t for t in nested.tensors(output) if -t.ndim <= dim < t.ndim]
-    return [t for t in each if t.size(dim) > rows and t.size(dim) % rows == 0]
 
 
 def _of_largest(request: Request) -> Request:
@@ -316,7 +312,7 @@ class _Question:
             looking.append(look)
             try:
                 with look.isolated():
-                    return _judged(look, parts)
+                    return look.answer(parts)
             finally:
                 ended.set()
 
@@ -341,28 +337,32 @@ class _Question:
         name = getattr(criterion, "__qualname__", type(criterion).__name__)
         return "the module's own loss" if criterion is None else f"the criterion {name}"
 
-    def refusal(self, verdict: Verdict) -> str:
-        """The error text: the difference, its size, what to pass."""
+    def text(self, kind: str, verdict: Verdict) -> str:
+        """What a look has found: the difference, its size, what to pass or change."""
         error, replica, rows = verdict.error, verdict.losses[1], [*chain(*verdict.parts)]
         values = vars(verdict) | {
             "name": self._name,
+            "module": type(self._tasks[0].module).__name__,
             "size": f"off by {100 * error:,.3g} %" if error < math.inf else "NaN or infinite",
             "rows": len(rows),
             "sizes": " + ".join(str(len(part)) for part in verdict.parts),
             "replica": "an error" if math.isnan(replica) else f"{replica:.4g}",
-            "advice": self._advice(verdict),
+            "advice": self._advice(verdict) if kind == "combination" else "",
             "listed": f"{shown(', '.join(map(str, rows)))} of {self.request.rows}",
             "reduction": self.request.reduction,
+            "names": shown(", ".join(verdict.moved)),
+            "sub_steps": len(self._attempt.plan.substep_rows),
         }
-        return _TEXTS[verdict.kind].format_map(values) + _OFF
+        return _TEXTS[kind].format_map(values)
 
     def _advice(self, verdict: Verdict) -> str:
         """How the loss of all rows seems to combine, and what to pass."""
         for text, weights in self._candidates(verdict.parts):
             if verdict.fits(weights):
                 return text + _TEXTS["else"]
-        broadcast = _TEXTS["broadcast"].format(*verdict.shapes) if verdict.shapes else ""
-        penalty = "" if self.request.is_mean else _TEXTS["penalty"]
+        shapes, penalty = verdict.shapes, "" if self.request.is_mean else _TEXTS["penalty"]
+        is_matrix = {*map(len, shapes)} == {1, 2} and len({*map(math.prod, shapes)}) == 1
+        broadcast = _TEXTS["broadcast"].format(*shapes) if is_matrix else ""
         criterion = "" if self.request.criterion else " and criterion="
         return broadcast + penalty + _TEXTS["other"].format(criterion)
 
@@ -388,44 +388,11 @@ class _Question:
                 text = _TEXTS["labels"].format(value, call.format(", ".join(said)))
                 yield text, [n / sum(terms) for n in terms]
 
-    def telling(self, verdict: Verdict, moved: Sequence[str], is_serial: bool) -> Iterator[str]:
-        """The warnings for what is no error; ``moved`` is state that no warning has named."""
-        module = type(self._tasks[0].module).__name__
-        if is_serial:
-            yield self._name + _TEXTS["serial"]
-        if moved:
-            names, number = shown(", ".join(moved)), len(self._attempt.plan.substep_rows)
-            yield _TEXTS["moved"].format(names, number)
-        elif verdict.kind == "state" and not verdict.moved:
-            yield f"{module} or {self._name}" + _TEXTS["state"]
-        if verdict.kind == "rows":
-            yield module + _TEXTS["rows"].format(verdict.error, sum(map(len, verdict.parts)))
-        if verdict.lost:
-            yield _TEXTS["lost"].format(tuple(verdict.lost[0]))
-
     def unchecked(self, error: Exception) -> str:
         """The warning for inconclusive looks, with the assumption and what to pass."""
         mean = "a mean over " + ("rows" if self.request.count is None else "what count= gives")
         assumed = mean if self.request.is_mean else "a sum"
         return _TEXTS["unchecked"].format(self._name, str(error)[:120], assumed)
-
-
-def _judged(look: Look, parts: Parts, is_last: bool = False) -> Verdict:
-    """The verdict on these parts of rows, or on others if user code fails for them."""
-    try:
-        return look.judge(parts)
-    except Inconclusive:
-        raise
-    except Exception as error:  # user code may need autocast, pairs or groups of rows, or memory
-        is_short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
-        changes = look.enable_autocast()
-        if is_last and not changes:
-            why = "memory ran out" if is_short else why
-            raise Inconclusive(why, 2 if is_short else 4) from None
-    if changes:
-        return _judged(look, parts, is_last)
-    rows = [*chain(*parts)]
-    return _judged(look, [rows[:1], rows[-1:]] if is_short else look.equal_parts(rows), True)
 
 
 _OFF = " Nothing was changed; an engine made with verify=False does not check."
@@ -464,21 +431,21 @@ _TEXTS = {
     "For a mean over something else, pass count=, a function of (inputs, targets) that gives its "
     'number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or make it a mean of '
     "one loss per row; docs/losses.md has sums of means.",
-    "serial": " reads what forward passes leave behind (a hook?), which replicas share, so they "
-    f"run one after the other, which is slower; {_RETURN}, or pass verify=False",
-    "moved": "forward passes move {}: at each of the {} sub-steps, and on each replica apart. Move "
-    "it once per step, outside of forward, or keep it in a buffer and train with one sub-step "
-    "(docs/limits.md, State in modules)",
-    "state": " gives another result when it is called again with the same rows. Return a module's "
-    "state from forward, and pass it as an input (docs/limits.md, State in modules). Change a "
-    "criterion's once per step, or pass whole_batch=True, which calls it once",
-    "rows": " gives other outputs for a few rows than for parts of them: they differ by {:.2g} of "
-    "the largest entry (of {} rows). Does a row depend on its padding? Mask it. Is "
-    "batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a list "
-    "with an entry per row as Rows(list). Compute what compares rows in the criterion, with "
+    "serial": "{name} reads what forward passes leave behind (a hook?), which replicas share, so "
+    f"they run one after the other, which is slower; {_RETURN}, or pass verify=False",
+    "moved": "forward passes move {names}: at each of the {sub_steps} sub-steps, and on each "
+    "replica apart. Move it once per step, outside of forward, or keep it in a buffer and train "
+    "with one sub-step (docs/limits.md, State in modules)",
+    "state": "{module} or {name} gives another result when it is called again with the same rows. "
+    "Return a module's state from forward, and pass it as an input (docs/limits.md, State in "
+    "modules). Change a criterion's once per step, or pass whole_batch=True, which calls it once",
+    "rows": "{module} gives other outputs for a few rows than for parts of them: they differ by "
+    "{error:.2g} of the largest entry (of {rows} rows). Does a row depend on its padding? Mask it. "
+    "Is batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a "
+    "list with one entry per row as Rows(list). Compute what compares rows in the criterion, with "
     "whole_batch=True. A home-made batch normalisation may ignore this",
-    "lost": "your code writes a tensor of shape {}, above 64 MiB, which a look at a few rows did "
-    "not save: keep it in a buffer of the module, or pass verify=False",
+    "lost": "your code writes a tensor of shape {lost[0]}, above 64 MiB, which a look at a few "
+    "rows did not save: keep it in a buffer of the module, or pass verify=False",
     "unchecked": "could not check how {} combines micro-batches ({}). The engine assumes {}. Pass "
     "count= for a mean over something else, such as scatterpar.count_labels(), reduction="
     '"sum" for a sum, whole_batch=True if it compares rows. verify=False does not check',

@@ -4,8 +4,9 @@ No other file of the package names ``torch._C`` or another private module of tor
 torch lacks an entry point, ``Missing`` names it, at import or at its first use. The versions that
 the tests ran with are in ``constraints.txt``.
 
-Other files call ``torch._foreach_*`` and ``Tensor._version`` directly, as torch's optimizers do.
-This file checks that they exist.
+Other files call ``torch._foreach_*``, ``Tensor._version`` and
+``Module._replicate_for_data_parallel`` directly: torch's own optimizers and ``nn.DataParallel`` use
+them too. This file checks that they exist.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _find(module: str, path: str) -> Any:
 _NAMES = """
     _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_sub _foreach_zero_
     Tensor._version Tensor._use_count Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
-    optim.Optimizer.profile_hook_step
+    nn.Module._replicate_for_data_parallel optim.Optimizer.profile_hook_step
     _C._autograd._top_saved_tensors_default_hooks _C._current_graph_task_id
     autograd.graph._engine_run_backward
     autograd.profiler._is_profiler_enabled _C._autograd._profiler_enabled

@@ -249,7 +249,7 @@ class WholeBatch:
         # Interrupts wait until the criterion and its backward pass have ended.
         with attempt.span("criterion"), attempt.generators.of_criterion(seed):
             loss: Tensor
-            (loss,) = attempt.workers.parallel_apply([self._backward], [self._master])
+            (loss,) = attempt.workers.parallel_apply([self._backward], [()], devices=[self._master])
         if not self.counts:
             for of_criterion in attempt.replicas.replica_sets[1:]:
                 of_criterion.replicas[0].clear_records()

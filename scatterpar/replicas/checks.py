@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import runtime
@@ -72,7 +73,7 @@ def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def new_like(module: nn.Module) -> nn.Module:
-    """A shallow copy of a module, whose attributes ``ModuleCopy`` replaces by copies.
+    """A shallow copy of a module, whose contents ``ModuleCopy`` replaces.
 
     Raises ``TypeError`` if the module is TorchScript, or its class has ``__slots__``.
     """
@@ -82,8 +83,13 @@ def new_like(module: nn.Module) -> nn.Module:
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         problem = f"the class {kind.__name__} of a module has __slots__"
         raise TypeError(f"{problem}, whose values replicas do not copy; remove __slots__")
-    replica: nn.Module = object.__new__(kind)  # fx's own ``__new__`` would make another class
-    vars(replica).update(vars(module), _is_replica=True, zero_grad=_zero_grad)
+    if isinstance(module, GraphModule):  # fx makes another class, with what the graph mentions
+        replica: nn.Module = object.__new__(kind)
+        vars(replica).update(vars(module))
+        vars(replica)["_is_replica"] = True
+    else:
+        replica = module._replicate_for_data_parallel()
+    vars(replica)["zero_grad"] = _zero_grad
     return replica
 
 

@@ -1,7 +1,8 @@
 """Find what a module holds, notice when it is rebound, and copy it for a replica.
 
 A module holds more than parameters: attributes, lists of submodules, hooks, a ``forward`` that is a
-bound method of itself. ``ModuleCopy`` copies all of it.
+bound method of itself. ``ModuleCopy`` copies all of it, with the protocol of ``torch.nn.parallel``
+(``Module._replicate_for_data_parallel``).
 
 A function that closes over the module, such as ``module.forward = lambda x: old(x)``, would run the
 user's module in every replica. So it is copied: the same code, with closure cells that refer to the
@@ -300,7 +301,9 @@ class ModuleCopy:
         attributes, state = vars(original), vars(made)
         self._copies |= {id(original): made, id(attributes): state}
         for name, item in state.items():
-            state[name] = self.copy_of(item)
+            # The protocol copies some containers; this copies all of them, from the source.
+            source = attributes[name] if type(item) in _CONTAINERS and name in attributes else item
+            state[name] = self.copy_of(source)
         return made
 
     def _function(self, function: types.FunctionType) -> Any:

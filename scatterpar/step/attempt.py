@@ -214,8 +214,9 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
         # Once it stayed set after activation checkpoints, and later calls of torch.export failed.
         with fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta()):
             return self.workers.parallel_apply(
-                [partial(work, task) for task in tasks],
-                [task.share.device for task in tasks],
+                [work] * len(tasks),
+                [(task,) for task in tasks],
+                devices=[task.share.device for task in tasks],
                 cancel=cancel,
                 is_serial=self.is_serial,
             )

@@ -181,13 +181,14 @@ class Workers:
 
     def parallel_apply(
         self,
-        calls: Sequence[Callable[[], Any]],
+        modules: Sequence[Callable[..., Any]],
+        inputs: Sequence[tuple[Any, ...]],
         devices: Sequence[torch.device],
         cancel: threading.Event | None = None,
         is_serial: bool = False,
         seconds: float | None = None,
     ) -> list[Any]:
-        """Run ``calls[i]()`` on ``devices[i]``, in parallel, and return what they return.
+        """Call ``modules[i](*inputs[i])`` on ``devices[i]``, in parallel.
 
         A single call runs in the caller's thread. On the CPU as many calls start as there are
         cores: short calls that compete for cores and for the GIL cost several times as much. But
@@ -199,12 +200,15 @@ class Workers:
         the end of ``seconds`` (``Overdue``), abandons the threads; then ``abandoned`` is true.
         """
         runtime.tune_malloc(devices[0])
-        if len(calls) == 1:
+        if len(modules) == 1:
             with runtime.use_device(devices[0], ()), no_autocast_cache(), self.interrupts.allowed():
-                return [calls[0]()]
-        run = CallerContext().run
-        in_context = [partial(run, *each) for each in zip(devices, calls, strict=True)]
-        job = Job(in_context, runtime.max_concurrency(devices), cancel or threading.Event())
+                return [modules[0](*inputs[0])]
+        context = CallerContext()
+        calls = [
+            partial(context.run, device, partial(module, *args))
+            for module, args, device in zip(modules, inputs, devices, strict=True)
+        ]
+        job = Job(calls, runtime.max_concurrency(devices), cancel or threading.Event())
         # Calls on one accelerator draw from its one generator, so they run in order.
         threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]
         with self._posting:

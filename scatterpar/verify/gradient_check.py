@@ -79,7 +79,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     state = UserState([*roots.values(), request.criterion], [device], weights=True)
     plain = partial(_plain, module, request, device, tensors)
     with restored(state.restore), uncompiled(), hooks_taken_off(tensors):
-        ((dtype, expected),) = attempt.workers.parallel_apply([plain], [device])
+        ((dtype, expected),) = attempt.workers.parallel_apply([plain], [()], devices=[device])
     worst, position = relative_difference(found, expected)
     place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
     dtypes = {dtype, *map(torch.get_autocast_dtype, autocast_types()), *(t.dtype for t in tensors)}

@@ -181,7 +181,7 @@ class Verifier:
         looks = Look(attempt, few, task).outputs(choices, compute, attempt.isolated(task))
         run = partial(list[Any], looks)  # in the replica's thread
         with no_kernel_search():  # a look has other sizes
-            (found,) = attempt.workers.parallel_apply([run], [task.share.device])
+            (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
         _, misplaced = compare_outputs(found, choices[1:], dim)
         if misplaced:
             raise ValueError(_TEXTS["order"].format(misplaced=misplaced, rows=len(some)) + _OFF)
@@ -316,12 +316,12 @@ class _Question:
             finally:
                 ended.set()
 
-        calls, devices = [partial(run, look) for look in each], [t.share.device for t in tasks]
+        calls = [run] * len(each), [(look,) for look in each], [task.share.device for task in tasks]
         apply, seconds = self._attempt.workers.parallel_apply, 2.2 * _PATIENCE_SECONDS
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the user's code; the step itself warns
-                found: list[Verdict] = apply(calls, devices, seconds=seconds)
+                found: list[Verdict] = apply(*calls, seconds=seconds)
                 return found[0]
         except Overdue:  # inside a call
             for look in reversed(each):
@@ -329,7 +329,7 @@ class _Question:
             raise Inconclusive("a call waits for something that does not come", 1) from None
         finally:
             if len(looking) > 1:  # the others have restored what the first had changed by then
-                apply([each[0].restore], devices[:1])
+                apply([each[0].restore], [()], calls[2][:1])
 
     @cached_property
     def _name(self) -> str:

@@ -213,3 +213,20 @@ def test_what_a_closure_brings_along_is_named(devices):
         assert "bind it with functools.partial(criterion, weight=weight)" in said
         assert all(parameter.grad is None for parameter in engine.parameters())
         assert not notes_on(lambda o, t: F.cross_entropy(o, t, weight=few))
+
+
+def test_a_class_adds_to_its_replicas_by_torchs_protocol():
+    """``nn.DataParallel`` makes replicas by this method; ``nn.RNNBase`` overrides it."""
+
+    class Marked(nn.Linear):
+        def _replicate_for_data_parallel(self):
+            replica = super()._replicate_for_data_parallel()
+            replica.is_marked = True
+            return replica
+
+        def forward(self, x):
+            assert self.is_marked
+            return super().forward(x)
+
+    with ScatterOnceParallel(build(lambda: Marked(2, 2)), 1, ["cpu"] * 2, verify=False) as engine:
+        engine.forward_backward(torch.ones(4, 2).double(), torch.ones(4, 2).double(), nn.MSELoss())

@@ -175,8 +175,7 @@ class Verifier:
         if key in self._joined:
             return
         few = _of_largest(request)
-        rows = few.rows
-        some = sorted({0, rows // 2, rows - 1}) if rows > 1 else [0, 0]
+        some = [0, few.rows // 2, few.rows - 1]
         choices = [some, some[:-1], some[-1:]]
         looks = Look(attempt, few, task).outputs(choices, compute, attempt.isolated(task))
         run = partial(list[Any], looks)  # in the replica's thread
@@ -402,11 +401,10 @@ _TEXTS = {
     "combination": "{name}: your loss of {rows} rows is not the {reduction} of the losses "
     "of {sizes} rows: the gradient would be {size}. {advice} (Rows {listed}.)",
     "replica": "{name} leads to the module that is trained, or the module has a tensor computed "
-    "from parameters (compute it in forward): the loss of {rows} rows is {losses[0]:.4g} "
-    "with your own module in plain torch, but {replica} on a replica (the gradient is {size}). It "
-    "reads what forward leaves on the module, such as an auxiliary loss, or asks for gradients by "
-    f"your own parameters, as forward can. Return it: {_RETURN}. No count=, reduction= or "
-    "whole_batch= says that.",
+    "from parameters (compute it in forward): the loss of {rows} rows is {losses[0]:.4g} with your "
+    "own module in plain torch, but {replica} on a replica (the gradient is {size}). It reads what "
+    "forward leaves on the module, such as an auxiliary loss, or asks for gradients by your own "
+    f"parameters. Return it: {_RETURN}. No count=, reduction= or whole_batch= says that.",
     "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what the last "
     "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
     f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.",
@@ -437,13 +435,13 @@ _TEXTS = {
     "replica apart. Move it once per step, outside of forward, or keep it in a buffer and train "
     "with one sub-step (docs/limits.md, State in modules)",
     "state": "{module} or {name} gives another result when it is called again with the same rows. "
-    "Return a module's state from forward, and pass it as an input (docs/limits.md, State in "
-    "modules). Change a criterion's once per step, or pass whole_batch=True, which calls it once",
+    "Return a module's state from forward, and pass it as an input; change a criterion's once per "
+    "step, or pass whole_batch=True (docs/limits.md, State in modules)",
     "rows": "{module} gives other outputs for a few rows than for parts of them: they differ by "
-    "{error:.2g} of the largest entry (of {rows} rows). Does a row depend on its padding? Mask it. "
-    "Is batch_first=True forgotten, or dim=? Pass a value without rows as Replicated(value), a "
-    "list with one entry per row as Rows(list). Compute what compares rows in the criterion, with "
-    "whole_batch=True. A home-made batch normalisation may ignore this",
+    "{error:.2g} of the largest entry (of {rows} rows). Mask padding; check batch_first= and dim=; "
+    "pass a value without rows as Replicated(value), a list with one entry per row as Rows(list); "
+    "compute what compares rows in the criterion, with whole_batch=True. A home-made batch "
+    "normalisation may ignore this",
     "lost": "your code writes a tensor of shape {lost[0]}, above 64 MiB, which a look at a few "
     "rows did not save: keep it in a buffer of the module, or pass verify=False",
     "unchecked": "could not check how {} combines micro-batches ({}). The engine assumes {}. Pass "

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from scatterpar.batch import nested
-from scatterpar.devices.coalescing import is_unexpanded, iter_copies
+from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
@@ -194,7 +194,7 @@ class ShardedOptimizer(Optimizer):
             for message in iter_copies(gradients, device, self._transfers, "reduce"):
                 for i, gradient in message.items():
                     # Not a part of the message: sums may depend on where a tensor starts.
-                    stand_ins[owned[i]].grad = gradient.clone() if len(message) > 1 else gradient
+                    stand_ins[owned[i]].grad = gradient.clone() if is_part(gradient) else gradient
 
     @contextlib.contextmanager
     def _undo_on_error(self, updated: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:

@@ -272,12 +272,7 @@ class Replica(ModuleCopy):
         self.device, contents = device, of.contents
         storages, sources = of.broadcast.storages(device), of.broadcast.at(device)
         # ``.data``: an alias with its own version counter, so that writes can be attributed.
-        self.tensors = [
-            parameter_like(original, storage.data)
-            if isinstance(original, nn.Parameter)
-            else storage.data
-            for original, storage in zip(of.tensors, storages, strict=True)
-        ]
+        self.tensors = [*map(parameter_like, of.tensors, [storage.data for storage in storages])]
         self._places = list(zip(self.tensors, storages, strict=True))
         private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
         self._private = [self.tensors[i] for i in private]
@@ -346,7 +341,9 @@ class Replica(ModuleCopy):
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:
-    """A parameter of the original's class that uses the memory of ``values``."""
+    """A parameter of the original's class with the memory of ``values``; of no parameter, these."""
+    if not isinstance(original, nn.Parameter):
+        return values
     kind = type(original) if issubclass(type(original), nn.Parameter) else nn.Parameter
     # Not the constructor of a subclass, which may need more arguments.
     return nn.Parameter.__new__(kind, values, requires_grad=False)

@@ -23,11 +23,10 @@ from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
 from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.replicas.replicas import ReplicaSet, parameter_like
+from scatterpar.replicas.broadcast import Broadcast
+from scatterpar.replicas.replicas import parameter_like
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
-
-ParameterCopies = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 
 class ShardedOptimizer(Optimizer):
@@ -87,7 +86,7 @@ class ShardedOptimizer(Optimizer):
         self._memories = list(dict.fromkeys(engine.device_ids))
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
-        self.state = self._plain.state
+        self.state, self._plain.param_groups = self._plain.state, self.param_groups
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -123,43 +122,38 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._copies() as (copies, replica_set):
+        if len(self._memories) == 1:
+            step_without_hooks(self._plain)
+            return loss
+        with self._replicas() as (broadcast, numbers):
             parameters = dict.fromkeys(p for group in self.param_groups for p in group["params"])
             updated = [p for p in parameters if p.grad is not None]
-            stand_ins = self._assign_owners(updated, copies)
+            stand_ins = self._assign_owners(updated, broadcast, numbers)
             self._send_gradients(stand_ins)
-            with self._undo_on_error(updated, copies), self._plain_optimizer_on(stand_ins) as plain:
+            undo = self._undo_on_error(updated, broadcast, numbers)
+            with undo, self._plain_optimizer_on(stand_ins) as plain:
                 step_without_hooks(plain)
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # frees memory for the new values
             try:
-                if replica_set is not None:
-                    numbers = {p: i for i, p in enumerate(replica_set.tensors)}
-                    owners = {numbers[p]: self._owners[p] for p in updated if p in copies}
-                    replica_set.broadcast.send(owners, self._transfers)
+                owners = {numbers[p]: self._owners[p] for p in updated if p in numbers}
+                broadcast.send(owners, self._transfers)
             except Exception:  # no memory for messages: the next refresh sends the other copies
                 for p, stand_in in stand_ins.items():
                     self._transfers.copy_into(p, stand_in, "replicate")
         return loss
 
     @contextlib.contextmanager
-    def _copies(self) -> Iterator[tuple[ParameterCopies, ReplicaSet | None]]:
-        """Yields dense parameters that share no memory, and the replicas; none with one device."""
-        if len(self._memories) == 1:
-            yield {}, None
-            return
+    def _replicas(self) -> Iterator[tuple[Broadcast, dict[Tensor, int]]]:
+        """Yields the engine's copies, and the numbers of dense parameters that share no memory."""
         with self.engine.replicas_for_update() as replica_set:
-            broadcast, tensors = replica_set.broadcast, replica_set.tensors
+            tensors, broadcast = replica_set.tensors, replica_set.broadcast
             starts = Counter(map(Tensor.data_ptr, tensors))
-            copies = {
-                tensors[i]: {device: broadcast.at(device)[i] for device in broadcast.memories}
-                for i in broadcast.parameters
-                if is_unexpanded(tensors[i]) and starts[tensors[i].data_ptr()] == 1
-            }
-            yield copies, replica_set
+            alone = (i for i in broadcast.parameters if starts[tensors[i].data_ptr()] == 1)
+            yield broadcast, {tensors[i]: i for i in alone if is_unexpanded(tensors[i])}
 
     def _assign_owners(
-        self, needed: Iterable[Tensor], copies: ParameterCopies
+        self, needed: Iterable[Tensor], broadcast: Broadcast, numbers: Mapping[Tensor, int]
     ) -> dict[Tensor, Tensor]:
         """Assign an owner to every parameter that has none. Returns stand-ins, by parameter.
 
@@ -173,14 +167,14 @@ class ShardedOptimizer(Optimizer):
             load[owner] += p.nbytes
         stand_ins = {}
         for p in sorted(needed, key=lambda p: -p.nbytes):
-            if p not in self._owners or (p not in copies and self._owners[p] != master):
-                owner = min(load, key=load.__getitem__) if p in copies else master
+            if p not in self._owners or (p not in numbers and self._owners[p] != master):
+                owner = min(load, key=load.__getitem__) if p in numbers else master
                 if p in self.state:
                     self.state[p] = self._moved(self.state[p], owner)
                 self._owners[p] = owner
                 load[owner] += p.nbytes
             if self._owners[p] != master:
-                values = copies[p][self._owners[p]].data
+                values = broadcast.at(self._owners[p])[numbers[p]].data
                 stand_ins[p] = parameter_like(p, values).requires_grad_(p.requires_grad)
                 stand_ins[p].grad_dtype = p.grad_dtype
                 vars(stand_ins[p]).update(vars(p))
@@ -197,20 +191,19 @@ class ShardedOptimizer(Optimizer):
                     stand_ins[owned[i]].grad = gradient.clone() if is_part(gradient) else gradient
 
     @contextlib.contextmanager
-    def _undo_on_error(self, updated: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:
+    def _undo_on_error(
+        self, updated: Sequence[Tensor], broadcast: Broadcast, numbers: Mapping[Tensor, int]
+    ) -> Iterator[None]:
         """If the body fails, restore the optimizer's state and the parameters the master owns.
 
         The other owners write only to their copies, which the next refresh overwrites. Gradients
         are restored as well: some classes write ``.grad``, such as ``SGD`` with ``nesterov`` and
         ``foreach``.
         """
-        if len(self._memories) == 1:
-            yield
-            return
         master, other = self._memories[:2]
         saved = []
         for p in (p for p in updated if self._owners[p] == master):
-            saved.append((p, copies[p][other] if p in copies else p.clone()))
+            saved.append((p, broadcast.at(other)[numbers[p]] if p in numbers else p.clone()))
             if p.grad is not None and p.grad.layout == torch.strided:
                 saved.append((p.grad, p.grad.clone()))
         state = nested.map_tensors(Tensor.clone, dict(self.state))
@@ -263,8 +256,8 @@ class ShardedOptimizer(Optimizer):
         for hook in before:
             loaded = hook(self, loaded) or loaded
         parameters = [p for group in self.param_groups for p in group["params"]]
-        with self._copies() as (copies, _):
-            stand_ins = self._assign_owners(parameters, copies)
+        with self._replicas() as (broadcast, numbers):
+            stand_ins = self._assign_owners(parameters, broadcast, numbers)
             with self._plain_optimizer_on(stand_ins) as plain:
                 plain.load_state_dict(self._moved(loaded, HOST))  # to where each stand-in is
         for hook in after:

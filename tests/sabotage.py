@@ -147,7 +147,7 @@ gather averages 0-dim entries with equal weights
   join_rows(moved, dim, rows) => join_rows(moved, dim, [1] * len(rows))
 an owner's new values of a sharded optimizer reach no other device
   ShardedOptimizer.step -> test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again
-  in copies} => in copies and self._owners[p] == self._memories[0]}
+  in numbers} => in numbers and self._owners[p] == self._memories[0]}
 rounding of shares makes a sub-step more
   _plan -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
   part - _ROUNDING) => part)

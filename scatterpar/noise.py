@@ -30,14 +30,13 @@ def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
 
 def observe(attempt: Attempt) -> tuple[float, float]:
     """The ``sum of c_i |g_i|^2`` over the replicas that had terms, and their number."""
-    request, weights = attempt.request, attempt.weights
+    request, weights, terms = attempt.request, attempt.weights, attempt.weights.terms
     counts = [float(share.rows) for share in attempt.plan.shares]
     if request.is_mean:
-        counts = [sum(factors) * weights.terms for factors in weights.by_share]
-    # Gradients of a mean were divided by the number of all terms, those of a sum by nothing.
-    scale = request.scale / weights.terms if request.is_mean and weights.terms else request.scale
+        counts = [sum(factors) * terms for factors in weights.by_share]
+    scale = request.scale / (terms or 1.0)  # a replica has c_i g_i times this
     squares = [
-        count * _squared_norm(_gradients_of(attempt, replica).values()) / (scale * count) ** 2
+        _squared_norm(_gradients_of(attempt, replica).values()) / (count * scale**2)
         for replica, count in enumerate(counts)
         if count
     ]

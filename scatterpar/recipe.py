@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from scatterpar.plan import check_number
 from scatterpar.report import GradientNoise, StepReport
 
 __all__ = [
@@ -38,9 +39,7 @@ def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256
     >>> linear_scaled_lr(0.1, 4096)
     1.6
     """
-    _require_positive("base_lr", base_lr)
-    _require_positive("batch_size", batch_size)
-    _require_positive("base_batch_size", base_batch_size)
+    _check_positive(base_lr=base_lr, batch_size=batch_size, base_batch_size=base_batch_size)
     return base_lr * batch_size / base_batch_size
 
 
@@ -82,9 +81,8 @@ def gradual_warmup(
     >>> rates
     [0.1, 0.6, 1.1, 1.6, 0.8, 0.4]
     """
-    _require_positive("warmup_steps", warmup_steps)
-    _require_positive("start_lr", start_lr)
-    _require_positive("the first group's learning rate", float(optimizer.param_groups[0]["lr"]))
+    _check_positive(warmup_steps=warmup_steps, start_lr=start_lr)
+    check_number("the first group's learning rate", float(optimizer.param_groups[0]["lr"]))
     if isinstance(after, ReduceLROnPlateau):
         raise TypeError(
             "`after` is a ReduceLROnPlateau, which needs a metric at every step: warm up without "
@@ -175,8 +173,7 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
     0.0001 [(3, 2)]
     0.0 [(3,), (3,), (3,)]
     """
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise ValueError(f"weight_decay must be zero or above, but is {weight_decay}")
+    check_number("weight_decay", float(weight_decay), zero=True)
     exempt = {
         parameter
         for layer in module.modules()
@@ -216,9 +213,9 @@ def zero_init_residual(module: nn.Module) -> int:
     return blocks
 
 
-def _require_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be above zero and finite, but is {value}")
+def _check_positive(**numbers: float) -> None:
+    for name, number in numbers.items():
+        check_number(name, float(number))
 
 
 class NoiseScale:

@@ -97,12 +97,9 @@ def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) ->
     recorded = {m: each for m, calls in replica.records.items() if (each := _pooled(calls))}
     if replica.device == device:
         return recorded
-    tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))
+    tensors = {(m, i): t for m, moments in recorded.items() for i, t in enumerate(moments[1:])}
     moved = dict(chain(*map(dict.items, iter_copies(tensors, device, transfers, "reduce"))))
-    return {
-        m: Moments(moments.values, moved[2 * i], moved[2 * i + 1])
-        for i, (m, moments) in enumerate(recorded.items())
-    }
+    return {m: Moments(moments.values, moved[m, 0], moved[m, 1]) for m, moments in recorded.items()}
 
 
 class _MomentsRecorder:

@@ -52,7 +52,13 @@ class Compiler:
         kind = type(module)
         if torch_private.records_cuda_graphs(compile_fn) and torch.accelerator.is_available():
             raise ValueError(f"{kind.__name__} was compiled with {_CUDA_GRAPHS}")
-        compiled = partial(compile_fn(self._function_for(kind)), replica)
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
+
+        # A code object per engine: graphs of another engine would count towards torch's limit.
+        run.__code__ = self._code.setdefault(kind, run.__code__.replace())
+        compiled = partial(compile_fn(run), replica)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Part of a larger graph, or a check that runs nothing compiled.
@@ -90,14 +96,6 @@ class Compiler:
                 self._owner = thread
             elif not torch_private.is_compiling():  # the owner waits for this replica
                 return
-
-    def _function_for(self, kind: type) -> Callable[..., Any]:
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
-        # A code object per engine: graphs of another engine would count towards torch's limit.
-        call.__code__ = self._code.setdefault(kind, call.__code__.replace())
-        return call
 
 
 @contextlib.contextmanager

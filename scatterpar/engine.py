@@ -201,11 +201,10 @@ class ScatterOnceParallel(Wrapper):
         self._combine: Combine | None = self._ranks.reduce_outcome if self._ranks else None
         self._one_pass = Schedule()
         if self.graphs is not False:
-            from scatterpar.graphs import Captured, check_graphs
+            from scatterpar.graphs import Captured
 
-            buffers, cost = self.buffer_policy, self.micro_batch_cost
-            check_graphs(self.graphs, self.device_ids, buffers, self._compile_fn, cost)
-            self._one_pass = Captured()
+            others = self.buffer_policy, self._compile_fn, self.micro_batch_cost
+            self._one_pass = Captured(self.graphs, self.device_ids, *others)
         self._noise: Any = None  # the add-on
         if self.measure_noise:
             import scatterpar.noise as add_on

@@ -60,28 +60,6 @@ class _Refused(Exception):
     """The reason why a sub-step cannot be captured; the module's name comes before it."""
 
 
-def check_graphs(
-    graphs: Any,
-    devices: Sequence[torch.device],
-    buffers: str,
-    compile_fn: torch_private.CompileFn | None,
-    micro_batch_cost: float | None,
-) -> None:
-    """Refuse ``graphs=True`` with options or devices that do not support it."""
-    if not isinstance(graphs, bool):
-        raise TypeError(f"graphs must be True or False, got {graphs!r}")
-    others = {
-        "a compiled module, which runs either compiled or captured": compile_fn is not None,
-        'buffers="batch", which needs Python in every sub-step': buffers == "batch",
-        "micro_batch_cost, which changes the shapes of micro-batches": micro_batch_cost is not None,
-    }
-    for other in [other for other, is_on in others.items() if is_on]:
-        raise ValueError(f"graphs=True and {other}; pass one of them")
-    for device in devices:
-        if device.type != "cpu" and not hasattr(torch.get_device_module(device.type), "CUDAGraph"):
-            raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
-
-
 @dataclass
 class _Graph:
     """A sub-step of one shape: its static tensors, and the function that replays it."""
@@ -106,18 +84,35 @@ class _Graph:
 class Captured(Schedule):
     """One pass, whose sub-steps are captured; keeps the graphs of an engine's replicas."""
 
-    def __init__(self) -> None:
-        self._by_replica: dict[int, _ReplicaGraphs] = {}
-        self._warning_lock = threading.Lock()
+    def __init__(
+        self,
+        graphs: Any,
+        devices: Sequence[torch.device],
+        buffers: str,
+        compile_fn: torch_private.CompileFn | None,
+        micro_batch_cost: float | None,
+    ) -> None:
+        """Refuse options and devices that do not support ``graphs=True``."""
+        if not isinstance(graphs, bool):
+            raise TypeError(f"graphs must be True or False, got {graphs!r}")
+        others = {
+            "a compiled module, which runs either compiled or captured": compile_fn is not None,
+            'buffers="batch", which needs Python in every sub-step': buffers == "batch",
+            "micro_batch_cost, which changes the shapes of micro-batches": micro_batch_cost,
+        }
+        for other in [other for other, is_on in others.items() if is_on]:
+            raise ValueError(f"graphs=True and {other}; pass one of them")
+        for kind in {device.type for device in devices} - {"cpu"}:
+            if not hasattr(torch.get_device_module(kind), "CUDAGraph"):
+                raise ValueError(f"graphs=True: {kind} captures no graphs; leave it out")
+        lock = threading.Lock()
+        self._by_replica = [_ReplicaGraphs(device, lock) for device in devices]
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """The sub-steps of one replica in one step; drops graphs that are no longer valid."""
         if attempt.max_substeps is not None or not attempt.request.backward:
             return super().substeps(attempt, task)
-        graphs = self._by_replica.get(task.share.replica)
-        if graphs is None:
-            graphs = _ReplicaGraphs(task.share.device, self._warning_lock)
-            self._by_replica[task.share.replica] = graphs
+        graphs = self._by_replica[task.share.replica]
         if graphs.state != (state := _state_of(task, attempt.replicas.replica_sets)):
             graphs.forget(state)
         return GraphedSubsteps(graphs, task, attempt)
@@ -247,8 +242,6 @@ class _ReplicaGraphs:
     def __init__(self, device: torch.device, warning_lock: threading.Lock) -> None:
         self._device = device
         self._warning_lock = warning_lock  # of all replicas; the first to warn never releases it
-        # One stream for all graphs. Autograd nodes refer to it, and a traceback may keep them.
-        self._stream = runtime.stream_for("recording", device)
         self._captures, self._is_refused = 0, False
         self.forget()
 
@@ -285,7 +278,8 @@ class _ReplicaGraphs:
         On the CPU nothing is captured: a replay computes. Elsewhere all work runs on the capturing
         stream, in order with the current stream's, for one replica at a time.
         """
-        stream = self._stream
+        # One stream for all graphs. Autograd nodes refer to it, and a traceback may keep them.
+        stream = runtime.stream_for("recording", self._device)
         if stream is None:
             graph = warm_up()
             graph.replay = graph.compute

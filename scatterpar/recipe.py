@@ -44,10 +44,7 @@ def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256
 
 
 def gradual_warmup(
-    optimizer: Optimizer,
-    warmup_steps: int,
-    start_lr: float,
-    after: LRScheduler | None = None,
+    optimizer: Optimizer, warmup_steps: int, start_lr: float, after: LRScheduler | None = None
 ) -> LRScheduler:
     """A scheduler that moves rates to their targets in equal steps; then `after` takes over.
 

@@ -183,12 +183,12 @@ class ShardedOptimizer(Optimizer):
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
         """Copy to each owner the gradients of its parameters, message by message."""
         for device in self._memories[1:]:
-            owned = [p for p in stand_ins if self._owners[p] == device]
-            gradients = {i: p.grad.detach() for i, p in enumerate(owned) if p.grad is not None}
+            owned = (p for p in stand_ins if self._owners[p] == device)
+            gradients = {p: p.grad.detach() for p in owned if p.grad is not None}
             for message in iter_copies(gradients, device, self._transfers, "reduce"):
-                for i, gradient in message.items():
+                for p, gradient in message.items():
                     # Not a part of the message: sums may depend on where a tensor starts.
-                    stand_ins[owned[i]].grad = gradient.clone() if is_part(gradient) else gradient
+                    stand_ins[p].grad = gradient.clone() if is_part(gradient) else gradient
 
     @contextlib.contextmanager
     def _undo_on_error(
@@ -241,8 +241,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of ``optimizer_class`` with all parameters: a copy in host memory."""
-        moved: dict[str, Any] = self._moved(super().state_dict(), HOST)
-        return moved
+        return dict(self._moved(super().state_dict(), HOST))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

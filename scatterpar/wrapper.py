@@ -88,9 +88,8 @@ class Wrapper(nn.Module):
         self._init_transient()
 
 
-def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _add_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook for a parent that loads: convert the wrapper's keys to those that torch expects."""
-    assert isinstance(wrapper, Wrapper)
     own = {k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)}
     for key, value in to_own_keys(wrapper._inner, own).items():
         state_dict[prefix + _PREFIX + key] = value

@@ -267,7 +267,7 @@ keys of a state dict begin with module.
   return self._inner.state_dict(*args, **kwargs) => return super().state_dict(*args, **kwargs)
 compile= is forgotten, and replicas run eagerly
   Compiler.compiled_call -> test_it_trains_as_the_eager_engine_does
-  compile_fn(self._function_for(kind)) => self._function_for(kind)
+  compile_fn(run) => run
 inference in training mode moves no statistics
   map_rows -> test_inference_moves_statistics_as_a_module_does
   if any(part.training for part in module.modules()): => if False:

@@ -34,7 +34,6 @@ class PassingReplica(ModuleCopy):
 
     def __init__(self, module_contents: ModuleContents, copies: Sequence[Tensor]) -> None:
         super().__init__(module_contents, copies)
-        self._modules = list(module_contents.modules.values())
         self._versions = {id(copy): version(copy) for copy in copies}
 
     def changed_buffers(self) -> Iterator[BufferValue]:
@@ -42,10 +41,9 @@ class PassingReplica(ModuleCopy):
 
         The other buffers are not written, because a graph of the user may still need their values.
         """
-        copy_of = self.copy_of
-        copies = list(map(copy_of, self._modules))
-        for m, name, value in values_after(self._modules, copies, copy_of):
-            module = self._modules[m]
+        copy_of, modules = self.copy_of, list(self._found.modules.values())
+        for m, name, value in values_after(modules, list(map(copy_of, modules)), copy_of):
+            module = modules[m]
             is_same = value is not None and self._versions.get(id(value)) == version(value)
             # Batch normalisation in training writes its statistics without counting versions.
             if module.training or not is_same or value is not copy_of(module._buffers[name]):
@@ -126,7 +124,7 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
         if weight:
             origin = share.device if loss.device == physical(share.device) else loss.device
             if origin != master:
-                loss = _CopyInGraph.apply(loss, origin, master, Transfers().copy)  # type: ignore[no-untyped-call]
+                loss = AutogradTransfers().copy(loss, master, "compute")
             terms.append(weight * loss)
     if not terms:
         zero = torch.zeros_like(losses[0], device=physical(master))
@@ -141,7 +139,7 @@ class AutogradTransfers(Transfers):
         """A copy of ``tensor`` on ``device``, in autograd's graph if ``tensor`` requires grad."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        copied: Tensor = _CopyInGraph.apply(tensor, tensor.device, device, super().copy)  # type: ignore[no-untyped-call]
+        copied: Tensor = _CopyInGraph.apply(tensor, device, super().copy)  # type: ignore[no-untyped-call]
         return copied
 
 
@@ -176,21 +174,15 @@ class _CopyInGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: Tensor,
-        origin: torch.device,
-        device: torch.device,
-        copy: Callable[..., Tensor],
+        ctx: Any, tensor: Tensor, device: torch.device, copy: Callable[..., Tensor]
     ) -> Tensor:
-        ctx.route_back = device, origin, Transfers().copy
-        ctx.streams = current_streams()
+        ctx.origin, ctx.device, ctx.streams = tensor.device, device, current_streams()
         return copy(tensor, device, "compute")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with use_device(ctx.route_back[0], ctx.streams):
-            copied = _CopyInGraph.apply(gradients[0], *ctx.route_back)  # type: ignore[no-untyped-call]
-        return copied, None, None, None
+        with use_device(ctx.device, ctx.streams):
+            return AutogradTransfers().copy(gradients[0], ctx.origin, "compute"), None, None
 
 
 def _leaf_like(original: Tensor, value: Tensor, _: Any) -> Tensor:

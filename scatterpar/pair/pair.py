@@ -37,13 +37,7 @@ from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt, Proceed
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.request import (
-    Count,
-    Request,
-    check_function,
-    check_module,
-    resolve_reduction,
-)
+from scatterpar.step.request import Count, Request, check_function, check_module, resolve_reduction
 from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
 from scatterpar.threads.workers import Workers, restored
 from scatterpar.torch_private import saved_tensors_hooks

@@ -59,9 +59,8 @@ class UserState(ModuleContents):
     def __init__(
         self, roots: Sequence[Any], devices: Sequence[torch.device] = (), *, weights: bool = False
     ) -> None:
-        self.drawn = False
-        self._variables, self._generators = list[Saved](), list[Saved]()
-        self._tensors, self._versions = list[Saved](), list[tuple[Tensor, int]]()
+        self.drawn, self._generators, self._saved = False, list[Saved](), list[Saved]()
+        self._versions: list[tuple[Tensor, int]] = []  # of tensors whose values are not saved
         self._own = {id(one) for root in roots for one in (root, getattr(root, "__self__", None))}
         for device in {HOST, *map(physical, devices)}:
             generator = default_of(device)
@@ -82,16 +81,16 @@ class UserState(ModuleContents):
                 is_dense = type(tensor) in _TENSORS and tensor.layout == torch.strided
                 if is_dense and tensor.is_leaf:  # forward passes may exchange its memory
                     get, put = (partial(each, tensor, "data") for each in (getattr, setattr))
-                    self._tensors.append((get, put, tensor.data, Tensor.is_set_to))
+                    self._saved.append((get, put, tensor.data, Tensor.is_set_to))
                 if weights if is_weight else is_buffer or few >= 0:
                     now = tensor.detach()
-                    self._tensors.append((now.detach, partial(write, now), now.clone(), same_bits))
+                    self._saved.append((now.detach, partial(write, now), now.clone(), same_bits))
                 elif not is_weight:
                     self._versions.append((tensor, version(tensor)))
 
     def is_changed(self) -> bool:
         """Whether objects, containers or variables differ from their saved contents."""
-        return any(get() is not value for get, _, value, _ in self._variables)
+        return any(same is is_ and get() is not value for get, _, value, same in self._saved)
 
     def lost(self) -> list[tuple[int, ...]]:
         """The shapes of large tensors that were written, whose values are not saved."""
@@ -102,11 +101,10 @@ class UserState(ModuleContents):
         """Restore everything that has changed, or only the generators."""
         self.drawn |= _restore(self._generators)
         if not generators_only:
-            _restore(self._tensors)
-            _restore(self._variables)
+            _restore(self._saved)
 
     def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self._variables.append((get, put, get(), is_))
+        self._saved.append((get, put, get(), is_))
         self._visit(get())
 
     def _save_generator(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
@@ -139,7 +137,7 @@ class UserState(ModuleContents):
             self._save_generator(lambda: source.state, partial(setattr, source, "state"))
         elif hasattr(type(value), "__array_interface__") and value.flags.writeable:
             put, differs = partial(value.__setitem__, ...), lambda *_: False
-            self._tensors.append((int, put, value.copy(), differs))  # without a comparison
+            self._saved.append((int, put, value.copy(), differs))  # without a comparison
         elif isinstance(value, queue.Queue):
             self._visit(value.queue)
         elif isinstance(value, types.FunctionType):

@@ -80,18 +80,17 @@ class Job:
         self.errors: dict[int, BaseException] = {}
         self.cancel = cancel
         self.ended: SimpleQueue[None] = SimpleQueue()  # safe against interrupts: holds no lock
-        self._is_stopped = False
         self._at_once = at_once
         self._ended_calls = threading.Semaphore(0)  # each lets one call start
 
     def run(self, number: int) -> None:
         """Run the call with this ``number`` when it may start; never raises."""
-        call, is_late = self.calls.pop(number), False
+        call = self.calls.pop(number, None)
         if number >= self._at_once:
             self._ended_calls.acquire(timeout=_HEAD_START_SECONDS)
-            is_late = self.cancel.is_set()
+            call = None if self.cancel.is_set() else call
         try:
-            if not is_late and not self._is_stopped:
+            if call is not None:
                 self.results[number] = call()
         except BaseException as error:
             self.errors[number] = error
@@ -104,7 +103,7 @@ class Job:
 
     def stop(self) -> None:
         """Cancel the calls; those that have not started yet do not start."""
-        self._is_stopped = True
+        self.calls.clear()
         self.cancel.set()
 
     def first_error(self) -> BaseException | None:

@@ -17,7 +17,7 @@ from torch.utils.collect_env import get_pretty_env_info
 
 from scatterpar.checkup.copies import RouteResult, Verdict, examine, on_copies
 from scatterpar.checkup.training import Speed, Step, measure, on_speed, on_step, take_step
-from scatterpar.devices.runtime import DeviceLike, resolve
+from scatterpar.devices.runtime import DeviceLike, parse_devices, resolve
 
 
 @dataclass
@@ -136,16 +136,6 @@ def describe(load: float) -> dict[str, str]:
 def load_per_core() -> float:
     """The number of runnable processes per core, over the last minute; zero if unknown."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
-
-
-def parse_devices(words: str | Sequence[str]) -> list[str | int]:
-    """The entries of a command's ``--devices``, separated by commas or spaces.
-
-    >>> parse_devices(["cuda:0,cuda:1", "2"])
-    ['cuda:0', 'cuda:1', 2]
-    """
-    text = words if isinstance(words, str) else " ".join(words)
-    return [int(name) if name.isdecimal() else name for name in text.replace(",", " ").split()]
 
 
 def main(arguments: Sequence[str]) -> int:

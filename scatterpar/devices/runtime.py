@@ -52,6 +52,16 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     return tuple(_resolve_one(entry, accelerator) for entry in device_ids)
 
 
+def parse_devices(words: str | Sequence[str]) -> list[str | int]:
+    """The entries of a command's ``--devices``, separated by commas or spaces.
+
+    >>> parse_devices(["cuda:0,cuda:1", "2"])
+    ['cuda:0', 'cuda:1', 2]
+    """
+    text = words if isinstance(words, str) else " ".join(words)
+    return [int(name) if name.isdecimal() else name for name in text.replace(",", " ").split()]
+
+
 def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
     if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
         raise TypeError(f"device_ids: expected an int, a string or a torch.device, got {entry!r}")
@@ -203,7 +213,8 @@ def record_event(device: torch.device) -> torch.Event:
 def synchronize(device: torch.device) -> None:
     """Wait until the current stream of ``device`` is done, and raise the errors of its kernels."""
     if has_streams(device):
-        record_event(device).synchronize()
+        event = record_event(device)
+        event.synchronize()
 
 
 @contextlib.contextmanager

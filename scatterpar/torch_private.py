@@ -68,6 +68,29 @@ unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 unflatten = _find("torch._utils", "_unflatten_dense_tensors")
 
 
+class ForAllThreads(contextlib.AbstractContextManager[None]):
+    """One context for the process: the first body of any thread enters it, the last one leaves it.
+
+    Otherwise each thread would restore what another one has set.
+    """
+
+    def __init__(self, make_context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._make_context, self._context = make_context, contextlib.ExitStack()
+        self._lock, self.bodies = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self.bodies:
+                self._context.enter_context(self._make_context())
+            self.bodies += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.bodies -= 1
+            if not self.bodies:
+                self._context.close()
+
+
 # --- an optimizer within another: the outer one runs the hooks, once ----------------------------
 
 
@@ -216,8 +239,6 @@ def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
 # --- compiled modules: there is no public way to compile another function in the same way --------
 
 _DYNAMO = "torch._dynamo.eval_frame"
-_eager: list[Any] = []  # the stance set by ``uncompiled``, one entry per active body
-_eager_lock = threading.Lock()
 CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
 
 
@@ -264,30 +285,17 @@ def is_compiling() -> bool:
     return not is_free
 
 
+_eager = ForAllThreads(lambda: torch.compiler.set_stance("force_eager"))
+
+
 def is_uncompiled() -> bool:
     """Whether a body of ``uncompiled`` runs, in any thread."""
-    return bool(_eager)
+    return bool(_eager.bodies)
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """In the body nothing is compiled or runs compiled, in any thread.
-
-    If two threads are in such bodies, the first sets torch's stance and the last restores it:
-    otherwise each would restore what the other has set.
-    """
-    if _DYNAMO not in sys.modules:
-        yield
-        return
-    with _eager_lock:
-        _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
-    try:
-        yield
-    finally:
-        with _eager_lock:
-            stance = _eager.pop()
-            if not _eager:
-                stance.__exit__(None, None, None)
+def uncompiled() -> contextlib.AbstractContextManager[None]:
+    """In the body nothing is compiled or runs compiled, in any thread."""
+    return _eager if _DYNAMO in sys.modules else contextlib.nullcontext()
 
 
 class OperatorMode(TorchDispatchMode):

@@ -173,10 +173,9 @@ class UserState(ModuleContents):
         for cell in function.__closure__ or ():
             if contents(cell) is not cell:
                 self._save(partial(contents, cell), partial(setattr, cell, "cell_contents"))
-        for name, value in of_file.items():
-            if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
-                self._save(partial(space.get, name), partial(space.__setitem__, name))
-        self._visit((*own.values(), *of_file.values(), vars(function)))
+        for name in of_file:
+            self._save(partial(space.get, name), partial(space.__setitem__, name))
+        self._visit((*own.values(), vars(function)))
 
 
 def _restore(saved: Iterable[Saved]) -> bool:

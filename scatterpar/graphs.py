@@ -275,8 +275,8 @@ class _ReplicaGraphs:
     def record(self, warm_up: Callable[[], _Graph], task: ReplicaTask) -> _Graph:
         """The graph that ``warm_up`` returns, with its kernels captured, which do not run.
 
-        On the CPU nothing is captured: a replay computes. Elsewhere all work runs on the capturing
-        stream, in order with the current stream's, for one replica at a time.
+        All work runs on the capturing stream, in order with the current stream's, for one replica
+        at a time.
         """
         # One stream for all graphs. Autograd nodes refer to it, and a traceback may keep them.
         stream = runtime.stream_for("recording", self._device)

@@ -80,7 +80,18 @@ class ShardedOptimizer(Optimizer):
             )
         params = engine.module.parameters() if params is None else params
         made = optimizer_class(params, **defaults) if callable(optimizer_class) else None
-        self._plain = _checked(made, optimizer_class)
+        if not isinstance(made, Optimizer):
+            raise TypeError(
+                f"optimizer_class must be a class such as torch.optim.AdamW, got "
+                f"{optimizer_class!r}; its arguments come after it: ShardedOptimizer(engine, "
+                f"torch.optim.AdamW, lr=3e-4)"
+            )
+        if isinstance(made, (LBFGS, ShardedOptimizer)):
+            raise TypeError(
+                f"{type(made).__name__} cannot be sharded: it does not treat each parameter by "
+                f"itself; use it as it is, on engine.module.parameters()"
+            )
+        self._plain = made
         super().__init__(self._plain.param_groups, self._plain.defaults)
         self.engine = engine
         self._memories = list(dict.fromkeys(engine.device_ids))
@@ -270,17 +281,3 @@ class ShardedOptimizer(Optimizer):
             return tensor.clone() if stays else self._transfers.copy(tensor, device, "reduce")
 
         return nested.map_tensors(move, state)
-
-
-def _checked(made: Any, optimizer_class: Any) -> Optimizer:
-    if not isinstance(made, Optimizer):
-        raise TypeError(
-            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}; "
-            f"its arguments come after it: ShardedOptimizer(engine, torch.optim.AdamW, lr=3e-4)"
-        )
-    if isinstance(made, (LBFGS, ShardedOptimizer)):
-        raise TypeError(
-            f"{type(made).__name__} cannot be sharded: it does not treat each parameter by "
-            f"itself; use it as it is, on engine.module.parameters()"
-        )
-    return made

@@ -145,8 +145,7 @@ class Passes:
         """Accumulate gradients in the replica's parameters, given those of its outputs.
 
         The backward pass of the retained graph comes first, because restoring state may write
-        tensors of that graph. Then each other micro-batch runs forward again, in order, from the
-        state before the first one. Afterwards the state is that after the criterion.
+        tensors of that graph. Afterwards the state is that after the criterion.
         """
         task, share, attempt = self.task, self.share, self._attempt
         *others, last = range(len(self.outputs))
@@ -217,8 +216,8 @@ class WholeBatch:
         self._pieces = [pieces[span] for span in sorted(pieces)]
         self._rows = [stop - start for start, stop in sorted(pieces)]
         self._order = attempt.plan.order
-        self._targets = self._joined_targets()
-        inputs = [inputs for _, (inputs, _) in self._request.batches]
+        inputs, targets = zip(*(batch for _, batch in self._request.batches), strict=True)
+        self._targets = self._joined_targets(targets)
         self._lists = has_markers(inputs, with_rows=True)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
@@ -229,9 +228,8 @@ class WholeBatch:
         self._copies.append((device, output, copy.requires_grad_(output.requires_grad)))
         return copy
 
-    def _joined_targets(self) -> Any:
+    def _joined_targets(self, targets: Sequence[Any]) -> Any:
         """The targets of all batches on the master, with their markers."""
-        targets = [of_batch for _, (_, of_batch) in self._request.batches]
         on_master = partial(LeafMover(self._attempt.transfers).move, self._master)
 
         def join(leaves: list[Any]) -> Any:  # a value without rows is the first batch's

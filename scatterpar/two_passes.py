@@ -258,15 +258,12 @@ class WholeBatch:
 
     def _join_ranks(self, ranks: Ranks, seed: int) -> int:
         """Add the other processes' rows. Returns the seed that all processes use."""
-        problems = {
-            "the outputs are lists with one entry per row; return": self._lists
-            and any(isinstance(piece, list) for piece in self._pieces),
-            "the targets have a marker with rows; pass": has_markers(self._targets, with_rows=True),
-        }
-        for problem in (problem for problem, is_met in problems.items() if is_met):
+        is_list = self._lists and any(isinstance(piece, list) for piece in self._pieces)
+        if is_list or has_markers(self._targets, with_rows=True):
+            what = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
-                f"whole_batch=True with a process_group cannot join these values across ranks: "
-                f"{problem} tensors of one length on all ranks"
+                f"whole_batch=True with a process_group cannot join {what} of rows across ranks; "
+                f"make them tensors of one length on all ranks"
             )
         if self._order:  # other ranks have other orders
             self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()

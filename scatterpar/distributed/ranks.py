@@ -233,10 +233,7 @@ def kind_of(value: Any, dim: int) -> str:
     def kind(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
             return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
-        others = list(leaf.shape)
-        if -len(others) <= dim < len(others):
-            others[dim] = -1
-        return f"{leaf.dtype}{others}"
+        return f"{leaf.dtype} {leaf.ndim} {leaf.shape[:dim] + leaf.shape[dim:][1:]}"
 
     return ";".join(map(kind, nested.leaves(value)))
 

@@ -99,8 +99,8 @@ def plan_by_cost(
     planned: list[Share] = []
     for replica, row_numbers in enumerate(dealt):
         ends = [*accumulate(map(len, row_numbers), initial=planned[-1].stop if planned else 0)]
-        span = ends[0], ends[-1], tuple(pairwise(ends))
-        planned.append(Share(replica, devices[replica], *span, tuple(row_numbers)))
+        spans, device = tuple(pairwise(ends)), devices[replica]
+        planned.append(Share(replica, device, ends[0], ends[-1], spans, tuple(row_numbers)))
     return CostPlan(number, tuple(planned), numbers)
 
 

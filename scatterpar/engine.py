@@ -41,7 +41,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Outcome, reduce
-from scatterpar.step.request import Call, Count, Request, check_options, checked
+from scatterpar.step.request import Call, Count, Request, check_cuts, check_options, checked
 from scatterpar.step.scatter import in_order, micro_batches, scatter
 from scatterpar.step.substeps import Schedule, call_inputs, compute
 from scatterpar.threads.workers import Workers
@@ -161,10 +161,11 @@ class ScatterOnceParallel(Wrapper):
 
             compile_fn = compile_fn_from(compile) or compile_fn
         self._compile_fn = compile_fn
-        cuts = accum, micro_batch_size, micro_batch_cost, len(self.device_ids)
-        check_options(self.module, *cuts, dim, buffers, accumulate_dtype)
+        replicas = len(self.device_ids)
+        check_options(self.module, dim, buffers, accumulate_dtype)
+        check_cuts(accum, micro_batch_size, micro_batch_cost, replicas)
         check_placement(self.module, self.device_ids, lazy=True)
-        self.shares = check_shares(shares, len(self.device_ids))
+        self.shares = check_shares(shares, replicas)
         self.last_step: StepReport | None = None
         self._init_add_ons(process_group)
         self._init_transient()
@@ -190,8 +191,9 @@ class ScatterOnceParallel(Wrapper):
         policy: StatisticsPolicy | None = None
         if self.buffer_policy == "batch":
             import scatterpar.batch_statistics as policy
-        options = self.accumulate_dtype, policy, self._compile_fn, _make_compiler
-        self._replicas = Replicas(self.device_ids, ReplicaOptions(*options))
+        dtype, compile_fn = self.accumulate_dtype, self._compile_fn
+        options = ReplicaOptions(dtype, policy, compile_fn, _make_compiler)
+        self._replicas = Replicas(self.device_ids, options)
         self._checks: dict[str, Any] = {}
         if self.verify and find_spec("scatterpar.verify"):
             from scatterpar.verify.verifier import Verifier
@@ -203,8 +205,9 @@ class ScatterOnceParallel(Wrapper):
         if self.graphs is not False:
             from scatterpar.graphs import Captured
 
-            others = self.buffer_policy, self._compile_fn, self.micro_batch_cost
-            self._one_pass = Captured(self.graphs, self.device_ids, *others)
+            self._one_pass = Captured(
+                self.graphs, self.device_ids, self.buffer_policy, compile_fn, self.micro_batch_cost
+            )
         self._noise: Any = None  # the add-on
         if self.measure_noise:
             import scatterpar.noise as add_on
@@ -277,8 +280,10 @@ class ScatterOnceParallel(Wrapper):
             Exceptions of the module or the criterion are raised unchanged, with a note that names
             the replica and sub-step. After any exception, nothing has changed.
         """
-        options = reduction, count, scaler, return_outputs, whole_batch, costs
-        return self._step(Call(inputs, targets, criterion, *options), deferred=False)
+        call = Call(
+            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch, costs
+        )
+        return self._step(call, deferred=False)
 
     def loss(
         self,
@@ -320,8 +325,10 @@ class ScatterOnceParallel(Wrapper):
             >>> model.weight.grad.shape
             torch.Size([2, 4])
         """
-        options = reduction, count, scaler, return_outputs, whole_batch, costs
-        return self._step(Call(inputs, targets, criterion, *options), deferred=True)
+        call = Call(
+            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch, costs
+        )
+        return self._step(call, deferred=True)
 
     def _step(self, call: Call, *, deferred: bool) -> Any:
         """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""

@@ -120,8 +120,8 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
             options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
         options |= {"return_outputs": True, "scaler": vars(learn).get("scaler")}  # MixedPrecision's
-        batch = tuple(learn.xb), tuple(learn.yb), self._criterion
-        loss, outputs = self._engine.loss(*batch, **options)
+        inputs, targets = tuple(learn.xb), tuple(learn.yb)
+        loss, outputs = self._engine.loss(inputs, targets, self._criterion, **options)
         pred = gather(outputs, physical(self._engine.device_ids[0]))
         return to_float(pred) if mixes else pred, loss
 

@@ -140,8 +140,8 @@ class Broadcast:
             copies = {0: pack([self.at(owner)[i] for i in keys])}
             for sender, receiver in reversed(tree_pairs(len(devices))):
                 device = devices[receiver]
-                to = [self.at(device)[i] for i in keys], device
-                copies[receiver] = deliver(copies[sender], *to, transfers, "replicate")
+                targets = [self.at(device)[i] for i in keys]
+                copies[receiver] = deliver(copies[sender], targets, device, transfers, "replicate")
             del copies  # only one message has memory at a time
 
 

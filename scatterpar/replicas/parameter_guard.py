@@ -55,18 +55,18 @@ class ParameterGuard:
         """
         is_first = mode not in self.checked_modes
         values = self._fingerprints() if is_first else {}
-        before = [versions(tensors) for _, tensors in self._watched], values
+        before = [versions(tensors) for _, tensors in self._watched]
         try:
             yield
         except BaseException as error:
             refusals: list[RuntimeError] = []
-            restore_after(error, lambda: refusals.extend(self._refusals(*before)))
+            restore_after(error, lambda: refusals.extend(self._refusals(before, values)))
             for refusal in refusals:
                 if type(error) is RuntimeError:  # torch raises it because of the write
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
             raise
-        for refusal in self._refusals(*before):
+        for refusal in self._refusals(before, values):
             raise refusal
         if is_first:
             check_once()

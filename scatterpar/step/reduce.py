@@ -70,9 +70,17 @@ class Outcome:
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the previous one."""
         attempt, copied = self.attempt, self.attempt.transfers
-        counts = attempt.seconds, copied.bytes, copied.messages, self.retries
-        busy = tuple(attempt.replica_seconds)
-        return StepReport(attempt.plan, self.loss, *counts, noise, waited, busy)
+        return StepReport(
+            attempt.plan,
+            self.loss,
+            seconds=attempt.seconds,
+            bytes=copied.bytes,
+            messages=copied.messages,
+            retries=self.retries,
+            noise=noise,
+            waited=waited,
+            replica_seconds=tuple(attempt.replica_seconds),
+        )
 
 
 # Around all of the step up to the commit: ranks exchange sums, and what one raises all raise.

@@ -96,22 +96,23 @@ def checked(
     scale = 1.0
     if call.scaler is not None:
         scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
-    options = call.count, call.return_outputs, call.whole_batch, scale, backward, check_finite
-    return Request(batches, dim, sizes, criterion, reduction, *options)
+    return Request(
+        batches,
+        dim,
+        sizes,
+        criterion,
+        reduction,
+        count=call.count,
+        return_outputs=call.return_outputs,
+        whole_batch=call.whole_batch,
+        scale=scale,
+        backward=backward,
+        check_finite=check_finite,
+    )
 
 
-def check_options(
-    module: Any,
-    accum: Any,
-    micro_batch_size: Any,
-    micro_batch_cost: Any,
-    replicas: int,
-    dim: Any,
-    buffers: Any,
-    accumulate_dtype: Any,
-) -> None:
-    """Refuse an invalid module or option of an engine, and two ways to cut a share."""
-    check_module(module)
+def check_cuts(accum: Any, micro_batch_size: Any, micro_batch_cost: Any, replicas: int) -> None:
+    """Refuse invalid sizes of micro-batches, and two ways to cut a share."""
     if accum != "auto":
         check_int("accum", accum, least=1, also=' or "auto"')
     if isinstance(micro_batch_size, (list, tuple)):
@@ -131,6 +132,11 @@ def check_options(
     passed += [f"{name}={value}" for name, value in cuts.items() if value is not None]
     if len(passed) > 1:
         raise ValueError(f"{' and '.join(passed)} both say how a share is cut; pass one of them")
+
+
+def check_options(module: Any, dim: Any, buffers: Any, accumulate_dtype: Any) -> None:
+    """Refuse an invalid module or option of an engine."""
+    check_module(module)
     check_int("dim", dim)
     if buffers not in ("master", "batch"):
         raise ValueError(

@@ -358,8 +358,8 @@ def make_pictures(options: Options, train: Any, test: Any, classes: Sequence[str
     with contextlib.suppress(Exception):  # the feed reports a picture that cannot be read
         size = options.image_size or min(size, *_opened(train, 0)[0].size)
     _transforms(size, options, len(classes))  # raises now if a library is missing
-    shape, statistics = (3, size, size), (torch.tensor(_MEAN), torch.tensor(_STD))
-    return Source(options.data, train, test, tuple(classes), shape, *statistics, options)
+    shape, mean, std = (3, size, size), torch.tensor(_MEAN), torch.tensor(_STD)
+    return Source(options.data, train, test, tuple(classes), shape, mean, std, options)
 
 
 def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:

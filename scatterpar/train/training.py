@@ -127,9 +127,9 @@ class Training:
                 group["lr"] = self.rate()
             self.engine.train()
             optimizer.zero_grad()
-            pairs = batch.images, batch.labels
+            images, labels, criterion = batch.images, batch.labels, self.criterion
             with self.precision:
-                self.engine.forward_backward(*pairs, self.criterion, scaler=scaler)
+                self.engine.forward_backward(images, labels, criterion, scaler=scaler)
             if self.options.clip is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
@@ -219,8 +219,8 @@ def make_engine(
     options: Options, source: Source, devices: list[torch.device]
 ) -> ScatterOnceParallel:
     """Build the model with its initial weights, on the first device, and its engine."""
-    about = source.image_shape, len(source.class_names), source.mean, source.std
-    model: nn.Module = build_model(options.model, *about, pretrained=options.pretrained)
+    shape, classes, pretrained = source.image_shape, len(source.class_names), options.pretrained
+    model = build_model(options.model, shape, classes, source.mean, source.std, pretrained)
     layout = torch.channels_last if options.channels_last else torch.preserve_format
     if options.batch == "auto" and len(devices) < 2:
         words = f"there is one: name its device twice, --devices {devices[0]},{devices[0]}"

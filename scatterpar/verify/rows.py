@@ -80,8 +80,7 @@ def read_ranges(ranges: Sequence[Tensor]) -> list[float]:
 
     Large numbers, and all that are not integers, count by their sign and power of two.
     """
-    on_host = ranges if all(each.is_cpu for each in ranges) else to_host([*ranges])
-    numbers = [float(value) for value in on_host]
+    numbers = map(float, to_host(ranges))
     return [_roughly(n if k % 3 else -n) for k, n in enumerate(numbers)]
 
 

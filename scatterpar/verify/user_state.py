@@ -205,7 +205,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def state_of(replicas: Sequence[Replica]) -> State:
-    """Each buffer, and each attribute with a number or tensor, of replicas in a look."""
+    """Each buffer, and each attribute with a number or tensor. Running statistics stay in looks."""
     found: State = {}
     roots = [replica.root for replica in replicas if isinstance(replica.root, nn.Module)]
     for prefix, module in chain(*(root.named_modules() for root in roots)):

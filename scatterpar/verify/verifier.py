@@ -71,7 +71,7 @@ class _Kind:
     looks: int = 0
     inconclusive: int = 0  # in a row
     ranges: list[float] = field(default_factory=list)  # of labels, masks, lengths that were seen
-    unread: list[Tensor] | None = None  # the ranges of the last step, on an accelerator
+    unread: list[Tensor] = field(default_factory=list)  # of the last step, on an accelerator
     details: set[Hashable] = field(default_factory=set)  # that were seen: switches, numbers, words
     is_steady: bool = False  # the last step had nothing new
     is_refused: bool = False  # refused, and has not agreed since
@@ -84,9 +84,9 @@ class _Kind:
         is_new, was_steady = details not in self.details, self.is_steady
         self.is_steady = not is_new
         self.details.add(details)
-        if asked and any(is_async(each.device) for each in asked):  # the host does not wait now
-            asked, self.unread = self.unread or [], asked
-        beyond = bool(asked) and any(map(operator.gt, read_ranges(asked), self.ranges))
+        if any(is_async(each.device) for each in asked):  # the host does not wait now
+            asked, self.unread = self.unread, asked
+        beyond = any(map(operator.gt, read_ranges(asked), self.ranges))
         often = self.looks < _NEW or (was_steady and self.looks < _NEW + self.steps // 100)
         scheduled = not self.steps & (self.steps - 1)
         due = self.is_refused or beyond or scheduled or (is_new and often)

@@ -111,7 +111,7 @@ class _GradualWarmup(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The groups' rates at step `last_epoch`, up to the end of the warm-up."""
+        """The groups' rates at step `last_epoch`; after the warm-up, those that they have."""
         if self.last_epoch > self.warmup_steps:
             return [group["lr"] for group in self.optimizer.param_groups]
         done = self.last_epoch / self.warmup_steps
@@ -122,13 +122,9 @@ class _GradualWarmup(LRScheduler):
         """Set the rates of the next step; `epoch` is not supported."""
         if epoch is not None:
             raise ValueError(f"step() takes no epoch, but {epoch} was given: call step() alone")
-        if self.after is None or self.last_epoch < self.warmup_steps:
-            super().step()
-        else:
+        if self.after is not None and self.last_epoch >= self.warmup_steps:
             self.after.step()
-            self.last_epoch += 1
-            self._step_count += 1
-            self._last_lr = self.after.get_last_lr()
+        super().step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this scheduler, with that of `after` under `"after"`."""

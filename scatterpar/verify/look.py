@@ -237,9 +237,9 @@ class Look:
                     return verdict
         if expected[1] and not _num_nonzero([*sums, expected]):
             raise Inconclusive("all gradients are zero")
+        losses, relative = (expected[0], found[0]), _error(found, expected)
         lost, moved = [*chain(*(each.lost() for each in self._saved))], moved_between(self._states)
-        compared = (expected[0], found[0]), _error(found, expected)
-        verdict = Verdict("", parts, *compared, moved, lost, self._shares_state)
+        verdict = Verdict("", parts, losses, relative, moved, lost, self._shares_state)
         if verdict.error > self._tolerance:
             self._explain(verdict, weights, expected, found, is_steady)
         elif not (request.is_mean or request.whole_batch) and _num_nonzero(sums) < len(parts):

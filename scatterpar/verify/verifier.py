@@ -315,12 +315,12 @@ class _Question:
             finally:
                 ended.set()
 
-        calls = [run] * len(each), [(look,) for look in each], [task.share.device for task in tasks]
-        apply, seconds = self._attempt.workers.parallel_apply, 2.2 * _PATIENCE_SECONDS
+        apply, devices = self._attempt.workers.parallel_apply, [task.share.device for task in tasks]
+        arguments, seconds = [(look,) for look in each], 2.2 * _PATIENCE_SECONDS
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the user's code; the step itself warns
-                found: list[Verdict] = apply(*calls, seconds=seconds)
+                found: list[Verdict] = apply([run] * len(each), arguments, devices, seconds=seconds)
                 return found[0]
         except Overdue:  # inside a call
             for look in reversed(each):
@@ -328,7 +328,7 @@ class _Question:
             raise Inconclusive("a call waits for something that does not come", 1) from None
         finally:
             if len(looking) > 1:  # the others have restored what the first had changed by then
-                apply([each[0].restore], [()], calls[2][:1])
+                apply([each[0].restore], [()], devices[:1])
 
     @cached_property
     def _name(self) -> str:

@@ -69,17 +69,11 @@ class Outcome:
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the previous one."""
-        attempt, copied = self.attempt, self.attempt.transfers
+        attempt, retries = self.attempt, self.retries
+        seconds, busy = attempt.seconds, tuple(attempt.replica_seconds)
+        sizes, messages = attempt.transfers.bytes, attempt.transfers.messages
         return StepReport(
-            attempt.plan,
-            self.loss,
-            seconds=attempt.seconds,
-            bytes=copied.bytes,
-            messages=copied.messages,
-            retries=self.retries,
-            noise=noise,
-            waited=waited,
-            replica_seconds=tuple(attempt.replica_seconds),
+            attempt.plan, self.loss, seconds, sizes, messages, retries, noise, waited, busy
         )
 
 

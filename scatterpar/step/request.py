@@ -65,7 +65,7 @@ class Request:
 
 
 def checked(
-    call: Call, dim: int, master: torch.device, check_finite: bool = False, backward: bool = True
+    call: Call, dim: int, master: torch.device, finite: bool = False, backward: bool = True
 ) -> Request:
     """The request of a call: rows counted, reduction resolved. Refuses invalid arguments."""
     criterion, targets = call.criterion, call.targets
@@ -96,18 +96,9 @@ def checked(
     scale = 1.0
     if call.scaler is not None:
         scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
+    count, output, whole = call.count, call.return_outputs, call.whole_batch
     return Request(
-        batches,
-        dim,
-        sizes,
-        criterion,
-        reduction,
-        count=call.count,
-        return_outputs=call.return_outputs,
-        whole_batch=call.whole_batch,
-        scale=scale,
-        backward=backward,
-        check_finite=check_finite,
+        batches, dim, sizes, criterion, reduction, count, output, whole, scale, backward, finite
     )
 
 

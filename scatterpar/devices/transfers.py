@@ -75,31 +75,33 @@ def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Dense tensors of any dtype, detached, on the host; one copy per other device, as bytes.
-
-    Raises the errors of kernels that ran before on the devices' current streams.
-    """
+    """Dense tensors of any dtype, detached, on the host; one copy per other device, as bytes."""
     arrived = [tensor.detach() for tensor in tensors]
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(arrived):
         if tensor.device.type != "cpu":
             by_device[tensor.device].append(i)
-    for device, positions in by_device.items():
+    for positions in by_device.values():
         parts = [as_bytes(arrived[i]) for i in positions]
-        packed = torch.cat(parts)
-        # A copy to pageable memory would wait awake, and keep a core busy that launches may need.
-        is_late = has_streams(device)
-        on_host = torch.empty_like(packed, device=HOST, pin_memory=is_late)
-        write(on_host, packed, non_blocking=is_late)
-        synchronize(device)
-        for i, piece in zip(positions, on_host.split([len(part) for part in parts]), strict=True):
+        pieces = to_device(torch.cat(parts), HOST).split([len(part) for part in parts])
+        for i, piece in zip(positions, pieces, strict=True):
             arrived[i] = piece.clone().view(arrived[i].dtype).view(arrived[i].shape)
     return arrived
 
 
 def to_numbers(tensor: Tensor) -> Any:
-    """The elements as Python numbers, in nested lists unless ``tensor`` is 0-dim."""
-    return to_host([tensor])[0].tolist()
+    """The elements as Python numbers, in nested lists unless ``tensor`` is 0-dim.
+
+    Raises the errors of kernels that ran before on the device's current stream.
+    """
+    tensor = tensor.detach()
+    if not has_streams(tensor.device):
+        return to_device(tensor, HOST).tolist()
+    # A copy to pageable memory would wait awake, and keep a core busy that launches may need.
+    numbers = torch.empty_like(tensor, device=HOST, pin_memory=True)
+    write(numbers, tensor, non_blocking=True)
+    synchronize(tensor.device)
+    return numbers.tolist()
 
 
 class Transfers:

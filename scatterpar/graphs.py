@@ -92,7 +92,7 @@ class Captured(Schedule):
         compile_fn: torch_private.CompileFn | None,
         micro_batch_cost: float | None,
     ) -> None:
-        """Refuse options and devices that do not support ``graphs=True``."""
+        """Raises ``ValueError`` for options and devices that do not support ``graphs=True``."""
         if not isinstance(graphs, bool):
             raise TypeError(f"graphs must be True or False, got {graphs!r}")
         others = {

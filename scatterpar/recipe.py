@@ -111,7 +111,7 @@ class _GradualWarmup(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The groups' rates at step `last_epoch`; after the warm-up, those that they have."""
+        """The groups' rates at step `last_epoch`; after the warm-up, their present rates."""
         if self.last_epoch > self.warmup_steps:
             return [group["lr"] for group in self.optimizer.param_groups]
         done = self.last_epoch / self.warmup_steps

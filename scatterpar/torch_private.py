@@ -69,9 +69,9 @@ unflatten = _find("torch._utils", "_unflatten_dense_tensors")
 
 
 class ForAllThreads(contextlib.AbstractContextManager[None]):
-    """One context for the process: the first body of any thread enters it, the last one leaves it.
+    """A context that all threads share: the first body enters it, and the last one leaves it.
 
-    Otherwise each thread would restore what another one has set.
+    With a context per thread, each thread would restore what another one has set.
     """
 
     def __init__(self, make_context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:

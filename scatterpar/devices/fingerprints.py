@@ -59,7 +59,7 @@ class Fingerprints:
             (self.values,) = to_host([self.values])
 
     def differences(self, other: Fingerprints) -> Tensor:
-        """For each value whether that of ``other`` differs, in the memory of these ``values``."""
+        """For each of ``values`` whether ``other`` has another one; in the memory of ``values``."""
         if self.owners != other.owners:  # the host has smaller pieces than a GPU
             return self.values == self.values
         return self.values != to_device(other.values, self.values.device, copy=True)

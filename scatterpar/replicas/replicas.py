@@ -341,7 +341,10 @@ class Replica(ModuleCopy):
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:
-    """A parameter of the original's class with the memory of ``values``; of no parameter, these."""
+    """A parameter of the original's class that uses the memory of ``values``.
+
+    If the original is no parameter, ``values`` itself.
+    """
     if not isinstance(original, nn.Parameter):
         return values
     kind = type(original) if issubclass(type(original), nn.Parameter) else nn.Parameter

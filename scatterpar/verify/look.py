@@ -533,7 +533,7 @@ def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[flo
 
 
 def entries_per_row(tensor: Tensor, rows: int, dim: int) -> int:
-    """The number of entries along ``dim`` that each of some rows has; 0 if that is no integer."""
+    """The number of entries along ``dim`` for each of ``rows`` rows; 0 if it is no integer."""
     size = tensor.size(dim) if -tensor.ndim <= dim < tensor.ndim else 0
     return 0 if size % rows else size // rows
 

@@ -205,7 +205,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def state_of(replicas: Sequence[Replica]) -> State:
-    """Each buffer, and each attribute with a number or tensor. Running statistics stay in looks."""
+    """The buffers of replicas, and the attributes that are numbers or tensors.
+
+    Running statistics do not change in a look, whose batch normalisations are in evaluation mode.
+    """
     found: State = {}
     roots = [replica.root for replica in replicas if isinstance(replica.root, nn.Module)]
     for prefix, module in chain(*(root.named_modules() for root in roots)):

@@ -216,9 +216,9 @@ def _made_of(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
 
 
 def _name_of(value: Any) -> Hashable:
-    """What stands for a value in the key of a kind: of a function its code, of a number its type.
+    """The part of a kind's key for one value: a function's code, a number's type.
 
-    No addresses: a lambda is a new object in each call.
+    It has no addresses, because a lambda is a new object in each call.
     """
     if isinstance(value, Tensor):
         return value.dtype, value.ndim
@@ -337,7 +337,7 @@ class _Question:
         return "the module's own loss" if criterion is None else f"the criterion {name}"
 
     def text(self, kind: str, verdict: Verdict) -> str:
-        """What a look has found: the difference, its size, what to pass or change."""
+        """The text of an error or warning: the difference, its size, what to pass or change."""
         error, replica, rows = verdict.error, verdict.losses[1], [*chain(*verdict.parts)]
         values = vars(verdict) | {
             "name": self._name,

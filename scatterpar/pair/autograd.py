@@ -124,7 +124,7 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
         if weight:
             origin = share.device if loss.device == physical(share.device) else loss.device
             if origin != master:
-                loss = AutogradTransfers().copy(loss, master, "compute")
+                loss = _CopyInGraph.apply(loss, origin, master, Transfers().copy)  # type: ignore[no-untyped-call]
             terms.append(weight * loss)
     if not terms:
         zero = torch.zeros_like(losses[0], device=physical(master))
@@ -139,7 +139,7 @@ class AutogradTransfers(Transfers):
         """A copy of ``tensor`` on ``device``, in autograd's graph if ``tensor`` requires grad."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        copied: Tensor = _CopyInGraph.apply(tensor, device, super().copy)  # type: ignore[no-untyped-call]
+        copied: Tensor = _CopyInGraph.apply(tensor, tensor.device, device, super().copy)  # type: ignore[no-untyped-call]
         return copied
 
 
@@ -174,15 +174,22 @@ class _CopyInGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, device: torch.device, copy: Callable[..., Tensor]
+        ctx: Any,
+        tensor: Tensor,
+        origin: torch.device,
+        device: torch.device,
+        copy: Callable[..., Tensor],
     ) -> Tensor:
-        ctx.origin, ctx.device, ctx.streams = tensor.device, device, current_streams()
+        # The origin is passed, because the virtual devices are one device of torch's.
+        ctx.route_back = device, origin, Transfers().copy
+        ctx.streams = current_streams()
         return copy(tensor, device, "compute")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with use_device(ctx.device, ctx.streams):
-            return AutogradTransfers().copy(gradients[0], ctx.origin, "compute"), None, None
+        with use_device(ctx.route_back[0], ctx.streams):
+            copied = _CopyInGraph.apply(gradients[0], *ctx.route_back)  # type: ignore[no-untyped-call]
+        return copied, None, None, None
 
 
 def _leaf_like(original: Tensor, value: Tensor, _: Any) -> Tensor:

@@ -1,10 +1,11 @@
 """Run the benchmarks and write the tables and pictures that the READMEs show.
 
-``python -m benchmarks`` runs all of them, ``python -m benchmarks traffic memory`` some, and
-``--quick`` goes through every line in a minute or two, with tiny sizes, and writes nothing.
-Other arguments are pytest's. ``python -m benchmarks figures`` measures the README's table of step
-times, and writes it: under 12 minutes on two quiet cores. ``python -m benchmarks card`` is a run of
-its own, for machines with cards (``--help`` says how).
+``python -m benchmarks`` runs all of them, ``python -m benchmarks traffic memory`` some,
+and ``--quick`` goes through every line in a minute or two, with tiny sizes, and writes
+nothing. Other arguments are pytest's. ``python -m benchmarks figures`` measures the
+README's table of step times, and writes it: under 12 minutes on two quiet cores.
+``python -m benchmarks card`` is a run of its own, for machines with cards (``--help``
+says how).
 """
 
 import sys
@@ -19,7 +20,9 @@ HERE = Path(__file__).parent
 
 
 def main(arguments: list[str]) -> int:
-    """Hand the folders to pytest, with the project's own options (which skip benchmarks) off."""
+    """Hand the folders to pytest, with the project's own options (which skip
+    benchmarks) off.
+    """
     if arguments[:1] == ["card"]:
         return card(arguments[1:])
     if arguments[:1] == ["figures"]:
@@ -30,7 +33,15 @@ def main(arguments: list[str]) -> int:
         return status
     folders = [str(HERE / name) for name in arguments if (HERE / name).is_dir()]
     options = [option for option in arguments if not (HERE / option).is_dir()]
-    fixed = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "-s", "--benchmark-disable-gc"]
+    fixed = [
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-s",
+        "--benchmark-disable-gc",
+    ]
     shown = "--benchmark-columns=median,iqr,rounds"
     return pytest.main([*fixed, shown, *options, *(folders or [str(HERE)])])
 

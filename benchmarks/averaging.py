@@ -1,8 +1,8 @@
 """Whose gradient is which multiple of the whole batch's? Computes the guide's table.
 
-``python -m benchmarks.averaging`` prints it. DistributedDataParallel runs in two processes of its
-own (gloo), ``nn.DataParallel``'s schedule on two CPU memories, the engine on two replicas
-with two sub-steps each.
+``python -m benchmarks.averaging`` prints it. DistributedDataParallel runs in two
+processes of its own (gloo), ``nn.DataParallel``'s schedule on two CPU memories, the
+engine on two replicas with two sub-steps each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ CASES = {
     "mean, 9 rows as 5 + 4": ("mean", 9, 0),
     "mean, 8 rows, 3 of them `ignore_index`": ("mean", 8, 3),
 }
-WHO = ("`nn.DataParallel`", "plain loop, divided by 4", "DDP, 2 processes", "scatterpar")
+WHO = (
+    "`nn.DataParallel`",
+    "plain loop, divided by 4",
+    "DDP, 2 processes",
+    "scatterpar",
+)
 
 
 def problem(name: str) -> tuple[nn.Module, Tensor, Tensor, nn.Module]:
@@ -38,22 +43,33 @@ def problem(name: str) -> tuple[nn.Module, Tensor, Tensor, nn.Module]:
     inputs = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(3, (rows,), generator=generator)
     targets[:ignored] = IGNORED
-    return model, inputs, targets, nn.CrossEntropyLoss(reduction=reduction, ignore_index=IGNORED)
+    return (
+        model,
+        inputs,
+        targets,
+        nn.CrossEntropyLoss(reduction=reduction, ignore_index=IGNORED),
+    )
 
 
-def data_parallel(model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Module) -> None:
+def data_parallel(
+    model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Module
+) -> None:
     """Outputs of both replicas gathered on the master, and one loss of them."""
     devices = (torch.device("cpu:0"), torch.device("cpu:1"))
     criterion(PerCall(model, devices)(inputs), targets).backward()
 
 
-def plain_loop(model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Module) -> None:
+def plain_loop(
+    model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Module
+) -> None:
     """Four micro-batches, as evenly as possible, each loss divided by four."""
     for x, y in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
         (criterion(model(x), y) / 4).backward()
 
 
-def engine(model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Module) -> None:
+def engine(
+    model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Module
+) -> None:
     """Nothing divided by hand."""
     with ScatterOnceParallel(model, accum=2, device_ids=["cpu:0", "cpu:1"]) as parallel:
         parallel.forward_backward(inputs, targets, criterion)
@@ -72,7 +88,9 @@ def ddp_rank(rank: int) -> dict[str, Tensor]:
     for name in CASES:
         model, inputs, targets, criterion = problem(name)
         parallel = DistributedDataParallel(model)
-        criterion(parallel(inputs.tensor_split(2)[rank]), targets.tensor_split(2)[rank]).backward()
+        criterion(
+            parallel(inputs.tensor_split(2)[rank]), targets.tensor_split(2)[rank]
+        ).backward()
         gradients[name] = _gradient(model)
     return gradients
 
@@ -106,7 +124,9 @@ def table() -> str:
 
 
 def _gradient(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return torch.cat(
+        [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    )
 
 
 if __name__ == "__main__":

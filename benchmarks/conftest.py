@@ -28,7 +28,9 @@ def environment():
 
 @pytest.fixture
 def publish(request, quick, environment, tmp_path):
-    """Writes a table, its data and a picture into the folder of the benchmark that asks."""
+    """Writes a table, its data and a picture into the folder of the benchmark that
+    asks.
+    """
     folder = Path(request.path).parent
     if quick:
         shutil.copy(folder / "README.md", tmp_path)

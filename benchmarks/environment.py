@@ -9,12 +9,15 @@ import torch
 
 
 def describe() -> dict[str, str]:
-    """Processor, operating system, versions, and how busy the machine was at the start."""
+    """Processor, operating system, versions, and how busy the machine
+    was at the start.
+    """
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "intra-op threads": str(torch.get_num_threads()),
-        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "system": f"{platform.system()} {platform.machine()}, "
+        f"{' '.join(platform.libc_ver())}",
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "accelerate": _version("accelerate"),
@@ -24,7 +27,11 @@ def describe() -> dict[str, str]:
 
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor()
 
 

@@ -2,11 +2,12 @@
 
     tests/nullcuda/run python -m benchmarks.launching counts        (or: time)
 
-``counts``: what one step does on each card, and the most memory that torch's allocator gave out.
-``time``: how long the host is at work in one step, on cards whose kernels and copies take no time.
-This is the bound that launching sets: a real card is kept busy only where its own time for a
-sub-step is longer than the host's. Nothing computes, so losses mean nothing. DDP is one process
-with one card; the exchange is left out, and its buckets are not.
+``counts``: what one step does on each card, and the most memory that torch's allocator
+gave out. ``time``: how long the host is at work in one step, on cards whose kernels and
+copies take no time. This is the bound that launching sets: a real card is kept busy
+only where its own time for a sub-step is longer than the host's. Nothing computes, so
+losses mean nothing. DDP is one process with one card; the exchange is left out, and its
+buckets are not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Step = Callable[[], None]
 
 
 class GPT(nn.Module):
-    """Twelve layers in torch's own blocks; narrow, since launching costs the same at any width."""
+    """Twelve layers in torch's own blocks; narrow, since launching costs the same at
+    any width.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +63,16 @@ def network(name: str) -> nn.Module:
 def batch(name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pinned, as a loader for cards gives it."""
     is_text = name == "gpt"
-    inputs = torch.randint(1024, (rows, 32)) if is_text else torch.randn(rows, 3, 64, 64)
+    inputs = (
+        torch.randint(1024, (rows, 32)) if is_text else torch.randn(rows, 3, 64, 64)
+    )
     return inputs.pin_memory(), torch.zeros(rows, dtype=torch.long).pin_memory()
 
 
 def plain_loop(name: str, model: nn.Module, accum: int) -> Step:
-    """The sub-steps of one card without an engine; of DDP all but the last without a reduction."""
+    """The sub-steps of one card without an engine; of DDP all but the last without a
+    reduction.
+    """
     inputs, targets = batch(name, ROWS)
     criterion = nn.CrossEntropyLoss()
 
@@ -82,7 +89,9 @@ def plain_loop(name: str, model: nn.Module, accum: int) -> Step:
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """The module as one process of DistributedDataParallel has it, but for the exchange."""
+    """The module as one process of DistributedDataParallel has it, but for the
+    exchange.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     made = DistributedDataParallel(model, device_ids=[0])
@@ -96,12 +105,17 @@ def ddp(model: nn.Module) -> nn.Module:
     return made
 
 
-def engine(name: str, model: nn.Module, accum: int, cards: int, *, graphs: bool = False) -> Step:
+def engine(
+    name: str, model: nn.Module, accum: int, cards: int, *, graphs: bool = False
+) -> Step:
     """The engine on so many cards, with as many rows for each."""
     inputs, targets = batch(name, ROWS * cards)
     criterion = nn.CrossEntropyLoss()
-    made = ScatterOnceParallel(model, accum, list(range(cards)), verify=False, graphs=graphs)
-    for _ in range(2):  # its first steps compare values: these are computed for few rows
+    made = ScatterOnceParallel(
+        model, accum, list(range(cards)), verify=False, graphs=graphs
+    )
+    # its first steps compare values: these are computed for few rows
+    for _ in range(2):
         made.forward_backward(inputs[:cards], targets[:cards], criterion)
 
     def step() -> None:
@@ -114,7 +128,8 @@ def engine(name: str, model: nn.Module, accum: int, cards: int, *, graphs: bool 
 def print_counts(name: str, layouts: list[int], accum: int) -> None:
     """A line for each card of each layout, each layout in a process of its own."""
     print(
-        "| | card | kernels | library calls | waits of the host | copies in, out, to peers |",
+        "| | card | kernels | library calls | waits of the host | copies in, out, to "
+        "peers |",
         end="",
     )
     print(" peak, in models |\n|---|---:|---:|---:|---:|---:|---:|", flush=True)
@@ -137,7 +152,9 @@ def print_layout(name: str, cards: int, accum: int) -> None:
     model = network(name)
     size = sum(p.nbytes for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = engine(name, model, accum, cards) if cards else plain_loop(name, model, accum)
+    step = (
+        engine(name, model, accum, cards) if cards else plain_loop(name, model, accum)
+    )
     values.remove()
     for _ in range(2):
         step()
@@ -158,25 +175,52 @@ def print_layout(name: str, cards: int, accum: int) -> None:
         print(f" | {waits} | {copies} | {peak:.2f} |")
 
 
-def print_times(names: list[str], cards: list[int], accums: list[int], rounds: int) -> None:
+def print_times(
+    names: list[str], cards: list[int], accums: list[int], rounds: int
+) -> None:
     """A line for each model and number of sub-steps, each in a process of its own."""
-    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}; ms\n")
+    print(
+        f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}; ms\n"
+    )
     print("| | sub-steps | plain loop, 1 card | DDP, 1 card |", end="")
-    print("".join(f" engine, {n} |" for n in cards) + "".join(f" graphs, {n} |" for n in cards))
+    print(
+        "".join(f" engine, {n} |" for n in cards)
+        + "".join(f" graphs, {n} |" for n in cards)
+    )
     print("|---|---:|---:|---:|" + "---:|" * 2 * len(cards), flush=True)
     for name in names:
         for accum in accums:
-            arguments = ["--model", name, "--accum", str(accum), "--rounds", str(rounds)]
+            arguments = [
+                "--model",
+                name,
+                "--accum",
+                str(accum),
+                "--rounds",
+                str(rounds),
+            ]
             arguments += ["--cards", *map(str, cards)]
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.launching", "line"]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "benchmarks.launching",
+                "line",
+            ]
             variables = os.environ | {"NULLCUDA_DEVICES": str(max(4, *cards))}
             subprocess.run([*command, *arguments], env=variables, check=True)
 
 
 def print_line(name: str, cards: list[int], accum: int, rounds: int) -> None:
-    """Medians of all layouts, in turn in every round, and their ratios to the plain loop."""
+    """Medians of all layouts, in turn in every round, and their ratios to the plain
+    loop.
+    """
     model = network(name)
-    steps = [plain_loop(name, model, accum), plain_loop(name, ddp(network(name)), accum)]
+    steps = [
+        plain_loop(name, model, accum),
+        plain_loop(name, ddp(network(name)), accum),
+    ]
     steps += [engine(name, model, accum, n) for n in cards]
     steps += [engine(name, model, accum, n, graphs=True) for n in cards]
     values.remove()
@@ -208,7 +252,10 @@ def main() -> None:
     if options.what == "counts":
         print_counts(models[0], cards, accums[0])
     elif options.what == "time":
-        models, cards = options.model or ["resnet50", "gpt"], options.cards or [1, 2, 4, 8]
+        models, cards = (
+            options.model or ["resnet50", "gpt"],
+            options.cards or [1, 2, 4, 8],
+        )
         print_times(models, cards, options.accum or [1, 4, 16], options.rounds)
     else:
         values.install()

@@ -58,10 +58,11 @@ def _small_cnn() -> nn.Module:
 class ResNet20(nn.Module):
     """The residual network of 20 layers for small images.
 
-    A 3 x 3 convolution, three stages of three blocks with 16, 32 and 64 channels at full, half
-    and quarter size, global average pooling and a linear layer; shortcuts without parameters
-    (option A). He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2,
-    arXiv:1512.03385; weights as in He et al. 2015, arXiv:1502.01852.
+    A 3 x 3 convolution, three stages of three blocks with 16, 32 and 64 channels at
+    full, half and quarter size, global average pooling and a linear layer; shortcuts
+    without parameters (option A). He et al. 2016, "Deep Residual Learning for Image
+    Recognition", section 4.2, arXiv:1512.03385; weights as in He et al. 2015,
+    arXiv:1502.01852.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
@@ -74,7 +75,9 @@ class ResNet20(nn.Module):
         self.head = nn.Linear(64, classes)
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.kaiming_normal_(
+                    layer.weight, mode="fan_out", nonlinearity="relu"
+                )
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute the classes' scores."""
@@ -84,7 +87,9 @@ class ResNet20(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut; halves the size where the channels increase."""
+    """Two 3 x 3 convolutions around a shortcut; halves the size where the channels
+    increase.
+    """
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -103,7 +108,9 @@ class ResidualBlock(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Every `stride`-th pixel, and `extra` channels of zeros after the others (option A)."""
+    """Every `stride`-th pixel, and `extra` channels of zeros after the others (option
+    A).
+    """
 
     def __init__(self, extra: int, stride: int) -> None:
         super().__init__()
@@ -112,7 +119,9 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute the features to add."""
-        return F.pad(features[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra))
+        return F.pad(
+            features[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra)
+        )
 
 
 def _conv3x3(channels_in: int, channels_out: int, stride: int) -> nn.Conv2d:
@@ -152,12 +161,16 @@ class Block(nn.Module):
         )
         query, key, value = split.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.projection(seen.transpose(1, 2).reshape(rows, positions, width))
+        hidden = hidden + self.projection(
+            seen.transpose(1, 2).reshape(rows, positions, width)
+        )
         return hidden + self.mlp(self.before_mlp(hidden))
 
 
 class Bottleneck(nn.Module):
-    """A block of ResNet-101: three convolutions, and one more where the size changes."""
+    """A block of ResNet-101: three convolutions, and one more where the
+    size changes.
+    """
 
     def __init__(self, channels_in: int, width: int, downsample: bool) -> None:
         super().__init__()
@@ -171,7 +184,8 @@ class Bottleneck(nn.Module):
         self.downsample = None
         if downsample:
             self.downsample = nn.Sequential(
-                nn.Conv2d(channels_in, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
+                nn.Conv2d(channels_in, 4 * width, 1, bias=False),
+                nn.BatchNorm2d(4 * width),
             )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -179,11 +193,14 @@ class Bottleneck(nn.Module):
         hidden = self.relu(self.bn1(self.conv1(images)))
         hidden = self.relu(self.bn2(self.conv2(hidden)))
         hidden = self.bn3(self.conv3(hidden))
-        return self.relu(hidden + (images if self.downsample is None else self.downsample(images)))
+        return self.relu(
+            hidden + (images if self.downsample is None else self.downsample(images))
+        )
 
 
 class ResNet101Tree(nn.Module):
-    """The modules, parameters and buffers of ResNet-101, to be kept fresh; nothing runs it.
+    """The modules, parameters and buffers of ResNet-101, to be kept fresh; nothing runs
+    it.
 
     Args:
         width: channels of the first stage; the real one has 64.
@@ -204,7 +221,9 @@ class ResNet101Tree(nn.Module):
             inner = width * 2**stage
             layer = [Bottleneck(channels, inner, downsample=True)]
             channels = 4 * inner
-            layer += [Bottleneck(channels, inner, downsample=False) for _ in range(blocks - 1)]
+            layer += [
+                Bottleneck(channels, inner, downsample=False) for _ in range(blocks - 1)
+            ]
             setattr(self, f"layer{stage + 1}", nn.Sequential(*layer))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, 1000)

@@ -1,4 +1,6 @@
-"""The contenders that run in this process. Each is one optimizer step's gradient of a case."""
+"""The contenders that run in this process. Each is one optimizer step's gradient of a
+case.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,11 +32,15 @@ class Peer:
         return time.perf_counter() - start
 
     def gradient(self) -> Tensor:
-        """The gradient with batch normalisation at rest: the same for all, however they cut."""
+        """The gradient with batch normalisation at rest: the same for all, however they
+        cut.
+        """
         self.module.eval()
         self.step()
         self.module.train()
-        return torch.cat([parameter.grad.flatten() for parameter in self.module.parameters()])
+        return torch.cat(
+            [parameter.grad.flatten() for parameter in self.module.parameters()]
+        )
 
 
 def engine(case: Case, device_ids: Sequence[str]) -> Peer:
@@ -46,7 +52,9 @@ def engine(case: Case, device_ids: Sequence[str]) -> Peer:
 
 
 def loop(case: Case, pieces: int) -> Peer:
-    """What one writes by hand: forward and backward over ``pieces`` micro-batches, all cores."""
+    """What one writes by hand: forward and backward over ``pieces`` micro-batches, all
+    cores.
+    """
     module = case.module()
     return Peer(module, _accumulation(module, case, pieces))
 
@@ -64,7 +72,9 @@ def per_call(case: Case, device_ids: Sequence[str]) -> Peer:
     return Peer(module, _accumulation(parallel, case, case.accum))
 
 
-def _accumulation(module: Callable[..., Any], case: Case, pieces: int) -> Callable[[], None]:
+def _accumulation(
+    module: Callable[..., Any], case: Case, pieces: int
+) -> Callable[[], None]:
     images, labels = case.data()
     batch = list(zip(images.chunk(pieces), labels.chunk(pieces), strict=True))
 

@@ -1,10 +1,11 @@
 """The schedule of ``nn.DataParallel`` on CPU memories: everything anew in each call.
 
-``torch.nn.parallel`` runs on accelerators alone. These are its steps in its order: scatter
-the inputs, replicate the module (torch's own ``replicate``, with a broadcast that works on
-the CPU), one new thread per replica, gather the outputs to the master; backward scatters
-the outputs' gradients, and reduces those of the parameters to the master. What crosses from
-one memory to another goes through a transfers, in pieces of 10 MB, as torch coalesces them.
+``torch.nn.parallel`` runs on accelerators alone. These are its steps in its order:
+scatter the inputs, replicate the module (torch's own ``replicate``, with a broadcast
+that works on the CPU), one new thread per replica, gather the outputs to the master;
+backward scatters the outputs' gradients, and reduces those of the parameters to the
+master. What crosses from one memory to another goes through a transfers, in pieces of
+10 MB, as torch coalesces them.
 """
 
 import importlib
@@ -25,7 +26,9 @@ _COALESCED_BYTES = 10 * 1024 * 1024
 
 
 class PerCall(nn.Module):
-    """Like ``nn.DataParallel(module, device_ids)``, on CPU memories that ``device_ids`` names."""
+    """Like ``nn.DataParallel(module, device_ids)``, on CPU memories that ``device_ids``
+    names.
+    """
 
     def __init__(self, module: nn.Module, device_ids: Sequence[torch.device]) -> None:
         super().__init__()
@@ -36,12 +39,16 @@ class PerCall(nn.Module):
     def forward(self, inputs: Tensor) -> Any:
         """Scatter, replicate, apply, gather."""
         shares = [
-            share if share.device == device else self.transfers.copy(share, device, "scatter")
+            share
+            if share.device == device
+            else self.transfers.copy(share, device, "scatter")
             for share, device in zip(
                 inputs.chunk(len(self.device_ids)), self.device_ids, strict=True
             )
         ]
-        with mock.patch.object(_replicate, "_broadcast_coalesced_reshape", self._broadcast):
+        with mock.patch.object(
+            _replicate, "_broadcast_coalesced_reshape", self._broadcast
+        ):
             replicas = _replicate.replicate(self.module, range(len(self.device_ids)))
         outputs = parallel_apply(replicas, shares)
         return Gather.apply(self.transfers, self.device_ids, *outputs)
@@ -53,21 +60,31 @@ class PerCall(nn.Module):
             return []
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
             copies = Broadcast.apply(self.transfers, self.device_ids, *tensors)
-        return [list(copies[i : i + len(tensors)]) for i in range(0, len(copies), len(tensors))]
+        return [
+            list(copies[i : i + len(tensors)])
+            for i in range(0, len(copies), len(tensors))
+        ]
 
 
 class Broadcast(torch.autograd.Function):
-    """The master's tensors on every device; backward sums the gradients on the master."""
+    """The master's tensors on every device; backward sums the gradients
+    on the master.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, transfers: Transfers, devices: Sequence[torch.device], *tensors: Tensor
+        ctx: Any,
+        transfers: Transfers,
+        devices: Sequence[torch.device],
+        *tensors: Tensor,
     ) -> Any:
         ctx.transfers, ctx.devices, ctx.count = transfers, devices, len(tensors)
         copies = []
         for device in devices:
             here = (
-                tensors if device == devices[0] else _sent(tensors, device, transfers, "replicate")
+                tensors
+                if device == devices[0]
+                else _sent(tensors, device, transfers, "replicate")
             )
             copies += [tensor.detach() for tensor in here]
         return tuple(copies)
@@ -88,7 +105,10 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, transfers: Transfers, devices: Sequence[torch.device], *outputs: Tensor
+        ctx: Any,
+        transfers: Transfers,
+        devices: Sequence[torch.device],
+        *outputs: Tensor,
     ) -> Any:
         ctx.transfers, ctx.devices, ctx.rows = (
             transfers,
@@ -97,7 +117,9 @@ class Gather(torch.autograd.Function):
         )
         return torch.cat(
             [
-                output if device == devices[0] else transfers.copy(output, devices[0], "compute")
+                output
+                if device == devices[0]
+                else transfers.copy(output, devices[0], "compute")
                 for output, device in zip(outputs, devices, strict=True)
             ]
         )
@@ -105,19 +127,24 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shares = [
-            share if device == ctx.devices[0] else ctx.transfers.copy(share, device, "compute")
+            share
+            if device == ctx.devices[0]
+            else ctx.transfers.copy(share, device, "compute")
             for share, device in zip(gradient.split(ctx.rows), ctx.devices, strict=True)
         ]
         return None, None, *shares
 
 
 def parallel_apply(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Any]:
-    """A new thread per module, as torch starts them, each with its part of the cores."""
+    """A new thread per module, as torch starts them, each with its part
+    of the cores.
+    """
     outputs: list[Any] = [None] * len(modules)
     before = torch.get_num_threads()
 
     def work(i: int) -> None:
-        torch.get_num_threads()  # initialises the thread, which would undo the next line
+        # initialises the thread, which would undo the next line
+        torch.get_num_threads()
         torch.set_num_threads(max(1, before // len(modules)))
         outputs[i] = modules[i](inputs[i])
 
@@ -138,5 +165,7 @@ def _sent(
     for chunk in _take_tensors(tensors, _COALESCED_BYTES):
         flat = transfers.copy(_flatten_dense_tensors(chunk), device, phase)
         arrived = _unflatten_dense_tensors(flat, chunk)
-        copies.update({id(tensor): copy for tensor, copy in zip(chunk, arrived, strict=True)})
+        copies.update(
+            {id(tensor): copy for tensor, copy in zip(chunk, arrived, strict=True)}
+        )
     return [copies[id(tensor)] for tensor in tensors]

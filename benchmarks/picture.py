@@ -1,9 +1,9 @@
 """Draws the README's picture: what crosses in one step, drawn and counted.
 
-``python -m benchmarks.picture`` writes ``docs/step.png``. The bytes are those that ``python -m
-benchmarks traffic`` has counted in one step of the small CNN, with 4096 images, four replicas with
-memories of their own, and 16 sub-steps. The left half shows an order and no time: both rows are
-drawn equally long.
+``python -m benchmarks.picture`` writes ``docs/step.png``. The bytes are those that
+``python -m benchmarks traffic`` has counted in one step of the small CNN, with 4096
+images, four replicas with memories of their own, and 16 sub-steps. The left half shows
+an order and no time: both rows are drawn equally long.
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ def schedule(axes: Any, top: float, blocks: Sequence[tuple[str, float]]) -> None
         for lane in range(REPLICAS):
             box = (left, top - lane)
             axes.add_patch(
-                Rectangle(box, width * unit, 0.8, facecolor=COLOURS[phase], edgecolor="w", lw=0.4)
+                Rectangle(
+                    box,
+                    width * unit,
+                    0.8,
+                    facecolor=COLOURS[phase],
+                    edgecolor="w",
+                    lw=0.4,
+                )
             )
         left += width * unit
 
@@ -69,7 +76,12 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
     for top in (9, 3.6):
         for lane in range(REPLICAS):
             left.text(
-                -0.5, top - lane + 0.4, f"replica {lane}", ha="right", va="center", fontsize=7
+                -0.5,
+                top - lane + 0.4,
+                f"replica {lane}",
+                ha="right",
+                va="center",
+                fontsize=7,
             )
     left.set(xlim=(-4.6, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
     left.set_xlabel("the order of events, not their duration")
@@ -81,11 +93,18 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
     for phase in PHASES:
         heights = {who: found[phase] / 1e6 for who, found in counted.items()}
         colour = COLOURS["gather" if phase == "compute" else phase]
-        right.bar(list(heights), list(heights.values()), bottom=list(bottom.values()), color=colour)
+        right.bar(
+            list(heights),
+            list(heights.values()),
+            bottom=list(bottom.values()),
+            color=colour,
+        )
         bottom = {who: bottom[who] + heights[who] for who in bottom}
     for position, total in enumerate(bottom.values()):
         right.text(position, total, f"{total:.1f} MB", ha="center", va="bottom")
-    right.set_xticks(range(len(bottom)), ["nn.DataParallel\nx 16", "DDP,\nno_sync", "scatterpar"])
+    right.set_xticks(
+        range(len(bottom)), ["nn.DataParallel\nx 16", "DDP,\nno_sync", "scatterpar"]
+    )
     right.set_ylim(0, 1.12 * max(bottom.values()))
     right.set_title("copied between 4 memories, one step", fontsize=10)
     right.set_yticks([])
@@ -96,6 +115,8 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
 
 if __name__ == "__main__":
     bytes_counted = count()
-    draw(bytes_counted).savefig(Path(__file__).parent.parent / "docs" / "step.png", dpi=110)
+    draw(bytes_counted).savefig(
+        Path(__file__).parent.parent / "docs" / "step.png", dpi=110
+    )
     for who, found in bytes_counted.items():
         print(who, {phase: f"{size / 1e6:.2f} MB" for phase, size in found.items()})

@@ -46,12 +46,15 @@ class RankProcesses:
 
 def _start(rank: int, world: int, kind: str, size: tuple[str, int, int]) -> None:
     """Make the worker of this process."""
-    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # accelerate reads these
+    # accelerate reads these
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     for variables, value in zip(names, (rank, world), strict=True):
         os.environ.update(dict.fromkeys(variables, str(value)))
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     name, batch, accum = size
-    _workers.append(KINDS[kind](Case(name, CASES[name].build, batch, accum), rank, world))
+    _workers.append(
+        KINDS[kind](Case(name, CASES[name].build, batch, accum), rank, world)
+    )
 
 
 def _call(_: int, method: str) -> Any:
@@ -82,7 +85,9 @@ class CountingModel(nn.parallel.DistributedDataParallel):
     broadcast_bytes = 0
     broadcasts = 0
 
-    def _distributed_broadcast_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def _distributed_broadcast_coalesced(
+        self, tensors: Any, *args: Any, **kwargs: Any
+    ) -> None:
         self.broadcast_bytes += sum(t.numel() * t.element_size() for t in tensors)
         self.broadcasts += 1
         super()._distributed_broadcast_coalesced(tensors, *args, **kwargs)
@@ -99,7 +104,9 @@ class Counted(NoSync):
         self.model.register_comm_hook(None, self._reduce)
         self.step()  # the first one is when buckets are rebuilt
 
-    def _reduce(self, _: None, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce(
+        self, _: None, bucket: distributed.GradBucket
+    ) -> torch.futures.Future[Tensor]:
         flat = bucket.buffer()
         self.buckets.append(flat.numel() * flat.element_size())
         flat.div_(distributed.get_world_size())

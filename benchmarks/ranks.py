@@ -22,9 +22,11 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 def run_alone(function: Callable[..., Any], *args: Any, under: str = "") -> Any:
-    """``function(*args)``, called in a new process. Waits until the process has ended, too.
+    """``function(*args)``, called in a new process. Waits until the process has ended,
+    too.
 
-    ``under`` names a module whose ``install`` the process calls first, or is an empty string.
+    ``under`` names a module whose ``install`` the process calls first, or is an empty
+    string.
     """
     with ProcessPoolExecutor(1, _SPAWN, _prepare, (under,)) as process:
         return process.submit(function, *args).result()
@@ -48,14 +50,17 @@ class Ranks:
 
     def __init__(self, devices: Sequence[torch.device], seconds: float = 100.0) -> None:
         self._seconds = seconds
-        self._folder = tempfile.TemporaryDirectory()  # where the processes find each other
+        # where the processes find each other
+        self._folder = tempfile.TemporaryDirectory()
         common = len(devices), self._folder.name, seconds
         self._processes = [
             ProcessPoolExecutor(1, _SPAWN, _join, (rank, device, *common))
             for rank, device in enumerate(devices)
         ]
 
-    def ask(self, function: Callable[..., Any], *args: Any, first: int | None = None) -> list[Any]:
+    def ask(
+        self, function: Callable[..., Any], *args: Any, first: int | None = None
+    ) -> list[Any]:
         """Returns ``function(rank, *args)`` of each process, or of the ``first`` ones.
 
         Raises the error of a process, or ``TimeoutError``.
@@ -69,13 +74,17 @@ class Ranks:
 
     def __exit__(self, kind: object, *_: object) -> None:
         for process in self._processes:
-            process.shutdown(wait=kind is None)  # after an error a process may wait for another one
+            # after an error a process may wait for another one
+            process.shutdown(wait=kind is None)
 
 
-def _join(rank: int, device: torch.device, count: int, folder: str, seconds: float) -> None:
+def _join(
+    rank: int, device: torch.device, count: int, folder: str, seconds: float
+) -> None:
     """Join the group."""
     _thread.start_new_thread(_end_with_parent, ())
-    atexit.register(os._exit, 0)  # gloo's threads can abort a process that ends in the usual way
+    # gloo's threads can abort a process that ends in the usual way
+    atexit.register(os._exit, 0)
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,8 +1,9 @@
-"""The tables that README and guide quote from the benchmarks: ``python -m benchmarks.readme``.
+"""The tables that README and guide quote from the benchmarks: ``python -m
+benchmarks.readme``.
 
-It measures nothing. It reads the raw numbers that are kept beside the benchmarks, and writes the
-tables between their markers. A test computes them again and compares. ``python -m benchmarks
-figures`` measures those of the step times first.
+It measures nothing. It reads the raw numbers that are kept beside the benchmarks, and
+writes the tables between their markers. A test computes them again and compares.
+``python -m benchmarks figures`` measures those of the step times first.
 """
 
 from __future__ import annotations
@@ -39,22 +40,29 @@ RECIPES = {
     "4096, the rate of 256": "4096, rate as at 256",
     "4096, rate scaled at once": "4096, rate scaled, no warm-up",
     "4096, rate scaled, warm-up of 5 epochs": "4096, rate scaled, gradual warm-up",
-    "4096, rate scaled, warm-up of 10 epochs": "4096, rate scaled, gradual warm-up, of 10 epochs",
+    "4096, rate scaled, warm-up of 10 epochs": "4096, rate scaled, gradual warm-up, "
+    "of 10 epochs",
     "256, augmented": "256, baseline, augmented",
-    "4096, warm-up of 5 epochs, augmented": "4096, rate scaled, gradual warm-up, augmented",
-    "256 to 4096, growing, augmented": "256 to 4096, following the noise scale, augmented",
+    "4096, warm-up of 5 epochs, augmented": "4096, rate scaled, gradual warm-up, "
+    "augmented",
+    "256 to 4096, growing, augmented": "256 to 4096, following the noise scale, "
+    "augmented",
 }
 
 
 def figures() -> str:
-    """A step's time relative to each peer's, round by round; of several peers the faster one."""
+    """A step's time relative to each peer's, round by round; of several peers the
+    faster one.
+    """
     found = {name: _read(f"step_time/{name}.json") for name in MODELS}
     where = found["cnn"]["environment"]
     lines = [f"| relative to | {' | '.join(MODELS.values())} |", "|---|---:|---:|---:|"]
     for words, peers in PEERS.items():
         ratios = [_slowest(found[name]["seconds"], peers) for name in MODELS]
         lines.append(f"| {words} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
-    lines.append(f"| the fastest of all of these | {' | '.join(map(_fastest, found.values()))} |")
+    lines.append(
+        f"| the fastest of all of these | {' | '.join(map(_fastest, found.values()))} |"
+    )
     hardware = (
         f"Two replicas on {where['cores']} cores of an {where['processor']}, torch "
         f"{where['torch']}, batches of 4096 images, `accum=16`."
@@ -77,21 +85,28 @@ def _slowest(seconds: dict[str, list[float]], peers: list[str]) -> float:
 
 def accuracy() -> str:
     """Test errors by batch and recipe, of both networks."""
-    networks = [_read(f"large_batch/runs-{name}.json")["runs"] for name in ("cnn", "tiny")]
+    networks = [
+        _read(f"large_batch/runs-{name}.json")["runs"] for name in ("cnn", "tiny")
+    ]
     lines = [
         "| batch and recipe | small CNN, test error, % | tiny network, test error, % |",
         "|---|---:|---:|",
     ]
     for words, recipe in RECIPES.items():
         cells = [
-            _spread([r["errors"][-1] for r in runs if r["recipe"] == recipe]) for runs in networks
+            _spread([r["errors"][-1] for r in runs if r["recipe"] == recipe])
+            for runs in networks
         ]
         lines.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _spread(errors: list[float]) -> str:
-    return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}" if errors else ""
+    return (
+        f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
+        if errors
+        else ""
+    )
 
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {

@@ -41,7 +41,8 @@ class Publisher:
         data: dict[str, Any],
         draw: Callable[[Any], None] | None = None,
     ) -> None:
-        """Put ``table`` between the README's markers for ``name``, and its data beside it.
+        """Put ``table`` between the README's markers for ``name``, and its data beside
+        it.
 
         Args:
             name: what the README's markers and the files are called.
@@ -53,7 +54,9 @@ class Publisher:
         print(f"\n{name}\n{table}\n")
         found = {"environment": self.environment, **data}
         (self.folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        environment = "; ".join(f"{key} {value}" for key, value in self.environment.items())
+        environment = "; ".join(
+            f"{key} {value}" for key, value in self.environment.items()
+        )
         self._replace(name, f"{table}\n\nMeasured on: {environment}.")
         if draw is not None:
             figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -65,8 +68,13 @@ class Publisher:
         readme = self.folder / "README.md"
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         page, times = re.subn(
-            pattern, lambda found: found[1] + text + "\n" + found[2], readme.read_text(), flags=re.S
+            pattern,
+            lambda found: found[1] + text + "\n" + found[2],
+            readme.read_text(),
+            flags=re.S,
         )
         if times != 1:
-            raise ValueError(f"{readme.name} needs the markers of {name!r} once, has {times}")
+            raise ValueError(
+                f"{readme.name} needs the markers of {name!r} once, has {times}"
+            )
         readme.write_text(page)

@@ -1,4 +1,6 @@
-"""Rounds in which every contender runs once, so that whatever disturbs one disturbs all."""
+"""Rounds in which every contender runs once, so that whatever disturbs one disturbs
+all.
+"""
 
 import random
 import statistics
@@ -15,11 +17,11 @@ _SETTLE_SECONDS = 0.01  # idle OpenMP threads spin a little before they sleep
 def interleaved(
     benchmark: Any, contenders: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each contender in each round; the order rotates, the first round is dropped.
+    """Seconds of each contender in each round; the order rotates, the first round is
+    dropped.
 
-    Args:
-        benchmark: pytest-benchmark's fixture; it times whole rounds and keeps the medians.
-        contenders: each runs once and returns the seconds that it took.
+    Args: benchmark: pytest-benchmark's fixture; it times whole rounds and keeps the
+        medians. contenders: each runs once and returns the seconds that it took.
         rounds: how many are kept.
 
     """
@@ -47,7 +49,9 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def in_a_row(function: Callable[[], Any], before: Callable[[], Any], first: list[float]) -> float:
+def in_a_row(
+    function: Callable[[], Any], before: Callable[[], Any], first: list[float]
+) -> float:
     """The median seconds of a burst of calls, with ``before`` before each, untimed.
 
     The call that comes after a pause (cold caches, sleeping threads) goes to ``first``.
@@ -62,7 +66,9 @@ def in_a_row(function: Callable[[], Any], before: Callable[[], Any], first: list
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the rounds' ratios, and an interval that holds it with 95 % confidence."""
+    """The median of the rounds' ratios, and an interval that holds it with 95 %
+    confidence.
+    """
 
     median: float
     low: float
@@ -81,7 +87,8 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
     draw = random.Random(0)
     medians = sorted(
-        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES)
+        statistics.median(draw.choices(ratios, k=len(ratios)))
+        for _ in range(_RESAMPLES)
     )
     edge = _RESAMPLES // 40
     return Ratio(statistics.median(ratios), medians[edge], medians[-edge - 1])

@@ -1,6 +1,7 @@
 """Time and memory of a look, and the time of a later step, with and without ``verify``.
 
-One process for each of them, so that the peak of its memory is its own. Prints one line of JSON.
+One process for each of them, so that the peak of its memory is its own. Prints one line
+of JSON.
 """
 
 import json
@@ -47,16 +48,28 @@ def cnn():
     )
     rows = 64 * ACCUM
     criterion = lambda output, labels: F.cross_entropy(output, labels)  # noqa: E731
-    return model, torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,)), criterion, {}
+    return (
+        model,
+        torch.randn(rows, 3, 32, 32),
+        torch.randint(10, (rows,)),
+        criterion,
+        {},
+    )
 
 
 def main(name, verify):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, inputs, targets, criterion, options = {"cnn": cnn, "language": language_model}[name]()
-    with ScatterOnceParallel(model, ACCUM, ["cpu"], verify=verify == "verify") as engine:
+    model, inputs, targets, criterion, options = {
+        "cnn": cnn,
+        "language": language_model,
+    }[name]()
+    with ScatterOnceParallel(
+        model, ACCUM, ["cpu"], verify=verify == "verify"
+    ) as engine:
         engine.verify, wanted = False, engine.verify
-        engine.forward_backward(inputs[:ACCUM], targets[:ACCUM], criterion, **options)  # to warm up
+        # to warm up
+        engine.forward_backward(inputs[:ACCUM], targets[:ACCUM], criterion, **options)
         engine.verify = wanted
         seconds = []
         for _ in range(STEPS):
@@ -65,7 +78,11 @@ def main(name, verify):
             seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     first, *later = seconds
-    print(json.dumps({"first": first, "later": statistics.median(later), "peak_MB": round(peak)}))
+    print(
+        json.dumps(
+            {"first": first, "later": statistics.median(later), "peak_MB": round(peak)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How Sphinx builds the guide: ``sphinx-build -c docs . build/guide``.
 
-The source folder is that of the whole repository. So links between these pages and the CHANGELOG
-lead to the same place in a clone and in the guide. Nothing is fetched, neither when the guide is
-built nor when it is read.
+The source folder is that of the whole repository. So links between these pages and the
+CHANGELOG lead to the same place in a clone and in the guide. Nothing is fetched,
+neither when the guide is built nor when it is read.
 """
 
 import re
@@ -14,7 +14,12 @@ copyright = "the scatterpar developers"
 version = release = __version__
 
 # myst_nb is myst_parser, and shows notebooks with the outputs that are in them.
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 nb_execution_mode = "off"  # the tests run them
 nb_merge_streams = True
 root_doc = "docs/index"
@@ -23,7 +28,8 @@ include_patterns = [
     "notebooks/*.ipynb",
     "*.md",
 ]
-# The README is the page before the guide; docs/package.md is the one that an index shows.
+# The README is the page before the guide; docs/package.md is the one that an index
+# shows.
 exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-info"]
 
 myst_heading_anchors = 3
@@ -49,7 +55,9 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
 # Pages that lie beside their code are no pages of the guide: links hand out the file.
-BESIDE_CODE = re.compile(r"\]\(((?:\.\./)*(?:benchmarks|tests)/[\w/]*README\.md)(?:#[^)]*)?\)")
+BESIDE_CODE = re.compile(
+    r"\]\(((?:\.\./)*(?:benchmarks|tests)/[\w/]*README\.md)(?:#[^)]*)?\)"
+)
 
 
 def setup(app):

@@ -1,13 +1,13 @@
 """DPO with LoRA, on all GPUs of one machine, in one process.
 
-TRL's trainer asks for a launcher if it sees two GPUs; with the mixin it needs none. The reference
-is the model without its adapter, so no second model is in memory.
+TRL's trainer asks for a launcher if it sees two GPUs; with the mixin it needs none. The
+reference is the model without its adapter, so no second model is in memory.
 
     pip install 'path/to/the/clone[trl]'
     python examples/dpo_lora.py
 
-``--tiny`` needs neither a GPU nor a connection: on two CPU replicas a small model learns, in less
-than a minute, which of two words is preferred.
+``--tiny`` needs neither a GPU nor a connection: on two CPU replicas a small model
+learns, in less than a minute, which of two words is preferred.
 """
 
 from __future__ import annotations
@@ -58,13 +58,27 @@ def trainer_for(
 
 def tiny() -> tuple[Any, Any, Dataset]:
     """A small model, a tokenizer, and pairs."""
-    words = ["<pad>", "<end>", "what", "is", "wanted", "good", "bad", *map(str, range(50))]
+    words = [
+        "<pad>",
+        "<end>",
+        "what",
+        "is",
+        "wanted",
+        "good",
+        "bad",
+        *map(str, range(50)),
+    ]
     splitter = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+        tokenizers.models.WordLevel(
+            {word: i for i, word in enumerate(words)}, unk_token="<pad>"
+        )
     )
     splitter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=splitter, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
+        tokenizer_object=splitter,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<pad>",
     )
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(words), num_hidden_layers=2, **sizes)
@@ -81,7 +95,9 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
     parser.add_argument("--data", default="trl-lib/ultrafeedback_binarized")
     parser.add_argument("--rows", type=int, default=4, help="pairs of a GPU's sub-step")
-    parser.add_argument("--times", type=int, default=8, help="sub-steps of a GPU per step")
+    parser.add_argument(
+        "--times", type=int, default=8, help="sub-steps of a GPU per step"
+    )
     parser.add_argument("--output", default="runs/dpo")
     parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")
     args = parser.parse_args()
@@ -90,7 +106,8 @@ def main() -> None:
         options = {"device_ids": ["cpu"] * 2, "use_cpu": True, "report_to": "none"}
     else:
         model, tokenizer = (
-            kind.from_pretrained(args.model) for kind in (AutoModelForCausalLM, AutoTokenizer)
+            kind.from_pretrained(args.model)
+            for kind in (AutoModelForCausalLM, AutoTokenizer)
         )
         parts, options = (model, tokenizer, load_dataset(args.data, split="train")), {}
     trainer = trainer_for(
@@ -102,7 +119,8 @@ def main() -> None:
         learning_rate=1e-2 if args.tiny else 1e-5,
         max_length=1024,
         num_train_epochs=1,
-        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),
+        bf16=torch.cuda.is_available()
+        and torch.cuda.is_bf16_supported(including_emulation=False),
         logging_steps=1,
     )
     trainer.train()

@@ -1,15 +1,15 @@
 """Embeddings with 4096 negatives, on all GPUs of one machine, in one process.
 
-A step has 4096 pairs: with two GPUs each computes 8 micro-batches of 256 rows. The loss compares
-each anchor with the positives of all 4096 rows. A GPU needs the memory for 256 rows, and the first
-one also that for 4096 embeddings.
+A step has 4096 pairs: with two GPUs each computes 8 micro-batches of 256 rows. The loss
+compares each anchor with the positives of all 4096 rows. A GPU needs the memory for 256
+rows, and the first one also that for 4096 embeddings.
 
     pip install 'path/to/the/clone[sentence-transformers]'
     python examples/embeddings.py
 
-By default BERT learns from the 100,000 questions and answers of natural-questions. ``--tiny`` needs
-neither a GPU nor a connection: on two CPU replicas word embeddings learn, in less than a minute,
-which numbers belong together.
+By default BERT learns from the 100,000 questions and answers of natural-questions.
+``--tiny`` needs neither a GPU nor a connection: on two CPU replicas word embeddings
+learn, in less than a minute, which numbers belong together.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from typing import Any
 import tokenizers
 import torch
 from datasets import Dataset, load_dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.sentence_transformer.losses import (
+    MultipleNegativesRankingLoss,
+)
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
 from scatterpar.integrations.sentence_transformers import ScatterOnceTrainer
@@ -36,10 +41,16 @@ def trainer_for(
     device_ids: list[Any] | None = None,
     **options: Any,
 ) -> ScatterOnceTrainer:
-    """The trainer with ``batch`` pairs per step, and ``rows`` pairs per sub-step of a GPU."""
-    devices = len(device_ids) if device_ids else max(1, torch.accelerator.device_count())
+    """The trainer with ``batch`` pairs per step, and ``rows`` pairs per sub-step of a
+    GPU.
+    """
+    devices = (
+        len(device_ids) if device_ids else max(1, torch.accelerator.device_count())
+    )
     if batch % (rows * devices):
-        raise SystemExit(f"--batch {batch} is no multiple of {rows} rows on {devices} devices")
+        raise SystemExit(
+            f"--batch {batch} is no multiple of {rows} rows on {devices} devices"
+        )
     args = SentenceTransformerTrainingArguments(
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=batch // (rows * devices),
@@ -52,13 +63,17 @@ def trainer_for(
 
 def tiny() -> tuple[SentenceTransformer, Dataset]:
     """A small model, and pairs: two ways to write the same number."""
-    words = {word: i for i, word in enumerate(["?", *map(str, range(10)), *"abcdefghij"])}
+    words = {
+        word: i for i, word in enumerate(["?", *map(str, range(10)), *"abcdefghij"])
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=64)])
     numbers = [f"{i:05d}" for i in range(3 * 4096)]
     anchors = [" ".join(number) for number in numbers]
-    positives = [" ".join("abcdefghij"[int(digit)] for digit in number) for number in numbers]
+    positives = [
+        " ".join("abcdefghij"[int(digit)] for digit in number) for number in numbers
+    ]
     return model, Dataset.from_dict({"anchor": anchors, "positive": positives})
 
 
@@ -68,7 +83,9 @@ def main() -> None:
     parser.add_argument("--model", default="google-bert/bert-base-uncased")
     parser.add_argument("--data", default="sentence-transformers/natural-questions")
     parser.add_argument("--batch", type=int, default=4096, help="pairs in a step")
-    parser.add_argument("--rows", type=int, default=256, help="pairs of a GPU's sub-step")
+    parser.add_argument(
+        "--rows", type=int, default=256, help="pairs of a GPU's sub-step"
+    )
     parser.add_argument("--output", default="runs/embeddings")
     parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")
     args = parser.parse_args()
@@ -87,7 +104,8 @@ def main() -> None:
         num_train_epochs=1,
         learning_rate=1e-1 if args.tiny else 1e-4,
         warmup_steps=0.1,
-        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),
+        bf16=torch.cuda.is_available()
+        and torch.cuda.is_bf16_supported(including_emulation=False),
         logging_steps=1,
     )
     trainer.train()

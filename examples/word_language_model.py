@@ -1,10 +1,11 @@
-"""A recurrent language model that keeps hidden states from batch to batch, on all devices.
+"""A recurrent language model that keeps hidden states from batch to batch, on all
+devices.
 
 The loop and the network are written after
-https://github.com/pytorch/examples/tree/main/word_language_model. Rows are along dimension 1, in
-hidden states, too. Each part of a text begins with the final hidden states of the previous part
-(truncated backpropagation through time). ``train`` has the lines of the original and those of the
-engine. The text is this project's documentation.
+https://github.com/pytorch/examples/tree/main/word_language_model. Rows are along
+dimension 1, in hidden states, too. Each part of a text begins with the final hidden
+states of the previous part (truncated backpropagation through time). ``train`` has the
+lines of the original and those of the engine. The text is this project's documentation.
 
     python examples/word_language_model.py                       # every accelerator, or the CPU
     python examples/word_language_model.py --devices cpu cpu     # two replicas on the CPU
@@ -33,9 +34,13 @@ TEXTS = Path(__file__).parent.parent / "docs"
 
 
 class RNNModel(nn.Module):
-    """Maps words, (time, rows), to log-probabilities of the next word, and a hidden state."""
+    """Maps words, (time, rows), to log-probabilities of the next word, and a hidden
+    state.
+    """
 
-    def __init__(self, words: int, size: int, layers: int = 2, dropout: float = 0.2) -> None:
+    def __init__(
+        self, words: int, size: int, layers: int = 2, dropout: float = 0.2
+    ) -> None:
         super().__init__()
         self.drop = nn.Dropout(dropout)
         self.encoder = nn.Embedding(words, size)
@@ -46,19 +51,25 @@ class RNNModel(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, words: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
-        """Returns log-probabilities of shape (time * rows, words), and the hidden state."""
+        """Returns log-probabilities of shape (time * rows, words), and the hidden
+        state.
+        """
         output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
         decoded = self.decoder(self.drop(output))
         return F.log_softmax(decoded.flatten(0, 1), dim=1), hidden
 
     def start(self, rows: int) -> Hidden:
         """The hidden states before the first word."""
-        zeros = self.decoder.weight.new_zeros(self.rnn.num_layers, rows, self.rnn.hidden_size)
+        zeros = self.decoder.weight.new_zeros(
+            self.rnn.num_layers, rows, self.rnn.hidden_size
+        )
         return zeros, zeros
 
 
 def parts(text: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Words and the words that follow them, (length, rows) each; the last ones are shorter."""
+    """Words and the words that follow them, (length, rows) each; the last ones are
+    shorter.
+    """
     for start in range(0, len(text) - 1, length):
         stop = min(start + length, len(text) - 1)
         yield text[start:stop], text[start + 1 : stop + 1]
@@ -90,7 +101,9 @@ def train(
             loss, states = engine.forward_backward(
                 (words, hidden),
                 following,
-                criterion=lambda output, following: F.nll_loss(output[0], following.flatten()),
+                criterion=lambda output, following: F.nll_loss(
+                    output[0], following.flatten()
+                ),
                 return_outputs=lambda output: output[1],
             )
             hidden = gather(states, device, dim=1)
@@ -113,7 +126,9 @@ def evaluate(model: RNNModel, text: Tensor, length: int) -> float:
 
 
 def corpus(rows: int) -> tuple[int, Tensor, Tensor]:
-    """The number of words, and two texts, (time, rows): to train on, and to validate on."""
+    """The number of words, and two texts, (time, rows): to train on, and to validate
+    on.
+    """
     pages = [page.read_text(encoding="utf-8") for page in sorted(TEXTS.glob("*.md"))]
     words = re.findall(r"\w+|[^\w\s]", "\n".join(pages).lower())
     number = {word: i for i, word in enumerate(dict.fromkeys(words))}
@@ -131,11 +146,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print losses and perplexities."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=20, help="texts side by side")
-    parser.add_argument("--length", type=int, default=35, help="words that a gradient goes through")
-    parser.add_argument("--size", type=int, default=200, help="of word vectors and states")
-    parser.add_argument("--accum", type=int, default=1, help="sub-steps of each replica")
+    parser.add_argument(
+        "--length", type=int, default=35, help="words that a gradient goes through"
+    )
+    parser.add_argument(
+        "--size", type=int, default=200, help="of word vectors and states"
+    )
+    parser.add_argument(
+        "--accum", type=int, default=1, help="sub-steps of each replica"
+    )
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=None, help="most steps of an epoch")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="most steps of an epoch"
+    )
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--devices", nargs="+", help="such as cuda:0 cuda:1")
     parser.add_argument("--stock", action="store_true", help="one device, plain torch")
@@ -158,7 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if step % 5 == 0:
                 print(f"epoch {epoch}, step {step}: loss {loss:.12f}")
         loss = evaluate(model, held_out, args.length)
-        print(f"epoch {epoch}: perplexity {math.exp(loss):.3f} of texts that were held out")
+        print(
+            f"epoch {epoch}: perplexity {math.exp(loss):.3f} of texts that were held "
+            "out"
+        )
         best, lr = (loss, lr) if loss < best else (best, lr / 4)
 
 

@@ -35,7 +35,9 @@ def run(path: Path, seconds: int = 600) -> nbformat.NotebookNode:
 
 def smaller(picture: str) -> str:
     """A PNG in base64 with 64 colours, a third of its size."""
-    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64)
+    image = (
+        Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64)
+    )
     image.save(file := io.BytesIO(), "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 

@@ -1,4 +1,6 @@
-"""Very large batches on all the GPUs of one machine, in one process, exactly and fast."""
+"""Very large batches on all the GPUs of one machine, in one process,
+exactly and fast.
+"""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any
@@ -25,20 +27,23 @@ if TYPE_CHECKING:  # ``as``: type checkers take the names as exported
 
 __version__ = "0.3.0"
 
-# A name is imported when it is first used, so that each capability can be deleted with its file
-# and the other names still work.
+# A name is imported when it is first used, so that each capability can be deleted with
+# its file and the other names still work.
 _DEFINED_IN = {
     "batch.markers": "Replicated Rows",
     "checkup.doctor": "doctor",
     "engine": "ScatterOnceParallel",
     "pair.pair": "DataParallelCriterion DataParallelModel gather",
     "plan": "Plan Share",
-    "recipe": "NoiseScale gradual_warmup linear_scaled_lr weight_decay_groups zero_init_residual",
+    "recipe": "NoiseScale gradual_warmup linear_scaled_lr weight_decay_groups "
+    "zero_init_residual",
     "report": "GradientNoise StepReport",
     "sharded": "ShardedOptimizer",
     "step.loss_weights": "count_labels",
 }
-_MODULES = {name: module for module, names in _DEFINED_IN.items() for name in names.split()}
+_MODULES = {
+    name: module for module, names in _DEFINED_IN.items() for name in names.split()
+}
 __all__ = sorted(_MODULES)
 
 

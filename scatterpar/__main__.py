@@ -12,13 +12,20 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, predict, doctor} [options] (each has a --help); --version"
+    "usage: python -m scatterpar {train, predict, doctor} [options] (each has a "
+    "--help); --version"
 )
-_MODULES = {"train": "train.run", "predict": "train.predict", "doctor": "checkup.doctor"}
+_MODULES = {
+    "train": "train.run",
+    "predict": "train.predict",
+    "doctor": "checkup.doctor",
+}
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command named by the first argument and return the process's exit code."""
+    """Run the command named by the first argument and return the
+    process's exit code.
+    """
     command, *options = arguments or [""]
     is_tool = command in ("train", "predict")
     if command in ("-h", "--help"):
@@ -28,15 +35,20 @@ def main(arguments: list[str]) -> int:
         torch = importlib.import_module("torch")
         print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
         return 0
-    missing = [n for n in ("matplotlib", "PIL", "tqdm", "tyro") if is_tool and not find_spec(n)]
+    missing = [
+        n for n in ("matplotlib", "PIL", "tqdm", "tyro") if is_tool and not find_spec(n)
+    ]
     if command in _MODULES and not missing:
-        code: int = importlib.import_module(f"scatterpar.{_MODULES[command]}").main(options)
+        code: int = importlib.import_module(f"scatterpar.{_MODULES[command]}").main(
+            options
+        )
         return code
     problem = f"there is no command {command!r}" if command else "a command is missing"
     problem += f"; {_USAGE}"
     if missing:
         problem = (
-            f"{missing[0]} is not installed, which the training tool needs: pip install "
+            f"{missing[0]} is not installed, which the training tool needs: pip "
+            "install "
             "-c constraints.txt -e '.[train]' where you cloned scatterpar"
         )
     print(f"scatterpar: error: {problem}", file=sys.stderr)
@@ -44,8 +56,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """End at once, with a line. An exception could be lost in the middle of an import."""
-    name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    """End at once, with a line. An exception could be lost in the middle
+    of an import.
+    """
+    name = (
+        "interrupted"
+        if number == signal.SIGINT
+        else f"ended by {signal.Signals(number).name}"
+    )
     os.write(2, f"scatterpar: {name}\n".encode())
     os._exit(128 + number)
 
@@ -53,7 +71,8 @@ def _end(number: int, _: object) -> NoReturn:
 def run() -> NoReturn:
     """Be the program: `scatterpar` and `python -m scatterpar`."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background job
+        # as in a shell's background job
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     try:
         try:
@@ -61,7 +80,8 @@ def run() -> NoReturn:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # of `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at exit, too
+        # it is flushed at exit, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 

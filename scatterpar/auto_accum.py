@@ -1,4 +1,6 @@
-"""accum="auto": the fewest sub-steps that fit into memory, from the number of the last step on."""
+"""accum="auto": the fewest sub-steps that fit into memory, from the number of the last
+step on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class AutoAccum:
 
     def __init__(self) -> None:
         self.accum = 1
-        self._retain_rows = True  # for a second pass; given up as soon as memory runs out
+        # for a second pass; given up as soon as memory runs out
+        self._retain_rows = True
 
     def fit(
         self,
@@ -27,19 +30,23 @@ class AutoAccum:
         compute: Callable[..., Outcome],
         release: Callable[[], None],
     ) -> Outcome:
-        """The outcome with ``accum`` sub-steps, or with the fewest more that fit into memory.
+        """The outcome with ``accum`` sub-steps, or with the fewest more that fit into
+        memory.
 
-        First runs the whole step with the number that fitted last. If memory runs out, doubles the
-        number until a trial of two sub-steps fits, then bisects. The smallest number that fits is
-        tried with a whole step.
+        First runs the whole step with the number that fitted last. If memory runs out,
+        doubles the number until a trial of two sub-steps fits, then bisects. The
+        smallest number that fits is tried with a whole step.
         """
         largest = -(-max(request.sizes) // replicas)  # then a sub-step has one row
-        failed, fits, retries = self.accum - 1, self.accum, 0  # ``fits`` is 0 if none is known
+        # ``fits`` is 0 if none is known
+        failed, fits, retries = self.accum - 1, self.accum, 0
         trial = replace(request, return_outputs=False)
         while True:
             number = (failed + fits + 1) // 2 if fits else min(2 * failed, largest)
             is_whole, cut = fits == failed + 1, plan(number)
-            computes_twice = request.whole_batch and len(cut.substep_rows) > len(cut.shares)
+            computes_twice = request.whole_batch and len(cut.substep_rows) > len(
+                cut.shares
+            )
             retain_rows = is_whole and self._retain_rows and computes_twice
             try:
                 if is_whole:
@@ -50,14 +57,18 @@ class AutoAccum:
                 compute(trial, cut, max_substeps=2, retain_rows=False).attempt.undo()
                 fits = number
             except Exception as error:
-                if is_out_of_memory(error) and not hasattr(error, "more_substeps_cannot_help"):
+                if is_out_of_memory(error) and not hasattr(
+                    error, "more_substeps_cannot_help"
+                ):
                     retries += 1
                     if retain_rows:
                         self._retain_rows = False
                     elif number >= largest:
                         error.add_note(
-                            f'accum="auto" has nothing left to try: with {number} sub-steps a '
-                            f"sub-step is one row, and that does not fit ({retries} tries ran out "
+                            f'accum="auto" has nothing left to try: with {number} '
+                            "sub-steps a "
+                            f"sub-step is one row, and that does not fit ({retries} "
+                            "tries ran out "
                             f"of memory)"
                         )
                         raise
@@ -66,7 +77,8 @@ class AutoAccum:
                 elif is_whole:
                     raise
                 else:
-                    fits = number  # the whole step will raise it, as for one row in a norm
+                    # the whole step will raise it, as for one row in a norm
+                    fits = number
                 clear_frames(error)
             release()
 
@@ -75,6 +87,7 @@ class AutoAccum:
         if number != start:
             with outcome.attempt:  # warnings may be errors
                 warn(
-                    f'accum="auto": {outcome.request.rows} rows with accum={start} ran out of '
+                    f'accum="auto": {outcome.request.rows} rows with accum={start} '
+                    "ran out of "
                     f"memory; accum={number} is the smallest that fits, and is kept"
                 )

@@ -1,10 +1,10 @@
 """buffers="batch": running statistics of batch normalisation are updated once per step.
 
-With sub-steps they would be updated at each sub-step, from few rows. Here they are updated from all
-rows of the step. Replicas record the statistics of each call and leave the running ones unchanged;
-at the end of the step the records are pooled. Only the first computation of a call is recorded, not
-its recomputation in a backward pass (activation checkpointing). After torchgpipe's
-DeferredBatchNorm.
+With sub-steps they would be updated at each sub-step, from few rows. Here they are
+updated from all rows of the step. Replicas record the statistics of each call and leave
+the running ones unchanged; at the end of the step the records are pooled. Only the
+first computation of a call is recorded, not its recomputation in a backward pass
+(activation checkpointing). After torchgpipe's DeferredBatchNorm.
 """
 
 from __future__ import annotations
@@ -34,28 +34,38 @@ class Moments(NamedTuple):
 
 
 class StepStatistics(NamedTuple):
-    """The statistics of a step: of each layer that is updated once per step, if it was called."""
+    """The statistics of a step: of each layer that is updated once per step, if it was
+    called.
+    """
 
     layers: Sequence[tuple[Any, Moments | None]]
 
     def values(self) -> list[BufferValue]:
         """The running statistics that torch would compute in one call with all rows."""
-        called = [_running_stats_after(module, each) for module, each in self.layers if each]
+        called = [
+            _running_stats_after(module, each) for module, each in self.layers if each
+        ]
         return [*chain(*called)]
 
     def to_pool(self) -> list[Tensor]:
-        """One tensor of counts, then each layer's mean and variance; empty without layers."""
+        """One tensor of counts, then each layer's mean and variance; empty without
+        layers.
+        """
         counts, both = list[int](), list[Tensor]()
         for module, moments in self.layers:
             like = module.running_mean
-            nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+            nothing = torch.zeros_like(
+                like, dtype=torch.promote_types(like.dtype, torch.float32)
+            )
             values, *tensors = moments or Moments(0, nothing, nothing)
             counts.append(values)
             both += tensors
         return [torch.tensor(counts, device=both[0].device), *both] if both else []
 
     def pooled(self, rows: Sequence[Sequence[Tensor]]) -> StepStatistics:
-        """The statistics of all ranks; ``rows`` has, for each tensor of ``to_pool``, all ranks'."""
+        """The statistics of all ranks; ``rows`` has, for each tensor of ``to_pool``,
+        all ranks'.
+        """
         by_layer: list[list[Moments]] = [[] for _ in self.layers]
         for counts, *both in zip(*rows, strict=True):
             for k, count in enumerate(to_numbers(counts)):
@@ -66,8 +76,12 @@ class StepStatistics(NamedTuple):
 
 
 def record(modules: Iterable[nn.Module]) -> Records:
-    """Install hooks that record each call's moments, by number of the batch normalisation."""
-    layers = {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
+    """Install hooks that record each call's moments, by number of the batch
+    normalisation.
+    """
+    layers = {
+        m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)
+    }
     records: Records = {m: [] for m in layers}
     for m, module in layers.items():
         call = _MomentsRecorder(m, records)
@@ -83,7 +97,9 @@ def of_step(
     layers = []
     for each in replica_sets:
         replicas = each.replicas[:active]
-        recorded = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
+        recorded = [
+            _moments_of(replica, replicas[0].device, transfers) for replica in replicas
+        ]
         for m in replicas[0].records:
             module: Any = each.modules[m]
             if module.running_mean is not None:
@@ -92,21 +108,34 @@ def of_step(
     return StepStatistics(layers)
 
 
-def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
-    """The statistics that one replica recorded, by number of the module, on ``device``."""
-    recorded = {m: each for m, calls in replica.records.items() if (each := _pooled(calls))}
+def _moments_of(
+    replica: Replica, device: torch.device, transfers: Transfers
+) -> dict[int, Moments]:
+    """The statistics that one replica recorded, by number of the module,
+    on ``device``.
+    """
+    recorded = {
+        m: each for m, calls in replica.records.items() if (each := _pooled(calls))
+    }
     if replica.device == device:
         return recorded
-    tensors = {(m, i): t for m, moments in recorded.items() for i, t in enumerate(moments[1:])}
-    moved = dict(chain(*map(dict.items, iter_copies(tensors, device, transfers, "reduce"))))
-    return {m: Moments(moments.values, moved[m, 0], moved[m, 1]) for m, moments in recorded.items()}
+    tensors = {
+        (m, i): t for m, moments in recorded.items() for i, t in enumerate(moments[1:])
+    }
+    moved = dict(
+        chain(*map(dict.items, iter_copies(tensors, device, transfers, "reduce")))
+    )
+    return {
+        m: Moments(moments.values, moved[m, 0], moved[m, 1])
+        for m, moments in recorded.items()
+    }
 
 
 class _MomentsRecorder:
     """Hooks around the calls of one batch normalisation, of any class.
 
-    In a call the running statistics are zero and the momentum is 1. So the kernel writes the
-    statistics of the batch to them, which it computes anyway.
+    In a call the running statistics are zero and the momentum is 1. So the kernel
+    writes the statistics of the batch to them, which it computes anyway.
     """
 
     def __init__(self, number: int, records: Records) -> None:
@@ -122,13 +151,18 @@ class _MomentsRecorder:
             buffers.update(zip(RUNNING, map(torch.zeros_like, saved), strict=False))
             vars(module)["momentum"] = 1.0
 
-    def end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+    def end(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object
+    ) -> None:
         if self._running is None:
             return
         buffers = module._buffers
         mean, variance = (buffers[name] for name in RUNNING[:2])
-        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = self._running
-        if current_graph_task() == -1:  # else a backward pass recomputes a recorded call
+        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = (
+            self._running
+        )
+        # else a backward pass recomputes a recorded call
+        if current_graph_task() == -1:
             (layer_input, *_) = (*args, *kwargs.values())
             values = layer_input.numel() // layer_input.size(1)
             self._records[self._number].append(Moments(values, mean, variance))
@@ -158,7 +192,9 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _running_stats_after(module: Any, moments: Moments) -> list[BufferValue]:
-    """The running statistics that torch would compute in one call: container, name and value."""
+    """The running statistics that torch would compute in one call: container, name and
+    value.
+    """
     values, factor = {}, module.momentum
     tracked = module.num_batches_tracked
     if tracked is not None:

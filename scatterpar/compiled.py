@@ -1,11 +1,13 @@
 """Replicas of compiled modules run compiled, and share the compiled code.
 
-Each replica has its own compiled call, and all replicas of a class share one code object: torch
-stores compiled graphs per code object, so each size and kind of device is compiled once.
+Each replica has its own compiled call, and all replicas of a class share one code
+object: torch stores compiled graphs per code object, so each size and kind of device is
+compiled once.
 
-torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
-that see a new size at the same time would each compile it. So a replica that calls its module with
-arguments of a new kind has a lock until its sub-step ends, backward pass included.
+torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and
+replicas that see a new size at the same time would each compile it. So a replica that
+calls its module with arguments of a new kind has a lock until its sub-step ends,
+backward pass included.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from scatterpar.threads.generators import current_generator
 from scatterpar.torch_private import CompileFn
 
 _CUDA_GRAPHS = (
-    'CUDA graphs, which replicas in threads have not been tried with; use mode="default" or '
+    "CUDA graphs, which replicas in threads have not been tried with; use "
+    'mode="default" or '
     'mode="max-autotune-no-cudagraphs"'
 )
 _PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
@@ -45,18 +48,23 @@ class Compiler:
     def compiled_call(
         self, module: nn.Module, replica: nn.Module, compile_fn: CompileFn
     ) -> Callable[..., Any]:
-        """The compiled call of a replica; ``compile_fn`` compiles as the user compiled ``module``.
+        """The compiled call of a replica; ``compile_fn`` compiles as the user compiled
+        ``module``.
 
         Raises ``ValueError`` if it would record CUDA graphs.
         """
         kind = type(module)
-        if torch_private.records_cuda_graphs(compile_fn) and torch.accelerator.is_available():
+        if (
+            torch_private.records_cuda_graphs(compile_fn)
+            and torch.accelerator.is_available()
+        ):
             raise ValueError(f"{kind.__name__} was compiled with {_CUDA_GRAPHS}")
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-        # A code object per engine: graphs of another engine would count towards torch's limit.
+        # A code object per engine: graphs of another engine would count towards torch's
+        # limit.
         run.__code__ = self._code.setdefault(kind, run.__code__.replace())
         compiled = partial(compile_fn(run), replica)
 
@@ -102,8 +110,9 @@ class Compiler:
 def drawing_from_default() -> Iterator[None]:
     """In the body, the process's own generator continues that of this thread's replica.
 
-    torch.compile ignores the kernels in the call in which it compiles, and restores the generator
-    that ``torch.get_rng_state`` shows. One thread at a time may be in such a body.
+    torch.compile ignores the kernels in the call in which it compiles, and restores the
+    generator that ``torch.get_rng_state`` shows. One thread at a time may be in such a
+    body.
     """
     generator, default = current_generator(), torch.default_generator
     if generator is None:
@@ -122,19 +131,24 @@ def _kind_of(arguments: Any) -> Hashable:
     kinds: list[Hashable] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     kinds.append(tuple(autocast_types()))
     for leaf in nested.leaves(arguments):
-        kinds.append((type(leaf), leaf if isinstance(leaf, (bool, int, float, str)) else None))
+        kinds.append(
+            (type(leaf), leaf if isinstance(leaf, (bool, int, float, str)) else None)
+        )
         if isinstance(leaf, Tensor):
             kinds.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
     return tuple(kinds)
 
 
 def compile_fn_from(compile: bool | Mapping[str, Any]) -> CompileFn | None:
-    """The compile function for the option ``compile=``, which is checked; ``None`` if it is off."""
+    """The compile function for the option ``compile=``, which is checked; ``None`` if
+    it is off.
+    """
     if isinstance(compile, bool):
         return torch.compile if compile else None
     if not isinstance(compile, Mapping):
         raise TypeError(
-            f"compile must be True, False or a dict of torch.compile's keywords, got {compile!r}"
+            "compile must be True, False or a dict of torch.compile's keywords, got "
+            f"{compile!r}"
         )
     is_asked = (compile.get("options") or {}).get("triton.cudagraphs", False)
     with_graphs = compile.get("mode") in ("reduce-overhead", "max-autotune")

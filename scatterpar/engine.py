@@ -1,6 +1,7 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step. Comments in ``_step``, ``_fit`` and ``_compute`` have the same numbers::
+The path of one step. Comments in ``_step``, ``_fit`` and ``_compute`` have the same
+numbers::
 
     1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
 
@@ -9,9 +10,10 @@ The path of one step. Comments in ``_step``, ``_fit`` and ``_compute`` have the 
             +-- share 2 ----- replica 2 -- sub-step 0 ... 15 --+
             +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
 
-If the step fails, also in 6, all user state that was written is restored. If memory runs out in 2
-to 5, ``accum="auto"`` starts again at 1. Ranks exchange their sums between 5 and 6. In 6,
-``forward_backward`` adds to ``.grad``; with ``loss`` the backward pass of the loss does that.
+If the step fails, also in 6, all user state that was written is restored. If memory
+runs out in 2 to 5, ``accum="auto"`` starts again at 1. Ranks exchange their sums
+between 5 and 6. In 6, ``forward_backward`` adds to ``.grad``; with ``loss`` the
+backward pass of the loss does that.
 """
 
 from __future__ import annotations
@@ -35,13 +37,25 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import Compiler
-from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet, StatisticsPolicy
+from scatterpar.replicas.replicas import (
+    ReplicaOptions,
+    Replicas,
+    ReplicaSet,
+    StatisticsPolicy,
+)
 from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Combine, Outcome, reduce
-from scatterpar.step.request import Call, Count, Request, check_cuts, check_options, checked
+from scatterpar.step.request import (
+    Call,
+    Count,
+    Request,
+    check_cuts,
+    check_options,
+    checked,
+)
 from scatterpar.step.scatter import in_order, micro_batches, scatter
 from scatterpar.step.substeps import Schedule, call_inputs, compute
 from scatterpar.threads.workers import Workers
@@ -54,71 +68,78 @@ if TYPE_CHECKING:
     from scatterpar.trace import Trace
     from scatterpar.verify.gradient_check import GradientCheck
 
-_MAX_REPLICAS = 2**16  # per rank: rank r numbers its replicas from r * this, for their seeds
+# per rank: rank r numbers its replicas from r * this, for their seeds
+_MAX_REPLICAS = 2**16
 
 
 class ScatterOnceParallel(Wrapper):
     """Train on very large batches with all the devices of one machine, in one process.
 
-    Computes ``criterion(module(inputs), targets).backward()`` for the whole batch as one device
-    with enough memory would, but with the rows divided over replicas of ``module``, each of which
-    computes its share in ``accum`` sub-steps. The batch is scattered once, parameters are sent
-    once, and gradients are reduced once.
+    Computes ``criterion(module(inputs), targets).backward()`` for the whole batch as
+    one device with enough memory would, but with the rows divided over replicas of
+    ``module``, each of which computes its share in ``accum`` sub-steps. The batch is
+    scattered once, parameters are sent once, and gradients are reduced once.
 
-    Args:
-        module: any ``nn.Module`` on ``device_ids[0]``. Optimizers and checkpoints use it as before.
-        accum: sub-steps per replica, or ``"auto"``: start with one and, if memory runs out, plan
-            the same batch again with the fewest sub-steps that fit, which later steps use, too.
-        device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
-            ``torch.device``. Replicas with equal entries share one memory: ``["cpu"] * 4`` are four
-            in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices with separate memories.
-            Default: every visible accelerator, or a single CPU replica if there is none.
-        micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one number, or
-            one per replica for devices of unequal memory.
-        micro_batch_cost: maximal cost of a sub-step, instead of ``accum``, for rows of unequal
-            length: its number of rows times the largest of their ``costs``, which each call passes.
-            Rows of similar cost share a sub-step; outputs keep the order of the batch.
+    Args: module: any ``nn.Module`` on ``device_ids[0]``. Optimizers and checkpoints use
+        it as before. accum: sub-steps per replica, or ``"auto"``: start with one and,
+        if memory runs out, plan
+            the same batch again with the fewest sub-steps that fit, which later steps
+            use, too.
+        device_ids: one entry per replica: ints (ordinals of the accelerator), strings
+            or ``torch.device``. Replicas with equal entries share one memory: ``["cpu"]
+            * 4`` are four in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices
+            with separate memories. Default: every visible accelerator, or a single CPU
+            replica if there is none.
+        micro_batch_size: maximal number of rows per sub-step, instead of ``accum``: one
+            number, or one per replica for devices of unequal memory.
+        micro_batch_cost: maximal cost of a sub-step, instead of ``accum``, for rows of
+            unequal length: its number of rows times the largest of their ``costs``,
+            which each call passes. Rows of similar cost share a sub-step; outputs keep
+            the order of the batch.
         dim: the dimension along which the batch is split into rows.
-        buffers: ``"master"`` keeps the buffers of replica 0. ``"batch"`` updates running
-            statistics of batch normalisation once per step, not in every sub-step, with the mean
-            and unbiased variance over all rows.
+        buffers: ``"master"`` keeps the buffers of replica 0. ``"batch"`` updates
+            running statistics of batch normalisation once per step, not in every
+            sub-step, with the mean and unbiased variance over all rows.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
-        process_group: train together with other processes, one per machine. Each rank passes its
-            own rows; loss and gradients are those of all ranks' batches together. If a rank fails,
-            every rank raises an error in that step. At construction all ranks get the parameters
-            and buffers of rank 0. Inference is separate on each rank.
-        shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device that is
-            three times as fast as the other. A larger share has more sub-steps, not larger ones.
+        process_group: train together with other processes, one per machine. Each rank
+            passes its own rows; loss and gradients are those of all ranks' batches
+            together. If a rank fails, every rank raises an error in that step. At
+            construction all ranks get the parameters and buffers of rank 0. Inference
+            is separate on each rank.
+        shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device
+            that is three times as fast as the other. A larger share has more sub-steps,
+            not larger ones.
         accumulate_dtype: gradients of sub-steps, replicas and ranks are added in this
-            floating-point dtype, if theirs is not wider, such as ``torch.float32`` for parameters
-            in bfloat16. The sum is rounded once, to the dtype of ``.grad``.
-        measure_noise: ``last_step.noise`` compares the replicas' gradients, to estimate the batch
-            size beyond which more rows gain little (:class:`GradientNoise`).
-        compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
-            module itself is not changed. They do, too, if it was compiled, as a whole or in parts.
-        verify: before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and batch, and
-            when labels go beyond the range that was seen, compute a few rows at once, by the user's
-            own module and criterion in plain torch, and in parts, as the step is about to. If loss
-            or gradient differ by more than rounding, a ``ValueError`` before anything changes says
-            what would be right. An inconclusive look warns once. So do state that sub-steps change,
-            and outputs that depend on the other rows.
-        graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
-            of micro-batch, and replay it: for sub-steps that a device finishes before the host has
-            launched them. Python runs only in a capture, so numbers that change must be tensors. A
-            changed module or criterion is captured again; a global variable is not followed. A
-            sub-step that cannot be captured runs without graphs from then on, with one warning. On
-            the CPU nothing is captured.
+            floating-point dtype, if theirs is not wider, such as ``torch.float32`` for
+            parameters in bfloat16. The sum is rounded once, to the dtype of ``.grad``.
+        measure_noise: ``last_step.noise`` compares the replicas' gradients, to estimate
+            the batch size beyond which more rows gain little (:class:`GradientNoise`).
+        compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run
+            compiled, and the module itself is not changed. They do, too, if it was
+            compiled, as a whole or in parts.
+        verify: before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and
+            batch, and when labels go beyond the range that was seen, compute a few rows
+            at once, by the user's own module and criterion in plain torch, and in
+            parts, as the step is about to. If loss or gradient differ by more than
+            rounding, a ``ValueError`` before anything changes says what would be right.
+            An inconclusive look warns once. So do state that sub-steps change, and
+            outputs that depend on the other rows.
+        graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph,
+            once per shape of micro-batch, and replay it: for sub-steps that a device
+            finishes before the host has launched them. Python runs only in a capture,
+            so numbers that change must be tensors. A changed module or criterion is
+            captured again; a global variable is not followed. A sub-step that cannot be
+            captured runs without graphs from then on, with one warning. On the CPU
+            nothing is captured.
 
-    Attributes:
-        module: the user's module.
-        shares: the relative sizes of the replicas' shares, one number per replica.
-        last_step: a :class:`StepReport` of the last step; ``None`` before the first step.
+    Attributes: module: the user's module. shares: the relative sizes of the replicas'
+        shares, one number per replica. last_step: a :class:`StepReport` of the last
+        step; ``None`` before the first step.
 
-    Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: an argument out of range, a parameter that is not on ``device_ids[0]``,
-            modules that differ between ranks, or an ``nn.SyncBatchNorm`` that would exchange its
-            statistics between processes.
+    Raises: TypeError: an argument of the wrong type. ValueError: an argument out of
+        range, a parameter that is not on ``device_ids[0]``,
+            modules that differ between ranks, or an ``nn.SyncBatchNorm`` that would
+            exchange its statistics between processes.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -152,8 +173,15 @@ class ScatterOnceParallel(Wrapper):
         self.module, compile_fn = unwrapped(module)
         self.device_ids = resolve(device_ids)
         self.accum: Any = accum
-        self.micro_batch_size, self.micro_batch_cost = micro_batch_size, micro_batch_cost
-        self.dim, self.buffer_policy, self.accumulate_dtype = dim, buffers, accumulate_dtype
+        self.micro_batch_size, self.micro_batch_cost = (
+            micro_batch_size,
+            micro_batch_cost,
+        )
+        self.dim, self.buffer_policy, self.accumulate_dtype = (
+            dim,
+            buffers,
+            accumulate_dtype,
+        )
         self.check_finite, self.measure_noise = check_finite, measure_noise
         self.verify, self.graphs = verify, graphs
         if compile is not None:
@@ -182,7 +210,9 @@ class ScatterOnceParallel(Wrapper):
             from scatterpar.distributed.ranks import Ranks
 
             master, dtype = self.device_ids[0], self.accumulate_dtype
-            self._ranks = Ranks(process_group, self.module, master, self.buffer_policy, dtype)
+            self._ranks = Ranks(
+                process_group, self.module, master, self.buffer_policy, dtype
+            )
 
     _transient = "_workers", "_replicas", "_checks", "_one_pass", "_noise", "_trace"
 
@@ -200,13 +230,19 @@ class ScatterOnceParallel(Wrapper):
 
             verifier = Verifier(self._ranks is not None)
             self._checks = {"check": verifier.check, "check_join": verifier.check_join}
-        self._combine: Combine | None = self._ranks.reduce_outcome if self._ranks else None
+        self._combine: Combine | None = (
+            self._ranks.reduce_outcome if self._ranks else None
+        )
         self._one_pass = Schedule()
         if self.graphs is not False:
             from scatterpar.graphs import Captured
 
             self._one_pass = Captured(
-                self.graphs, self.device_ids, self.buffer_policy, compile_fn, self.micro_batch_cost
+                self.graphs,
+                self.device_ids,
+                self.buffer_policy,
+                compile_fn,
+                self.micro_batch_cost,
             )
         self._noise: Any = None  # the add-on
         if self.measure_noise:
@@ -230,58 +266,73 @@ class ScatterOnceParallel(Wrapper):
         whole_batch: bool = False,
         costs: Any = None,
     ) -> Any:
-        """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
+        """One step: adds the gradient of the whole batch's loss to the parameters'
+        ``.grad``.
 
-        Args:
-            inputs: a tensor or list (one positional argument of the module), a tuple (positional
-                arguments) or a mapping (keyword arguments), nested at will. Tensors have the
-                batch's rows along ``dim``; 0-dim tensors and everything else go to every replica.
-                ``Replicated`` marks values without rows, ``Rows`` a list with one entry per row,
-                ``Rows.from_batches`` several batches.
+        Args: inputs: a tensor or list (one positional argument of the module), a tuple
+            (positional
+                arguments) or a mapping (keyword arguments), nested at will. Tensors
+                have the batch's rows along ``dim``; 0-dim tensors and everything else
+                go to every replica. ``Replicated`` marks values without rows, ``Rows``
+                a list with one entry per row, ``Rows.from_batches`` several batches.
             targets: the targets for the criterion, with the same rows.
-            criterion: ``criterion(output, targets)`` returns a 0-dim loss. With ``None`` the
-                module's output is the loss, or has it as ``.loss`` or ``["loss"]``. Networks
-                that it trains are children of an ``nn.Module``, or bound by
-                ``functools.partial(criterion, net=net)``: replicas have copies of them.
-            reduction: how the criterion combines its terms, ``"mean"`` or ``"sum"``; by default the
-                criterion's attribute ``.reduction``, else ``"mean"``.
-            count: ``count(inputs, targets)`` returns the number of terms that a mean loss of these
-                inputs and targets averages over, as a number or 0-dim tensor. By default the number
-                of rows. For ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (or their functions, also as
-                a ``functools.partial``) the default follows their ``ignore_index`` and ``weight``.
-                ``scatterpar.count_labels`` returns such a function for labels of which some are
-                ignored.
+            criterion: ``criterion(output, targets)`` returns a 0-dim loss. With
+                ``None`` the module's output is the loss, or has it as ``.loss`` or
+                ``["loss"]``. Networks that it trains are children of an ``nn.Module``,
+                or bound by ``functools.partial(criterion, net=net)``: replicas have
+                copies of them.
+            reduction: how the criterion combines its terms, ``"mean"`` or ``"sum"``; by
+                default the criterion's attribute ``.reduction``, else ``"mean"``.
+            count: ``count(inputs, targets)`` returns the number of terms that a mean
+                loss of these inputs and targets averages over, as a number or 0-dim
+                tensor. By default the number of rows. For ``nn.CrossEntropyLoss`` and
+                ``nn.NLLLoss`` (or their functions, also as a ``functools.partial``) the
+                default follows their ``ignore_index`` and ``weight``.
+                ``scatterpar.count_labels`` returns such a function for labels of which
+                some are ignored.
             scaler: its scale multiplies the gradients, for ``scaler.step(optimizer)``.
-            return_outputs: ``True`` to return the module's outputs too, or a function that is
-                applied to the detached output of each micro-batch, to return its results.
-            whole_batch: the criterion sees the outputs and targets of all rows at once, joined in
-                row order on the master, for losses that compare rows with each other. It is called
-                once, in the caller's thread. Every micro-batch except a replica's last one is
-                computed twice, with the same random numbers and from the same state.
-            costs: with ``micro_batch_cost``, the cost of each row, such as its length: a list,
-                tuple, array or 1-D tensor with one number per row.
+            return_outputs: ``True`` to return the module's outputs too, or a function
+                that is applied to the detached output of each micro-batch, to return
+                its results.
+            whole_batch: the criterion sees the outputs and targets of all rows at once,
+                joined in row order on the master, for losses that compare rows with
+                each other. It is called once, in the caller's thread. Every micro-batch
+                except a replica's last one is computed twice, with the same random
+                numbers and from the same state.
+            costs: with ``micro_batch_cost``, the cost of each row, such as its length:
+                a list, tuple, array or 1-D tensor with one number per row.
 
-        Returns:
-            The loss of the whole batch, 0-dim, detached, on the master. With ``return_outputs`` a
-            pair of the loss and the outputs: a tuple with one entry per replica used, detached,
-            each on its replica's device. With ``costs`` the tuple has one entry, on the master,
-            with all rows in the order of the batch.
+        Returns: The loss of the whole batch, 0-dim, detached, on the master. With
+            ``return_outputs`` a pair of the loss and the outputs: a tuple with one
+            entry per replica used, detached, each on its replica's device. With
+            ``costs`` the tuple has one entry, on the master, with all rows in the order
+            of the batch.
 
-        Raises:
-            ValueError: an empty batch, tensors with different numbers of rows or that require grad,
-                outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``; with
-                ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; a gradient that
-                arrives at a network that no replica has; with ``verify``, losses that do not
-                combine as ``reduction`` and ``count`` say.
-            RuntimeError: a step inside a step, after ``close()``, or in a forked child; with
-                ``whole_batch``, a module whose second pass gives other outputs.
+        Raises: ValueError: an empty batch, tensors with different numbers of rows or
+            that require grad,
+                outputs that cannot be joined, a loss that is not 0-dim,
+                ``reduction="none"``; with ``whole_batch`` no criterion, or
+                ``reduction=`` or ``count=``; a gradient that arrives at a network that
+                no replica has; with ``verify``, losses that do not combine as
+                ``reduction`` and ``count`` say.
+            RuntimeError: a step inside a step, after ``close()``, or in a forked child;
+                with ``whole_batch``, a module whose second pass gives other outputs.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
 
-            Exceptions of the module or the criterion are raised unchanged, with a note that names
-            the replica and sub-step. After any exception, nothing has changed.
+            Exceptions of the module or the criterion are raised unchanged, with a note
+            that names the replica and sub-step. After any exception, nothing has
+            changed.
         """
         call = Call(
-            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch, costs
+            inputs,
+            targets,
+            criterion,
+            reduction,
+            count,
+            scaler,
+            return_outputs,
+            whole_batch,
+            costs,
         )
         return self._step(call, deferred=False)
 
@@ -301,21 +352,22 @@ class ScatterOnceParallel(Wrapper):
         """One step whose gradients wait for the backward pass of the returned loss.
 
         For loops that call ``loss.backward()`` themselves. The call computes what
-        ``forward_backward`` computes, sets ``last_step``, and updates buffers and random state. The
-        backward pass adds the gradient of the whole batch to ``.grad``, times the factor that
-        arrives at the loss; hooks on parameters run in it. So the loss can be scaled, added to
-        other losses, dropped, or passed to ``torch.autograd.grad``. With a ``scaler``, call
-        ``scaler.scale(loss).backward()``: its scale is applied in the call already, so that small
-        gradients in half precision do not vanish, but not to the loss.
+        ``forward_backward`` computes, sets ``last_step``, and updates buffers and
+        random state. The backward pass adds the gradient of the whole batch to
+        ``.grad``, times the factor that arrives at the loss; hooks on parameters run in
+        it. So the loss can be scaled, added to other losses, dropped, or passed to
+        ``torch.autograd.grad``. With a ``scaler``, call
+        ``scaler.scale(loss).backward()``: its scale is applied in the call already, so
+        that small gradients in half precision do not vanish, but not to the loss.
 
-        Returns:
-            The whole batch's loss, 0-dim, on the master, for one backward pass; with
-            ``return_outputs`` a pair of it and the outputs, detached. Under ``torch.no_grad()``
-            only forward passes run, and the loss has no graph.
+        Returns: The whole batch's loss, 0-dim, on the master, for one backward pass;
+            with ``return_outputs`` a pair of it and the outputs, detached. Under
+            ``torch.no_grad()`` only forward passes run, and the loss has no graph.
 
-        Raises:
-            RuntimeError: in a second backward pass, even with ``retain_graph=True``; in a backward
-                pass with ``create_graph=True``. The call raises the errors of ``forward_backward``.
+        Raises: RuntimeError: in a second backward pass, even with
+            ``retain_graph=True``; in a backward
+                pass with ``create_graph=True``. The call raises the errors of
+                ``forward_backward``.
 
         Example:
             >>> model = nn.Linear(4, 2)
@@ -326,20 +378,33 @@ class ScatterOnceParallel(Wrapper):
             torch.Size([2, 4])
         """
         call = Call(
-            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch, costs
+            inputs,
+            targets,
+            criterion,
+            reduction,
+            count,
+            scaler,
+            return_outputs,
+            whole_batch,
+            costs,
         )
         return self._step(call, deferred=True)
 
     def _step(self, call: Call, *, deferred: bool) -> Any:
-        """The whole step. ``forward_backward`` and ``loss`` differ only in the commit."""
+        """The whole step. ``forward_backward`` and ``loss`` differ only
+        in the commit.
+        """
         waited = max(0.0, time.perf_counter() - self._step_ended)
         recorded = self._trace.step() if self._trace else contextlib.nullcontext()
         with self._workers.exclusive(self.module), recorded:
             try:
-                compute = partial(self._fit, call, not deferred or torch.is_grad_enabled())
+                compute = partial(
+                    self._fit, call, not deferred or torch.is_grad_enabled()
+                )
                 outcome = self._combine(compute) if self._combine else compute()
                 attempt = outcome.attempt
-                with attempt, attempt.span("commit"):  # a hook that raises undoes the step
+                # a hook that raises undoes the step
+                with attempt, attempt.span("commit"):
                     noise = self._noise.noise_of(outcome) if self._noise else None
                     loss = commit(outcome, deferred=deferred)  # 6
                 self.last_step = outcome.report(noise, waited)
@@ -348,19 +413,29 @@ class ScatterOnceParallel(Wrapper):
         return (loss, outcome.outputs) if call.return_outputs else loss
 
     def _fit(self, call: Call, backward: bool) -> Outcome:
-        """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
+        """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit
+        into memory.
+        """
         schedule = self._schedule(call)
-        request = checked(call, self.dim, self.device_ids[0], self.check_finite, backward)
+        request = checked(
+            call, self.dim, self.device_ids[0], self.check_finite, backward
+        )
         if self._auto_accum and call.costs is None:
-            plan_with = partial(make_plan, request.sizes, self.device_ids, shares=self.shares)  # 1
+            # 1
+            plan_with = partial(
+                make_plan, request.sizes, self.device_ids, shares=self.shares
+            )
             compute = partial(self._compute, schedule)
             replicas, release = len(self.device_ids), self._workers.release
-            outcome = self._auto_accum.fit(request, replicas, plan_with, compute, release)
+            outcome = self._auto_accum.fit(
+                request, replicas, plan_with, compute, release
+            )
         else:
             plan = self.plan(request.sizes, call.costs)  # 1
             outcome = self._compute(schedule, request, plan)
         with outcome.attempt:
-            self._workers.interrupts.deliver()  # later ones wait until every rank has committed
+            # later ones wait until every rank has committed
+            self._workers.interrupts.deliver()
         return outcome
 
     def _schedule(self, call: Call) -> Schedule:
@@ -371,19 +446,24 @@ class ScatterOnceParallel(Wrapper):
 
         return TwoPasses(call, self._ranks, self.graphs)
 
-    def _compute(self, schedule: Schedule, request: Request, plan: Plan, **trial: Any) -> Outcome:
+    def _compute(
+        self, schedule: Schedule, request: Request, plan: Plan, **trial: Any
+    ) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
         with self._attempt(request, plan, **trial) as attempt:
             transfers, have_losses = attempt.transfers, schedule.weights_apply()
             with attempt.phase("scatter"):  # 2
                 data = in_order(schedule.data(request), plan, self.dim)
                 pieces = micro_batches(data, plan, self.dim) if have_losses else None
-                # First: it may read labels from a device, and would wait for copies in the queue.
+                # First: it may read labels from a device, and would wait for copies in
+                # the queue.
                 attempt.weights = compute_loss_weights(request, plan, pieces)
                 loaders = scatter(data, plan, self.dim, transfers)
             with attempt.phase("replicate"):  # 3
                 number = schedule.replicas_of_criterion
-                self._replicas.refresh(self.module, request.criterion, transfers, number)
+                self._replicas.refresh(
+                    self.module, request.criterion, transfers, number
+                )
             with attempt.phase("compute"):  # 4
                 computed = compute(attempt, loaders, schedule)
             with attempt.phase("reduce"):  # 5
@@ -392,14 +472,23 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
-        """One try at a step, undone if the body raises. Checks the links between devices first."""
+        """One try at a step, undone if the body raises. Checks the links between
+        devices first.
+        """
         check_links(self.device_ids)
         checks = self._checks if trial.get("max_substeps") is None else {}
         offset = self._ranks.rank * _MAX_REPLICAS if self._ranks else None
         clock = self._trace.clock if self._trace else None
         try:
             with Attempt(
-                self._workers, request, plan, self._replicas, offset, clock, **checks, **trial
+                self._workers,
+                request,
+                plan,
+                self._replicas,
+                offset,
+                clock,
+                **checks,
+                **trial,
             ) as attempt:
                 yield attempt
         finally:
@@ -410,9 +499,11 @@ class ScatterOnceParallel(Wrapper):
                 self._replicas.clear_step_state()
 
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
-        """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
+        """The shares and micro-batches for a batch of ``rows``; ``print`` shows a
+        table.
 
-        For several batches pass a list of row counts, with ``micro_batch_cost`` also ``costs``.
+        For several batches pass a list of row counts, with ``micro_batch_cost`` also
+        ``costs``.
         """
         if self.micro_batch_cost is not None or costs is not None:
             from scatterpar.costs import plan_by_cost
@@ -420,25 +511,30 @@ class ScatterOnceParallel(Wrapper):
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
         accum = self._auto_accum.accum if self._auto_accum else self.accum
-        return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
+        return make_plan(
+            rows, self.device_ids, accum, self.micro_batch_size, self.shares
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Inference: scatter once, run in micro-batches without a graph, gather to the master.
+        """Inference: scatter once, run in micro-batches without a graph, gather to the
+        master.
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
             kwargs: keyword arguments of the module, and the engine's ``costs``. Without
-                ``micro_batch_cost``, a module whose ``forward`` has an argument ``costs`` gets it.
+                ``micro_batch_cost``, a module whose ``forward`` has an argument
+                ``costs`` gets it.
 
-        Returns:
-            The module's output for the whole batch, in the same nested types, on the master, in row
-            order. 0-dim tensors are averaged over the rows. If the inputs have ``Rows`` or another
-            marker with rows, lists with one entry per row are concatenated.
+        Returns: The module's output for the whole batch, in the same nested types, on
+            the master, in row order. 0-dim tensors are averaged over the rows. If the
+            inputs have ``Rows`` or another marker with rows, lists with one entry per
+            row are concatenated.
 
-        Raises:
-            ValueError: outputs that cannot be joined, several batches, ``costs`` without
+        Raises: ValueError: outputs that cannot be joined, several batches, ``costs``
+            without
                 ``micro_batch_cost``, or ``micro_batch_cost`` without ``costs``.
-            RuntimeError: a call in training mode with grad enabled; use ``forward_backward`` there.
+            RuntimeError: a call in training mode with grad enabled; use
+                ``forward_backward`` there.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
@@ -448,7 +544,8 @@ class ScatterOnceParallel(Wrapper):
         if self.module.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "calling the engine computes no gradients: to train, use "
-                "engine.forward_backward(inputs, targets, criterion); for inference, call "
+                "engine.forward_backward(inputs, targets, criterion); for inference, "
+                "call "
                 "engine.eval() first or use torch.no_grad()"
             )
         costs = None
@@ -467,32 +564,36 @@ class ScatterOnceParallel(Wrapper):
         pad: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call ``function`` for all rows on all replicas, in micro-batches without a graph.
+        """Call ``function`` for all rows on all replicas, in micro-batches without a
+        graph.
 
-        For work besides the forward pass, such as ``generate`` or ``encode``. Modules stay in
-        training or evaluation mode. Random numbers depend on the number of replicas and
-        micro-batches, as those of dropout do. With a process group each rank has its own rows.
+        For work besides the forward pass, such as ``generate`` or ``encode``. Modules
+        stay in training or evaluation mode. Random numbers depend on the number of
+        replicas and micro-batches, as those of dropout do. With a process group each
+        rank has its own rows.
 
-        Args:
-            function: a method of the module or of a part of it, such as ``model.generate``: each
-                replica calls its own as ``function(*inputs, **kwargs)``. Any other function is
-                called as ``function(replica, *inputs, **kwargs)``. It runs in the replicas'
-                threads. A ``functools.partial`` of either binds arguments without rows.
+        Args: function: a method of the module or of a part of it, such as
+            ``model.generate``: each
+                replica calls its own as ``function(*inputs, **kwargs)``. Any other
+                function is called as ``function(replica, *inputs, **kwargs)``. It runs
+                in the replicas' threads. A ``functools.partial`` of either binds
+                arguments without rows.
             inputs: positional arguments of the function, with rows along ``dim``.
             costs: as in ``forward_backward``.
-            pad: pads tensors at the end with this value, if micro-batches give different sizes.
+            pad: pads tensors at the end with this value, if micro-batches give
+                different sizes.
             kwargs: keyword arguments of the function, with rows or without.
 
-        Returns:
-            The results for the whole batch, on the master, in row order and in the same nested
-            types. Tensors with rows are joined along ``dim``, 0-dim tensors averaged over the rows,
-            lists with one entry per row concatenated. Equal plain values are returned once.
-            Anything else becomes a list with one entry per micro-batch, unless there is only one
-            micro-batch.
+        Returns: The results for the whole batch, on the master, in row order and in the
+            same nested types. Tensors with rows are joined along ``dim``, 0-dim tensors
+            averaged over the rows, lists with one entry per row concatenated. Equal
+            plain values are returned once. Anything else becomes a list with one entry
+            per micro-batch, unless there is only one micro-batch.
 
-        Raises:
-            ValueError: a function that refers to the module itself, tensors that cannot be joined,
-                several batches, ``costs`` without ``micro_batch_cost`` or the other way round.
+        Raises: ValueError: a function that refers to the module itself, tensors that
+            cannot be joined,
+                several batches, ``costs`` without ``micro_batch_cost`` or the other way
+                round.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
@@ -501,7 +602,9 @@ class ScatterOnceParallel(Wrapper):
         """
         return self._map(function, inputs, kwargs, costs, pad)
 
-    def _map(self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None) -> Any:
+    def _map(
+        self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None
+    ) -> Any:
         from scatterpar.inference import map_rows
 
         with self._workers.exclusive():
@@ -523,17 +626,18 @@ class ScatterOnceParallel(Wrapper):
         whole_batch: bool = False,
         costs: Any = None,
     ) -> GradientCheck:
-        """Compare the gradient of one batch with that of a plain backward pass on the master.
+        """Compare the gradient of one batch with that of a plain backward pass on the
+        master.
 
-        Takes the arguments of ``forward_backward``. The batch must fit on the master; a small batch
-        is sufficient. Nothing is changed: parameters, ``.grad``, buffers, random state and
-        ``last_step`` stay the same, and no hook on a parameter runs. With a process group each rank
-        compares its own rows.
+        Takes the arguments of ``forward_backward``. The batch must fit on the master; a
+        small batch is sufficient. Nothing is changed: parameters, ``.grad``, buffers,
+        random state and ``last_step`` stay the same, and no hook on a parameter runs.
+        With a process group each rank compares its own rows.
 
-        Returns:
-            A report with ``.worst``, the largest relative difference of a parameter,
-            ``.parameter``, its name, and ``.passed``, whether the difference is only rounding. It
-            prints as a sentence, which names possible reasons of a difference.
+        Returns: A report with ``.worst``, the largest relative difference of a
+            parameter, ``.parameter``, its name, and ``.passed``, whether the difference
+            is only rounding. It prints as a sentence, which names possible reasons of a
+            difference.
 
         Raises:
             ValueError: as ``forward_backward``, or several batches.
@@ -546,12 +650,16 @@ class ScatterOnceParallel(Wrapper):
         """
         from scatterpar.verify.gradient_check import compare
 
-        call = Call(inputs, targets, criterion, reduction, count, whole_batch=whole_batch)
+        call = Call(
+            inputs, targets, criterion, reduction, count, whole_batch=whole_batch
+        )
         with self._workers.exclusive(self.module):
             schedule, master = self._schedule(call), self.device_ids[0]
             request = checked(call, self.dim, master, self.check_finite)
             if len(request.sizes) > 1:
-                raise ValueError(f"check takes one batch, got {len(request.sizes)}; pass one")
+                raise ValueError(
+                    f"check takes one batch, got {len(request.sizes)}; pass one"
+                )
             plan = self.plan(request.sizes, costs)
             # A limit on sub-steps makes it a trial, of this rank only.
             outcome = self._compute(schedule, request, plan, max_substeps=request.rows)
@@ -563,10 +671,10 @@ class ScatterOnceParallel(Wrapper):
 
         Failed steps are recorded too. Inference is not.
 
-        Returns:
-            A context manager that yields the trace. ``print(trace)`` shows a table: the
-            milliseconds of each replica in each part of a step, and how long its thread waited.
-            ``trace.save("step.json")`` writes a file for https://ui.perfetto.dev.
+        Returns: A context manager that yields the trace. ``print(trace)`` shows a
+            table: the milliseconds of each replica in each part of a step, and how long
+            its thread waited. ``trace.save("step.json")`` writes a file for
+            https://ui.perfetto.dev.
 
         Raises:
             RuntimeError: inside another trace of this engine.
@@ -582,7 +690,9 @@ class ScatterOnceParallel(Wrapper):
         from scatterpar.trace import Trace
 
         if self._trace is not None:
-            raise RuntimeError("this engine is being traced already: leave that trace first")
+            raise RuntimeError(
+                "this engine is being traced already: leave that trace first"
+            )
         self._trace = trace = Trace(self.device_ids)
         try:
             yield trace
@@ -597,10 +707,11 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def replicas_for_update(self) -> Iterator[ReplicaSet]:
-        """Yields the replicas, updated to match the module, for code that writes their parameters.
+        """Yields the replicas, updated to match the module, for code that writes their
+        parameters.
 
-        ``broadcast.send`` copies the new values to all other memories, also to the master's. If
-        the body fails, the next refresh sends the master's values again.
+        ``broadcast.send`` copies the new values to all other memories, also to the
+        master's. If the body fails, the next refresh sends the master's values again.
         """
         with self._workers.exclusive():
             self._replicas.refresh(self.module, None, Transfers())
@@ -611,7 +722,8 @@ class ScatterOnceParallel(Wrapper):
                 raise
 
     def close(self) -> None:
-        """Stop the workers and drop the process group. A later step is a ``RuntimeError``.
+        """Stop the workers and drop the process group. A later step is a
+        ``RuntimeError``.
 
         Calling it is optional: workers also stop when the engine is collected.
         """

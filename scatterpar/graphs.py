@@ -5,11 +5,11 @@
     loss, output                            copied from static tensors
     gradients                               added to static tensors; copied out after the last
 
-Python runs only while a sub-step is captured, so a launch costs the same for any size of the model.
-A graph is of one replica and one shape of micro-batch, and valid until module, criterion, autocast
-or the memory of parameters changes. If a sub-step cannot be captured, its replica runs without
-graphs from then on, and one warning says so. On the CPU the same code is called again, on the same
-tensors.
+Python runs only while a sub-step is captured, so a launch costs the same for any size
+of the model. A graph is of one replica and one shape of micro-batch, and valid until
+module, criterion, autocast or the memory of parameters changes. If a sub-step cannot be
+captured, its replica runs without graphs from then on, and one warning says so. On the
+CPU the same code is called again, on the same tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.workers import restored
 
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
-_CAPTURES = 32  # maximal number per replica; more show that something changes at every step
+# maximal number per replica; more show that something changes at every step
+_CAPTURES = 32
 _PLAIN = (bool, int, float, str, type(None))
 _PRECISIONS = (  # ``allow_tf32`` and ``set_float32_matmul_precision`` change these, too
     torch.backends.cuda.matmul,
@@ -57,7 +58,9 @@ _PRECISIONS = (  # ``allow_tf32`` and ``set_float32_matmul_precision`` change th
 
 
 class _Refused(Exception):
-    """The reason why a sub-step cannot be captured; the module's name comes before it."""
+    """The reason why a sub-step cannot be captured; the module's name
+    comes before it.
+    """
 
 
 @dataclass
@@ -73,7 +76,9 @@ class _Graph:
     replay: Callable[..., None] = lambda *_: None  # until it is captured
 
     def compute(self, task: ReplicaTask, number: int = 0) -> None:
-        """Run the sub-step on the static tensors; on the CPU every replay calls this."""
+        """Run the sub-step on the static tensors; on the CPU every
+        replay calls this.
+        """
         output, loss = forward(task, self.rows, number)
         self.output = detached_output(output, True) if self.has_output else None
         del output
@@ -82,7 +87,9 @@ class _Graph:
 
 
 class Captured(Schedule):
-    """One pass, whose sub-steps are captured; keeps the graphs of an engine's replicas."""
+    """One pass, whose sub-steps are captured; keeps the graphs of an
+    engine's replicas.
+    """
 
     def __init__(
         self,
@@ -92,11 +99,14 @@ class Captured(Schedule):
         compile_fn: torch_private.CompileFn | None,
         micro_batch_cost: float | None,
     ) -> None:
-        """Raises ``ValueError`` for options and devices that do not support ``graphs=True``."""
+        """Raises ``ValueError`` for options and devices that do not support
+        ``graphs=True``.
+        """
         if not isinstance(graphs, bool):
             raise TypeError(f"graphs must be True or False, got {graphs!r}")
         others = {
-            "a compiled module, which runs either compiled or captured": compile_fn is not None,
+            "a compiled module, which runs either compiled or captured": compile_fn
+            is not None,
             'buffers="batch", which needs Python in every sub-step': buffers == "batch",
             "micro_batch_cost, which changes the shapes of micro-batches": micro_batch_cost,
         }
@@ -104,12 +114,16 @@ class Captured(Schedule):
             raise ValueError(f"graphs=True and {other}; pass one of them")
         for kind in {device.type for device in devices} - {"cpu"}:
             if not hasattr(torch.get_device_module(kind), "CUDAGraph"):
-                raise ValueError(f"graphs=True: {kind} captures no graphs; leave it out")
+                raise ValueError(
+                    f"graphs=True: {kind} captures no graphs; leave it out"
+                )
         lock = threading.Lock()
         self._by_replica = [_ReplicaGraphs(device, lock) for device in devices]
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
-        """The sub-steps of one replica in one step; drops graphs that are no longer valid."""
+        """The sub-steps of one replica in one step; drops graphs that are no longer
+        valid.
+        """
         if attempt.max_substeps is not None or not attempt.request.backward:
             return super().substeps(attempt, task)
         graphs = self._by_replica[task.share.replica]
@@ -121,13 +135,19 @@ class Captured(Schedule):
 class GraphedSubsteps(Substeps):
     """The sub-steps of one replica in one step, replayed if they can be captured."""
 
-    def __init__(self, graphs: _ReplicaGraphs, task: ReplicaTask, attempt: Attempt) -> None:
+    def __init__(
+        self, graphs: _ReplicaGraphs, task: ReplicaTask, attempt: Attempt
+    ) -> None:
         super().__init__(task, attempt.request)
         self._graphs, self._attempt = graphs, attempt
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
-        task, graphs, return_outputs = self._task, self._graphs, self._request.return_outputs
+        task, graphs, return_outputs = (
+            self._task,
+            self._graphs,
+            self._request.return_outputs,
+        )
         source = task.loader.rows_at_source(number)
         key = _shape_of((source, bool(return_outputs))) if weight else None
         graph = graphs.by_shape.get(key)
@@ -151,27 +171,38 @@ class GraphedSubsteps(Substeps):
         return graph.loss.clone(), detached_output(output, return_outputs)
 
     def _accumulate_in(self, static: dict[int, Tensor]) -> None:
-        """Make static tensors the leaves' ``.grad``, with the gradients accumulated so far."""
+        """Make static tensors the leaves' ``.grad``, with the gradients accumulated so
+        far.
+        """
         leaves = self._task.leaves
-        new = {i: gradient for i, gradient in static.items() if leaves[i].grad is not gradient}
+        new = {
+            i: gradient
+            for i, gradient in static.items()
+            if leaves[i].grad is not gradient
+        }
         if fresh := [gradient for i, gradient in new.items() if leaves[i].grad is None]:
             torch._foreach_zero_(fresh)
         for i, gradient in new.items():
-            if (earlier := leaves[i].grad) is not None:  # that of a sub-step without a graph
+            # that of a sub-step without a graph
+            if (earlier := leaves[i].grad) is not None:
                 write(gradient, earlier)
             leaves[i].grad = gradient
 
     def finish(self) -> None:
         """Copy gradients out of the static tensors, which later steps write."""
         leaves, static = self._task.leaves, self._graphs.gradients
-        used = {i: gradient for i, gradient in static.items() if leaves[i].grad is gradient}
+        used = {
+            i: gradient for i, gradient in static.items() if leaves[i].grad is gradient
+        }
         copies = {i: torch.empty_like(gradient) for i, gradient in used.items()}
         copy_each([*copies.values()], [*used.values()])
         for i, gradient in copies.items():
             leaves[i].grad = gradient
 
     def _captured(self, rows: Any, number: int) -> _Graph | None:
-        """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores all state."""
+        """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores
+        all state.
+        """
         task, graphs = replace(self._task, clock=None), self._graphs
         isolated, no_gradients = self._attempt.isolated(task), set_aside(task.leaves)
         try:
@@ -186,23 +217,35 @@ class GraphedSubsteps(Substeps):
             raise
 
     def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
-        """Run sub-steps to allocate the static tensors and choose kernels. Raises ``_Refused``."""
+        """Run sub-steps to allocate the static tensors and choose kernels. Raises
+        ``_Refused``.
+        """
         leaves = task.leaves
         substeps = Substeps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
         for _ in range(2):  # the second one accumulates gradients, as a graph does
             loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))
-            state = self._attempt.generators.get_state(task.share.replica).get(runtime.HOST)
-            host_states.append((random.getstate(), None if state is None else to_numbers(state)))
+            state = self._attempt.generators.get_state(task.share.replica).get(
+                runtime.HOST
+            )
+            host_states.append(
+                (random.getstate(), None if state is None else to_numbers(state))
+            )
         if not all(replica.is_as_refreshed() for replica in task.replicas):
-            raise _Refused("keeps something on the module that is no buffer written in place")
+            raise _Refused(
+                "keeps something on the module that is no buffer written in place"
+            )
         if runtime.is_async(task.share.device) and host_states[0] != host_states[1]:
             raise _Refused("or the criterion draws random numbers on the host")
-        gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
+        gradients = {
+            i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None
+        }
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
             raise _Refused("has sparse gradients")
         static = self._graphs.gradients
-        gradients = {i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()}
+        gradients = {
+            i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()
+        }
         for i, gradient in gradients.items():
             leaves[i].grad = gradient
         has_output, factor = bool(self._request.return_outputs), torch.ones_like(loss)
@@ -210,19 +253,28 @@ class GraphedSubsteps(Substeps):
 
 
 def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any]:
-    """The state on which a replica's graphs depend; its objects are compared by identity."""
+    """The state on which a replica's graphs depend; its objects are compared by
+    identity.
+    """
     cells = getattr(task.criterion, "__closure__", None) or ()
-    settings = getattr(task.criterion, "__dict__", {}).values()  # such as ``label_smoothing``
+    # such as ``label_smoothing``
+    settings = getattr(task.criterion, "__dict__", {}).values()
     objects: list[Any] = [task.module, *task.replicas, *map(contents, cells), *settings]
     return [
         task.criterion,
         [each.changes for each in replica_sets],
-        [value if isinstance(value, _PLAIN) else (id(value), value) for value in objects],
+        [
+            value if isinstance(value, _PLAIN) else (id(value), value)
+            for value in objects
+        ],
         [tensor.data_ptr() for replica in task.replicas for tensor in replica.tensors],
         [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        [getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")],
+        [
+            getattr(torch.backends.cudnn, name)
+            for name in ("enabled", "benchmark", "deterministic")
+        ],
         [each.fp32_precision for each in _PRECISIONS],
     ]
 
@@ -233,20 +285,27 @@ def _shape_of(rows: Any) -> Hashable:
         is_dense = type(leaf) is Tensor and leaf.layout == torch.strided
         if not is_dense and not isinstance(leaf, _PLAIN):
             return None
-    return repr(nested.map_tensors(lambda t: (tuple(t.shape), t.stride(), t.dtype), rows))
+    return repr(
+        nested.map_tensors(lambda t: (tuple(t.shape), t.stride(), t.dtype), rows)
+    )
 
 
 class _ReplicaGraphs:
-    """The graphs of one replica, which share memory, and the state that they depend on."""
+    """The graphs of one replica, which share memory, and the state that
+    they depend on.
+    """
 
     def __init__(self, device: torch.device, warning_lock: threading.Lock) -> None:
         self._device = device
-        self._warning_lock = warning_lock  # of all replicas; the first to warn never releases it
+        # of all replicas; the first to warn never releases it
+        self._warning_lock = warning_lock
         self._captures, self._is_refused = 0, False
         self.forget()
 
     def forget(self, state: Sequence[Any] = ()) -> None:
-        """Drop all graphs and static gradients; later graphs use a separate memory pool."""
+        """Drop all graphs and static gradients; later graphs use a separate memory
+        pool.
+        """
         self.state = state
         self.by_shape: dict[Hashable, _Graph] = {}
         self.gradients: dict[int, Tensor] = {}
@@ -260,25 +319,31 @@ class _ReplicaGraphs:
             warn(f"graphs=True: sub-steps run as without graphs, because {why}")
 
     def may_capture(self) -> bool:
-        """Whether another sub-step may be captured; counts the captures, and refuses too many."""
+        """Whether another sub-step may be captured; counts the captures, and refuses
+        too many.
+        """
         if self._is_refused or len(self.by_shape) >= _SHAPES:
             return False
         self._captures += 1
         if self._captures > _CAPTURES:
             self.refuse(
-                f"sub-steps were captured {_CAPTURES} times, since something changes from step to "
-                f"step: the criterion (make it once, before the loop), a number that is an "
+                f"sub-steps were captured {_CAPTURES} times, since something changes "
+                "from step to "
+                "step: the criterion (make it once, before the loop), a number that "
+                "is an "
                 f"attribute of the module (make it a tensor), or the shapes of batches"
             )
         return not self._is_refused
 
     def record(self, warm_up: Callable[[], _Graph], task: ReplicaTask) -> _Graph:
-        """The graph that ``warm_up`` returns, with its kernels captured, which do not run.
+        """The graph that ``warm_up`` returns, with its kernels captured, which do not
+        run.
 
-        All work runs on the capturing stream, in order with the current stream's, for one replica
-        at a time.
+        All work runs on the capturing stream, in order with the current stream's, for
+        one replica at a time.
         """
-        # One stream for all graphs. Autograd nodes refer to it, and a traceback may keep them.
+        # One stream for all graphs. Autograd nodes refer to it, and a traceback may
+        # keep them.
         stream = runtime.stream_for("recording", self._device)
         if stream is None:
             graph = warm_up()
@@ -296,9 +361,13 @@ class _ReplicaGraphs:
         return graph
 
     def _capture(self, kernels: Any, work: Callable[[], None]) -> None:
-        """Capture the kernels of ``work``, which must not synchronize with the device."""
-        gc.collect()  # else objects may be freed during the capture, and wait for the device
-        # A capture can neither use nor free memory in torch's cache, as that of the warm-up.
+        """Capture the kernels of ``work``, which must not synchronize
+        with the device.
+        """
+        # else objects may be freed during the capture, and wait for the device
+        gc.collect()
+        # A capture can neither use nor free memory in torch's cache, as that of the
+        # warm-up.
         runtime.empty_cache()
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -310,7 +379,8 @@ class _ReplicaGraphs:
                 raise
             (line, *_) = [*str(error).strip().splitlines(), ""]
             raise _Refused(
-                f"cannot be captured: it waits for the device, as with CUDA_LAUNCH_BLOCKING, or "
+                "cannot be captured: it waits for the device, as with "
+                "CUDA_LAUNCH_BLOCKING, or "
                 f"does what a graph cannot repeat ({type(error).__name__}: {line})"
             ) from error
         kernels.capture_end()

@@ -1,4 +1,6 @@
-"""Work without gradients on all rows of a batch: the forward pass, or any function of a replica."""
+"""Work without gradients on all rows of a batch: the forward pass, or any function of a
+replica.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,24 @@ from scatterpar.step.substeps import ReplicaTask, make_tasks
 
 
 def map_rows(
-    attempt: Attempt, module: nn.Module, function: Callable[..., Any], pad: float | None = None
+    attempt: Attempt,
+    module: nn.Module,
+    function: Callable[..., Any],
+    pad: float | None = None,
 ) -> Any:
-    """The function's results for the whole batch, on the master: scatter, replicate, call, join.
+    """The function's results for the whole batch, on the master: scatter, replicate,
+    call, join.
 
-    The request's inputs are a pair of positional and keyword arguments. ``function`` is the
-    module, a method of a part of it, or gets a replica as its first argument. ``pad`` is that of
-    ``join_rows``. Lists in a module's output may be lists of tensors, and then are not joined.
+    The request's inputs are a pair of positional and keyword arguments. ``function`` is
+    the module, a method of a part of it, or gets a replica as its first argument.
+    ``pad`` is that of ``join_rows``. Lists in a module's output may be lists of
+    tensors, and then are not joined.
     """
     plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
     replicas = attempt.replicas
-    loaders = scatter(in_order(request.batches, plan, request.dim), plan, request.dim, transfers)
+    loaders = scatter(
+        in_order(request.batches, plan, request.dim), plan, request.dim, transfers
+    )
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
@@ -56,10 +65,12 @@ def map_rows(
 
 
 class _Work:
-    """The function as each replica calls it; ``function`` is ``None`` for the module itself.
+    """The function as each replica calls it; ``function`` is ``None`` for the module
+    itself.
 
-    Each replica calls its own method, or ``function`` with the replica as first argument. Raises
-    ``ValueError`` if ``function`` refers to the user's module, which is on one device.
+    Each replica calls its own method, or ``function`` with the replica as first
+    argument. Raises ``ValueError`` if ``function`` refers to the user's module, which
+    is on one device.
     """
 
     def __init__(self, function: Callable[..., Any], replica_set: ReplicaSet) -> None:
@@ -67,7 +78,8 @@ class _Work:
         while isinstance(inner, partial):
             named += [*inner.args, *inner.keywords.values()]
             inner = inner.func
-        if isinstance(inner, FunctionType):  # a method's object may have the module, and not use it
+        # a method's object may have the module, and not use it
+        if isinstance(inner, FunctionType):
             named += named_values(inner).values()
         self.function = None if function is replica_set.root else function
         replicas = replica_set.replicas
@@ -76,8 +88,10 @@ class _Work:
             self._calls = [replica.copy_of(function) for replica in replicas]
         elif any(_is_of(value, replica_set) for value in named):
             raise ValueError(
-                "the function refers to the module itself, which is on one device; use the "
-                "replica, its first argument, as in lambda replica, x: replica.generate(x), or "
+                "the function refers to the module itself, which is on one device; "
+                "use the "
+                "replica, its first argument, as in lambda replica, x: "
+                "replica.generate(x), or "
                 "pass a method of the module, such as model.generate"
             )
 

@@ -1,8 +1,9 @@
-"""measure_noise=True: the noise of a step's gradient, from the differences between replicas.
+"""measure_noise=True: the noise of a step's gradient, from the differences between
+replicas.
 
-``observe`` looks at the replicas' gradients before they are added; ``noise_of`` compares its
-numbers, which ranks have added meanwhile, with the gradient of the whole batch. The formula is in
-the docstring of :class:`scatterpar.GradientNoise`.
+``observe`` looks at the replicas' gradients before they are added; ``noise_of``
+compares its numbers, which ranks have added meanwhile, with the gradient of the whole
+batch. The formula is in the docstring of :class:`scatterpar.GradientNoise`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from scatterpar.step.reduce import Outcome
 
 
 def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
-    """Refuse ``measure_noise`` with a single replica, whose gradient cannot be compared."""
+    """Refuse ``measure_noise`` with a single replica, whose gradient cannot be
+    compared.
+    """
     if len(device_ids) * ranks < 2:
         raise ValueError(
-            f"measure_noise=True compares the gradients of replicas, and there is one; name its "
+            "measure_noise=True compares the gradients of replicas, and there is "
+            "one; name its "
             f"device twice: device_ids={[str(device_ids[0])] * 2}"
         )
 
@@ -53,16 +57,22 @@ def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:
         for i in each.trained:
             leaf, gradient = id(each.tensors[i]), each.replicas[replica].tensors[i].grad
             if gradient is not None:
-                gradients[leaf] = gradients[leaf] + gradient if leaf in gradients else gradient
+                gradients[leaf] = (
+                    gradients[leaf] + gradient if leaf in gradients else gradient
+                )
     return gradients
 
 
 def noise_of(outcome: Outcome) -> GradientNoise:
-    """The gradient's noise; NaN if there is nothing to compare. Call it before the commit."""
+    """The gradient's noise; NaN if there is nothing to compare. Call it before the
+    commit.
+    """
     request, (squares, replicas), square = outcome.request, outcome.observed, math.nan
     terms = outcome.terms if request.is_mean else float(outcome.rows)
     if replicas > 1 and terms and request.backward and math.isfinite(squares):
-        gradients = [gradient for _, gradient in outcome.gradients if gradient is not None]
+        gradients = [
+            gradient for _, gradient in outcome.gradients if gradient is not None
+        ]
         factor = request.scale * (1.0 if request.is_mean else terms)
         square = _squared_norm(gradients) / factor**2
     if not math.isfinite(square):
@@ -75,7 +85,9 @@ def _squared_norm(tensors: Iterable[Tensor]) -> float:
     """The sum of the squares of all elements; the host reads the device once."""
     norms = []
     for tensor in tensors:
-        values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        values = (
+            tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        )
         dtype = torch.promote_types(values.dtype, torch.float32)
         norms.append(torch.linalg.vector_norm(values, dtype=dtype))
     return float(sum(to_numbers(norm) ** 2 for norm in to_host(norms)))

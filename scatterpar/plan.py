@@ -1,4 +1,6 @@
-"""How many rows go where: rows -> shares -> micro-batches. Pure arithmetic, no tensors."""
+"""How many rows go where: rows -> shares -> micro-batches. Pure
+arithmetic, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from typing import Any
 
 import torch
 
-_ROUNDING = Fraction(1, 10**9)  # of a sub-step; smaller fractions come from float rounding
+# of a sub-step; smaller fractions come from float rounding
+_ROUNDING = Fraction(1, 10**9)
 _SHOWN = 72  # characters of row numbers in a table or an error
 
 
@@ -28,11 +31,12 @@ class Printed:
 class Share:
     """The rows of the batch that one replica handles.
 
-    A sub-step computes ``batch[start:stop]`` of its pair in ``micro_batches``. If micro-batches are
-    cut by cost, rows count in the plan's order, replica by replica, and ``row_numbers`` has, for
-    each micro-batch, the numbers of its rows in the batch, ascending. Several batches
-    (``Rows.from_batches``) count as one: rows between ``start`` and ``stop``, those of the share's
-    first and last, may belong to other shares.
+    A sub-step computes ``batch[start:stop]`` of its pair in ``micro_batches``. If
+    micro-batches are cut by cost, rows count in the plan's order, replica by replica,
+    and ``row_numbers`` has, for each micro-batch, the numbers of its rows in the batch,
+    ascending. Several batches (``Rows.from_batches``) count as one: rows between
+    ``start`` and ``stop``, those of the share's first and last, may belong to other
+    shares.
     """
 
     replica: int
@@ -68,27 +72,39 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan(Printed):
-    """The shares and micro-batches for one batch. ``print(plan)`` shows a small table."""
+    """The shares and micro-batches for one batch. ``print(plan)`` shows
+    a small table.
+    """
 
     rows: int
     shares: tuple[Share, ...]
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The number of the batch's row at each position of the plan; empty if it is the same."""
-        return tuple(row for share in self.shares for rows in share.row_numbers for row in rows)
+        """The number of the batch's row at each position of the plan; empty if it is
+        the same.
+        """
+        return tuple(
+            row for share in self.shares for rows in share.row_numbers for row in rows
+        )
 
     @cached_property
     def substep_rows(self) -> tuple[int, ...]:
         """The number of rows of each sub-step, share by share."""
-        return tuple(stop - start for share in self.shares for start, stop in share.micro_batches)
+        return tuple(
+            stop - start for share in self.shares for start, stop in share.micro_batches
+        )
 
     def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
-        """The numbers, in the batch, of the rows of one sub-step. All numbers count from 0."""
+        """The numbers, in the batch, of the rows of one sub-step. All numbers count
+        from 0.
+        """
         return self.shares[replica].rows_of(sub_step)
 
     def __str__(self) -> str:
-        """A table with one line per share: replica, device, rows, sizes of micro-batches."""
+        """A table with one line per share: replica, device, rows, sizes of
+        micro-batches.
+        """
         table = [("replica", "device", "rows", "micro-batches")]
         for share in self.shares:
             sizes = Counter(stop - start for start, stop in share.micro_batches)
@@ -105,14 +121,22 @@ class Plan(Printed):
 
 
 def shown(numbers: str) -> str:
-    """A list of numbers as text, cut off behind one of them if it is too long for a line."""
+    """A list of numbers as text, cut off behind one of them if it is too long for a
+    line.
+    """
     if len(numbers) <= _SHOWN:
         return numbers
-    return numbers[: max(numbers.rfind(sign, 0, _SHOWN) for sign in (",", " +"))] + ", ..."
+    return (
+        numbers[: max(numbers.rfind(sign, 0, _SHOWN) for sign in (",", " +"))] + ", ..."
+    )
 
 
-def as_text(table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> str:
-    """Rows of cells as lines of text. The first column is aligned left, the others by ``align``."""
+def as_text(
+    table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust
+) -> str:
+    """Rows of cells as lines of text. The first column is aligned left, the others by
+    ``align``.
+    """
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])]).rstrip()
@@ -127,13 +151,15 @@ def make_plan(
     micro_batch_size: int | Sequence[int] | None = None,
     shares: Sequence[float] | None = None,
 ) -> Plan:
-    """Split ``rows`` over ``devices`` and each share into micro-batches, as evenly as possible.
+    """Split ``rows`` over ``devices`` and each share into micro-batches, as evenly as
+    possible.
 
-    Sizes differ by at most one, larger pieces come first, and no piece is empty: with fewer rows
-    than replicas (or than ``accum``), fewer are used. With ``shares`` the rows are divided in
-    proportion, with a difference of less than one row. A larger share is cut into more
-    micro-batches, not into larger ones: ``accum`` times its size relative to an equal share,
-    rounded up. ``micro_batch_size`` may be a list with one number per replica.
+    Sizes differ by at most one, larger pieces come first, and no piece is empty: with
+    fewer rows than replicas (or than ``accum``), fewer are used. With ``shares`` the
+    rows are divided in proportion, with a difference of less than one row. A larger
+    share is cut into more micro-batches, not into larger ones: ``accum`` times its size
+    relative to an equal share, rounded up. ``micro_batch_size`` may be a list with one
+    number per replica.
 
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
@@ -166,7 +192,9 @@ def _plan(
     exact = list(map(Fraction, shares))  # rounding cannot change a plan
     parts = [share / sum(exact) for share in exact]
     # A share that is larger than an equal one has more sub-steps, not larger ones.
-    substeps = [max(1, math.ceil(accum * len(parts) * part - _ROUNDING)) for part in parts]
+    substeps = [
+        max(1, math.ceil(accum * len(parts) * part - _ROUNDING)) for part in parts
+    ]
     cuts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
     first = 0
     for rows in sizes:
@@ -186,7 +214,8 @@ def _plan(
 def _divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]:
     """Spans in proportion to ``parts``: first whole rows, then the largest remainders.
 
-    Every replica gets at least one row; with fewer rows than replicas, the first get one each.
+    Every replica gets at least one row; with fewer rows than replicas, the first get
+    one each.
     """
     sizes = [max(1, int(rows * part)) for part in parts[:rows]]
     missing = [rows * part - size for part, size in zip(parts, sizes, strict=False)]
@@ -195,14 +224,18 @@ def _divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]
         sizes[behind] += 1
         missing[behind] -= 1
     while sum(sizes) > rows:
-        ahead = min((i for i, size in enumerate(sizes) if size > 1), key=missing.__getitem__)
+        ahead = min(
+            (i for i, size in enumerate(sizes) if size > 1), key=missing.__getitem__
+        )
         sizes[ahead] -= 1
         missing[ahead] += 1
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
-    """Cut ``start:stop`` into at most ``pieces`` non-empty spans, the longer ones first."""
+    """Cut ``start:stop`` into at most ``pieces`` non-empty spans, the longer ones
+    first.
+    """
     pieces = min(pieces, stop - start)
     size, longer = divmod(stop - start, pieces)
     ends = [start + i * size + min(i, longer) for i in range(pieces + 1)]
@@ -210,7 +243,9 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
 
 
 def check_int(name: str, value: Any, least: int | None = None, also: str = "") -> None:
-    """Refuse what is no int, or below ``least``; ``also`` names other allowed values."""
+    """Refuse what is no int, or below ``least``; ``also`` names other
+    allowed values.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int{also}, got {value!r}")
     if least is not None and value < least:
@@ -218,7 +253,9 @@ def check_int(name: str, value: Any, least: int | None = None, also: str = "") -
 
 
 def check_number(name: str, value: Any, more: str = "", *, zero: bool = False) -> None:
-    """Refuse what is no finite number above zero, or with ``zero`` not below; ``more`` follows."""
+    """Refuse what is no finite number above zero, or with ``zero`` not below; ``more``
+    follows.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}{more}")
     if not 0 <= value < math.inf or not (value or zero):
@@ -231,11 +268,16 @@ def check_shares(shares: Any, count: int) -> tuple[float, ...]:
     if shares is None:
         return (1.0,) * count
     if isinstance(shares, str) or not isinstance(shares, Sequence):
-        raise TypeError(f"shares must be a list with one number per replica, got {shares!r}")
+        raise TypeError(
+            f"shares must be a list with one number per replica, got {shares!r}"
+        )
     for share in shares:
-        check_number("each of shares", share, "; leave a device without rows out of device_ids")
+        check_number(
+            "each of shares", share, "; leave a device without rows out of device_ids"
+        )
     if len(shares) != count:
         raise ValueError(
-            f"shares has {len(shares)} entries; pass one number for each of the {count} replicas"
+            f"shares has {len(shares)} entries; pass one number for each of the "
+            f"{count} replicas"
         )
     return tuple(shares)

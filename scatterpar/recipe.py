@@ -2,7 +2,8 @@
 
 After Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
 arXiv:1706.02677: scale the rate with the batch (section 2.1), reach that rate gradually
-(2.2), start residual blocks as the identity and leave normalisation without weight decay (5.1).
+(2.2), start residual blocks as the identity and leave normalisation without weight
+decay (5.1).
 """
 
 from __future__ import annotations
@@ -30,39 +31,48 @@ __all__ = [
 _NORMALISATION = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
 
-def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
+def linear_scaled_lr(
+    base_lr: float, batch_size: int, base_batch_size: int = 256
+) -> float:
     """The learning rate for a batch size: `base_lr * batch_size / base_batch_size`.
 
-    After Goyal et al., section 2.1. `batch_size` counts the rows of one optimizer step, on all
-    devices together. Raises `ValueError` for a number that is not positive and finite.
+    After Goyal et al., section 2.1. `batch_size` counts the rows of one optimizer step,
+    on all devices together. Raises `ValueError` for a number that is not positive and
+    finite.
 
     >>> linear_scaled_lr(0.1, 4096)
     1.6
     """
-    _check_positive(base_lr=base_lr, batch_size=batch_size, base_batch_size=base_batch_size)
+    _check_positive(
+        base_lr=base_lr, batch_size=batch_size, base_batch_size=base_batch_size
+    )
     return base_lr * batch_size / base_batch_size
 
 
 def gradual_warmup(
-    optimizer: Optimizer, warmup_steps: int, start_lr: float, after: LRScheduler | None = None
+    optimizer: Optimizer,
+    warmup_steps: int,
+    start_lr: float,
+    after: LRScheduler | None = None,
 ) -> LRScheduler:
-    """A scheduler that moves rates to their targets in equal steps; then `after` takes over.
+    """A scheduler that moves rates to their targets in equal steps; then `after` takes
+    over.
 
-    After Goyal et al., section 2.2. The targets are the present rates of the optimizer's groups. At
-    step `t < warmup_steps` the first group's rate is `start_lr + (target - start_lr) * t /
-    warmup_steps`, and the others are in proportion. At step `warmup_steps + t` every rate is that
-    of `after` at its own step `t`. Without `after` it stays at its target. Call `.step()` once
-    after each `optimizer.step()`, and never `after.step()`. `state_dict()` includes `after`'s.
+    After Goyal et al., section 2.2. The targets are the present rates of the
+    optimizer's groups. At step `t < warmup_steps` the first group's rate is `start_lr +
+    (target - start_lr) * t / warmup_steps`, and the others are in proportion. At step
+    `warmup_steps + t` every rate is that of `after` at its own step `t`. Without
+    `after` it stays at its target. Call `.step()` once after each `optimizer.step()`,
+    and never `after.step()`. `state_dict()` includes `after`'s.
 
-    Args:
-        optimizer: this call sets the rates of its groups to those of step 0.
-        warmup_steps: optimizer steps until the target is reached; above zero.
-        start_lr: the first group's rate at step 0; above zero.
-        after: a scheduler that was built on the same optimizer before this call and not yet
+    Args: optimizer: this call sets the rates of its groups to those of step 0.
+        warmup_steps: optimizer steps until the target is reached; above zero. start_lr:
+        the first group's rate at step 0; above zero. after: a scheduler that was built
+        on the same optimizer before this call and not yet
             stepped.
 
-    Raises:
-        ValueError: a size or rate is not positive; `after` belongs to another optimizer or has been
+    Raises: ValueError: a size or rate is not positive; `after` belongs to another
+        optimizer or has been
             stepped already.
         TypeError: `after` is a `ReduceLROnPlateau`, which cannot step without a metric.
 
@@ -79,17 +89,24 @@ def gradual_warmup(
     [0.1, 0.6, 1.1, 1.6, 0.8, 0.4]
     """
     _check_positive(warmup_steps=warmup_steps, start_lr=start_lr)
-    check_number("the first group's learning rate", float(optimizer.param_groups[0]["lr"]))
+    check_number(
+        "the first group's learning rate", float(optimizer.param_groups[0]["lr"])
+    )
     if isinstance(after, ReduceLROnPlateau):
         raise TypeError(
-            "`after` is a ReduceLROnPlateau, which needs a metric at every step: warm up without "
+            "`after` is a ReduceLROnPlateau, which needs a metric at every step: warm "
+            "up without "
             "`after`, then step the ReduceLROnPlateau yourself"
         )
-    if after is not None and (after.optimizer is not optimizer or after.last_epoch != 0):
+    if after is not None and (
+        after.optimizer is not optimizer or after.last_epoch != 0
+    ):
         which = "this" if after.optimizer is optimizer else "another"
         raise ValueError(
-            f"`after` is of {which} optimizer and at step {after.last_epoch}, not of this one and "
-            f"at step 0: build it on this optimizer right before the warm-up and do not step it"
+            f"`after` is of {which} optimizer and at step {after.last_epoch}, not of "
+            "this one and "
+            "at step 0: build it on this optimizer right before the warm-up and do "
+            "not step it"
         )
     return _GradualWarmup(optimizer, warmup_steps, start_lr, after)
 
@@ -97,12 +114,16 @@ def gradual_warmup(
 class _GradualWarmup(LRScheduler):
     """A linear warm-up, followed by the steps of another scheduler.
 
-    `SequentialLR` calls `after.step(0)` at its milestone, which starts schedulers without a closed
-    form (`MultiplicativeLR`, nested ones) from the wrong rate.
+    `SequentialLR` calls `after.step(0)` at its milestone, which starts schedulers
+    without a closed form (`MultiplicativeLR`, nested ones) from the wrong rate.
     """
 
     def __init__(
-        self, optimizer: Optimizer, warmup_steps: int, start_lr: float, after: LRScheduler | None
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int,
+        start_lr: float,
+        after: LRScheduler | None,
     ) -> None:
         self.warmup_steps = warmup_steps
         self.targets = [float(group["lr"]) for group in optimizer.param_groups]
@@ -111,7 +132,9 @@ class _GradualWarmup(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The groups' rates at step `last_epoch`; after the warm-up, their present rates."""
+        """The groups' rates at step `last_epoch`; after the warm-up, their present
+        rates.
+        """
         if self.last_epoch > self.warmup_steps:
             return [group["lr"] for group in self.optimizer.param_groups]
         done = self.last_epoch / self.warmup_steps
@@ -121,7 +144,9 @@ class _GradualWarmup(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step; `epoch` is not supported."""
         if epoch is not None:
-            raise ValueError(f"step() takes no epoch, but {epoch} was given: call step() alone")
+            raise ValueError(
+                f"step() takes no epoch, but {epoch} was given: call step() alone"
+            )
         if self.after is not None and self.last_epoch >= self.warmup_steps:
             self.after.step()
         super().step()
@@ -137,7 +162,8 @@ class _GradualWarmup(LRScheduler):
         if (after_state is None) != (self.after is None):
             saved = "without" if after_state is None else "with"
             raise ValueError(
-                f"the state is of a warm-up {saved} `after`, unlike this one: build it as the "
+                f"the state is of a warm-up {saved} `after`, unlike this one: build "
+                "it as the "
                 f"saved one was"
             )
         super().load_state_dict({**state_dict, "after": self.after})
@@ -153,12 +179,13 @@ class _GradualWarmup(LRScheduler):
 def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split a module's parameters into a group with weight decay and one without.
 
-    Returns two parameter groups for any optimizer of `torch.optim`, the one with decay first. The
-    other has the biases (parameters with "bias" in their own name) and the parameters of
-    normalisation layers (classes whose name ends in "Norm", "Norm2d" and so on). Every parameter is
-    in exactly one group; frozen ones may be trained later. Goyal et al., section 5.1, have no decay
-    on normalisation; Jia et al. 2018, arXiv:1807.11205, add the biases. Raises `ValueError` if
-    `weight_decay` is negative or not finite.
+    Returns two parameter groups for any optimizer of `torch.optim`, the one with decay
+    first. The other has the biases (parameters with "bias" in their own name) and the
+    parameters of normalisation layers (classes whose name ends in "Norm", "Norm2d" and
+    so on). Every parameter is in exactly one group; frozen ones may be trained later.
+    Goyal et al., section 5.1, have no decay on normalisation; Jia et al. 2018,
+    arXiv:1807.11205, add the biases. Raises `ValueError` if `weight_decay` is negative
+    or not finite.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     >>> for group in weight_decay_groups(model, 1e-4):
@@ -170,23 +197,29 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
     exempt = {
         parameter
         for layer in module.modules()
-        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in layer.named_parameters(
+            recurse=False, remove_duplicate=False
+        )
         if "bias" in name or _NORMALISATION.search(type(layer).__name__)
     }
     parameters = list(module.parameters())
     return [
-        {"params": [p for p in parameters if p not in exempt], "weight_decay": weight_decay},
+        {
+            "params": [p for p in parameters if p not in exempt],
+            "weight_decay": weight_decay,
+        },
         {"params": [p for p in parameters if p in exempt], "weight_decay": 0.0},
     ]
 
 
 def zero_init_residual(module: nn.Module) -> int:
-    """Set the scale of the last normalisation of every residual block to zero, in place.
+    """Set the scale of the last normalisation of every residual block to zero, in
+    place.
 
-    Each block then starts as the identity, which stabilises the first steps at a large rate (Goyal
-    et al., section 5.1). Residual blocks are recognised by the names of their parts, as in
-    `torchvision` and this package: a `downsample` or `shortcut`, and `bn3` or else `bn2` as the
-    last normalisation. Returns their number.
+    Each block then starts as the identity, which stabilises the first steps at a large
+    rate (Goyal et al., section 5.1). Residual blocks are recognised by the names of
+    their parts, as in `torchvision` and this package: a `downsample` or `shortcut`, and
+    `bn3` or else `bn2` as the last normalisation. Returns their number.
 
     >>> block = nn.Module()
     >>> block.bn1, block.bn2, block.shortcut = nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.Identity()
@@ -212,13 +245,15 @@ def _check_positive(**numbers: float) -> None:
 
 
 class NoiseScale:
-    """The gradient's noise scale, averaged over steps: batches much larger than it gain little.
+    """The gradient's noise scale, averaged over steps: batches much larger than it gain
+    little.
 
-    Averages signal and noise separately over the steps, with exponential decay, and divides the
-    averages: the ratio of a single step is far too noisy (McCandlish et al. 2018, arXiv:1812.06162,
-    appendix A.1). If a batch is much smaller than the scale, a doubled batch needs nearly half the
-    steps. If it is much larger, a doubled batch needs nearly as many steps. ``decay``, the weight
-    of the previous average in every update, is at least 0 and below 1, else it is a ``ValueError``.
+    Averages signal and noise separately over the steps, with exponential decay, and
+    divides the averages: the ratio of a single step is far too noisy (McCandlish et al.
+    2018, arXiv:1812.06162, appendix A.1). If a batch is much smaller than the scale, a
+    doubled batch needs nearly half the steps. If it is much larger, a doubled batch
+    needs nearly as many steps. ``decay``, the weight of the previous average in every
+    update, is at least 0 and below 1, else it is a ``ValueError``.
 
     >>> import torch
     >>> from scatterpar import ScatterOnceParallel
@@ -245,7 +280,8 @@ class NoiseScale:
         """
         if report is None or report.noise is None:
             raise ValueError(
-                "the step did not measure its noise; make the engine with measure_noise=True"
+                "the step did not measure its noise; make the engine with "
+                "measure_noise=True"
             )
         signal, noise = report.noise.signal, report.noise.noise
         if math.isfinite(signal) and math.isfinite(noise):
@@ -254,7 +290,9 @@ class NoiseScale:
 
     @property
     def scale(self) -> float:
-        """The noise scale in rows; NaN before the first step, infinite without any signal."""
+        """The noise scale in rows; NaN before the first step, infinite without any
+        signal.
+        """
         return GradientNoise(self._signal, self._noise).scale
 
     def state_dict(self) -> dict[str, float]:

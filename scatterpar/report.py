@@ -28,19 +28,19 @@ class GradientNoise:
     """How noisy one step's gradient is: the simple noise scale's two parts.
 
     After McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
-    arXiv:1812.06162, appendix A.1, for replicas of any sizes. Replica i has ``c_i`` terms with
-    the mean gradient ``g_i``; all ``C`` terms have the mean ``g``; there are ``n`` replicas.
-    If a term's gradient has the mean ``G`` and the covariance ``S``, then ``g_i`` has the
-    variance ``tr S / c_i`` and ``g`` has ``tr S / C``, so that ::
+    arXiv:1812.06162, appendix A.1, for replicas of any sizes. Replica i has ``c_i``
+    terms with the mean gradient ``g_i``; all ``C`` terms have the mean ``g``; there are
+    ``n`` replicas. If a term's gradient has the mean ``G`` and the covariance ``S``,
+    then ``g_i`` has the variance ``tr S / c_i`` and ``g`` has ``tr S / C``, so that ::
 
         sum of c_i |g_i|^2 = C |G|^2 + n tr S      (on average)
                    C |g|^2 = C |G|^2 +   tr S      (on average)
 
-    The difference, divided by ``n - 1``, is ``V``. Its mean is ``tr S``, and ``|g|^2 - V / C`` has
-    the mean ``|G|^2``. A sum of losses counts as one term per row.
+    The difference, divided by ``n - 1``, is ``V``. Its mean is ``tr S``, and ``|g|^2 -
+    V / C`` has the mean ``|G|^2``. A sum of losses counts as one term per row.
 
-    Attributes:
-        signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared norm. It may be
+    Attributes: signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared
+        norm. It may be
             negative in a single step.
         noise: ``V * rows / C``, an estimate of the variance of one row's gradient.
     """
@@ -52,8 +52,9 @@ class GradientNoise:
     def scale(self) -> float:
         """The noise scale ``noise / signal`` in rows: batches much larger gain little.
 
-        Infinite if the noise is positive and the signal is not; NaN if neither is positive. The
-        value of a single step is very noisy; :class:`scatterpar.recipe.NoiseScale` averages.
+        Infinite if the noise is positive and the signal is not; NaN if neither is
+        positive. The value of a single step is very noisy;
+        :class:`scatterpar.recipe.NoiseScale` averages.
         """
         if self.signal > 0:
             return self.noise / self.signal
@@ -64,18 +65,17 @@ class GradientNoise:
 class StepReport:
     """Counts and times of one step; ``print`` shows a table.
 
-    Attributes:
-        plan: the shares and micro-batches.
-        loss: the loss of the whole batch.
-        seconds: wall time by phase: ``scatter``, ``replicate``, ``compute``, ``reduce``.
-        bytes: bytes copied from one memory to another, by phase.
-        messages: copies from one memory to another, by phase.
-        retries: how often the step ran out of memory and was planned again.
-        noise: with ``measure_noise=True``: how noisy the gradient is, computed from the differences
-            between the replicas' gradients. NaN if there is nothing to compare, such as a batch of
-            one row.
-        waited: seconds from the end of the previous step to the start of this one, spent in the
-            loader, the optimizer and other code of the caller. Zero for the first step.
+    Attributes: plan: the shares and micro-batches. loss: the loss of the whole batch.
+        seconds: wall time by phase: ``scatter``, ``replicate``, ``compute``,
+        ``reduce``. bytes: bytes copied from one memory to another, by phase. messages:
+        copies from one memory to another, by phase. retries: how often the step ran out
+        of memory and was planned again. noise: with ``measure_noise=True``: how noisy
+        the gradient is, computed from the differences
+            between the replicas' gradients. NaN if there is nothing to compare, such as
+            a batch of one row.
+        waited: seconds from the end of the previous step to the start of this one,
+            spent in the loader, the optimizer and other code of the caller. Zero for
+            the first step.
         replica_seconds: for each replica, the seconds that its worker was busy.
     """
 
@@ -90,14 +90,20 @@ class StepReport:
     replica_seconds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """The loss, then one line per phase: milliseconds, bytes copied, number of copies."""
+        """The loss, then one line per phase: milliseconds, bytes copied, number of
+        copies.
+        """
         return "\n".join([self._title(), as_text(self._phases())])
 
     def _repr_html_(self) -> str:
-        """The phases, the replicas and the wait before the step as tables, for notebooks."""
+        """The phases, the replicas and the wait before the step as tables, for
+        notebooks.
+        """
         shares = zip(self.plan.shares, self.replica_seconds, strict=False)
         replicas = [("replica", "device", "rows", "ms")]
-        replicas += [(f"{s.replica}", f"{s.device}", f"{s.rows:,}", _ms(t)) for s, t in shares]
+        replicas += [
+            (f"{s.replica}", f"{s.device}", f"{s.rows:,}", _ms(t)) for s, t in shares
+        ]
         waited = f"waited {_ms(self.waited)} ms for the caller"
         tables = as_html(self._phases()) + as_html(replicas)
         return f"<p>{self._title()}; {waited}</p>{tables}"

@@ -1,12 +1,12 @@
 """Every private entry point of torch that the package uses.
 
-No other file of the package names ``torch._C`` or another private module of torch. If a version of
-torch lacks an entry point, ``Missing`` names it, at import or at its first use. The versions that
-the tests ran with are in ``constraints.txt``.
+No other file of the package names ``torch._C`` or another private module of torch. If a
+version of torch lacks an entry point, ``Missing`` names it, at import or at its first
+use. The versions that the tests ran with are in ``constraints.txt``.
 
 Other files call ``torch._foreach_*``, ``Tensor._version`` and
-``Module._replicate_for_data_parallel`` directly: torch's own optimizers and ``nn.DataParallel`` use
-them too. This file checks that they exist.
+``Module._replicate_for_data_parallel`` directly: torch's own optimizers and
+``nn.DataParallel`` use them too. This file checks that they exist.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Missing(RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"torch {torch.__version__} has no {what}, which scatterpar needs; install a version "
+            f"torch {torch.__version__} has no {what}, which scatterpar needs; "
+            "install a version "
             f"of torch that the README names"
         )
 
@@ -60,21 +61,29 @@ _NAMES = """
 """
 for _name in _NAMES.split():
     _find("torch", _name)
-_dispatch_modes = _find("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
+_dispatch_modes = _find(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
+)
 _function_modes = _find("torch.overrides", "_get_current_function_mode_stack")
-# Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In C++, for DDP.
-flatten: Callable[[Sequence[Tensor]], Tensor] = _find("torch._utils", "_flatten_dense_tensors")
+# Dense tensors as one 1-D tensor, and its parts with the shapes of given tensors. In
+# C++, for DDP.
+flatten: Callable[[Sequence[Tensor]], Tensor] = _find(
+    "torch._utils", "_flatten_dense_tensors"
+)
 unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 unflatten = _find("torch._utils", "_unflatten_dense_tensors")
 
 
 class ForAllThreads(contextlib.AbstractContextManager[None]):
-    """A context that all threads share: the first body enters it, and the last one leaves it.
+    """A context that all threads share: the first body enters it, and the last one
+    leaves it.
 
     With a context per thread, each thread would restore what another one has set.
     """
 
-    def __init__(self, make_context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, make_context: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> None:
         self._make_context, self._context = make_context, contextlib.ExitStack()
         self._lock, self.bodies = threading.Lock(), 0
 
@@ -91,11 +100,13 @@ class ForAllThreads(contextlib.AbstractContextManager[None]):
                 self._context.close()
 
 
-# --- an optimizer within another: the outer one runs the hooks, once ----------------------------
+# --- an optimizer within another: the outer one runs the hooks, once ---
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Run ``optimizer.step()`` without its step hooks, global hooks, and profiler annotation."""
+    """Run ``optimizer.step()`` without its step hooks, global hooks, and profiler
+    annotation.
+    """
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -106,7 +117,7 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     return [list(getattr(optimizer, name).values()) for name in names]
 
 
-# --- the caller's context: there is no public way to read it ------------------------------------
+# --- the caller's context: there is no public way to read it ---
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 # The innermost pair of saved-tensor hooks of this thread, or ``None``.
@@ -117,16 +128,20 @@ saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hook
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 _PROFILER: Any = torch.autograd.profiler
-PROFILE_ALL_THREADS = (
-    "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
-)
+PROFILE_ALL_THREADS = "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
 
 
 def modes() -> list[str]:
-    """Names of this thread's dispatch and function modes, but not the default device's and ours."""
+    """Names of this thread's dispatch and function modes, but not the default device's
+    and ours.
+    """
     stack = [*_dispatch_modes(), *_function_modes()]
     others = "torch.utils._device", "scatterpar."
-    return [kind.__name__ for kind in map(type, stack) if not kind.__module__.startswith(others)]
+    return [
+        kind.__name__
+        for kind in map(type, stack)
+        if not kind.__module__.startswith(others)
+    ]
 
 
 def profiler_is_on() -> bool:
@@ -135,14 +150,19 @@ def profiler_is_on() -> bool:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler records the operators of this thread, but not those of all threads."""
+    """Whether a profiler records the operators of this thread, but not those of all
+    threads.
+    """
     return profiler_is_on() and torch._C._autograd._profiler_enabled()
 
 
-# --- autograd's graph, and hooks on leaves -------------------------------------------------------
+# --- autograd's graph, and hooks on leaves ---
 
 _USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
-_BEFORE, _AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_BEFORE, _AFTER = (
+    attrgetter("_backward_hooks"),
+    attrgetter("_post_accumulate_grad_hooks"),
+)
 _GRAPH: Any = torch.autograd.graph
 
 
@@ -152,9 +172,11 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def are_observed(leaves: Sequence[Tensor]) -> bool:
-    """Whether a hook may run when these leaves get gradients, on a leaf or its AccumulateGrad node.
+    """Whether a hook may run when these leaves get gradients, on a leaf or its
+    AccumulateGrad node.
 
-    The node refers to the leaf, so a node that somebody keeps raises the leaf's use count.
+    The node refers to the leaf, so a node that somebody keeps raises the leaf's use
+    count.
     """
     is_held = max(map(_USE_COUNT, leaves), default=0) > 1
     return is_held or any(map(_BEFORE, leaves)) or any(map(_AFTER, leaves))
@@ -180,7 +202,9 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
-    """The nodes, leaves too, that a backward pass from ``loss`` reaches, but not ``without``."""
+    """The nodes, leaves too, that a backward pass from ``loss`` reaches, but not
+    ``without``.
+    """
     seen, reached = {None, *without}, []
     pending: list[Any] = [get_gradient_edge(loss).node] if loss.requires_grad else []
     while pending:
@@ -193,46 +217,57 @@ def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
 
 
 def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
-    """The leaves that a backward pass from ``loss`` reaches without passing one of ``nodes``."""
+    """The leaves that a backward pass from ``loss`` reaches without passing one of
+    ``nodes``.
+    """
     reached = nodes_reached(loss, nodes)
-    return [node.variable for node in reached if type(node).__name__ == "AccumulateGrad"]
+    return [
+        node.variable for node in reached if type(node).__name__ == "AccumulateGrad"
+    ]
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """``torch.autograd.backward`` without its checks of the arguments.
 
-    The checks take as long as the backward pass of a small operator, and hold the GIL. All
-    arguments come from the package, and autograd's engine still refuses wrong shapes.
+    The checks take as long as the backward pass of a small operator, and hold the GIL.
+    All arguments come from the package, and autograd's engine still refuses wrong
+    shapes.
     """
     if has_torch_function(tuple(roots)):
         torch.autograd.backward(roots, gradients)
         return
     options = {"allow_unreachable": True, "accumulate_grad": True}
     # Neither retain_graph nor create_graph; the inputs are all leaves.
-    _GRAPH._engine_run_backward(tuple(roots), tuple(gradients), False, False, (), **options)
+    _GRAPH._engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, (), **options
+    )
 
 
-# --- CUDA graphs -----------------------------------------------------------------------------
+# --- CUDA graphs ---
 
 _LOST: list[Any] = []  # graphs whose capture failed, kept alive
 
 
 def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
-    """End the failed capture of a CUDA graph, so that operators on ``device`` work as before.
+    """End the failed capture of a CUDA graph, so that operators on ``device`` work as
+    before.
 
-    Before torch 2.13, ``capture_end`` raises for an invalid capture before it informs the allocator
-    and the generator. The allocator then still allocates in the graph's pool, and the generator
-    refuses to draw, until the next successful capture. So this function captures a trivial graph.
+    Before torch 2.13, ``capture_end`` raises for an invalid capture before it informs
+    the allocator and the generator. The allocator then still allocates in the graph's
+    pool, and the generator refuses to draw, until the next successful capture. So this
+    function captures a trivial graph.
     """
     try:
         graph.capture_end()
     except Exception:  # the caller raises the error that invalidated the capture
-        with contextlib.suppress(RuntimeError, AttributeError):  # the allocator was informed
+        # the allocator was informed
+        with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device.index, pool)
             _LOST.append(graph)
             another = type(graph)()
             another.capture_begin(capture_error_mode="thread_local")
-            torch.empty(1, device=device).zero_()  # torch warns of a graph without a kernel
+            # torch warns of a graph without a kernel
+            torch.empty(1, device=device).zero_()
             another.capture_end()
 
 
@@ -245,30 +280,46 @@ CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.
 def is_compiled_module(value: Any) -> bool:
     """Whether ``value`` is a module that ``torch.compile`` returned."""
     # Importing torch._dynamo takes a second.
-    return _DYNAMO in sys.modules and isinstance(value, _find("torch._dynamo", "OptimizedModule"))
+    return _DYNAMO in sys.modules and isinstance(
+        value, _find("torch._dynamo", "OptimizedModule")
+    )
 
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
-    """The original and the compile function of a compiled module; otherwise itself and ``None``."""
-    return (module._orig_mod, module.dynamo_ctx) if is_compiled_module(module) else (module, None)
+    """The original and the compile function of a compiled module; otherwise itself and
+    ``None``.
+    """
+    return (
+        (module._orig_mod, module.dynamo_ctx)
+        if is_compiled_module(module)
+        else (module, None)
+    )
 
 
 def compile_fn_of(function: Callable[..., Any]) -> CompileFn:
-    """The function that compiled ``function``: it compiles another one with the same options."""
-    compile_fn: CompileFn | None = inspect.getclosurevars(function).nonlocals.get("self")
+    """The function that compiled ``function``: it compiles another one with the same
+    options.
+    """
+    compile_fn: CompileFn | None = inspect.getclosurevars(function).nonlocals.get(
+        "self"
+    )
     if compile_fn is None:
         raise Missing("context in compiled functions")
     return compile_fn
 
 
 def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
-    """Whether a compile function, see ``compile_fn_of``, records CUDA graphs on a GPU."""
+    """Whether a compile function, see ``compile_fn_of``, records CUDA
+    graphs on a GPU.
+    """
     config: Any = getattr(compile_fn, "compiler_config", None)
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
 
 def many_graphs() -> contextlib.AbstractContextManager[Any]:
-    """In the body, torch.compile keeps up to 64 graphs of a function, which serves all replicas."""
+    """In the body, torch.compile keeps up to 64 graphs of a function, which serves all
+    replicas.
+    """
     config = _find("torch._dynamo", "config")
     limits = {"recompile_limit": 64, "accumulated_recompile_limit": 256}
     more = {name: max(limit, getattr(config, name)) for name, limit in limits.items()}
@@ -299,18 +350,20 @@ def uncompiled() -> contextlib.AbstractContextManager[None]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """A dispatch mode for code that is not compiled: torch does not import its compiler for it."""
+    """A dispatch mode for code that is not compiled: torch does not import its compiler
+    for it.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
 
-# --- random operators: a dispatch key that the workers alone switch on -----------------------
+# --- random operators: a dispatch key that the workers alone switch on ---
 
-# A mode key that torch does not use (c10/core/DispatchKey.h). A Python dispatch mode would do the
-# same, but costs some microseconds for every operator. The key costs nothing for operators that
-# draw no random numbers.
+# A mode key that torch does not use (c10/core/DispatchKey.h). A Python dispatch mode
+# would do the same, but costs some microseconds for every operator. The key costs
+# nothing for operators that draw no random numbers.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 try:
     _KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
@@ -321,27 +374,32 @@ _Switch = Callable[[], contextlib.AbstractContextManager[Any]]
 # In the body, random operators of this thread are sent to the registered kernels.
 random_key_on: _Switch = partial(torch._C._IncludeDispatchKeyGuard, _KEY)
 # In the body, the key is off in this thread: for the call inside a registered kernel.
-random_key_off: _Switch = partial(torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_KEY))
+random_key_off: _Switch = partial(
+    torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_KEY)
+)
 
-# Control flow traces its branches in every call, forward and backward, and torch's tracing is not
-# thread-safe (https://github.com/pytorch/pytorch/issues/118260): two replicas at once break it
-# permanently. So replicas in threads are refused these operators.
+# Control flow traces its branches in every call, forward and backward, and torch's
+# tracing is not thread-safe (https://github.com/pytorch/pytorch/issues/118260): two
+# replicas at once break it permanently. So replicas in threads are refused these
+# operators.
 _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
 
 def register_random_kernels(
     kernel_of: Callable[[Any, int], Callable[..., Any]],
 ) -> tuple[Library, ...]:
-    """Send random operators to ``kernel_of(operator, position)`` in threads that have the key on.
+    """Send random operators to ``kernel_of(operator, position)`` in threads that have
+    the key on.
 
-    They are torch's that take a generator, as the argument at ``position``.
-    All other operators fall through the key. So do higher-order operators such as ``torch.cond`` or
-    a custom ``autograd.Function`` under ``vmap``, including those registered later.
+    They are torch's that take a generator, as the argument at ``position``. All other
+    operators fall through the key. So do higher-order operators such as ``torch.cond``
+    or a custom ``autograd.Function`` under ``vmap``, including those registered later.
     """
     fallback, operators = Library("_", "IMPL"), Library("aten", "IMPL")
     fallback.fallback(fallthrough_kernel, _KEY_NAME)
     for schema in torch._C._jit_get_all_schemas():
-        # str() is one call of C++; reading each argument of 4,000 schemas would take 15 ms more.
+        # str() is one call of C++; reading each argument of 4,000 schemas would take 15
+        # ms more.
         if schema.name.startswith("aten::") and "Generator? generator" in str(schema):
             names = [argument.name for argument in schema.arguments]
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
@@ -349,7 +407,8 @@ def register_random_kernels(
             if operator is not None:  # else only TorchScript has it
                 kernel = kernel_of(operator, names.index("generator"))
                 operators.impl(operator, kernel, _KEY_NAME)
-    # The Python table of higher-order operators has no fallbacks. For those registered later:
+    # The Python table of higher-order operators has no fallbacks. For those registered
+    # later:
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
     for name, operator in torch._ops._higher_order_ops.items():
         if name in _TRACING:
@@ -360,12 +419,16 @@ def register_random_kernels(
 
 
 def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to run an operator that traces; torch.compile, which has a lock, may trace it."""
+    """Refuse to run an operator that traces; torch.compile, which has a lock, may trace
+    it.
+    """
     if _dispatch_modes():
         with random_key_off():
             return operator(*args, **kwargs)
     raise RuntimeError(
-        f"{operator.name()}: torch's control flow traces its branches in every call, and torch "
-        f"cannot trace in several threads at once; use one replica, or compute all branches and "
+        f"{operator.name()}: torch's control flow traces its branches in every call, "
+        "and torch "
+        "cannot trace in several threads at once; use one replica, or compute all "
+        "branches and "
         f"choose with torch.where"
     )

@@ -1,4 +1,6 @@
-"""The base class of wrappers of a module: state dicts with its own keys, copies, pickles."""
+"""The base class of wrappers of a module: state dicts with its own keys, copies,
+pickles.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ _PREFIX = "module."
 
 
 def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` without the prefix ``module.``, except in keys that the module has itself.
+    """``state_dict`` without the prefix ``module.``, except in keys that the module has
+    itself.
 
-    So checkpoints of ``nn.DataParallel`` and ``DistributedDataParallel`` load, and a model may have
-    a child named ``module``.
+    So checkpoints of ``nn.DataParallel`` and ``DistributedDataParallel`` load, and a
+    model may have a child named ``module``.
     """
     own = module.state_dict().keys()
     renamed: OrderedDict[str, Any] = OrderedDict(
@@ -24,7 +27,9 @@ def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
     )
     versions = getattr(state_dict, "_metadata", None)
     if versions is not None:
-        stripped = {k[len(_PREFIX) :]: v for k, v in versions.items() if k.startswith(_PREFIX)}
+        stripped = {
+            k[len(_PREFIX) :]: v for k, v in versions.items() if k.startswith(_PREFIX)
+        }
         renamed._metadata = stripped | dict(versions)  # type: ignore[attr-defined]
     return renamed
 
@@ -67,12 +72,15 @@ class Wrapper(nn.Module):
         return super().named_children()
 
     def _check_outside(self) -> None:
-        """Refuse a module that has its wrapper as a child: traversing it would never end."""
+        """Refuse a module that has its wrapper as a child: traversing it would never
+        end.
+        """
         if any(m is self for m in self._inner.modules()):
             kind, name = type(self.module).__name__, type(self).__name__
             raise ValueError(
                 f"{kind} has the {name} that wraps it as a child (self.engine = "
-                f"{name}(self)), so train(), to() and state_dict() would never end; keep it "
+                f"{name}(self)), so train(), to() and state_dict() would never end; "
+                "keep it "
                 f"outside of the module, or in a list, self.engine = [{name}(self)]"
             )
 
@@ -89,7 +97,13 @@ class Wrapper(nn.Module):
 
 
 def _add_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook for a parent that loads: convert the wrapper's keys to those that torch expects."""
-    own = {k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)}
+    """Hook for a parent that loads: convert the wrapper's keys to those that torch
+    expects.
+    """
+    own = {
+        k[len(prefix) :]: state_dict.pop(k)
+        for k in list(state_dict)
+        if k.startswith(prefix)
+    }
     for key, value in to_own_keys(wrapper._inner, own).items():
         state_dict[prefix + _PREFIX + key] = value

@@ -1,4 +1,6 @@
-"""Fixtures that every test shares, and those that check each for what it leaves behind."""
+"""Fixtures that every test shares, and those that check each for what it
+leaves behind.
+"""
 
 import gc
 import shutil
@@ -26,16 +28,21 @@ if find_spec("hypothesis") is not None:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--steps", type=int, default=12, help="of each of the stress tests")
+    parser.addoption(
+        "--steps", type=int, default=12, help="of each of the stress tests"
+    )
 
 
 def pytest_configure(config):
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell
+    # as in a background job of a shell
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
-    torch.set_num_threads(max(1, torch.get_num_threads() // processes))  # they share the cores
+    # they share the cores
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     config.addinivalue_line(
-        "markers", "draws: moves torch's random generator on purpose; it is put back afterwards"
+        "markers",
+        "draws: moves torch's random generator on purpose; it is put back afterwards",
     )
     # The caller's thread has a guard of its own, see harness/isolation.py.
     config.addinivalue_line("filterwarnings", "ignore:Guard. active")
@@ -43,14 +50,32 @@ def pytest_configure(config):
 
 # Packages of extras, by the names under which they are imported.
 EXTRAS = {
-    *("accelerate", "datasets", "hypothesis", "matplotlib", "nbformat", "numpy", "peft", "PIL"),
-    *("psutil", "pytest_timeout", "sentence_transformers", "timm", "torchvision", "tqdm"),
+    *(
+        "accelerate",
+        "datasets",
+        "hypothesis",
+        "matplotlib",
+        "nbformat",
+        "numpy",
+        "peft",
+        "PIL",
+    ),
+    *(
+        "psutil",
+        "pytest_timeout",
+        "sentence_transformers",
+        "timm",
+        "torchvision",
+        "tqdm",
+    ),
     *("transformers", "trl", "tyro"),
 }
 
 
 class _Module(pytest.Module):
-    """A file of tests; skipped if it imports a package of an extra that is not installed."""
+    """A file of tests; skipped if it imports a package of an extra that is not
+    installed.
+    """
 
     def collect(self):
         try:
@@ -80,7 +105,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _only_what_is_new_is_collected():
-    """Libraries bring a million objects; the many collections of the tests leave them out."""
+    """Libraries bring a million objects; the many collections of the tests leave them
+    out.
+    """
     gc.collect()
     gc.freeze()
 
@@ -102,17 +129,19 @@ def _links_are_looked_at_in_every_test():
 def _no_leaked_threads(request):
     before = leak_checks.threads()
     yield
-    if not request.node.stash.get(leak_checks.FAILED, True):  # a traceback keeps an engine alive
+    # a traceback keeps an engine alive
+    if not request.node.stash.get(leak_checks.FAILED, True):
         leaked = leak_checks.leaked_threads(before)
         assert not leaked, f"the test leaked threads: {leaked}"
 
 
 @pytest.fixture(autouse=True)
 def _no_moved_generators(request):
-    """Random state is put back after every test, and only tests marked ``draws`` may move it.
+    """Random state is put back after every test, and only tests marked ``draws`` may
+    move it.
 
-    Data and initial weights come from generators of their own (``harness``), so that what
-    moves the global one is the code under test.
+    Data and initial weights come from generators of their own (``harness``), so that
+    what moves the global one is the code under test.
     """
     before = leak_checks.random_states()
     yield
@@ -153,10 +182,14 @@ def one_thread_an_operation():
 
 @pytest.fixture(scope="session")
 def simulated_accelerator(tmp_path_factory):
-    """What the environment of a process needs to load it; nothing where there is no compiler."""
+    """What the environment of a process needs to load it; nothing where there is no
+    compiler.
+    """
     if shutil.which("g++") is None:
         return {}
-    return {simulated.LIBRARY: str(simulated.build(tmp_path_factory.mktemp("simulated")))}
+    return {
+        simulated.LIBRARY: str(simulated.build(tmp_path_factory.mktemp("simulated")))
+    }
 
 
 _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "virtual")]
@@ -164,7 +197,9 @@ _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "virt
 
 @pytest.fixture(params=["mixed", *_SLOW])
 def devices(request):
-    """``devices(n)``: n replicas in one memory, on n virtual devices of their own, or both."""
+    """``devices(n)``: n replicas in one memory, on n virtual devices of their own, or
+    both.
+    """
     layouts = {
         "mixed": lambda n: [f"cpu:{'0102'[i % 4]}" for i in range(n)],
         "shared": lambda n: ["cpu"] * n,

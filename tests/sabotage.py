@@ -3,12 +3,13 @@
     python -m tests.sabotage              all sabotages
     python -m tests.sabotage WORD...      those with all these words in their line
 
-It prints a table of the sabotages, the promises that they break, and the tests that see them, and
-ends with 1 if one is not seen.
+It prints a table of the sabotages, the promises that they break, and the tests that see
+them, and ends with 1 if one is not seen.
 
-A sabotage replaces a text in a function or method of the engine, in whatever file. If the text is
-not there exactly once, the sabotage has to be mended: that is a failure, too. Its test runs in a
-process of its own, which imports a copy of the package with the changed text.
+A sabotage replaces a text in a function or method of the engine, in whatever file. If
+the text is not there exactly once, the sabotage has to be mended: that is a failure,
+too. Its test runs in a process of its own, which imports a copy of the package with the
+changed text.
 """
 
 import argparse
@@ -27,11 +28,22 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 APART = ("checkup", "integrations", "train")  # packages on top of the engine
 LIMIT_SECONDS = 300  # per sabotage: a hang, not a busy machine
-PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-c", ROOT / "setup.cfg")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-x",
+    "-p",
+    "no:cacheprovider",
+    "-c",
+    ROOT / "setup.cfg",
+)
 
 
 class Sabotage(NamedTuple):
-    """The promise that it breaks, what it does, where, and the quick test that sees it."""
+    """The promise that it breaks, what it does, where, and the quick
+    test that sees it.
+    """
 
     promise: str
     what: str
@@ -46,7 +58,8 @@ class Sabotage(NamedTuple):
         return f"{self.what} ({self.place}) | {self.promise}"
 
 
-# Per sabotage: what it does; the place and the test that sees it; the text, and the text instead.
+# Per sabotage: what it does; the place and the test that sees it; the text, and the
+# text instead.
 TABLE = r"""
 # exact
 the first micro-batch counts one row more
@@ -345,7 +358,9 @@ def failed_test(sabotage):
 
 
 def run_on_copy(changed, test, *options, timeout):
-    """Run a test on a copy of the package, in which the files ``changed`` have other texts."""
+    """Run a test on a copy of the package, in which the files ``changed`` have other
+    texts.
+    """
     with tempfile.TemporaryDirectory(prefix="sabotage") as copy:
         shutil.copytree(ROOT / "scatterpar", Path(copy, "scatterpar"))
         for path, source in changed.items():
@@ -367,25 +382,37 @@ def sabotaged(sabotage):
             nodes = [child for child in inside if getattr(child, "name", "") == part]
         for node in nodes:
             body = ast.get_source_segment(source, node)
-            changed = source.replace(body, body.replace(sabotage.text, sabotage.instead))
+            changed = source.replace(
+                body, body.replace(sabotage.text, sabotage.instead)
+            )
             found += [(path, changed)] * body.count(sabotage.text)
     if len(found) != 1:
         times = f"{len(found)} times in {sabotage.place}"
-        raise LookupError(f"{sabotage.text!r} is {times} of the engine: mend tests/sabotage.py")
+        raise LookupError(
+            f"{sabotage.text!r} is {times} of the engine: mend tests/sabotage.py"
+        )
     return found[0]
 
 
 @functools.cache
 def _engine():
-    """The files of the engine, relative to the repository: their texts, and what these define."""
-    files = [file.relative_to(ROOT) for file in sorted((ROOT / "scatterpar").rglob("*.py"))]
+    """The files of the engine, relative to the repository: their texts, and what these
+    define.
+    """
+    files = [
+        file.relative_to(ROOT) for file in sorted((ROOT / "scatterpar").rglob("*.py"))
+    ]
     paths = [path for path in files if path.parts[1] not in APART]
     texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
-    return [(path, text, ast.parse(text)) for path, text in zip(paths, texts, strict=True)]
+    return [
+        (path, text, ast.parse(text)) for path, text in zip(paths, texts, strict=True)
+    ]
 
 
 def name_of_test(sabotage):
-    """The test that sees a sabotage, as pytest names it; empty if there is none of that name."""
+    """The test that sees a sabotage, as pytest names it; empty if there is none of that
+    name.
+    """
     begins = f"\ndef {sabotage.seen_by}("
     found = [f"{file}::{sabotage.seen_by}" for file, text in _tests() if begins in text]
     return found[0] if len(found) == 1 else ""

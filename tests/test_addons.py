@@ -1,4 +1,6 @@
-"""A capability beside the engine can be deleted with its file, and everything but it works."""
+"""A capability beside the engine can be deleted with its file, and everything but it
+works.
+"""
 
 import shutil
 from pathlib import Path
@@ -79,8 +81,12 @@ except ModuleNotFoundError as error:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADDONS)
-def test_without_its_file_a_capability_is_an_import_error_and_the_others_work(name, tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "scatterpar", ignore=shutil.ignore_patterns("__pycache__"))
+def test_without_its_file_a_capability_is_an_import_error_and_the_others_work(
+    name, tmp_path
+):
+    shutil.copytree(
+        PACKAGE, tmp_path / "scatterpar", ignore=shutil.ignore_patterns("__pycache__")
+    )
     places = [tmp_path / "scatterpar" / name, tmp_path / "scatterpar" / f"{name}.py"]
     (place,) = (place for place in places if place.exists())
     if place.is_dir():

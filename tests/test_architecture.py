@@ -14,7 +14,12 @@ PACKAGE = Path(scatterpar.__file__).parent
 # The lowest first.
 PACKAGES = ["devices", "batch", "threads", "replicas", "step", "verify", "distributed"]
 ABOVE = len(PACKAGES)  # the engine, the pair and the tool
-FOR_ALL = {"scatterpar.plan", "scatterpar.report", "scatterpar.torch_private", "scatterpar.wrapper"}
+FOR_ALL = {
+    "scatterpar.plan",
+    "scatterpar.report",
+    "scatterpar.torch_private",
+    "scatterpar.wrapper",
+}
 
 
 def level_of(module):
@@ -26,12 +31,19 @@ def level_of(module):
 def imports(path):
     """The modules of the package that a file imports, by their full names."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "scatterpar":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "scatterpar"
+        ):
             for alias in node.names:
-                child = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name + ".py")
+                child = PACKAGE.joinpath(
+                    *node.module.split(".")[1:], alias.name + ".py"
+                )
                 yield f"{node.module}.{alias.name}" if child.exists() else node.module
         elif isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.split(".")[0] == "scatterpar")
+            yield from (
+                a.name for a in node.names if a.name.split(".")[0] == "scatterpar"
+            )
 
 
 def name_of(path):
@@ -39,7 +51,10 @@ def name_of(path):
 
 
 def sources():
-    return {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    return {
+        name_of(path): path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+    }
 
 
 def graph():
@@ -48,7 +63,9 @@ def graph():
 
 def test_no_package_imports_a_higher_one():
     for module, others in graph().items():
-        assert not [each for each in others - FOR_ALL if level_of(each) > level_of(module)], module
+        assert not [
+            each for each in others - FOR_ALL if level_of(each) > level_of(module)
+        ], module
 
 
 def test_there_is_no_circle():
@@ -70,12 +87,18 @@ print("transformers" in sys.modules)
 
 
 def test_all_threads_start_in_one_file():
-    starters = [name for name, source in sources().items() if re.search(r"\bThread\(", source)]
+    starters = [
+        name for name, source in sources().items() if re.search(r"\bThread\(", source)
+    ]
     assert starters == ["scatterpar.threads.workers"]
 
 
 def test_private_parts_of_torch_are_named_in_one_file():
-    named = [name for name, text in sources().items() if re.search(r"torch\._(?!foreach)", text)]
+    named = [
+        name
+        for name, text in sources().items()
+        if re.search(r"torch\._(?!foreach)", text)
+    ]
     assert named == ["scatterpar.torch_private"]
 
 
@@ -83,11 +106,21 @@ COPIES = {"to", "copy_", "_foreach_copy_", "cpu", "item", "tolist"}
 
 
 def copies(path):
-    """The methods named in a file that copy tensors; ``.to`` with a dtype alone does not."""
+    """The methods named in a file that copy tensors; ``.to`` with a dtype alone does
+    not.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    casts = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and is_cast(node)]
+    casts = [
+        node.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and is_cast(node)
+    ]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in COPIES and node not in casts:
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in COPIES
+            and node not in casts
+        ):
             yield ast.unparse(node)
 
 
@@ -98,11 +131,14 @@ def is_cast(call):
 
 
 def test_copies_between_memories_are_made_in_one_package():
-    """The engine names no method that copies, outside of ``devices``; ``float()`` is not found.
+    """The engine names no method that copies, outside of ``devices``; ``float()`` is
+    not found.
 
     ``costs`` reads numbers of NumPy arrays, too.
     """
-    engine_part = [path for path in PACKAGE.rglob("*.py") if level_of(name_of(path)) < ABOVE]
+    engine_part = [
+        path for path in PACKAGE.rglob("*.py") if level_of(name_of(path)) < ABOVE
+    ]
     engine_part += [*PACKAGE.glob("*.py"), *PACKAGE.glob("pair/*.py")]
     found = [
         f"{name_of(path)}: {copy}"
@@ -117,19 +153,30 @@ def test_every_operator_on_lists_is_asked_for_at_import():
     """So that a version of torch without one is refused in words."""
     found = sources()
     asked = set(re.findall(r"\b_foreach_\w+", found.pop("scatterpar.torch_private")))
-    assert {name for text in found.values() for name in re.findall(r"_foreach_\w+", text)} == asked
+    assert {
+        name for text in found.values() for name in re.findall(r"_foreach_\w+", text)
+    } == asked
 
 
 # --- tests lie beside what they test ---
 
 TESTS = Path(__file__).parent
-TOGETHER = ("exact", "faults", "guide", "devices/cards", "nullcuda", "vulkan", "simulated")
+TOGETHER = (
+    "exact",
+    "faults",
+    "guide",
+    "devices/cards",
+    "nullcuda",
+    "vulkan",
+    "simulated",
+)
 EXCEPTIONS = {
     "test_addons.py": "each add-on is deleted in turn",
     "test_architecture.py": "the order of imports, and this rule",
     "test_card.py": "`python -m benchmarks card` is no part of the package",
     "test_sabotage.py": "each promise is broken in turn",
-    "integrations/test_trl.py": "TRL's trainers are subclasses of those of transformers",
+    "integrations/test_trl.py": "TRL's trainers are subclasses of those of "
+    "transformers",
     "threads/test_lifetime.py": "ends of engines, of workers and of the interpreter",
     "train/test_other_systems.py": "Windows and macOS, imitated",
     "verify/test_outcomes.py": "what becomes of a step that verifier.py refused",
@@ -144,5 +191,7 @@ def test_each_file_of_tests_has_the_source_that_it_tests():
         for path in beside
         if not (PACKAGE / path.with_name(path.name.removeprefix("test_"))).exists()
     }
-    assert alone <= EXCEPTIONS.keys(), "scatterpar/X/y.py is tested by tests/X/test_y.py"
+    assert alone <= EXCEPTIONS.keys(), (
+        "scatterpar/X/y.py is tested by tests/X/test_y.py"
+    )
     assert len(EXCEPTIONS) <= 10

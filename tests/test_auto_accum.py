@@ -21,10 +21,14 @@ FEATURES, CLASSES = 5, 4
 CE = nn.CrossEntropyLoss()
 
 FORMS = {
-    "torch": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "torch": lambda: torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB"
+    ),
     "CUDA": lambda: RuntimeError("CUDA error: out of memory"),
     "cuDNN": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    "cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"),
+    "cuBLAS": lambda: RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"
+    ),
     "host": lambda: RuntimeError(
         "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"
     ),
@@ -46,7 +50,9 @@ def within_budget(model, inputs):
 
 
 def budget(rows=10**9, form="torch", where="forward"):
-    """Has memory for so many rows; draws random numbers and keeps running statistics."""
+    """Has memory for so many rows; draws random numbers and keeps
+    running statistics.
+    """
     return build(
         lambda: Of(
             within_budget,
@@ -82,7 +88,8 @@ def of_pairs(outputs, _):
     [
         *((form, "forward", 24, 4, False) for form in FORMS),
         *(("torch", "backward", 24, 4, whole_batch) for whole_batch in (False, True)),
-        # The search tries eight, one of them of a single row: batch normalisation raised.
+        # The search tries eight, one of them of a single row: batch normalisation
+        # raised.
         *(("torch", "forward", 29, 5, whole_batch) for whole_batch in (False, True)),
     ],
 )
@@ -106,7 +113,8 @@ def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(
         assert (engine.last_step.retries > 0) == (given == "auto")
         assert substeps(engine) == accum
     assert [str(one.message) for one in caught] == [
-        f'accum="auto": {rows} rows with accum=1 ran out of memory; accum={accum} is the smallest '
+        f'accum="auto": {rows} rows with accum=1 ran out of memory; accum={accum} is '
+        "the smallest "
         f"that fits, and is kept"
     ]
     (*expected, plain), (*results, model) = found
@@ -171,5 +179,9 @@ def test_other_errors_are_not_taken_for_it(room):
     model = budget(room)
     torch.manual_seed(1)
     wanted = pytest.raises(RuntimeError, match="device-side assert")
-    with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine, nothing_changes(model), wanted:
+    with (
+        ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine,
+        nothing_changes(model),
+        wanted,
+    ):
         step(engine, 29, fails)

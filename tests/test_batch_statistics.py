@@ -1,4 +1,6 @@
-"""``buffers="batch"``: running statistics move once a step, from all rows that it has."""
+"""``buffers="batch"``: running statistics move once a step, from all
+rows that it has.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Activated(nn.BatchNorm2d):
     def forward(self, inputs):
         self.num_batches_tracked += 1
         rest = self.weight, self.bias, True, self.momentum, self.eps
-        return nn.functional.batch_norm(inputs, self.running_mean, self.running_var, *rest).relu_()
+        return nn.functional.batch_norm(
+            inputs, self.running_mean, self.running_var, *rest
+        ).relu_()
 
 
 class Net(nn.Module):
@@ -60,16 +64,21 @@ class Net(nn.Module):
 
     def forward(self, inputs):
         self.calls += 1
-        inputs = inputs * self.scale  # a reentrant checkpoint passes gradients on to its inputs
+        # a reentrant checkpoint passes gradients on to its inputs
+        inputs = inputs * self.scale
         if self.way == "plain":
             hidden = self.middle(inputs)
         else:
-            hidden = checkpoint(self.middle, inputs, use_reentrant=self.way == "reentrant")
+            hidden = checkpoint(
+                self.middle, inputs, use_reentrant=self.way == "reentrant"
+            )
         return self.head(hidden.mean((2, 3)))
 
 
 def expected_of(model, plan):
-    """The statistics of a layer after one step: torch's own, given all of its inputs at once."""
+    """The statistics of a layer after one step: torch's own, given all of its inputs at
+    once.
+    """
     twin, seen = copy.deepcopy(model), {}
 
     def keep(layer, args, kwargs):
@@ -117,7 +126,9 @@ def test_every_layer_has_what_all_of_its_rows_make(
 
 @pytest.mark.contract
 def test_the_first_layer_has_what_plain_torch_has(devices):
-    """Momentum may change from step to step, as schedules have it; inference moves them too."""
+    """Momentum may change from step to step, as schedules have it; inference moves them
+    too.
+    """
     model = build(Net)
     twin = copy.deepcopy(model)
     with ScatterOnceParallel(model, 4, devices(2), buffers="batch") as engine:
@@ -138,7 +149,9 @@ def test_a_failed_step_leaves_them_alone(devices):
     def fails(outputs, targets):
         return CRITERION(outputs, targets) + 0 / next(calls)
 
-    with ScatterOnceParallel(model, 3, devices(2), buffers="batch", verify=False) as engine:
+    with ScatterOnceParallel(
+        model, 3, devices(2), buffers="batch", verify=False
+    ) as engine:
         with nothing_changes(model), pytest.raises(ZeroDivisionError):
             engine.forward_backward(*BATCH, fails)
         expected = dict(expected_of(model, engine.plan(ROWS)))
@@ -158,7 +171,9 @@ def on_ranks(group, split):
 
 
 def test_the_rows_of_all_ranks():
-    """In the collectives that are there: the small one, the gradients, the buffers as bytes."""
+    """In the collectives that are there: the small one, the gradients, the buffers as
+    bytes.
+    """
     results = run_on_ranks(2, on_ranks, [15, 8])
     twin = build(Net)
     for _ in range(2):
@@ -166,15 +181,15 @@ def test_the_rows_of_all_ranks():
     for found, collectives in results:
         assert_buffers(found, twin.first.named_buffers(prefix="first"))
         for name, buffer in found.items():
-            assert torch.equal(buffer, results[0][0][name]), f"{name} differs between ranks"
+            assert torch.equal(buffer, results[0][0][name]), (
+                f"{name} differs between ranks"
+            )
         assert collectives == 3
 
 
 def with_synchronised(group=None):
     model = build(lambda: nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3)))
-    words = (
-        rf"'1' is an nn.SyncBatchNorm.*{'use nn.BatchNorm2d, whose' if group else 'each micro-b'}"
-    )
+    words = rf"'1' is an nn.SyncBatchNorm.*{'use nn.BatchNorm2d, whose' if group else 'each micro-b'}"
     with pytest.raises(ValueError, match=words) if group else pytest.warns(match=words):
         ScatterOnceParallel(model, 1, ["cpu"]).close()
 

@@ -1,4 +1,6 @@
-"""``python -m benchmarks card``: what the page says of rows that fail, hang or crash, and when."""
+"""``python -m benchmarks card``: what the page says of rows that fail, hang or crash,
+and when.
+"""
 
 import sys
 from pathlib import Path
@@ -61,9 +63,12 @@ def test_rows_say_what_they_found(tmp_path):
         "| machine: wrong | AssertionError: 2 of 3 tensors differ | FAILED |",
         "| machine: more | 4 devices are needed, and 2 are here | not run |",
         "| machine: cuda | CPU replicas have no CUDA | not run |",
-        "| machine: bits | AssertionError: 1 of 2 tensors differ, by 0.0e+00 at most | FAILED |",
+        "| machine: bits | AssertionError: 1 of 2 tensors differ, by 0.0e+00 at most "
+        "| FAILED |",
     ]
-    assert others[1] == "**No GPU computed this: null GPUs, or replicas on a processor.**"
+    assert (
+        others[1] == "**No GPU computed this: null GPUs, or replicas on a processor.**"
+    )
     assert f"PyTorch version: {torch.__version__}" in "".join(others)
 
 
@@ -71,10 +76,13 @@ def test_rows_say_what_they_found(tmp_path):
 def test_one_that_crashes_fails_and_one_that_hangs_is_not_reached(tmp_path):
     hangs = "def test_hangs(): time.sleep(1000)"
     crashes = "def test_crashes(): os._exit(3)\ndef test_last(say): say('here')"
-    code, (table, *_) = written(tmp_path, "--seconds", "400", machine=hangs, bits=crashes)
+    code, (table, *_) = written(
+        tmp_path, "--seconds", "400", machine=hangs, bits=crashes
+    )
     assert code == 1
     assert table.splitlines()[2:] == [
-        "| machine: hangs | not reached: ended by its limit; see stacks.txt | not reached |",
+        "| machine: hangs | not reached: ended by its limit; see stacks.txt | not "
+        "reached |",
         "| bits: crashes | its process ended | FAILED |",
         "| bits: last | here | passed |",
     ]
@@ -83,7 +91,9 @@ def test_one_that_crashes_fails_and_one_that_hangs_is_not_reached(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_on_a_processor(tmp_path):
-    code, (table, *_) = written(tmp_path, "-k", "dropout or processes or interrupt or ddp")
+    code, (table, *_) = written(
+        tmp_path, "-k", "dropout or processes or interrupt or ddp"
+    )
     assert code == 0
     assert table.count("| the same bits in 60 tensors | passed |") == 2
     assert "apart, 2 devices | passed |" in table

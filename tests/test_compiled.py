@@ -1,4 +1,5 @@
-"""Compiled modules: replicas run compiled, each size once, and draw as without a compiler.
+"""Compiled modules: replicas run compiled, each size once, and draw as without a
+compiler.
 
 ``torch.compile(model)`` was refused, and ``model.compile()`` ran eager in silence.
 """
@@ -59,11 +60,15 @@ def network():
 
 
 def dropping():
-    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)
+    )
 
 
 def compiled(graphs, device_ids=DEVICES[1], make=network, way="option", **options):
-    """The module and an engine whose replicas run compiled with this backend, or these keywords."""
+    """The module and an engine whose replicas run compiled with this backend, or these
+    keywords.
+    """
     how = graphs if isinstance(graphs, dict) else {"backend": graphs}
     model = given = build(make)
     if way == "option":
@@ -98,7 +103,9 @@ def step(engine, rows=ROWS):
 
 def assert_same(model, other):
     """A compiled part has other names."""
-    for ours, theirs in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+    for ours, theirs in zip(
+        model.state_dict().values(), other.state_dict().values(), strict=True
+    ):
         assert_close(ours.double(), theirs.double(), "state", 1e-12)
     for one, twin in zip(model.parameters(), other.parameters(), strict=True):
         assert (one.grad is None) == (twin.grad is None)
@@ -141,7 +148,9 @@ def test_all_replicas_share_the_graphs(graphs):
 
 
 def test_compiling_draws_no_numbers(graphs):
-    """Dropout and running statistics after the first step are those of an eager engine."""
+    """Dropout and running statistics after the first step are those of
+    an eager engine.
+    """
     states = []
     engines = compiled(graphs, make=dropping), eager_twin(make=dropping)
     for _, engine in engines:
@@ -223,14 +232,18 @@ def test_cuda_graphs_are_refused_however_the_module_was_compiled(way, monkeypatc
     name = "Of" if way == "a block" else "Sequential"
     with engine:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        with pytest.raises(ValueError, match=f"{name} was compiled with CUDA graphs, which repl"):
+        with pytest.raises(
+            ValueError, match=f"{name} was compiled with CUDA graphs, which repl"
+        ):
             step(engine)
         assert model[0].weight.grad is None
 
 
 def test_the_pair_refuses_in_words(graphs):
     model = build(network)
-    with pytest.raises(TypeError, match="the module was compiled, and the pair runs its copies"):
+    with pytest.raises(
+        TypeError, match="the module was compiled, and the pair runs its copies"
+    ):
         DataParallelModel(torch.compile(model, backend=graphs))
     model[1].compile(backend=graphs)
     with pytest.raises(TypeError, match="the child '1' was compiled"):
@@ -238,10 +251,15 @@ def test_the_pair_refuses_in_words(graphs):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ for the CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch's compiler needs g++ for the CPU"
+)
 def test_with_torchs_own_compiler(monkeypatch, tmp_path):
-    """The call in which torch compiles drew from the process's generator, not as later ones."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # it does compile, every time
+    """The call in which torch compiles drew from the process's generator, not as later
+    ones.
+    """
+    # it does compile, every time
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, engine = compiled({}, DEVICES[2])
     twin, other = eager_twin(DEVICES[2])
     with engine, other:

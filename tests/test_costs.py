@@ -1,4 +1,6 @@
-"""Micro-batches by cost: rows of like length together, and everything in the user's order."""
+"""Micro-batches by cost: rows of like length together, and everything in the user's
+order.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def engine_of(model, device_ids, budget=10, **options):
-    return ScatterOnceParallel(model, device_ids=device_ids, micro_batch_cost=budget, **options)
+    return ScatterOnceParallel(
+        model, device_ids=device_ids, micro_batch_cost=budget, **options
+    )
 
 
 def pieces_of(plan):
@@ -40,7 +44,9 @@ costs_of_rows = st.lists(st.integers(0, 50) | st.floats(0, 50), min_size=1, max_
 
 
 @given(costs_of_rows, st.integers(1, 4), st.floats(0.5, 200))
-def test_every_row_is_in_one_micro_batch_that_stays_within_the_budget(costs, replicas, budget):
+def test_every_row_is_in_one_micro_batch_that_stays_within_the_budget(
+    costs, replicas, budget
+):
     plan = plan_of(costs, replicas, budget)
     pieces = pieces_of(plan)
     rows = [row for own in pieces for piece in own for row in piece]
@@ -49,12 +55,16 @@ def test_every_row_is_in_one_micro_batch_that_stays_within_the_budget(costs, rep
     assert all(own and all(own) for own in pieces)
     for piece in itertools.chain(*pieces):
         assert piece == sorted(piece)
-        assert len(piece) == 1 or len(piece) * max(costs[row] for row in piece) <= budget
+        assert (
+            len(piece) == 1 or len(piece) * max(costs[row] for row in piece) <= budget
+        )
 
 
 def test_rows_of_like_cost_are_together_and_loads_are_even():
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.empty(256).log_normal_(4.3, 0.8, generator=generator).clamp(8, 512).long()
+    lengths = (
+        torch.empty(256).log_normal_(4.3, 0.8, generator=generator).clamp(8, 512).long()
+    )
     for replicas in (1, 2, 3, 4):
         plan = plan_of(lengths, replicas, 4096)
         loads = [plan.load_of(share) for share in plan.shares]
@@ -62,7 +72,9 @@ def test_rows_of_like_cost_are_together_and_loads_are_even():
         assert max(loads) < 1.05 * sum(loads) / replicas
         counts = [len(share.micro_batches) for share in plan.shares]
         assert sum(counts) % replicas == 0
-        assert sum(counts) <= math.ceil(1.3 * lengths.sum() / 4096 / replicas) * replicas
+        assert (
+            sum(counts) <= math.ceil(1.3 * lengths.sum() / 4096 / replicas) * replicas
+        )
 
 
 def test_loads_are_in_proportion_to_shares():
@@ -71,9 +83,13 @@ def test_loads_are_in_proportion_to_shares():
     assert 2.8 < first / second < 3.2
 
 
-@pytest.mark.parametrize("make", [list, tuple, torch.tensor, numpy.array, numpy.float32])
+@pytest.mark.parametrize(
+    "make", [list, tuple, torch.tensor, numpy.array, numpy.float32]
+)
 def test_costs_may_be_a_list_tuple_tensor_or_array(make):
-    assert pieces_of(plan_of(make(LENGTHS), 2, 10)) == pieces_of(plan_of(LENGTHS, 2, 10))
+    assert pieces_of(plan_of(make(LENGTHS), 2, 10)) == pieces_of(
+        plan_of(LENGTHS, 2, 10)
+    )
 
 
 def test_a_plan_prints_rows_costs_and_loads():
@@ -97,31 +113,44 @@ def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
             _, (output,) = engine.forward_backward(*args, **keep, whole_batch=whole)
             assert_close(output, model(pad(TEXTS)).detach(), "outputs")
             assert engine.last_step.plan == engine.plan(11, costs=LENGTHS)
-        keep["return_outputs"] = lambda output: {"first": output[:, 0], "mean": output.mean()}
+        keep["return_outputs"] = lambda output: {
+            "first": output[:, 0],
+            "mean": output.mean(),
+        }
         _, (found,) = engine.forward_backward(*args, **keep)
         assert_close(found["first"], model(pad(TEXTS)).detach()[:, 0], "outputs")
         assert_close(found["mean"], model(pad(TEXTS)).detach().mean(), "mean")
 
 
 def test_inference_puts_back_whatever_goes_by_row(devices):
-    """Outputs of several kinds: two entries per row, one per row in a list, and none."""
+    """Outputs of several kinds: two entries per row, one per row in a
+    list, and none.
+    """
 
     def forward(m, rows, names):
         logits = m.linear(rows)
-        return {"two": logits.reshape(-1, 2), "names": [n.upper() for n in names], "b": m.book}
+        return {
+            "two": logits.reshape(-1, 2),
+            "names": [n.upper() for n in names],
+            "b": m.book,
+        }
 
     model = Of(forward, linear=linear(), book=nn.Buffer(torch.arange(4.0))).eval()
     rows, names = randn(7, FEATURES), Rows([*"abcdefg"])
     for replicas in (1, 2):
         with engine_of(model, devices(replicas)) as engine:
             found = engine(rows, names, costs=[3, 1, 2, 9, 4, 1, 7])
-            assert_close(found["two"], model(rows, names.entries)["two"].detach(), "two")
+            assert_close(
+                found["two"], model(rows, names.entries)["two"].detach(), "two"
+            )
             assert found["names"] == [*"ABCDEFG"]
             assert torch.equal(found["b"], model.book)
 
 
 def test_a_module_may_have_costs_of_its_own(devices):
-    model = Of(lambda model, rows, costs: model.layer(rows) * costs, layer=linear()).eval()
+    model = Of(
+        lambda model, rows, costs: model.layer(rows) * costs, layer=linear()
+    ).eval()
     rows, costs = randn(7, FEATURES), randn(7, 1, seed=3)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_close(engine(rows, costs=costs), model(rows, costs).detach(), "output")
@@ -130,12 +159,18 @@ def test_a_module_may_have_costs_of_its_own(devices):
 @pytest.mark.draws
 def test_the_same_costs_and_seed_give_the_same_bits_on_any_layout():
     def step(device_ids):
-        model = build(lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)))
+        model = build(
+            lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES))
+        )
         torch.manual_seed(3)
-        with ScatterOnceParallel(model, device_ids=device_ids, micro_batch_cost=8) as engine:
+        with ScatterOnceParallel(
+            model, device_ids=device_ids, micro_batch_cost=8
+        ) as engine:
             engine.forward_backward(randn(11, FEATURES), LABELS, LOSS, costs=LENGTHS)
         return gradients(model)
 
-    first, *others = (step([f"cpu:{i}" for i in layout]) for layout in ("0000", "0123", "0011"))
+    first, *others = (
+        step([f"cpu:{i}" for i in layout]) for layout in ("0000", "0123", "0011")
+    )
     for other in others:
         assert all(torch.equal(g, first[name]) for name, g in other.items())

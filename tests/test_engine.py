@@ -1,4 +1,6 @@
-"""``engine.loss``: to a loop that calls ``backward()`` it is the loss that plain torch computes."""
+"""``engine.loss``: to a loop that calls ``backward()`` it is the loss that plain torch
+computes.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +72,17 @@ LOOPS = {
     "scaled in place": lambda first, *_: first().mul_(0.3).backward(),
     "by a gradient": lambda first, *_: first().backward(torch.tensor(-3.0).double()),
     "beside a penalty": lambda first, _, model: (first() + penalty(model)).backward(),
-    "twice in one sum": lambda first, *_: ((loss := first()) + 2 * loss.exp()).backward(),
+    "twice in one sum": lambda first, *_: (
+        (loss := first()) + 2 * loss.exp()
+    ).backward(),
     "two in one sum": lambda first, second, _: (first() + 0.5 * second()).backward(),
     "two alive": two_alive,
     "accumulated": accumulated,
     "one dropped": lambda first, second, _: (first(), second().backward()),
     "times zero": lambda first, *_: (0 * first()).backward(),
-    "only some inputs": lambda first, _, model: first().backward(inputs=[*model.parameters()][:1]),
+    "only some inputs": lambda first, _, model: first().backward(
+        inputs=[*model.parameters()][:1]
+    ),
     "by grad": by_grad,
 }
 
@@ -89,14 +95,25 @@ KINDS = {
     **{
         name: module_cases.CASES[name]
         for name in (
-            *("unused by some", "tied", "sparse gradients", "complex", "a trained buffer"),
+            *(
+                "unused by some",
+                "tied",
+                "sparse gradients",
+                "complex",
+                "a trained buffer",
+            ),
             *("gradients in one memory", "one gradient for two", "a trained criterion"),
             "a criterion that shares a parameter",
         )
     },
 }
 RUNS = [("mlp", loop) for loop in LOOPS]
-RUNS += [(kind, loop) for kind in KINDS for loop in ("scaled", "two in one sum") if kind != "mlp"]
+RUNS += [
+    (kind, loop)
+    for kind in KINDS
+    for loop in ("scaled", "two in one sum")
+    if kind != "mlp"
+]
 RUNS += [(k, "accumulated") for k in ("unused by some", "sparse gradients", "tied")]
 RUNS += [(k, "by grad") for k in ("unused by some", "sparse gradients", "tied")]
 
@@ -109,7 +126,9 @@ def test_a_loop_gets_what_plain_torch_gives_it(kind, loop):
     batches = case.all(), case.rows(range(2, case.count))
     criterion, plain = case.criterion(model), case.criterion(twin)
     with ScatterOnceParallel(model, 2, LAYOUTS["mixed"], verify=False) as engine:
-        steps = (partial(engine.loss, *batch, criterion, **case.options) for batch in batches)
+        steps = (
+            partial(engine.loss, *batch, criterion, **case.options) for batch in batches
+        )
         LOOPS[loop](*steps, model)
     LOOPS[loop](*(lambda b=b: plain(call(twin, b[0]), b[1]) for b in batches), twin)
     assert_gradients(model, gradients(twin))
@@ -139,7 +158,11 @@ def test_the_loss_is_that_of_forward_backward_and_the_call_does_all_else(devices
         assert loss.requires_grad
         assert all(p.grad is None for p in model.parameters())
         ours, theirs = engine.last_step, other.last_step
-        assert (ours.loss, ours.bytes, ours.noise) == (theirs.loss, theirs.bytes, theirs.noise)
+        assert (ours.loss, ours.bytes, ours.noise) == (
+            theirs.loss,
+            theirs.bytes,
+            theirs.noise,
+        )
         loss.backward()
         assert torch.equal(torch.get_rng_state(), state[-1])
         assert_gradients(model, gradients(twin), 0.0)
@@ -155,12 +178,16 @@ def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices):
         weight.grad = torch.ones_like(weight)
         weight.register_hook(lambda g, calls=calls: calls.append(g.clone()))
         weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-        bias.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p.grad.clone()))
+        bias.register_post_accumulate_grad_hook(
+            lambda p, calls=calls: calls.append(p.grad.clone())
+        )
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         loss = engine.loss(*FIRST, CE) + 0.5 * engine.loss(*SECOND, CE)
         assert not seen[model]
         (2 * loss).backward()
-    (2 * (CE(twin(FIRST[0]), FIRST[1]) + 0.5 * CE(twin(SECOND[0]), SECOND[1]))).backward()
+    (
+        2 * (CE(twin(FIRST[0]), FIRST[1]) + 0.5 * CE(twin(SECOND[0]), SECOND[1]))
+    ).backward()
     ours, theirs = (sorted(calls, key=torch.Tensor.dim) for calls in seen.values())
     assert len(ours) == 2
     for one, other in zip(ours, theirs, strict=True):
@@ -169,7 +196,9 @@ def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices):
 
 
 def test_what_changes_between_the_call_and_the_backward_pass(devices):
-    """The gradient is that of the call: a step of an optimizer meanwhile is no error."""
+    """The gradient is that of the call: a step of an optimizer meanwhile
+    is no error.
+    """
     model = mlp()
     _, expected = whole_batch(model, *FIRST, CE)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
@@ -195,13 +224,17 @@ def test_a_second_backward_pass_is_an_error(devices):
             torch.autograd.grad(loss, model.parameters())
         assert_gradients(model, before, 0.0)
         with pytest.raises(RuntimeError, match="create_graph=True: the gradients"):
-            torch.autograd.grad(engine.loss(*FIRST, CE), model.parameters(), create_graph=True)
+            torch.autograd.grad(
+                engine.loss(*FIRST, CE), model.parameters(), create_graph=True
+            )
         assert_gradients(model, before, 0.0)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_without_grad_it_is_a_number_and_nothing_runs_backward(devices, mode, whole_batch):
+def test_without_grad_it_is_a_number_and_nothing_runs_backward(
+    devices, mode, whole_batch
+):
     """Statistics move, as in plain torch."""
     model = normalised()
     twin, batch = copy.deepcopy(model), (*FIRST, nn.functional.cross_entropy)
@@ -213,7 +246,9 @@ def test_without_grad_it_is_a_number_and_nothing_runs_backward(devices, mode, wh
         with mode():
             loss = engine.loss(*batch, whole_batch=whole_batch)
         assert not loss.requires_grad
-        assert torch.equal(loss.clone(), other.forward_backward(*batch, whole_batch=whole_batch))
+        assert torch.equal(
+            loss.clone(), other.forward_backward(*batch, whole_batch=whole_batch)
+        )
         assert all(map(torch.equal, model.buffers(), twin.buffers()))
         assert engine.last_step.loss == loss.item()
 
@@ -228,7 +263,9 @@ def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
 @pytest.mark.contract
 @pytest.mark.parametrize("upstream", [1.0, 0.25])
 def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
-    """Inside, the scale keeps small gradients; outside, the loop's own scaling brings it back."""
+    """Inside, the scale keeps small gradients; outside, the loop's own scaling brings
+    it back.
+    """
     model, twin = mlp().float(), mlp().float()
     inputs, labels = FIRST[0].float(), FIRST[1]
 
@@ -246,24 +283,35 @@ def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
             yield loss.item()
 
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        ours = [*losses_of(model, lambda scaler: engine.loss(inputs, labels, CE, scaler=scaler))]
+        ours = [
+            *losses_of(
+                model, lambda scaler: engine.loss(inputs, labels, CE, scaler=scaler)
+            )
+        ]
     theirs = [*losses_of(twin, lambda _: CE(twin(inputs), labels))]
     assert ours == pytest.approx(theirs, rel=1e-5)
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (name, ours), theirs in zip(
+        model.named_parameters(), twin.parameters(), strict=True
+    ):
         assert_close(ours, theirs, name, 1e-5)
 
 
 @pytest.mark.parametrize("end", ["backward", "dropped"])
-def test_nothing_is_held_after_the_backward_pass(devices, end, by_reference_counts_alone):
+def test_nothing_is_held_after_the_backward_pass(
+    devices, end, by_reference_counts_alone
+):
     """What waits for the backward pass is the sum itself, which becomes ``.grad``."""
     model = mlp()
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # so that sums are added, and not taken
+        # so that sums are added, and not taken
+        parameter.grad = torch.zeros_like(parameter)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         engine.forward_backward(*FIRST, CE)
         before = set(map(id, tensors()))
         loss = engine.loss(*FIRST, CE)
-        sums = [weakref.ref(t) for t in tensors() if id(t) not in before and t is not loss]
+        sums = [
+            weakref.ref(t) for t in tensors() if id(t) not in before and t is not loss
+        ]
         sizes = sorted(t().numel() for t in sums)
         assert sizes == sorted(p.numel() for p in model.parameters())
         if end == "backward":

@@ -30,12 +30,20 @@ LOSS = nn.CrossEntropyLoss()
 @pytest.fixture(params=[1, "shared", 2], ids=str)
 def places(request):
     """Replicas on so many devices, or three that share one."""
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else None
+    )
     if request.param == "shared":
         return [0, 0, 0] if here else ["cpu"] * 3
     if here and torch.accelerator.device_count() < request.param:
         pytest.skip(f"needs {request.param} accelerators")
-    return list(range(request.param)) if here else [f"cpu:{i}" for i in range(request.param)]
+    return (
+        list(range(request.param))
+        if here
+        else [f"cpu:{i}" for i in range(request.param)]
+    )
 
 
 @pytest.fixture
@@ -57,12 +65,16 @@ class GPT(nn.Module):
         self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
 
     def forward(self, words):
-        seen = nn.Transformer.generate_square_subsequent_mask(words.shape[1], words.device)
+        seen = nn.Transformer.generate_square_subsequent_mask(
+            words.shape[1], words.device
+        )
         return self.head(self.blocks(self.words(words), seen, is_causal=True).mean(1))
 
 
 def mlp(*layers):
-    return nn.Sequential(nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, CLASSES)
+    )
 
 
 def cnn(*layers):
@@ -81,7 +93,11 @@ INPUTS = {
 def problem(make=mlp, *layers, rows=ROWS):
     """A model, inputs and targets, on the master."""
     model = build(lambda: make(*layers))
-    return model.to(home()), INPUTS[make](rows).to(home()), randint(CLASSES, rows).to(home())
+    return (
+        model.to(home()),
+        INPUTS[make](rows).to(home()),
+        randint(CLASSES, rows).to(home()),
+    )
 
 
 def graphed(model, accum, places, **options):
@@ -90,9 +106,11 @@ def graphed(model, accum, places, **options):
 
 
 def assert_same(run, model, places, accum, *, draws=False, **options):
-    """What ``run(engine)`` returns, and leaves in the module, has the same bits without graphs.
+    """What ``run(engine)`` returns, and leaves in the module, has the same bits without
+    graphs.
 
-    Where numbers are drawn on CUDA, both with graphs: without a card nobody can say what it draws.
+    Where numbers are drawn on CUDA, both with graphs: without a card nobody can say
+    what it draws.
     """
     found, modules = [], []
     for graphs in (True, draws and home().type == "cuda"):
@@ -107,7 +125,9 @@ def assert_same(run, model, places, accum, *, draws=False, **options):
 
 
 @pytest.mark.parametrize(
-    ("places", "accum"), [(1, 16), (2, 3), (4, 1), (4, 4), ("shared", 2)], indirect=["places"]
+    ("places", "accum"),
+    [(1, 16), (2, 3), (4, 1), (4, 4), ("shared", 2)],
+    indirect=["places"],
 )
 @pytest.mark.parametrize("make", INPUTS)
 def test_gradients_are_those_of_the_whole_batch(places, make, accum):
@@ -127,7 +147,11 @@ def draws(module, x):
 
 @pytest.mark.draws
 def test_draws_and_buffers_are_those_of_a_step_without_graphs(places):
-    layers = Of(draws, drawn=nn.Buffer(torch.zeros(4))), nn.BatchNorm2d(4), nn.Dropout(0.3)
+    layers = (
+        Of(draws, drawn=nn.Buffer(torch.zeros(4))),
+        nn.BatchNorm2d(4),
+        nn.Dropout(0.3),
+    )
     model, inputs, targets = problem(cnn, *layers)
 
     def run(engine):
@@ -150,7 +174,9 @@ def test_outputs_scaler_weights_and_masks(places):
             )
         return [loss, *outputs]
 
-    assert_same(run, model, places, 4, check_finite=True, accumulate_dtype=torch.float64)
+    assert_same(
+        run, model, places, 4, check_finite=True, accumulate_dtype=torch.float64
+    )
 
 
 def test_outputs_that_a_later_step_asks_for(places):
@@ -158,7 +184,9 @@ def test_outputs_that_a_later_step_asks_for(places):
 
     def run(engine):
         for is_asked in (False, True, False, True):
-            found = engine.forward_backward(inputs, targets, LOSS, return_outputs=is_asked)
+            found = engine.forward_backward(
+                inputs, targets, LOSS, return_outputs=is_asked
+            )
         return [found[0], *found[1]]
 
     assert_same(run, model, places, 2)
@@ -190,7 +218,9 @@ def test_what_is_not_used_in_a_step_has_no_gradient(places, lengths):
 
 
 def of_body(function, **more):
-    return build(lambda: Of(function, body=nn.Linear(FEATURES, CLASSES), **more)).to(home())
+    return build(lambda: Of(function, body=nn.Linear(FEATURES, CLASSES), **more)).to(
+        home()
+    )
 
 
 CHANGES = {
@@ -198,9 +228,15 @@ CHANGES = {
     "layer": lambda model: setattr(
         model, "body", nn.Linear(FEATURES, CLASSES, dtype=torch.float64).to(home())
     ),
-    "storage": lambda model: setattr(model.body.weight, "data", model.body.weight.detach() * 2),
-    "frozen": lambda model: model.body.bias.requires_grad_(not model.body.bias.requires_grad),
-    "hook": lambda model: model.body.register_forward_hook(lambda _m, _i, output: output * 3),
+    "storage": lambda model: setattr(
+        model.body.weight, "data", model.body.weight.detach() * 2
+    ),
+    "frozen": lambda model: model.body.bias.requires_grad_(
+        not model.body.bias.requires_grad
+    ),
+    "hook": lambda model: model.body.register_forward_hook(
+        lambda _m, _i, output: output * 3
+    ),
 }
 
 
@@ -229,7 +265,10 @@ def test_another_criterion_or_what_is_in_it_too(two_places):
 
 
 FLAGS = [(torch.backends.cuda.matmul, "allow_tf32")]
-FLAGS += [(torch.backends.cudnn, name) for name in ("allow_tf32", "benchmark", "deterministic")]
+FLAGS += [
+    (torch.backends.cudnn, name)
+    for name in ("allow_tf32", "benchmark", "deterministic")
+]
 
 
 @pytest.mark.parametrize(("holder", "name"), FLAGS)
@@ -276,7 +315,11 @@ def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words
     with graphed(of_body(UNCAPTURED[words]), 3, two_places) as engine:
         for step in range(3):
             told = pytest.warns(match=f"because Of {words}")
-            with told if is_told and not step else warnings.catch_warnings(action="error"):
+            with (
+                told
+                if is_told and not step
+                else warnings.catch_warnings(action="error")
+            ):
                 assert_step(engine, inputs, targets, LOSS)
     random.setstate(state)
 
@@ -287,9 +330,13 @@ def test_a_criterion_that_is_made_anew_in_every_step_is_given_up(two_places):
 
         def steps():
             for _ in range(34):
-                engine.forward_backward(inputs, targets, lambda o, t: F.cross_entropy(o, t))
+                engine.forward_backward(
+                    inputs, targets, lambda o, t: F.cross_entropy(o, t)
+                )
 
-        with pytest.warns(match="captured 32 times, since something changes from step to step"):
+        with pytest.warns(
+            match="captured 32 times, since something changes from step to step"
+        ):
             steps()
 
 
@@ -313,10 +360,14 @@ def test_a_step_that_fails_leaves_no_trace(two_places, kind):
         for rows in (ROWS, 16):
             is_failing, batch = True, (inputs[:rows], targets[:rows])
             with pytest.raises(kind, match="boom"):
-                engine.forward_backward(*batch, F.cross_entropy, return_outputs=output_kept)
+                engine.forward_backward(
+                    *batch, F.cross_entropy, return_outputs=output_kept
+                )
             assert all(p.grad is None for p in engine.module.parameters())
             is_failing = False
-        return [engine.forward_backward(inputs, targets, F.cross_entropy) for _ in range(2)]
+        return [
+            engine.forward_backward(inputs, targets, F.cross_entropy) for _ in range(2)
+        ]
 
     assert_same(run, model, two_places, 4, draws=True)
 
@@ -327,10 +378,13 @@ def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
     """The result is that of the same fixed number of sub-steps, bit for bit."""
     calls = Counter()
 
-    def hungry(model, x):  # has no room for more rows, from the call of this number with as many on
+    # has no room for more rows, from the call of this number with as many on
+    def hungry(model, x):
         calls[len(x)] += 1
         if len(x) > model.rows and calls[len(x)] >= call:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB"
+            )
         return model.norm(model.body(x))
 
     _, inputs, targets = problem()

@@ -1,4 +1,6 @@
-"""``engine(…)`` and ``engine.map``: without a graph, on all replicas, in the module's own types."""
+"""``engine(…)`` and ``engine.map``: without a graph, on all replicas, in the module's
+own types.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +64,27 @@ def test_errors_arrive_as_they_are(devices):
     with ScatterOnceParallel(Of(fails).eval(), 2, devices(3)) as engine:
         with pytest.raises(KeyError, match="mine") as caught:
             engine(INPUTS)
-        assert caught.value.__notes__ == [note_of(2, devices(3)[2], 1, of=2, rows=(10,))]
+        assert caught.value.__notes__ == [
+            note_of(2, devices(3)[2], 1, of=2, rows=(10,))
+        ]
         assert torch.equal(engine(INPUTS[:10]), INPUTS[:10])
 
 
 @pytest.mark.parametrize("accum", [2, 5])
 def test_lists_of_rows_anywhere_in_an_output(devices, accum):
-    """Where the inputs have ``Rows``; a list of tensors that hold the rows is joined as ever."""
+    """Where the inputs have ``Rows``; a list of tensors that hold the rows is joined as
+    ever.
+    """
 
     def finds(_, images):
         whole = torch.stack([image.sum() for image in images])
         scores, names = [image.sum() for image in images], [str(len(i)) for i in images]
         found = [{"box": image[: len(image) // 2]} for image in images]
-        return {"scores": scores, "more": (names, [whole, whole * 2]), "boxes": images}, found
+        return {
+            "scores": scores,
+            "more": (names, [whole, whole * 2]),
+            "boxes": images,
+        }, found
 
     images = [randn(1 + n % 4, seed=n) for n in range(11)]
     with ScatterOnceParallel(Of(finds).eval(), accum, devices(3)) as engine:
@@ -129,7 +139,9 @@ def engine(devices):
 
 def test_each_replica_calls_its_own_method(engine):
     model = engine.module
-    assert torch.equal(engine.map(model.write, FOURS, more=2, pad=-1), written(model, 2))
+    assert torch.equal(
+        engine.map(model.write, FOURS, more=2, pad=-1), written(model, 2)
+    )
     bound = functools.partial(model.write, more=2)
     assert torch.equal(engine.map(bound, FOURS, pad=-1), written(model, 2))
     assert set(engine.map(model.who, FOURS)) == set(map(id, engine.replicas))
@@ -151,14 +163,21 @@ def test_a_function_gets_the_replica_first(engine):
             return replica.write(rows, 1)
 
     by_partial = functools.partial(Writer.write, more=1)
-    for function in (lambda replica, x: replica.write(x, 1), by_partial, Trainer().write):
+    for function in (
+        lambda replica, x: replica.write(x, 1),
+        by_partial,
+        Trainer().write,
+    ):
         found = engine.map(function, FOURS, pad=-1)
         assert torch.equal(found, written(engine.module, 1))
 
 
 def test_tensors_are_joined_padded_or_refused(engine):
     model = engine.module
-    words = r"of shapes .* those of 2 and 2 and 2 and 2 and 2 and 1 rows, .* engine\.map\(…, pad="
+    words = (
+        r"of shapes .* those of 2 and 2 and 2 and 2 and 2 and 1 rows, .* "
+        r"engine\.map\(…, pad="
+    )
     with pytest.raises(ValueError, match=words):
         engine.map(model.write, FOURS)
 
@@ -182,21 +201,30 @@ def test_lists_plain_values_and_the_rest(engine):
     words = [f"word {i}" for i in range(11)]
     upper = engine.map(lambda _, part: [word.upper() for word in part], Rows(words))
     assert upper == [word.upper() for word in words]
-    ragged = engine.map(lambda replica, x: {"rows": list(replica.write(x))}, FOURS)["rows"]
+    ragged = engine.map(lambda replica, x: {"rows": list(replica.write(x))}, FOURS)[
+        "rows"
+    ]
     assert [int(row[0]) for row in ragged] == written(engine.module)[:, 0].tolist()
-    square = engine.map(lambda _, x: {"rows": [row[: len(x)] for row in x]}, FOURS)["rows"]
-    assert torch.equal(torch.stack([row[:1] for row in square]), FOURS[:, :1])  # no list of views
+    square = engine.map(lambda _, x: {"rows": [row[: len(x)] for row in x]}, FOURS)[
+        "rows"
+    ]
+    # no list of views
+    assert torch.equal(torch.stack([row[:1] for row in square]), FOURS[:, :1])
     assert engine.map(lambda _, x: len(x), FOURS) == [2, 2, 2, 2, 2, 1]
     assert engine.map(lambda _, x: 7, FOURS) == 7
     arrays = engine.map(lambda _, x: x.numpy(), FOURS)
     assert [len(array) for array in arrays] == [2, 2, 2, 2, 2, 1]
-    scaled = engine.map(lambda _, x, table: x * table, FOURS, Replicated(torch.arange(4.0)))
+    scaled = engine.map(
+        lambda _, x, table: x * table, FOURS, Replicated(torch.arange(4.0))
+    )
     assert_close(scaled, FOURS * torch.arange(4.0), "with an argument without rows")
 
 
 def test_rows_go_by_cost_and_keep_their_order(devices):
     costs, model = [float(i % 4 + 1) for i in range(11)], build(Writer)
-    with ScatterOnceParallel(model, device_ids=devices(2), micro_batch_cost=8) as engine:
+    with ScatterOnceParallel(
+        model, device_ids=devices(2), micro_batch_cost=8
+    ) as engine:
         found = engine.map(model.write, FOURS, more=2, pad=-1, costs=costs)
         assert torch.equal(found, written(model, 2))
 
@@ -205,25 +233,38 @@ def test_rows_go_by_cost_and_keep_their_order(devices):
 def test_several_entries_per_row(engine):
     found = engine.map(lambda _, x: x.repeat_interleave(3, 0), FOURS)
     assert torch.equal(found, FOURS.repeat_interleave(3, 0))
-    with pytest.raises(ValueError, match=r"draws random numbers .*\.view\(rows, k, -1\)"):
+    with pytest.raises(
+        ValueError, match=r"draws random numbers .*\.view\(rows, k, -1\)"
+    ):
         engine.map(lambda _, x: torch.randn(3 * len(x), 2), FOURS)
-    found = engine.map(lambda _, x: torch.randn(3 * len(x), 2).view(len(x), 3, -1), FOURS)
+    found = engine.map(
+        lambda _, x: torch.randn(3 * len(x), 2).view(len(x), 3, -1), FOURS
+    )
     assert found.shape == (11, 3, 2)
-    # The order that another function of the same code had found once stood for this one's.
+    # The order that another function of the same code had found once stood for this
+    # one's.
     for join in (lambda x: x.repeat_interleave(3, 0), lambda x: x.repeat(3, 1)):
         with contextlib.suppress(ValueError):
             found = engine.map(lambda _, x, join=join: join(x), FOURS)
     assert torch.equal(found, FOURS.repeat_interleave(3, 0))
-    with pytest.raises(ValueError, match=r"9 entries for 3 rows, .*\.view\(rows, k, -1\)"):
+    with pytest.raises(
+        ValueError, match=r"9 entries for 3 rows, .*\.view\(rows, k, -1\)"
+    ):
         engine.map(lambda _, x: x.repeat(3, 1), FOURS)
 
 
 def test_as_many_entries_for_any_number_of_rows_are_no_rows():
-    """With one row per micro-batch the states of two layers were taken for two entries per row."""
+    """With one row per micro-batch the states of two layers were taken for two entries
+    per row.
+    """
     model = build(lambda: nn.LSTM(4, 2, num_layers=2, batch_first=True)).eval()
-    with ScatterOnceParallel(model, device_ids=["cpu"] * 2, micro_batch_size=1) as engine:
+    with ScatterOnceParallel(
+        model, device_ids=["cpu"] * 2, micro_batch_size=1
+    ) as engine:
         for _ in range(2):
-            with pytest.raises(ValueError, match="2 entries for 3 rows, not in the order"):
+            with pytest.raises(
+                ValueError, match="2 entries for 3 rows, not in the order"
+            ):
                 engine(FOURS[:, None])
 
 
@@ -237,16 +278,27 @@ def test_a_function_that_names_the_user_s_module_is_refused(engine, monkeypatch)
         functools.partial(lambda part, _, x: part(x), own),
         lambda _, x: (lambda: model(x))(),  # noqa: F821
     ):
-        with pytest.raises(ValueError, match=r"refers to the module itself, .* model\.generate"):
+        with pytest.raises(
+            ValueError, match=r"refers to the module itself, .* model\.generate"
+        ):
             engine.map(function, FOURS)
-    replica = engine.map(lambda replica, x: Of(lambda s, x: x, model=replica).model(x), FOURS)
+    replica = engine.map(
+        lambda replica, x: Of(lambda s, x: x, model=replica).model(x), FOURS
+    )
     assert replica.shape == (11, 2)
-    assert_close(engine.map(lambda _, x: other(x), FOURS), other(FOURS).detach(), "another one")
+    assert_close(
+        engine.map(lambda _, x: other(x), FOURS), other(FOURS).detach(), "another one"
+    )
 
 
 def test_generated_tokens_are_those_of_one_call(devices):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 40}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 40,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1)
     with seeded():
@@ -258,7 +310,9 @@ def test_generated_tokens_are_those_of_one_call(devices):
     expected = model.generate(**batch, **how)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         assert torch.equal(engine.map(model.generate, **batch, **how, pad=0), expected)
-        texts = engine.map(lambda replica, b: replica.generate(**b, **how).tolist(), batch)
+        texts = engine.map(
+            lambda replica, b: replica.generate(**b, **how).tolist(), batch
+        )
     assert [[t for t in text if t] for text in texts] == [
         [t for t in text if t] for text in expected.tolist()
     ]

@@ -1,4 +1,6 @@
-"""The gradient's noise scale, from the replicas' gradients (McCandlish et al. 2018, A.1)."""
+"""The gradient's noise scale, from the replicas' gradients (McCandlish et al. 2018,
+A.1).
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ def mlp():
 
 def gradient_of(loss, parameters):
     """In one vector."""
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]).double()
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, parameters)]
+    ).double()
 
 
 def by_hand(model, pieces, criterion, counts, rows):
-    """The formula as the design states it, from plain gradients of each replica's rows."""
+    """The formula as the design states it, from plain gradients of each
+    replica's rows.
+    """
     parts = [part for part in (model, criterion) if isinstance(part, nn.Module)]
     parameters = [p for part in parts for p in part.parameters()]
     means = [gradient_of(criterion(model(x), y), parameters) for x, y in pieces]
@@ -43,7 +49,9 @@ def by_hand(model, pieces, criterion, counts, rows):
 
 def step(model, inputs, targets, criterion, options=None, **call):
     options = {"accum": 2, "measure_noise": True, **(options or {})}
-    with ScatterOnceParallel(model, device_ids=["cpu:0", "cpu:1", "cpu:0"], **options) as engine:
+    with ScatterOnceParallel(
+        model, device_ids=["cpu:0", "cpu:1", "cpu:0"], **options
+    ) as engine:
         engine.forward_backward(inputs, targets, criterion, **call)
         return engine.last_step
 
@@ -51,12 +59,18 @@ def step(model, inputs, targets, criterion, options=None, **call):
 def scaled():
     """A criterion whose own parameter belongs to the gradient."""
     factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-    return Of(lambda m, outputs, targets: CE()(m.factor * outputs, targets), factor=factor)
+    return Of(
+        lambda m, outputs, targets: CE()(m.factor * outputs, targets), factor=factor
+    )
 
 
 CE = nn.CrossEntropyLoss
-SCALED = {"options": {"accumulate_dtype": torch.float64}, "scaler": torch.amp.GradScaler("cpu")}
-CASES = {  # the model, the criterion, the criterion of the formula, ignored labels, options
+SCALED = {
+    "options": {"accumulate_dtype": torch.float64},
+    "scaler": torch.amp.GradScaler("cpu"),
+}
+# the model, the criterion, the criterion of the formula, ignored labels, options
+CASES = {
     "rows": (mlp, CE(), CE(), 0, {}),
     "ignored labels are no terms": (mlp, CE(), CE(), 5, {}),
     "a sum is taken per row": (mlp, CE(reduction="sum"), CE(), 0, {}),
@@ -80,12 +94,16 @@ def test_the_formula(shares, case):
     pieces = list(zip(INPUTS.split(sizes), targets.split(sizes), strict=True))
     counts = [(y != IGNORED).sum().item() for _, y in pieces]
     expected = by_hand(model, pieces, mean, counts, ROWS)
-    assert (report.noise.signal, report.noise.noise) == pytest.approx(expected, rel=1e-9)
+    assert (report.noise.signal, report.noise.noise) == pytest.approx(
+        expected, rel=1e-9
+    )
     scale = expected[1] / expected[0] if expected[0] > 0 else math.inf
     assert report.noise.scale == pytest.approx(scale, rel=1e-9)
 
 
-@pytest.mark.parametrize("case", ["one row", "overflow", "all ignored", "one loss of all rows"])
+@pytest.mark.parametrize(
+    "case", ["one row", "overflow", "all ignored", "one loss of all rows"]
+)
 def test_a_step_with_nothing_to_compare_has_nan(case):
     inputs, targets = INPUTS.clone(), TARGETS.clone()
     if case == "one row":
@@ -101,7 +119,9 @@ def test_a_step_with_nothing_to_compare_has_nan(case):
 
 def _ranks(group):
     rows = slice(0, 9) if group.rank() == 0 else slice(9, ROWS)
-    with ScatterOnceParallel(build(mlp), process_group=group, measure_noise=True) as engine:
+    with ScatterOnceParallel(
+        build(mlp), process_group=group, measure_noise=True
+    ) as engine:
         engine.forward_backward(INPUTS[rows], TARGETS[rows], CE())
         return engine.last_step.noise.signal, engine.last_step.noise.noise
 
@@ -109,7 +129,11 @@ def _ranks(group):
 def test_ranks_are_replicas_like_any_other():
     pieces = list(zip(INPUTS.split([9, 14]), TARGETS.split([9, 14]), strict=True))
     first, second = run_on_ranks(2, _ranks)
-    assert first == second == pytest.approx(by_hand(build(mlp), pieces, CE(), [9, 14], ROWS))
+    assert (
+        first
+        == second
+        == pytest.approx(by_hand(build(mlp), pieces, CE(), [9, 14], ROWS))
+    )
 
 
 def report_of(signal, noise):
@@ -124,7 +148,8 @@ def test_the_average_skips_steps_without_an_estimate_and_goes_on_from_a_checkpoi
     assert average.scale == 8.0
     other.load_state_dict(average.state_dict())
     for one in (average, other):
-        one.update(report_of(3.0, 8.0))  # averages, with decay 0.5: 0.25 * 1 + 0.5 * 3, 0.75 * 8
+        # averages, with decay 0.5: 0.25 * 1 + 0.5 * 3, 0.75 * 8
+        one.update(report_of(3.0, 8.0))
         assert one.scale == pytest.approx((0.25 * 8 + 0.5 * 8) / (0.25 * 1 + 0.5 * 3))
     assert other.state_dict() == average.state_dict()
 
@@ -138,7 +163,12 @@ def test_a_step_that_did_not_measure_is_refused():
 
 @pytest.mark.parametrize(
     ("signal", "noise", "scale"),
-    [(2.0, 8.0, 4.0), (-1.0, 8.0, math.inf), (0.0, 8.0, math.inf), (0.0, 0.0, math.nan)],
+    [
+        (2.0, 8.0, 4.0),
+        (-1.0, 8.0, math.inf),
+        (0.0, 8.0, math.inf),
+        (0.0, 0.0, math.nan),
+    ],
 )
 def test_the_scale_of_a_step_is_that_of_an_average_of_one(signal, noise, scale):
     """Noise over a negative signal was a negative number of rows."""

@@ -1,4 +1,6 @@
-"""plan(): rows to shares to micro-batches, as evenly as possible, in order, none empty."""
+"""plan(): rows to shares to micro-batches, as evenly as possible, in
+order, none empty.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def spans(share):
     micro_batch_size=st.none() | st.integers(1, 60),
 )
 def test_every_plan(rows, replicas, accum, micro_batch_size):
-    options = {"micro_batch_size": micro_batch_size} if micro_batch_size else {"accum": accum}
+    options = (
+        {"micro_batch_size": micro_batch_size} if micro_batch_size else {"accum": accum}
+    )
     plan = engine_on(replicas, **options).plan(rows)
     assert plan.rows == rows
     assert len(plan.shares) == min(rows, replicas)
@@ -83,7 +87,9 @@ def test_a_plan_prints_as_a_table_in_a_notebook_too():
     assert shown == [str(plan)]
 
 
-@pytest.mark.parametrize(("shares", "substeps"), [(None, (6, 5, 5, 15)), ([3, 1], (6, 6, 6, 5, 8))])
+@pytest.mark.parametrize(
+    ("shares", "substeps"), [(None, (6, 5, 5, 15)), ([3, 1], (6, 6, 6, 5, 8))]
+)
 def test_each_replica_may_have_a_micro_batch_size_of_its_own(devices, shares, substeps):
     batch = randn(31, FEATURES), randint(CLASSES, 31)
     options = {"device_ids": devices(2), "micro_batch_size": [6, 24], "shares": shares}
@@ -128,7 +134,9 @@ def test_any_shares(rows, accum, shares):
     ids=str,
 )
 def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, substeps):
-    """A float's 0.3 of 0.3 + 0.7 is more than three tenths: ten times that was cut into four."""
+    """A float's 0.3 of 0.3 + 0.7 is more than three tenths: ten times that was cut into
+    four.
+    """
     plan = make_plan(1000, [CPU] * 2, accum, shares=shares)
     assert [len(share.micro_batches) for share in plan.shares] == substeps
     largest = max(b - a for share in plan.shares for a, b in share.micro_batches)

@@ -1,4 +1,6 @@
-"""Learning rates against formulas written by hand, parameter groups against plain names."""
+"""Learning rates against formulas written by hand, parameter groups against plain
+names.
+"""
 
 import copy
 
@@ -31,7 +33,9 @@ AFTER = {
     ),
     "SequentialLR": (
         lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.ConstantLR(o, 1.0), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+            o,
+            [lr_scheduler.ConstantLR(o, 1.0), lr_scheduler.ExponentialLR(o, 0.5)],
+            [2],
         ),
         lambda t: 1.0 if t < 2 else 0.5 ** (t - 2),
     ),
@@ -40,7 +44,9 @@ AFTER = {
 
 def make_optimizer():
     parameters = [torch.zeros(1, requires_grad=True) for _ in TARGETS]
-    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, TARGETS, strict=True)]
+    groups = [
+        {"params": [p], "lr": lr} for p, lr in zip(parameters, TARGETS, strict=True)
+    ]
     return torch.optim.SGD(groups, lr=1.0)
 
 
@@ -70,7 +76,9 @@ def test_every_step_has_the_rate_of_the_formula(after_name):
     optimizer = make_optimizer()
     scheduler = make_warmup(optimizer, after_name)
     for step in range(14):
-        assert rates(optimizer) == pytest.approx(expected_rates(after_name, step), rel=1e-12)
+        assert rates(optimizer) == pytest.approx(
+            expected_rates(after_name, step), rel=1e-12
+        )
         assert scheduler.get_last_lr() == rates(optimizer)
         advance(optimizer, scheduler)
 
@@ -78,7 +86,9 @@ def test_every_step_has_the_rate_of_the_formula(after_name):
 @pytest.mark.parametrize("after_name", AFTER)
 @pytest.mark.parametrize("saved_at", [2, 8])
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_a_resumed_schedule_goes_on_as_if_never_interrupted(after_name, saved_at, optimizer_first):
+def test_a_resumed_schedule_goes_on_as_if_never_interrupted(
+    after_name, saved_at, optimizer_first
+):
     optimizer = make_optimizer()
     scheduler = make_warmup(optimizer, after_name)
     for _ in range(saved_at):
@@ -121,7 +131,13 @@ class RMSNorm(nn.Module):
 def mixed():
     norms = nn.BatchNorm2d(3), nn.LayerNorm([3, 3]), nn.GroupNorm(1, 3), RMSNorm()
     parts = {"embed": nn.Embedding(5, 3), "attention": nn.MultiheadAttention(3, 1)}
-    model = Of(None, **parts, norms=nn.ModuleList(norms), slope=nn.PReLU(), head=nn.Linear(3, 5))
+    model = Of(
+        None,
+        **parts,
+        norms=nn.ModuleList(norms),
+        slope=nn.PReLU(),
+        head=nn.Linear(3, 5),
+    )
     model.head.weight = model.embed.weight
     model.attention.out_proj.weight.requires_grad_(False)
     return model
@@ -139,7 +155,9 @@ def test_biases_and_normalisation_are_without_decay():
 
 
 def block(norms, **parts):
-    return Of(None, **{f"bn{i}": nn.BatchNorm2d(2) for i in range(1, norms + 1)}, **parts)
+    return Of(
+        None, **{f"bn{i}": nn.BatchNorm2d(2) for i in range(1, norms + 1)}, **parts
+    )
 
 
 def test_the_last_scale_of_each_residual_block_becomes_zero():
@@ -148,5 +166,12 @@ def test_the_last_scale_of_each_residual_block_becomes_zero():
     without = block(1, bn2=nn.BatchNorm2d(2, affine=False), **residual)  # no scale
     assert zero_init_residual(nn.Sequential(basic, bottleneck, plain, without)) == 2
     assert basic.bn2.weight.tolist() == bottleneck.bn3.weight.tolist() == [0, 0]
-    untouched = [basic.bn1, bottleneck.bn1, bottleneck.bn2, plain.bn1, plain.bn2, without.bn1]
+    untouched = [
+        basic.bn1,
+        bottleneck.bn1,
+        bottleneck.bn2,
+        plain.bn1,
+        plain.bn2,
+        without.bn1,
+    ]
     assert all(norm.weight.tolist() == [1, 1] for norm in untouched)

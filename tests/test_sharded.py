@@ -1,4 +1,6 @@
-"""ShardedOptimizer: the bits of the plain class, with its state on all devices of the engine."""
+"""ShardedOptimizer: the bits of the plain class, with its state on all devices of the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +46,24 @@ KINDS = {
 def matrices():
     """Of odd sizes; Muon takes nothing else."""
     sizes = itertools.pairwise([FEATURES, 13, 7, CLASSES])
-    return build(lambda: nn.Sequential(*[nn.Linear(*n, bias=False) for n in sizes])).float()
+    return build(
+        lambda: nn.Sequential(*[nn.Linear(*n, bias=False) for n in sizes])
+    ).float()
 
 
 def batch(number, dtype=torch.float32):
-    return randn(12, FEATURES, seed=number, dtype=dtype), randint(CLASSES, 12, seed=number)
+    return randn(12, FEATURES, seed=number, dtype=dtype), randint(
+        CLASSES, 12, seed=number
+    )
 
 
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 class Pair:
-    """A model whose optimizers are sharded, and its twin with plain ones, on one device."""
+    """A model whose optimizers are sharded, and its twin with plain ones, on one
+    device.
+    """
 
     def __init__(self, model, device_ids, *kind, **options):
         self.model, self.twin = model, copy.deepcopy(model)
@@ -64,9 +72,13 @@ class Pair:
 
     def add(self, kind, is_for=lambda p: True, **options):
         ours, theirs = (
-            [p for p in one.parameters() if is_for(p)] for one in (self.model, self.twin)
+            [p for p in one.parameters() if is_for(p)]
+            for one in (self.model, self.twin)
         )
-        both = ShardedOptimizer(self.engine, kind, ours, **options), kind(theirs, **options)
+        both = (
+            ShardedOptimizer(self.engine, kind, ours, **options),
+            kind(theirs, **options),
+        )
         self.optimizers.append(both)
         return both
 
@@ -81,7 +93,9 @@ class Pair:
         self.model.zero_grad()
         data = batch(number, next(self.model.parameters()).dtype)
         self.engine.forward_backward(*data, nn.CrossEntropyLoss(), **options)
-        for one, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+        for one, other in zip(
+            self.model.parameters(), self.twin.parameters(), strict=True
+        ):
             other.grad = None if one.grad is None else one.grad.clone()
 
     def update(self):
@@ -94,7 +108,11 @@ class Pair:
 
     def kept(self):
         """What a failed step must leave alone."""
-        state = self.model.state_dict(), self.sharded.state_dict(), gradients(self.model)
+        state = (
+            self.model.state_dict(),
+            self.sharded.state_dict(),
+            gradients(self.model),
+        )
         return copy.deepcopy(state)
 
     def assert_same(self):
@@ -111,10 +129,14 @@ class Pair:
 def test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again(
     kind, options, device_ids, monkeypatch
 ):
-    """And no operation mixes memories; foreach takes tensors of virtual devices for one's."""
+    """And no operation mixes memories; foreach takes tensors of virtual devices for
+    one's.
+    """
     is_guarded = device_ids is VIRTUAL and not options.get("foreach")
     with Pair(matrices(), device_ids, kind, **options) as pair:
-        with guarded(monkeypatch, pair.model, pair.twin) if is_guarded else nullcontext():
+        with (
+            guarded(monkeypatch, pair.model, pair.twin) if is_guarded else nullcontext()
+        ):
             for number in range(4):
                 pair.step(number)
                 assert not number or pair.engine.last_step.bytes["replicate"] == 0
@@ -122,16 +144,21 @@ def test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again(
 
 
 def test_each_device_has_its_part_of_the_state():
-    model = build(lambda: nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)]))
+    model = build(
+        lambda: nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)])
+    )
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
         optimizer = ShardedOptimizer(engine, optim.AdamW)
         assert optimizer.state_bytes == {torch.device(name): 0 for name in VIRTUAL}
-        engine.forward_backward(randn(4, 16), None, lambda output, _: output.square().mean())
+        engine.forward_backward(
+            randn(4, 16), None, lambda output, _: output.square().mean()
+        )
         optimizer.step()
         of_two = 2 * (2 * model[0].weight.nbytes + 4)
         assert [*optimizer.state_bytes.values()] == [of_two] * 4
     model = mlp()
-    model[0].requires_grad_(False)  # what has no gradient has no owner; the master comes last
+    # what has no gradient has no owner; the master comes last
+    model[0].requires_grad_(False)
     with Pair(model, VIRTUAL, optim.AdamW) as pair:
         pair.step(0)
         master, first, second, third = pair.sharded.state_bytes.values()
@@ -139,7 +166,9 @@ def test_each_device_has_its_part_of_the_state():
 
 
 def trained(model, devices, numbers, saved=None):
-    """The state after some steps with gradients of plain torch, which are the same everywhere."""
+    """The state after some steps with gradients of plain torch, which are the same
+    everywhere.
+    """
     with ScatterOnceParallel(model, 1, VIRTUAL[: devices or 1]) as engine:
         make = functools.partial(ShardedOptimizer, engine, optim.AdamW)
         optimizer = make() if devices else optim.AdamW(model.parameters())
@@ -155,7 +184,9 @@ def trained(model, devices, numbers, saved=None):
     return kept.getvalue()
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4), (3, 0), (0, 3), (1, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(4, 3), (2, 4), (3, 0), (0, 3), (1, 2), (4, 1)]
+)
 def test_resumed_on_another_number_of_devices(before, after):
     """On none: with the plain class."""
     model, expected = mlp(), mlp()
@@ -170,7 +201,9 @@ def test_muon_for_matrices_and_adamw_for_the_rest():
     with Pair(mlp().float(), PLACES["uneven"], *first, lr=0.01) as pair:
         pair.add(optim.Muon, lambda p: p.ndim == 2, lr=0.1)
         each = itertools.chain(*pair.optimizers)
-        schedules = [optim.lr_scheduler.LambdaLR(one, lambda n: 1 / (1 + n)) for one in each]
+        schedules = [
+            optim.lr_scheduler.LambdaLR(one, lambda n: 1 / (1 + n)) for one in each
+        ]
         for number in range(3):
             pair.step(number)
             assert not number or pair.engine.last_step.bytes["replicate"] == 0
@@ -205,7 +238,9 @@ def test_hooks_run_once_with_the_sharded_optimizer():
             register_optimizer_step_post_hook,
         ]
         handles = [
-            register(lambda optimizer, *_, number=number: seen.append((number, optimizer)))
+            register(
+                lambda optimizer, *_, number=number: seen.append((number, optimizer))
+            )
             for number, register in enumerate(kinds)
         ]
         pair.backward(0)
@@ -250,7 +285,8 @@ def test_a_closure_is_called_once_with_gradients_on():
 
 def test_groups_are_the_users():
     with Pair(mlp(), VIRTUAL[:3], optim.AdamW) as pair:
-        late, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))  # of no module
+        # of no module
+        late, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
         for number in range(4):
             pair.backward(number)
             if number == 1:
@@ -265,11 +301,15 @@ def test_groups_are_the_users():
         saved = pair.sharded.state_dict()
         pair.sharded.load_state_dict(pair.plain.state_dict())
         assert_same(pair.sharded.state_dict(), saved)
-        assert pair.sharded.param_groups[0]["params"][0] is next(pair.model.parameters())
+        assert pair.sharded.param_groups[0]["params"][0] is next(
+            pair.model.parameters()
+        )
 
 
 WRITES = {
-    "rebound": lambda p: setattr(p, "data", p.detach().repeat_interleave(2, -1)[..., ::2]),
+    "rebound": lambda p: setattr(
+        p, "data", p.detach().repeat_interleave(2, -1)[..., ::2]
+    ),
     "through data": lambda p: p.data.mul_(1.5),
     "in place": lambda p: p.detach().mul_(1.5),
 }
@@ -293,7 +333,9 @@ def test_what_the_user_writes_is_seen(write, when):
 
 
 class Across(optim.Optimizer):
-    """What it saw of all parameters is in the groups; may raise when it comes to some shape."""
+    """What it saw of all parameters is in the groups; may raise when it comes to some
+    shape.
+    """
 
     fails_at = None
 
@@ -305,7 +347,9 @@ class Across(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 group["seen"] += p.grad.square().sum().item()
-                total = self.state[p].setdefault("total", torch.zeros_like(p)).add_(p.grad)
+                total = (
+                    self.state[p].setdefault("total", torch.zeros_like(p)).add_(p.grad)
+                )
                 p.sub_(total, alpha=group["lr"] / (1 + group["seen"]))
                 if tuple(p.shape) == Across.fails_at:
                     p.grad.mul_(0.5)  # as torch's SGD does with nesterov and foreach
@@ -323,7 +367,9 @@ def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkey
         monkeypatch.setattr(Across, "fails_at", shape)
         with pytest.raises(torch.OutOfMemoryError, match="on purpose") as raised:
             pair.sharded.step()
-        assert "parameters and state are as they were" in "".join(raised.value.__notes__)
+        assert "parameters and state are as they were" in "".join(
+            raised.value.__notes__
+        )
         assert_same(pair.kept(), before)
         monkeypatch.undo()
         pair.update()
@@ -359,10 +405,16 @@ def on_ranks(group):
         optimizer = ShardedOptimizer(engine, optim.AdamW, lr=0.1)
         for number in range(3):
             optimizer.zero_grad()
-            engine.forward_backward(*batch(3 * number + group.rank()), nn.CrossEntropyLoss())
+            engine.forward_backward(
+                *batch(3 * number + group.rank()), nn.CrossEntropyLoss()
+            )
             optimizer.step()
         state = optimizer.state_dict()["state"]
-    return [p.detach() for p in model.parameters()], state, engine.last_step.bytes["replicate"]
+    return (
+        [p.detach() for p in model.parameters()],
+        state,
+        engine.last_step.bytes["replicate"],
+    )
 
 
 def test_every_rank_steps_alike():

@@ -1,4 +1,6 @@
-"""A private entry point of torch that is not there is named; those that no other test tries."""
+"""A private entry point of torch that is not there is named; those that no other test
+tries.
+"""
 
 import re
 import runpy
@@ -10,7 +12,9 @@ from scatterpar import torch_private as private
 
 pytestmark = pytest.mark.core
 
-WORDS = r"torch \S+ has no {}, which scatterpar needs; install a version of torch that the"
+WORDS = (
+    r"torch \S+ has no {}, which scatterpar needs; install a version of torch that the"
+)
 
 
 @pytest.mark.parametrize("name", ["_foreach_copy_", "_C._current_graph_task_id"])
@@ -22,15 +26,21 @@ def test_at_import_a_missing_one_is_named(name, monkeypatch):
 
 def test_an_unknown_dispatch_key_is_named(monkeypatch):
     monkeypatch.setattr("torch._C._dispatch_key_parse", lambda name: torch.device(name))
-    with pytest.raises(RuntimeError, match=WORDS.format("dispatch key TESTING_ONLY_GenericMode")):
+    with pytest.raises(
+        RuntimeError, match=WORDS.format("dispatch key TESTING_ONLY_GenericMode")
+    ):
         runpy.run_path(private.__file__)
 
 
-@pytest.mark.parametrize(("mode", "records"), [("reduce-overhead", True), ("default", False)])
+@pytest.mark.parametrize(
+    ("mode", "records"), [("reduce-overhead", True), ("default", False)]
+)
 def test_another_function_is_compiled_with_the_same_options(mode, records):
     how = private.compile_fn_of(torch.compile(lambda x: x, mode=mode))
     assert private.records_cuda_graphs(how) == records
     runs = []
-    compiled = torch.compile(lambda x: x, backend=lambda graph, _: runs.append(1) or graph.forward)
+    compiled = torch.compile(
+        lambda x: x, backend=lambda graph, _: runs.append(1) or graph.forward
+    )
     assert private.compile_fn_of(compiled)(lambda x: x * 3)(torch.ones(1)).item() == 3.0
     assert runs == [1]

@@ -1,4 +1,6 @@
-"""engine.trace(): what is recorded, printed and saved; the blocks that profilers see."""
+"""engine.trace(): what is recorded, printed and saved; the blocks that
+profilers see.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,12 @@ def traced(engine, steps=1, **options):
 def counted(trace, tmp_path):
     """How many complete events of each name each thread has, by the threads' names."""
     trace.save(tmp_path / "step.json")
-    events = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
-    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    events = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))[
+        "traceEvents"
+    ]
+    threads = {
+        e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
     complete = [e for e in events if e["ph"] == "X"]
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
     return Counter((threads[e["tid"]], e["name"]) for e in complete)
@@ -65,16 +71,21 @@ def counted(trace, tmp_path):
         ({"compile": {"backend": "eager"}}, {}),
     ],
 )
-def test_every_sub_step_has_one_forward_and_one_backward(devices, how, options, tmp_path):
+def test_every_sub_step_has_one_forward_and_one_backward(
+    devices, how, options, tmp_path
+):
     """What is captured, warmed up or checked is no sub-step of the step."""
     found = counted(traced(engine_of(devices, **how), steps=2, **options), tmp_path)
     for replica, device in enumerate(devices):
         thread = f"replica {replica}, {device}"
         assert (found[thread, "forward"], found[thread, "backward"]) == (6, 6)
-        again = 4 if options.get("whole_batch") else 0  # all but each replica's last one
+        # all but each replica's last one
+        again = 4 if options.get("whole_batch") else 0
         assert found[thread, "recompute"] == again
         assert "graphs" in how or found[thread, "arrival"] == 6 + again
-    assert [found["caller", n] for n in ("step", "replicate", "reduce", "commit")] == [2] * 4
+    assert [found["caller", n] for n in ("step", "replicate", "reduce", "commit")] == [
+        2
+    ] * 4
 
 
 def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
@@ -87,7 +98,9 @@ def test_events_lie_in_their_step_and_those_of_a_replica_in_its_order():
         for replica in (0, 1):
             own = [event for event in step.events if event.replica == replica]
             assert [(e.name, e.sub_step) for e in own] == [
-                (name, n) for n in range(3) for name in ("arrival", "forward", "backward")
+                (name, n)
+                for n in range(3)
+                for name in ("arrival", "forward", "backward")
             ]
             assert all(e.end <= later.start for e, later in itertools.pairwise(own))
 
@@ -120,7 +133,9 @@ def test_nothing_is_recorded_outside_of_it_and_gradients_are_the_same_bits():
         found = [p.grad.clone() for p in engine.module.parameters()]
         engine.zero_grad()
         engine.forward_backward(*data)
-        assert all(map(torch.equal, found, (p.grad for p in engine.module.parameters())))
+        assert all(
+            map(torch.equal, found, (p.grad for p in engine.module.parameters()))
+        )
         with engine.trace() as other:
             with pytest.raises(RuntimeError, match="traced already"), engine.trace():
                 pass
@@ -133,13 +148,23 @@ def test_nothing_is_recorded_outside_of_it_and_gradients_are_the_same_bits():
 def test_the_table_has_a_line_per_replica():
     shown = str(traced(engine_of(LAYOUTS[1]), steps=2))
     title, head, *lines, once, shares, longest = shown.splitlines()
-    assert re.fullmatch(r"2 steps of [\d.]+ ms, [\d.]+ ms between steps; in ms per step:", title)
-    assert head.split() == ["replica", "device", "arrival", "forward", "backward", "waited"]
+    assert re.fullmatch(
+        r"2 steps of [\d.]+ ms, [\d.]+ ms between steps; in ms per step:", title
+    )
+    assert head.split() == [
+        "replica",
+        "device",
+        "arrival",
+        "forward",
+        "backward",
+        "waited",
+    ]
     assert [line.split()[:2] for line in lines] == [["0", "cpu:0"], ["1", "cpu:1"]]
     assert once.startswith("for all: scatter ")
     assert len(re.findall(r"(\d+)%", shares)) == 4
     assert re.match(
-        r"The longest sub-step, \d of replica [01] in step [01], took [\d.]+ ms; the", longest
+        r"The longest sub-step, \d of replica [01] in step [01], took [\d.]+ ms; the",
+        longest,
     )
 
 
@@ -194,14 +219,19 @@ def profiled(engine, **options):
 
 
 def test_a_profiler_of_all_threads_sees_the_operators_of_replicas():
-    config = eval(PROFILE_ALL_THREADS.partition("=")[2])  # what the page and the warning say
+    # what the page and the warning say
+    config = eval(PROFILE_ALL_THREADS.partition("=")[2])
     engine = engine_of(verify=False)
     engine.forward_backward(*batch(), CE)
     found = profiled(engine, experimental_config=config)
     assert found["aten::addmm"] == 2 * 3 * 2  # layers, sub-steps, replicas
     assert found["AddmmBackward0"] == 2 * 3 * 2
     for number in range(3):
-        assert found[f"scatterpar forward {number}"] == found[f"scatterpar backward {number}"] == 2
+        assert (
+            found[f"scatterpar forward {number}"]
+            == found[f"scatterpar backward {number}"]
+            == 2
+        )
     assert found["scatterpar replicate"] == found["scatterpar reduce"] == 1
 
 
@@ -216,7 +246,10 @@ def test_a_profiler_of_one_thread_is_told_unless_one_replica_is_in_it():
 
 def test_the_page_runs_and_quotes_what_is_said():
     page = read("docs/debug.md").partition("\n## Why is my step slow?")[2]
-    names = namespace() | {"ScatterOnceParallel": ScatterOnceParallel, "device_ids": ["cpu"] * 2}
+    names = namespace() | {
+        "ScatterOnceParallel": ScatterOnceParallel,
+        "device_ids": ["cpu"] * 2,
+    }
     for code in blocks(page, "python"):
         run(code, names)
     assert PROFILE_ALL_THREADS.partition("=")[2] in page
@@ -226,9 +259,14 @@ def test_batch_normalisation_of_one_row_says_what_to_pass():
     """torch's own error stays; a note has the way out."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     with ScatterOnceParallel(model, 4, ["cpu"] * 2) as engine:
-        with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        with pytest.raises(
+            ValueError, match="Expected more than 1 value per channel"
+        ) as caught:
             engine.forward_backward(*batch(7), CE)
         where, *others = caught.value.__notes__
         notes = "\n".join(others)
-        assert "a micro-batch of one row: use a smaller accum=, or micro_batch_size=" in notes
+        assert (
+            "a micro-batch of one row: use a smaller accum=, or micro_batch_size="
+            in notes
+        )
         assert where.startswith(tuple(beginning_of_note(i, "cpu") for i in (0, 1)))

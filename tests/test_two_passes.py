@@ -1,4 +1,6 @@
-"""whole_batch=True: the gradient of a loss that sees the outputs of all rows at once."""
+"""whole_batch=True: the gradient of a loss that sees the outputs of all
+rows at once.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_the_last_graph_is_kept_and_the_others_are_computed_again_in_order(devic
 
 
 def noisy():
-    return build(lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
+    return build(
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    )
 
 
 @pytest.mark.contract
@@ -77,7 +81,9 @@ def test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step(d
 
 
 SECOND = {
-    "gave other outputs.*the random numbers of Python or NumPy": lambda out, n: out * (n + 1),
+    "gave other outputs.*the random numbers of Python or NumPy": lambda out, n: (
+        out * (n + 1)
+    ),
     "outputs of another kind": lambda out, n: out[:, n // 4 :],
 }
 
@@ -86,19 +92,24 @@ SECOND = {
 def test_what_differs_the_second_time_is_refused(devices, words):
     """By a count of its own, which nothing puts back."""
     calls = itertools.count()
-    model = build(lambda: Returns(lambda outputs, _: SECOND[words](outputs, next(calls))))
+    model = build(
+        lambda: Returns(lambda outputs, _: SECOND[words](outputs, next(calls)))
+    )
     model.linear.weight.grad = torch.ones_like(model.linear.weight)
     with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine:
         with nothing_changes(model), pytest.raises(RuntimeError, match=words) as error:
             engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
         begins = tuple(beginning_of_note(i, devices(2)[i], 0, of=2) for i in (0, 1))
         assert error.value.__notes__[0].startswith(begins)
-    with ScatterOnceParallel(model, 1, devices(1), verify=False) as engine:  # its way out
+    # its way out
+    with ScatterOnceParallel(model, 1, devices(1), verify=False) as engine:
         engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
 
 
 @pytest.mark.contract
-def test_outputs_are_returned_as_the_module_gives_them_and_the_criterion_runs_once(devices):
+def test_outputs_are_returned_as_the_module_gives_them_and_the_criterion_runs_once(
+    devices,
+):
     model, seen = two_views(), []
     both, labels = views(11)
 
@@ -118,7 +129,11 @@ def test_outputs_are_returned_as_the_module_gives_them_and_the_criterion_runs_on
         assert_close(joined, model(*both)["one"].detach(), "outputs")
         assert all(output["scale"].shape == () for output in outputs)
         _, norms = engine.forward_backward(
-            both, labels, clip, return_outputs=lambda output: output["one"].norm(dim=1), **options
+            both,
+            labels,
+            clip,
+            return_outputs=lambda output: output["one"].norm(dim=1),
+            **options,
         )
         assert_close(torch.cat(norms), joined.norm(dim=1), "norms")
 
@@ -128,13 +143,19 @@ def test_a_scaler_scales_the_gradients(devices):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     expected, plain = whole_batch(model, *views(9), nt_xent)
     with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        loss = engine.forward_backward(*views(9), nt_xent, scaler=scaler, whole_batch=True)
+        loss = engine.forward_backward(
+            *views(9), nt_xent, scaler=scaler, whole_batch=True
+        )
     assert_close(loss, expected, "loss")
-    assert_gradients(model, {k: None if g is None else 1024 * g for k, g in plain.items()})
+    assert_gradients(
+        model, {k: None if g is None else 1024 * g for k, g in plain.items()}
+    )
 
 
 def test_a_loss_of_versions_of_the_same_pictures():
-    """Micro-batches of a number that three divides were cut into other versions, in silence."""
+    """Micro-batches of a number that three divides were cut into other versions, in
+    silence.
+    """
     with ScatterOnceParallel(linear(), 2, ["cpu:0", "cpu:1"]) as engine:
         words = "Versions splits its rows into 3 versions.*pass whole_batch=True"
         with pytest.raises(ValueError, match=words):

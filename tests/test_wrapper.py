@@ -1,4 +1,6 @@
-"""State dicts under the module's own keys; wrappers that are nested, copied, pickled and saved."""
+"""State dicts under the module's own keys; wrappers that are nested, copied, pickled
+and saved.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation
 
 def module_in_module():
     """Its own children are called ``module``: a prefix that must not be stripped."""
-    return Of(None, module=Of(None, module=nn.Linear(FEATURES, 6), head=nn.Linear(6, CLASSES)))
+    return Of(
+        None, module=Of(None, module=nn.Linear(FEATURES, 6), head=nn.Linear(6, CLASSES))
+    )
 
 
 def same(one, other):
-    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
+    return list(one) == list(other) and all(
+        torch.equal(one[key], other[key]) for key in one
+    )
 
 
 def prefixed(state):
@@ -52,9 +58,13 @@ def load(module, state):
 @pytest.mark.contract
 @each_factory
 @each_wrapper
-def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(devices, wrapper, make):
+def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(
+    devices, wrapper, make
+):
     wrapped = wrapper(make(), device_ids=devices(2))
-    assert list(wrapped.state_dict(prefix="x.")) == [f"x.{key}" for key in make().state_dict()]
+    assert list(wrapped.state_dict(prefix="x.")) == [
+        f"x.{key}" for key in make().state_dict()
+    ]
     for seed, rename in enumerate((dict, prefixed), 1):
         state = make(seed=seed).state_dict()
         assert not same(wrapped.state_dict(), state)
@@ -66,10 +76,14 @@ def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(devices, wrappe
 @each_factory
 @each_wrapper
 def test_as_a_child_of_another_module(devices, wrapper, make):
-    """A parent saves and loads it under the keys that the bare model would have there."""
+    """A parent saves and loads it under the keys that the bare model
+    would have there.
+    """
 
     def parent(child):
-        return nn.ModuleDict({"backbone": child, "other": build(lambda: nn.Linear(2, 2))})
+        return nn.ModuleDict(
+            {"backbone": child, "other": build(lambda: nn.Linear(2, 2))}
+        )
 
     bare, nested = parent(make(seed=1)), parent(wrapper(make(), device_ids=devices(2)))
     assert list(nested.state_dict()) == list(bare.state_dict())
@@ -87,7 +101,8 @@ def test_parameters_modes_and_devices_are_the_module_s(devices, wrapper):
     model = mlp()
     wrapped = wrapper(model, device_ids=devices(2))
     assert all(
-        one is other for one, other in zip(wrapped.parameters(), model.parameters(), strict=True)
+        one is other
+        for one, other in zip(wrapped.parameters(), model.parameters(), strict=True)
     )
     for is_on in (False, True):
         wrapped.train(is_on).requires_grad_(is_on).zero_grad()
@@ -162,7 +177,9 @@ def test_copies_work_and_share_nothing(devices, way, kind):
 
 
 def test_the_module_and_replicas_can_be_copied_after_steps(devices):
-    """EMA libraries deep-copy the model in mid-training: nothing of the engine clings to it."""
+    """EMA libraries deep-copy the model in mid-training: nothing of the engine clings
+    to it.
+    """
     model = mlp()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_step(engine, *BATCH, cross_entropy)

@@ -1,4 +1,6 @@
-"""Copies, one exact step, the documented memory, and how steps end that fail on all devices."""
+"""Copies, one exact step, the documented memory, and how steps end that fail on all
+devices.
+"""
 
 import contextlib
 import os
@@ -21,7 +23,9 @@ _PEAK = 565  # MB of each GPU, from docs/gpus.md
 
 
 def test_every_byte_of_all_copies_arrives(setting, say):
-    """Copies between every two memories, of 1000 bytes to 256 MiB, and between all GPUs at once."""
+    """Copies between every two memories, of 1000 bytes to 256 MiB, and between all GPUs
+    at once.
+    """
     results = list(examine(setting.devices))
     wrong = [str(route).strip() for route in results if route.fault]
     assert not wrong, "; ".join(wrong)
@@ -36,7 +40,9 @@ def test_gradient_on_all_devices_is_that_of_one(setting, say):
 
 
 class _Sum(nn.Module):
-    """The parameters of a network and next to no activations: the loss is the sum of all."""
+    """The parameters of a network and next to no activations: the loss is the sum of
+    all.
+    """
 
     def __init__(self, net):
         super().__init__()
@@ -49,7 +55,8 @@ class _Sum(nn.Module):
 @pytest.mark.cuda
 @pytest.mark.needs(2)
 def test_peak_of_memory_with_the_parameters_of_gpt2(setting, say):
-    before = [torch.cuda.memory_allocated(device) for device in setting.devices]  # of cuBLAS
+    # of cuBLAS
+    before = [torch.cuda.memory_allocated(device) for device in setting.devices]
     module = _Sum(Network("GPT-2", setting._replace(small=False)).build()).bfloat16()
     rows = torch.ones(len(setting.devices), 1, dtype=torch.bfloat16)
     module.to(setting.devices[0])
@@ -68,24 +75,35 @@ def test_peak_of_memory_with_the_parameters_of_gpt2(setting, say):
 
 def _problem(devices):
     torch.manual_seed(0)
-    rows, layers = 8 * len(devices), (nn.Embedding(8, 64), nn.Flatten(), nn.Linear(256, 4))
+    rows, layers = (
+        8 * len(devices),
+        (nn.Embedding(8, 64), nn.Flatten(), nn.Linear(256, 4)),
+    )
     batch = torch.arange(4 * rows).view(rows, 4) % 8, torch.arange(rows) % 4
     return nn.Sequential(*layers).to(physical(devices[0])), batch
 
 
 def _out_of_memory(devices):
-    total = min(torch.cuda.get_device_properties(device).total_memory for device in devices)
+    total = min(
+        torch.cuda.get_device_properties(device).total_memory for device in devices
+    )
     net, batch = _problem(devices)
 
     def take_a_quarter_for_each_row(module, args):
         torch.empty(total // 4 * len(args[0]), dtype=torch.uint8, device=args[0].device)
 
     net.register_forward_pre_hook(take_a_quarter_for_each_row)
-    with pytest.raises(torch.OutOfMemoryError), ScatterOnceParallel(net, 1, devices) as engine:
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        ScatterOnceParallel(net, 1, devices) as engine,
+    ):
         engine.forward_backward(*batch, cross_entropy)
     with ScatterOnceParallel(net, "auto", devices) as engine:
         engine.forward_backward(*batch, cross_entropy)
-        return f"raised; {len(engine.last_step.plan.shares[0].micro_batches)} sub-steps fit"
+        return (
+            f"raised; {len(engine.last_step.plan.shares[0].micro_batches)} "
+            "sub-steps fit"
+        )
 
 
 def _assertion(devices):
@@ -100,7 +118,8 @@ def _assertion(devices):
 
 def _interrupt(devices):
     net, batch = _problem(devices)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's jobs may ignore it
+    # nohup's jobs may ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with ScatterOnceParallel(net, 4, devices) as engine:
         engine.forward_backward(*batch, cross_entropy)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -111,7 +130,9 @@ def _interrupt(devices):
     return "KeyboardInterrupt"
 
 
-_OUT_OF_MEMORY = pytest.param(_out_of_memory, marks=pytest.mark.cuda, id="out of memory")
+_OUT_OF_MEMORY = pytest.param(
+    _out_of_memory, marks=pytest.mark.cuda, id="out of memory"
+)
 _ASSERTION = pytest.param(_assertion, marks=pytest.mark.gpu, id="assertion in a kernel")
 _INTERRUPT = pytest.param(_interrupt, id="interrupt")
 

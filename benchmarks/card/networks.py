@@ -52,7 +52,8 @@ class Network:
     """ResNet-50 of torchvision or GPT-2 of transformers; a sub-step has ``rows``."""
 
     def __init__(self, name, setting, *, exact=False, dropout=0.0):
-        # Exact are few rows and plain attention: fused kernels add up gradients in any order.
+        # Exact are few rows and plain attention: fused kernels add up gradients in any
+        # order.
         self._setting, self.rows, self._length = setting, 2, 0
         if not setting.small:
             memory = torch.cuda.get_device_properties(setting.devices[0]).total_memory
@@ -62,13 +63,23 @@ class Network:
             library = pytest.importorskip("transformers", exc_type=ImportError)
             names = "vocab_size", "n_positions", "n_embd", "n_layer", "n_head"
             sizes = (128, 16, 32, 2, 2) if setting.small else (50257, 1024, 768, 12, 12)
-            options = dict(zip(names, sizes, strict=True)) | {"bos_token_id": 0, "eos_token_id": 0}
-            options |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+            options = dict(zip(names, sizes, strict=True)) | {
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+            }
+            options |= dict.fromkeys(
+                ("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout
+            )
             options["attn_implementation"] = "eager" if exact else "sdpa"
             self.build = lambda: library.GPT2LMHeadModel(library.GPT2Config(**options))
-            (self._classes, self._length, *_), self.rows = sizes, max(self.rows // 16, 1)
+            (self._classes, self._length, *_), self.rows = (
+                sizes,
+                max(self.rows // 16, 1),
+            )
         else:
-            library = pytest.importorskip("torchvision.models.resnet", exc_type=ImportError)
+            library = pytest.importorskip(
+                "torchvision.models.resnet", exc_type=ImportError
+            )
             layers, classes = ([1] * 4, 10) if setting.small else ([3, 4, 6, 3], 1000)
             build = functools.partial(library.ResNet, library.Bottleneck, layers)
             self.build, self._classes = lambda: build(num_classes=classes), classes
@@ -83,8 +94,12 @@ class Network:
         data = _data(self._setting.folder).roll(1001 * number)
         side = 32 if self._setting.small else 224
         if not self._length:
-            return _repeated(data, rows, 3, side, side), data[:rows].long() % self._classes
-        tokens = _repeated(data.view(torch.int64), rows, self._length + 1) % self._classes
+            return _repeated(data, rows, 3, side, side), data[
+                :rows
+            ].long() % self._classes
+        tokens = (
+            _repeated(data.view(torch.int64), rows, self._length + 1) % self._classes
+        )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -98,15 +113,23 @@ class _Mixed(nn.Module):
 
     def __init__(self, net, setting, length):
         super().__init__()
-        is_old = setting.is_real and not torch.cuda.is_bf16_supported(False)  # it would emulate
+        # it would emulate
+        is_old = setting.is_real and not torch.cuda.is_bf16_supported(False)
         half = torch.float16 if is_old else torch.bfloat16
-        self._autocast = functools.partial(torch.autocast, setting.devices[0].type, half)
+        self._autocast = functools.partial(
+            torch.autocast, setting.devices[0].type, half
+        )
         self.net = net
-        # Without a mask transformers reads numbers on the GPU, and takes other kernels in a graph.
-        self.register_buffer("mask", torch.full((1, 1, length, length), -math.inf).triu(1))
+        # Without a mask transformers reads numbers on the GPU, and takes other kernels
+        # in a graph.
+        self.register_buffer(
+            "mask", torch.full((1, 1, length, length), -math.inf).triu(1)
+        )
 
     def forward(self, inputs):
         with self._autocast():
             if inputs.dtype == torch.uint8:
                 return self.net(inputs.float() / 255).float()
-            return self.net(inputs, attention_mask=self.mask, use_cache=False).logits.float()
+            return self.net(
+                inputs, attention_mask=self.mask, use_cache=False
+            ).logits.float()

@@ -21,8 +21,12 @@ _LEAST = 3.0  # seconds; a row with less time does not begin
 def pytest_addoption(parser):
     group = parser.getgroup("card", "a page of this machine's GPUs")
     group.addoption("--devices", default="", help="such as 0,1; default: all GPUs")
-    group.addoption("--under", default="", metavar="MODULE", help="null GPUs: nullcuda.values")
-    group.addoption("--seconds", type=float, default=600.0, help="the longest time of the whole")
+    group.addoption(
+        "--under", default="", metavar="MODULE", help="null GPUs: nullcuda.values"
+    )
+    group.addoption(
+        "--seconds", type=float, default=600.0, help="the longest time of the whole"
+    )
     words = "the page; data is in a folder beside it; default: %(default)s"
     group.addoption("--page", type=Path, default=Path("runs/card.md"), help=words)
 
@@ -36,7 +40,10 @@ def pytest_configure(config):
         devices = tuple(dict.fromkeys(resolve(names)))
     except (TypeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
-    is_real, page = devices[0].type != "cpu" and not options.under, options.page.resolve()
+    is_real, page = (
+        devices[0].type != "cpu" and not options.under,
+        options.page.resolve(),
+    )
     folder = page.with_suffix("")
     config.setting = Setting(devices, not is_real, is_real, options.under, folder)
     if not hasattr(config, "workerinput"):
@@ -55,13 +62,18 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout reads the mark
 def pytest_runtest_protocol(item):
-    limit = limit_of(item.nodeid, item.config.workerinput["begin"], item.config.option.seconds)
+    limit = limit_of(
+        item.nodeid, item.config.workerinput["begin"], item.config.option.seconds
+    )
     if limit < _LEAST:
-        item.add_marker(pytest.mark.skip(f"{NOT_REACHED}: the time of its group was over"))
+        item.add_marker(
+            pytest.mark.skip(f"{NOT_REACHED}: the time of its group was over")
+        )
     limit = max(limit, _LEAST)
     item.add_marker(pytest.mark.timeout(limit, method="thread"), append=False)
     with (item.config.setting.folder / "stacks.txt").open("a") as file:
-        faulthandler.dump_traceback_later(limit - 0.2, file=file)  # xdist drops pytest-timeout's
+        # xdist drops pytest-timeout's
+        faulthandler.dump_traceback_later(limit - 0.2, file=file)
         try:
             return (yield)
         finally:
@@ -70,11 +82,17 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_runtest_setup(item):
-    setting, marks = item.config.setting, {mark.name: mark.args for mark in item.iter_markers()}
+    setting, marks = (
+        item.config.setting,
+        {mark.name: mark.args for mark in item.iter_markers()},
+    )
     here, (needed,) = len(setting.devices), marks.get("needs", (0,))
     for applies, why in (
         (here < needed, f"{needed} devices are needed, and {here} are here"),
-        ("cuda" in marks and setting.devices[0].type == "cpu", "CPU replicas have no CUDA"),
+        (
+            "cuda" in marks and setting.devices[0].type == "cpu",
+            "CPU replicas have no CUDA",
+        ),
         ("gpu" in marks and not setting.is_real, "needs GPUs that compute"),
         ("ranks" in marks and setting.under, "null GPUs have no NCCL"),
     ):
@@ -131,7 +149,9 @@ class Page:
 
     def pytest_terminal_summary(self, terminalreporter):
         kinds = ("passed", "skipped", "failed", "error")
-        reports = [each for kind in kinds for each in terminalreporter.stats.get(kind, [])]
+        reports = [
+            each for kind in kinds for each in terminalreporter.stats.get(kind, [])
+        ]
         by_row = {report.nodeid: report for report in reports}
         lines = ["| check | result | verdict |", "|---|---|---|"]
         for nodeid in self._rows:
@@ -139,11 +159,26 @@ class Page:
             cells = f"{_group_of(nodeid)}: {name}", *result_of(by_row.get(nodeid))
             lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
         minutes = f"{(time.time() - self._begin) / 60:.1f} minutes"
-        lines += ["", f"{len(self._rows)} checks in {minutes}, by `python -m benchmarks card`."]
+        lines += [
+            "",
+            f"{len(self._rows)} checks in {minutes}, by `python -m benchmarks card`.",
+        ]
         if not self._setting.is_real:
-            lines += ["", "**No GPU computed this: null GPUs, or replicas on a processor.**"]
-        facts = {"devices": " ".join(map(str, self._setting.devices)), **describe(self._load)}
-        lines += ["", "```text", *(f"{name}: {each}" for name, each in facts.items()), "```", ""]
+            lines += [
+                "",
+                "**No GPU computed this: null GPUs, or replicas on a processor.**",
+            ]
+        facts = {
+            "devices": " ".join(map(str, self._setting.devices)),
+            **describe(self._load),
+        }
+        lines += [
+            "",
+            "```text",
+            *(f"{name}: {each}" for name, each in facts.items()),
+            "```",
+            "",
+        ]
         self._file.write_text("\n".join(lines), encoding="utf-8")
         terminalreporter.write_line(f"the page to paste: {self._file}")
 
@@ -158,4 +193,6 @@ def result_of(report):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         return reason, NOT_REACHED if reason.startswith(NOT_REACHED) else "not run"
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr).splitlines()[0][:300], "FAILED"
+    return str(crash.message if crash else report.longrepr).splitlines()[0][
+        :300
+    ], "FAILED"

@@ -20,7 +20,8 @@ from scatterpar.devices.runtime import physical
 
 _ACCUM, _ROUNDS = 16, 3
 _LIMIT = 1.1  # of DDP's time
-_groups = {}  # in a process of ``ranks``: by number of GPUs, a group to wait in and DDP's
+# in a process of ``ranks``: by number of GPUs, a group to wait in and DDP's
+_groups = {}
 _alone = {}  # the seconds of a step on one GPU
 
 
@@ -34,13 +35,18 @@ def ranks(request):
 
 def _join_groups(rank, world):
     for count in range(1, world + 1):
-        _groups[count] = dist.new_group(range(count), backend="gloo"), dist.new_group(range(count))
+        _groups[count] = (
+            dist.new_group(range(count), backend="gloo"),
+            dist.new_group(range(count)),
+        )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", NAMES)
 def test_step_is_as_fast_as_ddps(setting, say, ranks, name, count):
-    """The better of eager and graphs counts: graphs are the remedy if launching bounds eager."""
+    """The better of eager and graphs counts: graphs are the remedy if launching bounds
+    eager.
+    """
     Network(name, setting)  # skips the row if the library is missing
     seconds = ranks.ask(_measure, name, count, setting, first=count)[0]
     theirs, ratios, words = seconds.pop("DDP"), [], []
@@ -56,18 +62,30 @@ def test_step_is_as_fast_as_ddps(setting, say, ranks, name, count):
 
 
 def _measure(rank, name, count, setting):
-    """In one of the processes: the seconds of steps of each program in turn, by its name."""
-    # The first process has the engine, too; the others wait, so that one alone fills the first GPU.
+    """In one of the processes: the seconds of steps of each program in turn, by its
+    name.
+    """
+    # The first process has the engine, too; the others wait, so that one alone fills
+    # the first GPU.
     free_memory()  # that of the row before
-    net, devices, (waiting, group) = Network(name, setting), setting.devices[:count], _groups[count]
-    steps, seconds = {"DDP": _ddp(net, devices[rank], count, group, setting)}, defaultdict(list)
+    net, devices, (waiting, group) = (
+        Network(name, setting),
+        setting.devices[:count],
+        _groups[count],
+    )
+    steps, seconds = (
+        {"DDP": _ddp(net, devices[rank], count, group, setting)},
+        defaultdict(list),
+    )
     modes = ("eager", "graphs") if setting.is_real else ("eager",)
     places = devices if rank == 0 else [devices[rank]]
     with contextlib.ExitStack() as engines:
         batch = _batch(net, count, setting) if rank == 0 else ()
         for mode in modes if rank == 0 else ():
             options = {"graphs": mode == "graphs"}
-            engine = ScatterOnceParallel(net.module(devices[0]), _ACCUM, devices, **options)
+            engine = ScatterOnceParallel(
+                net.module(devices[0]), _ACCUM, devices, **options
+            )
             step = engines.enter_context(engine).forward_backward
             steps[mode] = engine.module, functools.partial(step, *batch, criterion)
         for mode in (1 + _ROUNDS) * ("DDP", *modes):
@@ -80,18 +98,25 @@ def _measure(rank, name, count, setting):
                 step()
                 synchronize(places)
                 seconds[mode].append(time.perf_counter() - start)
-    return {mode: spent[1:] for mode, spent in seconds.items()}  # the first round is a warm-up
+    # the first round is a warm-up
+    return {mode: spent[1:] for mode, spent in seconds.items()}
 
 
 def _ddp(net, device, count, group, setting):
     module = net.module(device)
     if count > 1:
         module = DistributedDataParallel(module, process_group=group)
-    pieces = list(zip(*(part.chunk(_ACCUM) for part in _batch(net, 1, setting)), strict=True))
+    pieces = list(
+        zip(*(part.chunk(_ACCUM) for part in _batch(net, 1, setting)), strict=True)
+    )
 
     def step():
         for number, piece in enumerate(pieces, 1):
-            with module.no_sync() if count > 1 and number < _ACCUM else contextlib.nullcontext():
+            with (
+                module.no_sync()
+                if count > 1 and number < _ACCUM
+                else contextlib.nullcontext()
+            ):
                 x, y = (part.to(physical(device), non_blocking=True) for part in piece)
                 (criterion(module(x), y) / _ACCUM).backward()
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.feeding FOLDER [--workers 2] [--batch 1024] [--rounds 3]
 
-The step is once the engine's, on this machine's devices, and once a wait as long as reading a
-batch takes: an accelerator, which leaves the processor to the workers.
+The step is once the engine's, on this machine's devices, and once a wait as long as
+reading a batch takes: an accelerator, which leaves the processor to the workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main() -> None:
     rows = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))
     batches = list(rows.split(given.batch))[: given.batches]
     devices = choose_devices(None)
-    model = build_model(given.model, source.image_shape, len(source.class_names)).to(devices[0])
+    model = build_model(given.model, source.image_shape, len(source.class_names)).to(
+        devices[0]
+    )
     with ScatterOnceParallel(model, accum=4, device_ids=devices) as engine:
         criterion = nn.CrossEntropyLoss()
 
@@ -46,9 +48,18 @@ def main() -> None:
             engine.forward_backward(images, labels, criterion)
             model.zero_grad()
 
-        rounds = [one_round(source, batches, given.workers, compute) for _ in range(given.rounds)]
-    print(f"{source}; batches of {given.batch}, {given.workers} workers, {len(devices)} devices")
-    print(f"{'':24}{'reading':>10}{'step':>10}{'together':>10}{'/ slower':>10}   seconds a batch")
+        rounds = [
+            one_round(source, batches, given.workers, compute)
+            for _ in range(given.rounds)
+        ]
+    print(
+        f"{source}; batches of {given.batch}, {given.workers} workers, {len(devices)} "
+        "devices"
+    )
+    print(
+        f"{'':24}{'reading':>10}{'step':>10}{'together':>10}{'/ slower':>10}   "
+        "seconds a batch"
+    )
     for name in rounds[0]:
         reading, step, both = (
             statistics.median(entry[name][i] for entry in rounds) for i in range(3)
@@ -78,8 +89,12 @@ def one_round(
     }
 
 
-def timed(source: Source, batches: list[Tensor], workers: int, step: Step | None) -> float:
-    """Seconds a batch, from the second one on: the first waits for the workers to start."""
+def timed(
+    source: Source, batches: list[Tensor], workers: int, step: Step | None
+) -> float:
+    """Seconds a batch, from the second one on: the first waits for the workers to
+    start.
+    """
     start = 0.0
     for number, (images, labels) in enumerate(read(source, batches, workers)):
         if number == 0:
@@ -89,7 +104,9 @@ def timed(source: Source, batches: list[Tensor], workers: int, step: Step | None
     return (time.perf_counter() - start) / (len(batches) - 1)
 
 
-def read(source: Source, batches: list[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+def read(
+    source: Source, batches: list[Tensor], workers: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     requests = [Request(TRAIN, rows) for rows in batches]
     options = dataclasses.replace(source.options, workers=workers)
     with Feed(dataclasses.replace(source, options=options), requests) as feed:

@@ -1,4 +1,6 @@
-"""What the engine costs where there is nothing to compute: over the bare loop, in microseconds."""
+"""What the engine costs where there is nothing to compute: over the bare loop, in
+microseconds.
+"""
 
 import statistics
 from functools import partial
@@ -39,7 +41,9 @@ def test_replicas_and_sub_steps(benchmark, publish, quick):
     rows = []
     for replicas, start in kinds:
         found = over[replicas, start]
-        fit = statistics.linear_regression([replicas * accum for accum in ACCUMS], found)
+        fit = statistics.linear_regression(
+            [replicas * accum for accum in ACCUMS], found
+        )
         cold = microseconds_over(first, (replicas, start, 1))
         name = f"{replicas}, {start}" if replicas in CROWDS else str(replicas)
         measured = [f"{cost:.0f}" for cost in [*found, fit.intercept]]
@@ -52,9 +56,12 @@ def test_replicas_and_sub_steps(benchmark, publish, quick):
         "accum 1, after a pause",
     ]
     data = {
-        f"{n}, {start}": dict(zip(ACCUMS, costs, strict=True)) for (n, start), costs in over.items()
+        f"{n}, {start}": dict(zip(ACCUMS, costs, strict=True))
+        for (n, start), costs in over.items()
     }
-    publish("sub-steps", Table(columns, rows), {"microseconds_over_bare": data}, draw(over))
+    publish(
+        "sub-steps", Table(columns, rows), {"microseconds_over_bare": data}, draw(over)
+    )
 
 
 def crowded(engine):
@@ -72,7 +79,10 @@ def crowded(engine):
 
 def test_modules_and_parameters(benchmark, publish, quick):
     replicas = 4
-    engines = {depth: ScatterOnceParallel(chain(depth), 1, ["cpu"] * replicas) for depth in DEPTHS}
+    engines = {
+        depth: ScatterOnceParallel(chain(depth), 1, ["cpu"] * replicas)
+        for depth in DEPTHS
+    }
     contenders = {
         key: function
         for depth, engine in engines.items()
@@ -88,9 +98,14 @@ def test_modules_and_parameters(benchmark, publish, quick):
     rows = []
     for depth, engine in engines.items():
         bare = 1e6 * statistics.median(seconds["bare", depth])
-        parts = [1e6 * statistics.median(noted[p] for noted in phases[depth]) for p in PHASES]
+        parts = [
+            1e6 * statistics.median(noted[p] for noted in phases[depth]) for p in PHASES
+        ]
         times = [bare, microseconds_over(seconds, (depth,)), *parts]
-        sizes = [len(list(engine.module.modules())), len(list(engine.module.parameters()))]
+        sizes = [
+            len(list(engine.module.modules())),
+            len(list(engine.module.parameters())),
+        ]
         rows.append([*sizes, *[f"{time:.0f}" for time in times]])
     columns = ["modules", "parameters", "bare loop", "engine over it", *PHASES]
     publish("tree-size", Table(columns, rows), {"rows": rows})
@@ -103,7 +118,8 @@ def microseconds_over(seconds, key):
 
 
 def pair(step, module, sub_steps, key, first):
-    """An engine's step and the loop of as many sub-steps, on the same one-row micro-batches.
+    """An engine's step and the loop of as many sub-steps, on the same one-row
+    micro-batches.
 
     Each gives the median of a burst; ``first`` collects the bursts' first steps.
     """
@@ -115,12 +131,16 @@ def pair(step, module, sub_steps, key, first):
 
     def bare():
         for i in range(sub_steps):
-            (peers.criterion(module(inputs[i : i + 1]), targets[i : i + 1]) / sub_steps).backward()
+            (
+                peers.criterion(module(inputs[i : i + 1]), targets[i : i + 1])
+                / sub_steps
+            ).backward()
 
     runs = {("engine", *key): ours, ("bare", *key): bare}
     first.update({name: [] for name in runs})
     return {
-        name: partial(in_a_row, run, module.zero_grad, first[name]) for name, run in runs.items()
+        name: partial(in_a_row, run, module.zero_grad, first[name])
+        for name, run in runs.items()
     }
 
 
@@ -142,12 +162,16 @@ def chain(depth):
 
 
 def draw(over):
-    """Microseconds over the bare loop against sub-steps, a line per number of replicas."""
+    """Microseconds over the bare loop against sub-steps, a line per
+    number of replicas.
+    """
 
     def on(axes):
         for (replicas, start), costs in over.items():
             style = "o-" if start == "in turns" else "o:"
-            label = f"{replicas} replicas" + (f", {start}" if replicas in CROWDS else "")
+            label = f"{replicas} replicas" + (
+                f", {start}" if replicas in CROWDS else ""
+            )
             axes.plot([replicas * accum for accum in ACCUMS], costs, style, label=label)
         axes.set_xlabel("sub-steps of all replicas together")
         axes.set_ylabel("microseconds over the bare loop")

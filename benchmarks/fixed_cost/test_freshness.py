@@ -1,4 +1,6 @@
-"""The time to keep an unchanged module tree fresh on four replicas, beside torch's own."""
+"""The time to keep an unchanged module tree fresh on four replicas,
+beside torch's own.
+"""
 
 import importlib
 import statistics
@@ -20,10 +22,14 @@ def test_resnet101_tree(benchmark, publish, quick):
     engine = ScatterOnceParallel(tree, device_ids=["cpu"] * REPLICAS)
     contenders = {
         "engine": lambda: in_a_row(lambda: engine.replicas, tree.zero_grad, []),
-        "replicate": lambda: in_a_row(lambda: replicate_without_copies(tree), tree.zero_grad, []),
+        "replicate": lambda: in_a_row(
+            lambda: replicate_without_copies(tree), tree.zero_grad, []
+        ),
     }
     seconds = interleaved(benchmark, contenders, 3 if quick else 15)
-    engine_ms, replicate_ms = (1e3 * statistics.median(seconds[who]) for who in contenders)
+    engine_ms, replicate_ms = (
+        1e3 * statistics.median(seconds[who]) for who in contenders
+    )
     rows = [
         ["engine, refresh of four replicas", f"{engine_ms:.2f}", f"{engine_ms:.2f}"],
         [

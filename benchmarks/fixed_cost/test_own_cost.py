@@ -1,4 +1,6 @@
-"""The own cost of a step as its work grows: the time over the plain loop of the same sub-steps."""
+"""The own cost of a step as its work grows: the time over the plain loop of the same
+sub-steps.
+"""
 
 import statistics
 from functools import partial
@@ -32,8 +34,13 @@ def test_own_cost(benchmark, publish, quick):
         contenders |= pair(*key)
     seconds = interleaved(benchmark, contenders, 3 if quick else 21)
     step, sub_steps, parameters, replicas = (
-        1e6 * statistics.median(a - b for a, b in zip(seconds[ours], seconds[plain], strict=True))
-        for ours, plain in zip(list(contenders)[::2], list(contenders)[1::2], strict=True)
+        1e6
+        * statistics.median(
+            a - b for a, b in zip(seconds[ours], seconds[plain], strict=True)
+        )
+        for ours, plain in zip(
+            list(contenders)[::2], list(contenders)[1::2], strict=True
+        )
     )
     per_sub_step = (sub_steps - step) / (SUB_STEPS[2] - 1)
     per_parameter = (parameters - step) / (2 * (PARAMETERS[0] - STEP[0]))
@@ -48,7 +55,11 @@ def test_own_cost(benchmark, publish, quick):
 
 def pair(layers, replicas, accum):
     """An engine's step and the loop of as many sub-steps, on the same micro-batches."""
-    chain = [part for _ in range(layers) for part in (nn.Linear(FEATURES, FEATURES), nn.ReLU())]
+    chain = [
+        part
+        for _ in range(layers)
+        for part in (nn.Linear(FEATURES, FEATURES), nn.ReLU())
+    ]
     module, sub_steps = nn.Sequential(*chain), replicas * accum
     engine = ScatterOnceParallel(module, accum, ["cpu"] * replicas)
     inputs, targets = (torch.randn(ROWS * sub_steps, FEATURES) for _ in range(2))

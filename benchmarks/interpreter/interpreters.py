@@ -1,4 +1,6 @@
-"""The interpreters that are measured: this one, and a free-threaded one where there is any."""
+"""The interpreters that are measured: this one, and a free-threaded one where there is
+any.
+"""
 
 import json
 import os
@@ -19,7 +21,8 @@ def commands() -> dict[str, list[str]]:
         found, free = {}, sys.executable
     else:
         found, free = {"this": [sys.executable]}, shutil.which(FREE_THREADED)
-    if free is not None:  # the same build both ways, so that the lock is the only difference
+    # the same build both ways, so that the lock is the only difference
+    if free is not None:
         found |= {"lock": [free, "-X", "gil=1"], "no lock": [free, "-X", "gil=0"]}
     return found
 
@@ -58,6 +61,7 @@ class Interpreter:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(
-                f"{self._process.args[0]} ended with code {self._process.wait()}; it needs torch"
+                f"{self._process.args[0]} ended with code {self._process.wait()}; it "
+                "needs torch"
             )
         return json.loads(line)

@@ -1,7 +1,8 @@
-"""The measuring half of this benchmark: run by each interpreter, it needs torch and nothing else.
+"""The measuring half of this benchmark: run by each interpreter, it needs torch and
+nothing else.
 
-Answers on its output, a line of JSON each: first what it is, then what every request on its
-input took.
+Answers on its output, a line of JSON each: first what it is, then what every request on
+its input took.
 """
 
 import functools
@@ -36,8 +37,12 @@ def _describe() -> dict[str, Any]:
     }
 
 
-def _measured(subject: str, replicas: int, accum: int, switch_interval: float) -> dict[str, float]:
-    """Seconds of a step, or with no replicas of a bare loop's forwards and backwards."""
+def _measured(
+    subject: str, replicas: int, accum: int, switch_interval: float
+) -> dict[str, float]:
+    """Seconds of a step, or with no replicas of a bare loop's forwards
+    and backwards.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(switch_interval)
     try:

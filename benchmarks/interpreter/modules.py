@@ -1,4 +1,6 @@
-"""Modules that compute next to nothing: what takes time is the Python that calls operators."""
+"""Modules that compute next to nothing: what takes time is the Python that calls
+operators.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ class TinyResNet50(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width)
+        )
         channels, blocks = width, []
         for count in (3, 4, 6, 3):
             for number in range(count):
@@ -43,8 +47,12 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, _LETTERS)
 
     def forward(self, text: Tensor) -> Tensor:
-        """A score for each letter and position; letters first, as cross entropy wants them."""
-        return self.head(self.blocks(self.letters(text) + self.positions)).transpose(1, 2)
+        """A score for each letter and position; letters first, as cross entropy wants
+        them.
+        """
+        return self.head(self.blocks(self.letters(text) + self.positions)).transpose(
+            1, 2
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Steps of 1 to 8 replicas with the interpreter's lock and without, beside what bounds them."""
+"""Steps of 1 to 8 replicas with the interpreter's lock and without, beside what bounds
+them.
+"""
 
 import contextlib
 import os
@@ -24,7 +26,9 @@ CORES = len(os.sched_getaffinity(0))
 def interpreters():
     """What is measured: several builds of Python, or this one alone."""
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(Interpreter(command)) for command in commands().values()]
+        found = [
+            stack.enter_context(Interpreter(command)) for command in commands().values()
+        ]
         if all(one.found["lock"] for one in found):
             print(f"\nno {FREE_THREADED} on the PATH: only with the lock")
         yield {one.name: one for one in found}
@@ -32,7 +36,11 @@ def interpreters():
 
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_replicas(benchmark, publish, quick, interpreters, subject):
-    request = {"subject": subject, "accum": 2 if quick else ACCUM, "switch_interval": INTERVALS[0]}
+    request = {
+        "subject": subject,
+        "accum": 2 if quick else ACCUM,
+        "switch_interval": INTERVALS[0],
+    }
     counts = REPLICAS[:2] if quick else REPLICAS
     parts, contenders = {}, {}
     for name, interpreter in interpreters.items():
@@ -46,7 +54,8 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
     rows, bounds = [], {}
     for name in interpreters:
         forward, backward = (
-            statistics.median(one[part] for one in parts[name]) for part in ("forward", "backward")
+            statistics.median(one[part] for one in parts[name])
+            for part in ("forward", "backward")
         )
         for replicas in counts:
             took = seconds[name, replicas]
@@ -56,7 +65,10 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
             rows.append(
                 [
                     f"{name}, {replicas}",
-                    *(f"{1e3 * value:.1f}" for value in (lock, cores, statistics.median(took))),
+                    *(
+                        f"{1e3 * value:.1f}"
+                        for value in (lock, cores, statistics.median(took))
+                    ),
                     str(ratio(took, seconds[name, 1])),
                 ]
             )
@@ -72,7 +84,12 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
         "seconds": {str(key): value for key, value in seconds.items()},
         "bounds": {str(key): value for key, value in bounds.items()},
     }
-    publish(subject, Table(columns, rows), data, draw(SUBJECTS[subject].title, seconds, bounds))
+    publish(
+        subject,
+        Table(columns, rows),
+        data,
+        draw(SUBJECTS[subject].title, seconds, bounds),
+    )
 
 
 def test_switch_interval(benchmark, publish, quick, interpreters):
@@ -100,7 +117,12 @@ def test_switch_interval(benchmark, publish, quick, interpreters):
             f"{name}, {subject}",
             f"{1e3 * statistics.median(seconds[name, subject, INTERVALS[0]]):.1f}",
             *(
-                str(ratio(seconds[name, subject, interval], seconds[name, subject, INTERVALS[0]]))
+                str(
+                    ratio(
+                        seconds[name, subject, interval],
+                        seconds[name, subject, INTERVALS[0]],
+                    )
+                )
                 for interval in INTERVALS[1:]
             ),
         ]
@@ -108,7 +130,11 @@ def test_switch_interval(benchmark, publish, quick, interpreters):
         for subject in SUBJECTS
     ]
     default, *others = (f"{1e3 * interval:g} ms" for interval in INTERVALS)
-    columns = ["Python, module", f"{default}: step, ms", *(f"{one}, over that" for one in others)]
+    columns = [
+        "Python, module",
+        f"{default}: step, ms",
+        *(f"{one}, over that" for one in others),
+    ]
     data = {"seconds": {str(key): value for key, value in seconds.items()}}
     publish("switch-interval", Table(columns, rows), data)
 
@@ -119,14 +145,18 @@ def step(interpreter, request):
 
 
 def loop(interpreter, request, parts):
-    """The seconds of one replica's sub-steps without an engine; ``parts`` takes them apart."""
+    """The seconds of one replica's sub-steps without an engine; ``parts`` takes them
+    apart.
+    """
     found = interpreter(**request, replicas=0)
     parts.append(found)
     return sum(found.values())
 
 
 def draw(title, seconds, bounds):
-    """Step times against replicas, and what the lock and the cores would allow at best."""
+    """Step times against replicas, and what the lock and the cores would
+    allow at best.
+    """
 
     def on(axes):
         counts = sorted({n for _, n in bounds})
@@ -135,10 +165,17 @@ def draw(title, seconds, bounds):
             (line,) = axes.plot(counts, medians, "o-", label=name)
             if "without" not in name:
                 lock = [1e3 * bounds[name, n][0] for n in counts]
-                axes.plot(counts, lock, ":", color=line.get_color(), label="N x forward")
+                axes.plot(
+                    counts, lock, ":", color=line.get_color(), label="N x forward"
+                )
         cores = [1e3 * bounds[name, n][1] for n in counts]
         axes.plot(counts, cores, "--", color="gray", label=f"on {CORES} cores")
-        axes.set(xlabel="replicas", ylabel="milliseconds per step", title=title, ylim=(0, None))
+        axes.set(
+            xlabel="replicas",
+            ylabel="milliseconds per step",
+            title=title,
+            ylim=(0, None),
+        )
         axes.legend()
 
     return on

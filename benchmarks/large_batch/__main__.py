@@ -1,8 +1,9 @@
-"""Train every recipe with every seed that is missing, and write the tables and the pictures.
+"""Train every recipe with every seed that is missing, and write the tables and the
+pictures.
 
-``python -m benchmarks.large_batch`` goes on where an earlier one stopped; ``--report`` writes
-the tables and the pictures from the runs that there are; ``--validate`` tries the recipes of the
-last table on images that were held out of training, once each.
+``python -m benchmarks.large_batch`` goes on where an earlier one stopped; ``--report``
+writes the tables and the pictures from the runs that there are; ``--validate`` tries
+the recipes of the last table on images that were held out of training, once each.
 """
 
 import argparse
@@ -22,12 +23,20 @@ CLOSED = "cnn"  # the network whose loss of accuracy is looked into
 
 def main() -> None:
     """Train, each run kept as soon as it is done, then report."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_batch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.large_batch", description=__doc__
+    )
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each recipe")
-    parser.add_argument("--network", choices=NETWORKS, action="append", help="by default all")
-    parser.add_argument("--validate", action="store_true", help=f"test on {HELD_OUT:,} held out")
-    parser.add_argument("--closing", action="store_true", help="the last table's rows first")
+    parser.add_argument(
+        "--network", choices=NETWORKS, action="append", help="by default all"
+    )
+    parser.add_argument(
+        "--validate", action="store_true", help=f"test on {HELD_OUT:,} held out"
+    )
+    parser.add_argument(
+        "--closing", action="store_true", help="the last table's rows first"
+    )
     arguments = parser.parse_args()
     for network in arguments.network or NETWORKS:
         runs = Runs(HERE / f"runs-{network}.json", describe())
@@ -41,21 +50,30 @@ def main() -> None:
             publish_closing(HERE, network, runs, validated)
 
 
-def make(network: str, runs: Runs, wanted: list[tuple[int, Recipe]], held_out: int = 0) -> None:
+def make(
+    network: str, runs: Runs, wanted: list[tuple[int, Recipe]], held_out: int = 0
+) -> None:
     """Make the runs that are missing; each is kept as soon as it is done."""
     for seed, recipe in wanted:
         if not runs.has(recipe.name, seed):
             run = train(network, recipe, seed, held_out)
             runs.add(run)
-            print(f"{network}: {recipe.name}, seed {seed}: {run['errors'][-1]:.2f} %", flush=True)
+            print(
+                f"{network}: {recipe.name}, seed {seed}: {run['errors'][-1]:.2f} %",
+                flush=True,
+            )
 
 
 def wanted(network: str, seeds: int, closing: bool) -> list[tuple[int, Recipe]]:
-    """All runs in the order of their importance: whole rows of the first table come first."""
+    """All runs in the order of their importance: whole rows of the first table come
+    first.
+    """
     tables = [RECIPES, list(itertools.chain(*VARIATIONS.values()))]
     if network == CLOSED:
         tables.insert(0 if closing else len(tables), CLOSING)
-    return [run for recipes in tables for run in itertools.product(range(seeds), recipes)]
+    return [
+        run for recipes in tables for run in itertools.product(range(seeds), recipes)
+    ]
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ RECIPES = [
     LARGE,
     LONGER,
     *[
-        Recipe(f"{batch}, rate scaled, gradual warm-up", batch, warmup_epochs=WARMUP_EPOCHS)
+        Recipe(
+            f"{batch}, rate scaled, gradual warm-up", batch, warmup_epochs=WARMUP_EPOCHS
+        )
         for batch in (1024, 2048, 8192, 16384)
     ],
 ]
-# arXiv:1706.02677, tables 1 and 2a: top-1 validation error of ResNet-50 on ImageNet at 256 and
-# 8192 images, mean and standard deviation of five runs.
+# arXiv:1706.02677, tables 1 and 2a: top-1 validation error of ResNet-50 on ImageNet at
+# 256 and 8192 images, mean and standard deviation of five runs.
 PUBLISHED = {
     BASELINE.name: "23.60 ± 0.12",
     "4096, rate as at 256": "41.67 ± 0.10",
@@ -31,7 +33,9 @@ PUBLISHED = {
 
 
 def _both(change: str, **options: Any) -> tuple[Recipe, Recipe]:
-    """The baseline and the large batch with scaled rate and warm-up, both with a change."""
+    """The baseline and the large batch with scaled rate and warm-up, both with a
+    change.
+    """
     return _changed(BASELINE, change, **options), _changed(LARGE, change, **options)
 
 
@@ -46,12 +50,16 @@ VARIATIONS = {
     "40 epochs": _both("40 epochs", epochs=40),
 }
 
-# The small CNN is worse at 4096. What the literature has against that, each decided on before it
-# was tried, on images held out of training (`--validate`).
+# The small CNN is worse at 4096. What the literature has against that, each decided on
+# before it was tried, on images held out of training (`--validate`).
 GROWING = Recipe("256 to 4096, following the noise scale", BASE_BATCH, grows=True)
-AUGMENTED = [_changed(recipe, "augmented", augmented=True) for recipe in (BASELINE, LARGE, GROWING)]
+AUGMENTED = [
+    _changed(recipe, "augmented", augmented=True)
+    for recipe in (BASELINE, LARGE, GROWING)
+]
 TWICE = _changed(LARGE, "40 epochs", epochs=40)
-# The baseline with its noise scale, which is measured beside the training and changes nothing.
+# The baseline with its noise scale, which is measured beside the training and changes
+# nothing.
 MEASURED = replace(BASELINE, noise=True)
 VALIDATED = [MEASURED, LARGE, GROWING, TWICE, *AUGMENTED]
 # What was chosen there, beside the same images without it: for the test images.

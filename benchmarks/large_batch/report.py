@@ -1,4 +1,6 @@
-"""The table of final errors, beside the published ones, and the picture of the curves."""
+"""The table of final errors, beside the published ones, and the picture
+of the curves.
+"""
 
 import statistics
 from functools import partial
@@ -36,28 +38,48 @@ CLOSING_COLUMNS = [
     "test error, %",
     "runs",
 ]
-NOISE_COLUMNS = ["epoch", "noise scale of the baseline, images", "batch that follows it"]
+NOISE_COLUMNS = [
+    "epoch",
+    "noise scale of the baseline, images",
+    "batch that follows it",
+]
 AS_ABOVE = "as above"
-PAIR_COLUMNS = ["change", "256, %", "runs", "4096 with warm-up, %", "runs", "difference"]
+PAIR_COLUMNS = [
+    "change",
+    "256, %",
+    "runs",
+    "4096 with warm-up, %",
+    "runs",
+    "difference",
+]
 
 
 def publish(folder: Path, network: str, runs: Runs) -> None:
-    """Write a network's tables and picture into ``folder``, from the runs that there are."""
+    """Write a network's tables and picture into ``folder``, from the runs that there
+    are.
+    """
     write = Publisher(folder, runs.environment)
-    found = {recipe.name: runs.of(recipe.name) for recipe in RECIPES if runs.of(recipe.name)}
+    found = {
+        recipe.name: runs.of(recipe.name) for recipe in RECIPES if runs.of(recipe.name)
+    }
     baseline = statistics.mean(_final(found[BASELINE.name]))
     rows = [_row(name, some, baseline) for name, some in found.items()]
     final = {name: _final(some) for name, some in found.items()}
     draw = partial(_draw, found=found)
     write(f"{network}-errors", Table(COLUMNS, rows), {"final_errors": final}, draw)
     pairs = {AS_ABOVE: (BASELINE, LARGE), **VARIATIONS}
-    found_pairs = {change: [runs.of(recipe.name) for recipe in pairs[change]] for change in pairs}
-    rows = [_pair_row(change, *pair) for change, pair in found_pairs.items() if all(pair)]
+    found_pairs = {
+        change: [runs.of(recipe.name) for recipe in pairs[change]] for change in pairs
+    }
+    rows = [
+        _pair_row(change, *pair) for change, pair in found_pairs.items() if all(pair)
+    ]
     write(f"{network}-variations", Table(PAIR_COLUMNS, rows), {"rows": rows})
 
 
 def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> None:
-    """Write what was tried against the loss of accuracy at 4096, and the noise scale beside it.
+    """Write what was tried against the loss of accuracy at 4096, and the noise scale
+    beside it.
 
     Args:
         folder: that of the README.
@@ -76,13 +98,20 @@ def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> N
         baseline, growing = measured
         scales = [f"{scale:,.0f}" for scale in baseline["noise_scales"]]
         batches = [f"{batch:,}" for batch in growing["batches"]]
-        lines = [list(row) for row in zip(range(1, len(scales) + 1), scales, batches, strict=True)]
+        lines = [
+            list(row)
+            for row in zip(range(1, len(scales) + 1), scales, batches, strict=True)
+        ]
         write(f"{network}-noise", Table(NOISE_COLUMNS, lines), {"rows": lines})
 
 
 def _closing_row(name: str, held_out: list[Run], tested: list[Run]) -> list[Any]:
     updates = next((run["updates"] for run in tested + held_out), "")
-    cells = [cell for some in (held_out, tested) for cell in (_spread(_final(some)), len(some))]
+    cells = [
+        cell
+        for some in (held_out, tested)
+        for cell in (_spread(_final(some)), len(some))
+    ]
     return [name, updates, *cells]
 
 
@@ -102,8 +131,14 @@ def _row(name: str, runs: list[Run], baseline: float) -> list[Any]:
 def _pair_row(change: str, baseline: list[Run], large: list[Run]) -> list[Any]:
     over = ""
     if baseline and large:
-        over = f"{statistics.mean(_final(large)) - statistics.mean(_final(baseline)):+.2f}"
-    cells = [cell for runs in (baseline, large) for cell in (_spread(_final(runs)), len(runs))]
+        over = (
+            f"{statistics.mean(_final(large)) - statistics.mean(_final(baseline)):+.2f}"
+        )
+    cells = [
+        cell
+        for runs in (baseline, large)
+        for cell in (_spread(_final(runs)), len(runs))
+    ]
     return [change, *cells, over]
 
 
@@ -118,12 +153,16 @@ def _spread(errors: list[float]) -> str:
 
 
 def _draw(axes: Axes, found: dict[str, list[Run]]) -> None:
-    """Test errors after each epoch: the mean of the runs, and from the lowest to the highest."""
+    """Test errors after each epoch: the mean of the runs, and from the lowest to the
+    highest.
+    """
     for name, runs in found.items():
         curves = list(zip(*[run["errors"] for run in runs], strict=True))
         epochs = range(1, len(curves) + 1)
         axes.plot(epochs, [statistics.mean(errors) for errors in curves], label=name)
-        axes.fill_between(epochs, *zip(*[(min(e), max(e)) for e in curves], strict=True), alpha=0.2)
+        axes.fill_between(
+            epochs, *zip(*[(min(e), max(e)) for e in curves], strict=True), alpha=0.2
+        )
     axes.set_yscale("log")
     ticks = [9, 10, 12, 15, 20, 30, 50, 90]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
+from scatterpar.recipe import (
+    NoiseScale,
+    gradual_warmup,
+    linear_scaled_lr,
+    weight_decay_groups,
+)
 from scatterpar.train.data import read_split
 from scatterpar.train.training import OnPixels, SmallCNN
 
-FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
+# Debian's dataset-fashion-mnist
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 EPOCHS = 20
 BASE_BATCH = 256
 BASE_LR = 0.05
@@ -30,9 +36,8 @@ HELD_OUT = 10_000  # the last images to train on, where recipes are chosen
 class Recipe:
     """A row of the table: how large the batch is, and how its learning rate is found.
 
-    Attributes:
-        grows: the batch starts at ``batch`` and follows the noise scale, as ``--batch auto`` does.
-        augmented: images are shifted and mirrored at random.
+    Attributes: grows: the batch starts at ``batch`` and follows the noise scale, as
+        ``--batch auto`` does. augmented: images are shifted and mirrored at random.
         noise: the gradient's noise scale is measured.
 
     """
@@ -55,14 +60,14 @@ class Recipe:
         return linear_scaled_lr(self.base_lr, self.batch, BASE_BATCH)
 
 
-def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[str, object]:
+def train(
+    network: str, recipe: Recipe, seed: int, held_out: int = 0
+) -> dict[str, object]:
     """Train from scratch; the training loss and the error, in percent, of each epoch.
 
-    Args:
-        network: its name.
-        recipe: how.
-        seed: decides the first weights, the order of the images, and how they are varied.
-        held_out: so many images are kept from training, and tested in place of the test images.
+    Args: network: its name. recipe: how. seed: decides the first weights, the order of
+        the images, and how they are varied. held_out: so many images are kept from
+        training, and tested in place of the test images.
 
     """
     train_images, train_labels, test_images, test_labels = images_of(held_out)
@@ -77,7 +82,12 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
         scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
     noise, measured = NoiseScale(), recipe.noise or recipe.grows
     criterion = nn.CrossEntropyLoss()
-    curves: dict[str, list[float]] = {"losses": [], "errors": [], "batches": [], "noise_scales": []}
+    curves: dict[str, list[float]] = {
+        "losses": [],
+        "errors": [],
+        "batches": [],
+        "noise_scales": [],
+    }
     updates = 0
     with ScatterOnceParallel(
         model,
@@ -89,7 +99,11 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
         for epoch in range(recipe.epochs):
             engine.train()
             total = 0.0
-            vary = Variation(batches.rows, seed, epoch) if recipe.augmented else Tensor.__getitem__
+            vary = (
+                Variation(batches.rows, seed, epoch)
+                if recipe.augmented
+                else Tensor.__getitem__
+            )
             noise.decay = 1 - 1 / max(20, batches.steps_per_epoch)
             for rows in batches.of_epoch():
                 optimizer.zero_grad()
@@ -107,8 +121,14 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
             if measured:
                 curves["batches"].append(batches.batch)
                 curves["noise_scales"].append(noise.scale)
-            told = f"noise scale {noise.scale:,.0f}, batch {batches.batch:,}" if measured else ""
-            print(f"  epoch {epoch + 1}: {curves['errors'][-1]:.2f} % {told}", flush=True)
+            told = (
+                f"noise scale {noise.scale:,.0f}, batch {batches.batch:,}"
+                if measured
+                else ""
+            )
+            print(
+                f"  epoch {epoch + 1}: {curves['errors'][-1]:.2f} % {told}", flush=True
+            )
             if recipe.grows:
                 twice = 2 * batches.batch
                 if 8 * twice <= batches.rows and twice <= noise.scale < math.inf:
@@ -125,7 +145,8 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
 
 @dataclass
 class Batches:
-    """The order in which rows are used, which depends on the seed and the epoch; the position.
+    """The order in which rows are used, which depends on the seed and the epoch; the
+    position.
 
     ``consumed`` is the number of rows used so far. Between epochs ``batch`` may change.
     """
@@ -142,7 +163,9 @@ class Batches:
 
     def of_epoch(self) -> Iterator[Tensor]:
         """Yield the row numbers of each batch of the next epoch."""
-        number = random.Random(f"{self.seed} {self.consumed // self.rows}").getrandbits(32)
+        number = random.Random(f"{self.seed} {self.consumed // self.rows}").getrandbits(
+            32
+        )
         generator = torch.Generator().manual_seed(number)
         yield from torch.randperm(self.rows, generator=generator).split(self.batch)
 
@@ -164,9 +187,11 @@ def growing_schedule(
 
 
 class Variation:
-    """Shifts images by up to ``SHIFT`` pixels and mirrors half of them; new in each epoch.
+    """Shifts images by up to ``SHIFT`` pixels and mirrors half of them; new in each
+    epoch.
 
-    It depends on the seed, the epoch and the image, not on the batch that the image is in.
+    It depends on the seed, the epoch and the image, not on the batch that the image is
+    in.
     """
 
     def __init__(self, images: int, seed: int, epoch: int) -> None:
@@ -178,15 +203,22 @@ class Variation:
     def __call__(self, images: Tensor, rows: Tensor) -> Tensor:
         """Return the rows of the images, varied."""
         side = images.shape[-1]
-        padded = nn.functional.pad(images[rows], [SHIFT] * 4, value=float(images[0].min()))
+        padded = nn.functional.pad(
+            images[rows], [SHIFT] * 4, value=float(images[0].min())
+        )
         windows = padded.unfold(2, side, 1).unfold(3, side, 1)
         down, right = self.offsets[:, rows]
         found = windows[torch.arange(len(rows)), :, down, right]
-        return torch.where(self.mirrored[rows][:, None, None, None], found.flip(-1), found)
+        return torch.where(
+            self.mirrored[rows][:, None, None, None], found.flip(-1), found
+        )
 
 
-def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
-    """A cosine to zero, update by update; before it a gradual warm-up from the base rate.
+def schedule(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int
+) -> LRScheduler:
+    """A cosine to zero, update by update; before it a gradual warm-up from the base
+    rate.
 
     Args:
         optimizer: with the recipe's rate.
@@ -196,12 +228,18 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> LR
     """
     warmup = recipe.warmup_epochs * steps
     left = recipe.epochs * steps - warmup
-    cosine = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / left)))
-    return gradual_warmup(optimizer, warmup, recipe.base_lr, cosine) if warmup else cosine
+    cosine = LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / left))
+    )
+    return (
+        gradual_warmup(optimizer, warmup, recipe.base_lr, cosine) if warmup else cosine
+    )
 
 
 def tiny_cnn() -> nn.Module:
-    """Two convolutions with strides and a hidden layer, all with batch normalisation."""
+    """Two convolutions with strides and a hidden layer, all with batch
+    normalisation.
+    """
     return nn.Sequential(
         *_convolution(1, 8, size=4, stride=4),
         *_convolution(8, 16, size=3, stride=2, padding=1),
@@ -241,19 +279,34 @@ def test_error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def images_of(held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images to train and to test on, with their labels; these are the test set, or held out."""
+    """Images to train and to test on, with their labels; these are the test set, or
+    held out.
+    """
     train_images, train_labels, test_images, test_labels = fashion_mnist()
     if not held_out:
         return train_images, train_labels, test_images, test_labels
     kept = len(train_images) - held_out
-    return train_images[:kept], train_labels[:kept], train_images[kept:], train_labels[kept:]
+    return (
+        train_images[:kept],
+        train_labels[:kept],
+        train_images[kept:],
+        train_labels[kept:],
+    )
 
 
 @cache
 def fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All images to train and to test on, standardised, with their labels."""
     train, test = (read_split(FASHION_MNIST, part) for part in ("train", "t10k"))
-    (train_images, train_labels), (test_images, test_labels) = train.tensors, test.tensors
+    (train_images, train_labels), (test_images, test_labels) = (
+        train.tensors,
+        test.tensors,
+    )
     std, mean = torch.std_mean(train_images.double(), correction=0)
     standardise = OnPixels(nn.Identity(), mean, std)
-    return standardise(train_images), train_labels, standardise(test_images), test_labels
+    return (
+        standardise(train_images),
+        train_labels,
+        standardise(test_images),
+        test_labels,
+    )

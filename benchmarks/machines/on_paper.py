@@ -1,4 +1,6 @@
-"""The step time on 1 to 32 machines with 8 GPUs each, by a formula with stated numbers."""
+"""The step time on 1 to 32 machines with 8 GPUs each, by a formula with
+stated numbers.
+"""
 
 from dataclasses import dataclass
 
@@ -50,9 +52,9 @@ class Setting:
         return sum(self.seconds(1).values()) / sum(self.seconds(machines).values())
 
 
-# ResNet-50, 25,557,032 parameters of 4 bytes. Goyal et al. 2017: 8 P100 a machine with NVLink,
-# 50 Gbit/s Ethernet, 32 images a GPU. 90 epochs of 1.28 million images in an hour on 256 GPUs
-# are 125 images a second and GPU.
+# ResNet-50, 25,557,032 parameters of 4 bytes. Goyal et al. 2017: 8 P100 a machine with
+# NVLink, 50 Gbit/s Ethernet, 32 images a GPU. 90 epochs of 1.28 million images in an
+# hour on 256 GPUs are 125 images a second and GPU.
 GOYAL = Setting(4 * 25_557_032, 32, 125.0, 35e9, 50e9 / 8, 30e-6, 250e9)
 SETTINGS = {
     "one sub-step of 32 images, 50 Gbit/s": GOYAL,

@@ -21,21 +21,26 @@ ENGINE, DDP = "engine, process_group=", "DistributedDataParallel, no_sync"
 def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """What the ranks found: for times the slowest rank of each round."""
     with Ranks([torch.device("cpu")] * ranks, _LIMIT_SECONDS) as processes:
-        found = processes.ask(_measure, ranks, (case.name, case.batch, case.accum), rounds)
+        found = processes.ask(
+            _measure, ranks, (case.name, case.batch, case.accum), rounds
+        )
     first = found[0]
     names = first["seconds"]
     return {
         **first,
         "seconds": {
             name: [
-                max(times) for times in zip(*(one["seconds"][name] for one in found), strict=True)
+                max(times)
+                for times in zip(*(one["seconds"][name] for one in found), strict=True)
             ]
             for name in names
         },
     }
 
 
-def _measure(rank: int, ranks: int, size: tuple[str, int, int], rounds: int) -> dict[str, Any]:
+def _measure(
+    rank: int, ranks: int, size: tuple[str, int, int], rounds: int
+) -> dict[str, Any]:
     name, batch, accum = size
     case = Case(name, CASES[name].build, batch, accum)
     return {**_steps(case, rank, ranks, rounds), **_pieces(case)}
@@ -69,7 +74,10 @@ def _steps(case: Case, rank: int, ranks: int, rounds: int) -> dict[str, Any]:
             optimizers[who].step()
         order.reverse()
     engine.close()
-    flat = {who: torch.cat([p.flatten() for p in m.parameters()]) for who, m in models.items()}
+    flat = {
+        who: torch.cat([p.flatten() for p in m.parameters()])
+        for who, m in models.items()
+    }
     difference = (flat[ENGINE] - flat[DDP]).norm() / flat[DDP].norm()
     return {
         "seconds": {who: times[1:] for who, times in seconds.items()},
@@ -79,11 +87,15 @@ def _steps(case: Case, rank: int, ranks: int, rounds: int) -> dict[str, Any]:
 
 
 def _pieces(case: Case) -> dict[str, float]:
-    """What a step between machines adds: the small collective, and packing the gradients."""
+    """What a step between machines adds: the small collective, and packing the
+    gradients.
+    """
     parameters = [p.detach() for p in case.module().parameters()]
     flat = torch.zeros(sum(p.numel() for p in parameters))
     return {
-        "small_seconds": _median(lambda: dist.all_reduce(torch.zeros(6, dtype=torch.float64))),
+        "small_seconds": _median(
+            lambda: dist.all_reduce(torch.zeros(6, dtype=torch.float64))
+        ),
         "data_seconds": _median(lambda: dist.all_reduce(flat)),
         "pack_seconds": _median(lambda: _pack(flat, parameters)),
         "data_bytes": float(flat.numel() * 4),

@@ -31,7 +31,10 @@ def test_beside_ddp(benchmark, publish, quick, name):
     ]
     table = Table(["contender", "ms, median", "ms, range", "time / engine's"], rows)
     parts = [
-        ["parameters after all steps differ by", f"{found['difference']:.0e}, relative"],
+        [
+            "parameters after all steps differ by",
+            f"{found['difference']:.0e}, relative",
+        ],
         ["all-reduce of flags and counts", f"{found['small_seconds'] * 1e6:.0f} us"],
         [
             f"all-reduce of {found['data_bytes'] / 1e6:.2f} MB of gradients",
@@ -46,7 +49,10 @@ def test_beside_ddp(benchmark, publish, quick, name):
 def test_on_paper(benchmark, publish):
     columns = ["setting", *(f"{n * GPUS} GPUs" for n in MACHINES)]
     found = benchmark.pedantic(
-        lambda: {name: [s.seconds(n) for n in MACHINES] for name, s in SETTINGS.items()}, rounds=1
+        lambda: {
+            name: [s.seconds(n) for n in MACHINES] for name, s in SETTINGS.items()
+        },
+        rounds=1,
     )
     rows = []
     for name, setting in SETTINGS.items():
@@ -54,7 +60,10 @@ def test_on_paper(benchmark, publish):
         rows.append(
             [
                 name,
-                *(f"{sum(s.values()):.3f} s, {setting.efficiency(n):.1%}" for n, s in steps),
+                *(
+                    f"{sum(s.values()):.3f} s, {setting.efficiency(n):.1%}"
+                    for n, s in steps
+                ),
             ]
         )
     publish("on-paper", Table(columns, rows), {"seconds": found}, draw)
@@ -64,10 +73,18 @@ def draw(axes):
     """Efficiency over the number of GPUs."""
     gpus = [n * GPUS for n in MACHINES]
     for name, setting in SETTINGS.items():
-        axes.plot(gpus, [100 * setting.efficiency(n) for n in MACHINES], "o-", label=name)
-    axes.plot([8, 256], [100, 90], "kx", label="reported by Goyal et al., 8 to 256 GPUs")
+        axes.plot(
+            gpus, [100 * setting.efficiency(n) for n in MACHINES], "o-", label=name
+        )
+    axes.plot(
+        [8, 256], [100, 90], "kx", label="reported by Goyal et al., 8 to 256 GPUs"
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(gpus, gpus)
-    axes.set(xlabel="GPUs, 8 a machine", ylabel="efficiency against one machine, %", ylim=(0, 105))
+    axes.set(
+        xlabel="GPUs, 8 a machine",
+        ylabel="efficiency against one machine, %",
+        ylim=(0, 105),
+    )
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,8 +1,9 @@
 """How long rows take to arrive beside the computation, in a process of its own.
 
-``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.arrival host 4`` prints one
-line of JSON: seconds of simulated cards, by how fast their links are, and the most memory that a
-card other than the master's holds beyond what it holds between steps.
+``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.arrival host
+4`` prints one line of JSON: seconds of simulated cards, by how fast their links are,
+and the most memory that a card other than the master's holds beyond what it holds
+between steps.
 """
 
 import json
@@ -20,9 +21,13 @@ LINKS = (0.0, 8e8, 4e8, 2e8)  # bytes per second; zero: copies take no time
 
 
 def measure(place: str, devices: int) -> dict[str, object]:
-    """What a step takes with the batch on the ``host``, ``pinned``, or on the first card."""
+    """What a step takes with the batch on the ``host``, ``pinned``, or on the first
+    card.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 4)).to(f"{NAME}:0")
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 4)).to(
+        f"{NAME}:0"
+    )
     batch = [torch.randn(devices * ROWS, FEATURES), torch.randint(4, (devices * ROWS,))]
     if place == "pinned":
         batch = [tensor.pin_memory() for tensor in batch]
@@ -31,7 +36,11 @@ def measure(place: str, devices: int) -> dict[str, object]:
     found = []
     with ScatterOnceParallel(model, ACCUM, range(devices), verify=False) as engine:
         for number, (link, memory) in enumerate(
-            [(0.0, 0.0), *((link, MEMORY) for link in LINKS), *((link, 0.0) for link in LINKS[1:])]
+            [
+                (0.0, 0.0),
+                *((link, MEMORY) for link in LINKS),
+                *((link, 0.0) for link in LINKS[1:]),
+            ]
         ):
             model.zero_grad()
             for index in range(devices):

@@ -1,7 +1,8 @@
-"""What one step takes on each device of the simulated accelerator, in a process of its own.
+"""What one step takes on each device of the simulated accelerator, in a process of its
+own.
 
-``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.count resnet101 4`` prints
-one line of JSON; ``tests`` must be importable.
+``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.count resnet101
+4`` prints one line of JSON; ``tests`` must be importable.
 """
 
 import json
@@ -17,10 +18,11 @@ from scatterpar import ScatterOnceParallel
 
 
 class Bare(nn.Module):
-    """Somebody's parameters and buffers; the loss is the sum of all parameters, or nearly.
+    """Somebody's parameters and buffers; the loss is the sum of all parameters, or
+    nearly.
 
-    Each parameter gets a gradient as large as itself, each buffer is written, and there is no
-    activation to speak of.
+    Each parameter gets a gradient as large as itself, each buffer is written, and there
+    is no activation to speak of.
     """
 
     def __init__(self, tree: nn.Module) -> None:
@@ -51,7 +53,9 @@ def gpt2(
         )
 
     tables = [nn.Embedding(words, width), nn.Embedding(positions, width)]
-    return nn.Sequential(*tables, *[block() for _ in range(blocks)], nn.LayerNorm(width))
+    return nn.Sequential(
+        *tables, *[block() for _ in range(blocks)], nn.LayerNorm(width)
+    )
 
 
 MODELS = {
@@ -62,7 +66,9 @@ MODELS = {
 
 
 def count(name: str, devices: int) -> dict[str, Any]:
-    """Peaks, messages and waits of a step: the first, and later ones with and without ``.grad``."""
+    """Peaks, messages and waits of a step: the first, and later ones with and without
+    ``.grad``.
+    """
     build, dtype = MODELS[name]
     model = Bare(build().to(dtype)).to(f"{NAME}:0")
     rows = torch.ones(devices, 1, dtype=dtype)

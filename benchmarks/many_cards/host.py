@@ -1,9 +1,10 @@
-"""How long the host is at work in a step, in a process of its own; what cards would do apart.
+"""How long the host is at work in a step, in a process of its own; what cards would do
+apart.
 
-``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.host resnet101 4`` prints
-one line of JSON: seconds of CPU time, by step and by who takes them, without what the simulated
-accelerator takes itself. The model is thin: as many tensors as the real one has, and small ones, so
-that its kernels leave the processor's caches alone.
+``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.host resnet101
+4`` prints one line of JSON: seconds of CPU time, by step and by who takes them, without
+what the simulated accelerator takes itself. The model is thin: as many tensors as the
+real one has, and small ones, so that its kernels leave the processor's caches alone.
 """
 
 import gc
@@ -37,9 +38,9 @@ _REPEATS = 9
 class Watch:
     """Who takes how much of the host's time.
 
-    Attributes:
-        workers: seconds of the replicas' threads, but for forward and backward passes.
-        handing_over: seconds of autograd's threads while the caller's waits for a backward pass.
+    Attributes: workers: seconds of the replicas' threads, but for forward and backward
+        passes. handing_over: seconds of autograd's threads while the caller's waits for
+        a backward pass.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,9 @@ class Watch:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Leave out the body, in a replica's thread: it is a forward or a backward pass."""
+        """Leave out the body, in a replica's thread: it is a forward or a backward
+        pass.
+        """
         now, _ = control.host_seconds()
         with self._lock:
             self.workers += now - getattr(self._since, "seconds", 0.0)
@@ -59,7 +62,9 @@ class Watch:
         self._since.seconds, _ = control.host_seconds()
 
     def backward(self, *arguments: Any, **options: Any) -> None:
-        """``torch.autograd.backward``, in a worker's sub-step or in the caller's commit."""
+        """``torch.autograd.backward``, in a worker's sub-step or in the caller's
+        commit.
+        """
         if threading.get_ident() != self._caller:
             with self.passing():
                 self._backward(*arguments, **options)
@@ -106,7 +111,9 @@ def measure(name: str, devices: int) -> dict[str, dict[str, float]]:
     }
 
 
-def _measured(engine: ScatterOnceParallel, rows: Tensor, devices: int) -> dict[str, float]:
+def _measured(
+    engine: ScatterOnceParallel, rows: Tensor, devices: int
+) -> dict[str, float]:
     for index in range(devices):
         torch.accelerator.synchronize(index)
     gc.collect()
@@ -117,7 +124,12 @@ def _measured(engine: ScatterOnceParallel, rows: Tensor, devices: int) -> dict[s
     report = engine.last_step
     assert report is not None
     rest = caller - sum(report.seconds.values())
-    return {**report.seconds, "commit": rest, "caller": caller, "workers": WATCH.workers}
+    return {
+        **report.seconds,
+        "commit": rest,
+        "caller": caller,
+        "workers": WATCH.workers,
+    }
 
 
 def _import_what_steps_need() -> None:
@@ -125,7 +137,9 @@ def _import_what_steps_need() -> None:
     model = Watched(nn.Linear(1, 1)).to(f"{NAME}:0")
     with ScatterOnceParallel(model, 1, [0, 1], verify=False) as engine:
         for _ in range(2):
-            engine.forward_backward(torch.ones(2, 1), None, lambda output, _: output.sum())
+            engine.forward_backward(
+                torch.ones(2, 1), None, lambda output, _: output.sum()
+            )
 
 
 def main(name: str, devices: int) -> None:
@@ -136,7 +150,8 @@ def main(name: str, devices: int) -> None:
     phases = SimpleNamespace(perf_counter=lambda: control.host_seconds()[0])
     with (
         mock.patch.object(torch.autograd, "backward", WATCH.backward),
-        mock.patch.object(clock, "time", phases),  # the engine's phases are in the host's time
+        # the engine's phases are in the host's time
+        mock.patch.object(clock, "time", phases),
     ):
         _import_what_steps_need()
         print(json.dumps(measure(name, devices)))

@@ -1,7 +1,8 @@
-"""What training with AdamW takes on each device of the simulated accelerator, sharded and not.
+"""What training with AdamW takes on each device of the simulated accelerator, sharded
+and not.
 
-``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.sharded gpt2 4`` prints
-one line of JSON; ``tests`` must be importable.
+``SIMULATED_ACCELERATOR=…/accelerator.so python -m benchmarks.many_cards.sharded gpt2
+4`` prints one line of JSON; ``tests`` must be importable.
 """
 
 import json
@@ -24,7 +25,9 @@ _STEPS = 3  # the state begins in the first
 
 
 def count(name: str, devices: int) -> dict[str, Any]:
-    """Of the last step, with each optimizer: peaks by card, and what went through each card."""
+    """Of the last step, with each optimizer: peaks by card, and what went through each
+    card.
+    """
     plain = _counted(name, devices, lambda engine: AdamW(engine.module.parameters()))
     sharded = _counted(name, devices, lambda engine: ShardedOptimizer(engine, AdamW))
     return {"AdamW": plain, "sharded": sharded}
@@ -42,9 +45,13 @@ def _counted(
         for _ in range(_STEPS):
             optimizer.zero_grad()
             with _crossing(devices) as crossed:
-                found["backward"] = _peaks(devices, lambda: engine.forward_backward(rows))
+                found["backward"] = _peaks(
+                    devices, lambda: engine.forward_backward(rows)
+                )
                 found["step"] = _peaks(devices, optimizer.step)
-        found["held"] = [torch.accelerator.memory_allocated(index) for index in range(devices)]
+        found["held"] = [
+            torch.accelerator.memory_allocated(index) for index in range(devices)
+        ]
     return {**found, "crossed": [crossed[index] for index in range(devices)]}
 
 
@@ -67,7 +74,9 @@ def _crossing(devices: int) -> Iterator[Counter[int]]:
             crossed[source.device.index] += source.nbytes
             crossed[target.index] += source.nbytes
 
-    def copied(self: Transfers, tensor: torch.Tensor, device: torch.device, phase: str) -> Any:
+    def copied(
+        self: Transfers, tensor: torch.Tensor, device: torch.device, phase: str
+    ) -> Any:
         noted(tensor, device)
         return copy(self, tensor, device, phase)
 

@@ -1,4 +1,6 @@
-"""Memory, messages, waits and the host's time of one step on 2, 4 and 8 simulated cards."""
+"""Memory, messages, waits and the host's time of one step on 2, 4 and 8 simulated
+cards.
+"""
 
 import json
 import os
@@ -22,18 +24,33 @@ SECONDS = 1800
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    """What a module of this folder says in a process of its own, of a model on some devices."""
+    """What a module of this folder says in a process of its own, of a model on some
+    devices.
+    """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to build the simulated accelerator")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
     folder = tmp_path_factory.mktemp("simulated")
-    build = "import pathlib, simulated, sys; print(simulated.build(pathlib.Path(sys.argv[1])))"
+    build = (
+        "import pathlib, simulated, sys; "
+        "print(simulated.build(pathlib.Path(sys.argv[1])))"
+    )
     built = _run([sys.executable, "-c", build, str(folder)], environment)
 
     def asked(module, name, devices):
         more = {"SIMULATED_ACCELERATOR": built, "SIMULATED_DEVICES": str(devices)}
-        more["SIMULATED_ORDER"] = "eager"  # work that waits would keep this machine's memory
-        command = [sys.executable, "-m", f"benchmarks.many_cards.{module}", name, str(devices)]
+        # work that waits would keep this machine's memory
+        more["SIMULATED_ORDER"] = "eager"
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.many_cards.{module}",
+            name,
+            str(devices),
+        ]
         return json.loads(_run(command, environment | more))
 
     return asked
@@ -41,7 +58,12 @@ def ask(tmp_path_factory):
 
 def _run(command, environment):
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
@@ -52,9 +74,19 @@ def test_many_cards(benchmark, publish, quick, ask, name):
     sizes = DEVICES[:1] if quick else DEVICES
     name_of_model = "small" if quick else name
     found = benchmark.pedantic(
-        lambda: {devices: ask("count", name_of_model, devices) for devices in sizes}, rounds=1
+        lambda: {devices: ask("count", name_of_model, devices) for devices in sizes},
+        rounds=1,
     )
-    columns = ["cards", "step", "master", "others", "messages out", "back", "waits", "kernels"]
+    columns = [
+        "cards",
+        "step",
+        "master",
+        "others",
+        "messages out",
+        "back",
+        "waits",
+        "kernels",
+    ]
     rows = [
         [devices, step, *_cells(counts[step], counts["parameters"])]
         for devices, counts in found.items()
@@ -81,10 +113,20 @@ def test_arrival(benchmark, publish, quick, ask):
         },
         rounds=1,
     )
-    columns = ["the batch is", "cards", "compute", "arrival", "one micro-batch", "both", "rows"]
+    columns = [
+        "the batch is",
+        "cards",
+        "compute",
+        "arrival",
+        "one micro-batch",
+        "both",
+        "rows",
+    ]
     rows = [
         [
-            {"pinned": "pinned", "host": "on the host", "card": "on the first card"}[place],
+            {"pinned": "pinned", "host": "on the host", "card": "on the first card"}[
+                place
+            ],
             devices,
             *[f"{1e3 * each:.0f} ms" for each in (one["compute"], *times)],
             f"{one['peak'] / one['bytes_of_a_micro_batch']:.1f} micro-batches",
@@ -101,15 +143,30 @@ def test_sharded_optimizer(benchmark, publish, quick, ask, name):
     sizes = DEVICES[:1] if quick else DEVICES
     name_of_model = "small" if quick else name
     found = benchmark.pedantic(
-        lambda: {devices: ask("sharded", name_of_model, devices) for devices in sizes}, rounds=1
+        lambda: {devices: ask("sharded", name_of_model, devices) for devices in sizes},
+        rounds=1,
     )
-    columns = ["cards", "optimizer", "master, backward", "master, step", "others, backward"]
+    columns = [
+        "cards",
+        "optimizer",
+        "master, backward",
+        "master, step",
+        "others, backward",
+    ]
     columns += ["others, step", "between steps", "through the busiest card"]
     rows = []
     for n, counts in found.items():
         rows += [[n, kind, *_in_models(counted)] for kind, counted in counts.items()]
         through = 4 * (n - 1) / n  # a reduce-scatter and an all-gather, in and out
-        rows += [[n, "ZeRO-1, by arithmetic", *"----", f"{2 + 2 / n:.2f} P", f"{through:.2f} P"]]
+        rows += [
+            [
+                n,
+                "ZeRO-1, by arithmetic",
+                *"----",
+                f"{2 + 2 / n:.2f} P",
+                f"{through:.2f} P",
+            ]
+        ]
     publish(f"sharded-{name}", Table(columns, rows), {"counts": found})
 
 

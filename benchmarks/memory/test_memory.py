@@ -1,4 +1,6 @@
-"""Peak live bytes per replica against accum: the activations of one micro-batch, no more."""
+"""Peak live bytes per replica against accum: the activations of one micro-batch, no
+more.
+"""
 
 import contextlib
 from dataclasses import replace
@@ -21,7 +23,13 @@ def test_memory(benchmark, publish, quick, monkeypatch, name):
     case = replace(CASES[name], batch=128 if quick else 1024)
     accums = ACCUMS[:3] if quick else ACCUMS
     peaks = benchmark.pedantic(measure, args=(case, accums, monkeypatch), rounds=1)
-    columns = ["accum", "rows per sub-step", "engine, per replica", "one sub-step by hand", "ratio"]
+    columns = [
+        "accum",
+        "rows per sub-step",
+        "engine, per replica",
+        "one sub-step by hand",
+        "ratio",
+    ]
     rows = [
         [accum, rows, _mb(ours), _mb(alone), f"{ours / alone:.3f}"]
         for accum, (rows, ours, alone) in peaks.items()
@@ -30,7 +38,9 @@ def test_memory(benchmark, publish, quick, monkeypatch, name):
 
 
 def measure(case, accums, monkeypatch):
-    """By accum: rows of a micro-batch, peak of the worst replica, peak of one pass by hand."""
+    """By accum: rows of a micro-batch, peak of the worst replica, peak of one pass by
+    hand.
+    """
     found = {}
     for accum in accums:
         rows = case.batch // REPLICAS // accum
@@ -62,7 +72,9 @@ def engine_peak(case, accum, monkeypatch):
 
 
 def alone_peak(case, rows, passes):
-    """A second pass finds gradients to add to, as later ones do; the copy of the rows included."""
+    """A second pass finds gradients to add to, as later ones do; the copy of the rows
+    included.
+    """
     module = case.module()
     images, labels = case.data()
     with LiveBytes() as meter:
@@ -83,8 +95,12 @@ def draw(peaks):
 
     def on(axes):
         rows, ours, alone = zip(*peaks.values(), strict=True)
-        axes.plot(rows, [peak / 1e6 for peak in ours], "o-", label="engine, per replica")
-        axes.plot(rows, [peak / 1e6 for peak in alone], "x--", label="one sub-step by hand")
+        axes.plot(
+            rows, [peak / 1e6 for peak in ours], "o-", label="engine, per replica"
+        )
+        axes.plot(
+            rows, [peak / 1e6 for peak in alone], "x--", label="one sub-step by hand"
+        )
         axes.set_xlabel("rows per sub-step")
         axes.set_ylabel("peak of live tensors, MB")
         axes.legend()

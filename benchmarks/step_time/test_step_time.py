@@ -12,7 +12,8 @@ from benchmarks.tables import Table
 from benchmarks.timing import interleaved, ratio
 
 REPLICAS = 2
-ROUNDS = {"cnn": 15, "mlp": 15, "resnet20": 7}  # so that the README's figures take under 12 minutes
+# so that the README's figures take under 12 minutes
+ROUNDS = {"cnn": 15, "mlp": 15, "resnet20": 7}
 TOLERANCE = 1e-4  # relative, between float32 gradients summed in different orders
 
 
@@ -29,8 +30,11 @@ def test_two_replicas(benchmark, publish, quick, name):
             "accelerate, accumulate": stack.enter_context(
                 RankProcesses("accelerate", case, REPLICAS)
             ),
-            # The engine's own micro-batches, and those of nn.DataParallel without an accelerator.
-            f"plain loop, {accum * REPLICAS} sub-steps": peers.loop(case, accum * REPLICAS),
+            # The engine's own micro-batches, and those of nn.DataParallel without an
+            # accelerator.
+            f"plain loop, {accum * REPLICAS} sub-steps": peers.loop(
+                case, accum * REPLICAS
+            ),
             f"plain loop, {accum} sub-steps": peers.loop(case, accum),
             f"nn.DataParallel x {accum}": peers.data_parallel(case),
             f"per-call schedule x {accum}": peers.per_call(case, ["cpu"] * REPLICAS),
@@ -40,7 +44,10 @@ def test_two_replicas(benchmark, publish, quick, name):
         steps = {who: contender.step for who, contender in contenders.items()}
         seconds = interleaved(benchmark, steps, rounds)
     publish(
-        name, _table(seconds, errors, ours), {"seconds": seconds, "errors": errors}, draw(seconds)
+        name,
+        _table(seconds, errors, ours),
+        {"seconds": seconds, "errors": errors},
+        draw(seconds),
     )
 
 
@@ -54,7 +61,9 @@ def test_one_replica(benchmark, publish, quick, name):
     }
     errors = disagreement(contenders, ours)
     rounds = 3 if quick else 31 if case.name != "resnet20" else 9
-    seconds = interleaved(benchmark, {who: c.step for who, c in contenders.items()}, rounds)
+    seconds = interleaved(
+        benchmark, {who: c.step for who, c in contenders.items()}, rounds
+    )
     table = _table(seconds, errors, ours)
     publish(f"{name}-one-replica", table, {"seconds": seconds, "errors": errors})
 
@@ -66,7 +75,9 @@ def disagreement(contenders, ours):
     for who, contender in contenders.items():
         found = contender.gradient()
         errors[who] = float((found - expected).norm() / expected.norm())
-        assert errors[who] < TOLERANCE, f"{who} computes another gradient: {errors[who]:.1e}"
+        assert errors[who] < TOLERANCE, (
+            f"{who} computes another gradient: {errors[who]:.1e}"
+        )
     return errors
 
 
@@ -81,7 +92,13 @@ def _table(seconds, errors, ours):
         ]
         for who, times in seconds.items()
     ]
-    columns = ["contender", "ms, median", "ms, range", "time / engine's", "gradient differs by"]
+    columns = [
+        "contender",
+        "ms, median",
+        "ms, range",
+        "time / engine's",
+        "gradient differs by",
+    ]
     return Table(columns, rows)
 
 
@@ -90,7 +107,9 @@ def draw(seconds):
 
     def on(axes):
         names = list(seconds)[::-1]
-        bars = axes.barh(names, [statistics.median(seconds[name]) * 1e3 for name in names])
+        bars = axes.barh(
+            names, [statistics.median(seconds[name]) * 1e3 for name in names]
+        )
         axes.bar_label(bars, fmt="%.0f", padding=3)
         axes.set_xlabel("milliseconds per step, median")
 

@@ -20,7 +20,9 @@ LAYOUTS = {
 
 def test_layouts(benchmark, publish):
     case = CASES["mlp"].small()
-    counts = benchmark.pedantic(lambda: {name: count(case, of) for name, of in LAYOUTS.items()})
+    counts = benchmark.pedantic(
+        lambda: {name: count(case, of) for name, of in LAYOUTS.items()}
+    )
     assert counts["two cards, 4 + 4"] == 1
     assert counts["eight cards"] == 7
     rows = [

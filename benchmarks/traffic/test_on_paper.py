@@ -23,7 +23,9 @@ def test_resnet101_on_paper(benchmark, publish):
         ],
         ["scattered once", *_gigabytes(IMAGES * IMAGE_BYTES, once, once)],
     ]
-    table = Table(["who", "images, GB", "parameters out, GB", "gradients back, GB"], rows)
+    table = Table(
+        ["who", "images, GB", "parameters out, GB", "gradients back, GB"], rows
+    )
     publish("on-paper", table, {"parameters": parameters, "bytes_once": once})
 
 

@@ -44,31 +44,41 @@ def count_all(case, sizes):
 
 
 def virtual(replicas):
-    """Memories of their own; the batch comes from the host, and the master is the first."""
+    """Memories of their own; the batch comes from the host, and the master is the
+    first.
+    """
     return [f"cpu:{i}" for i in range(replicas)]
 
 
 def count_engine(case, replicas):
     module = case.module()
     images, labels = case.data()
-    with ScatterOnceParallel(module, accum=case.accum, device_ids=virtual(replicas)) as engine:
+    with ScatterOnceParallel(
+        module, accum=case.accum, device_ids=virtual(replicas)
+    ) as engine:
         engine.forward_backward(images, labels, peers.criterion)
         return {"bytes": engine.last_step.bytes, "messages": engine.last_step.messages}
 
 
 def count_per_call(case, replicas):
-    """The schedule of nn.DataParallel, run on virtual devices; labels stay with the master."""
+    """The schedule of nn.DataParallel, run on virtual devices; labels stay with the
+    master.
+    """
     parallel = PerCall(case.module(), resolve(virtual(replicas)))
     master = parallel.device_ids[0]
     images, labels = case.data()
-    for inputs, targets in zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True):
+    for inputs, targets in zip(
+        images.chunk(case.accum), labels.chunk(case.accum), strict=True
+    ):
         there = parallel.transfers.copy(targets, master, "scatter")
         (peers.criterion(parallel(inputs), there) / case.accum).backward()
     return {"bytes": parallel.transfers.bytes, "messages": parallel.transfers.messages}
 
 
 def count_ddp(case, replicas):
-    """What the ranks hand to their collectives, times what a ring sends for each byte of it."""
+    """What the ranks hand to their collectives, times what a ring sends for each byte
+    of it.
+    """
     with RankProcesses("ddp, counted", case, replicas) as processes:
         ranks = processes.traffic()
     others = replicas - 1
@@ -90,7 +100,9 @@ def count_ddp(case, replicas):
 
 
 def lower_bound(case, replicas):
-    """Inputs once; parameters and buffers out, and gradients back, once per other device."""
+    """Inputs once; parameters and buffers out, and gradients back, once per other
+    device.
+    """
     module, others = case.module(), replicas - 1
     trained, buffers = list(module.parameters()), list(module.buffers())
     kinds = len({tensor.dtype for tensor in [*trained, *buffers]})
@@ -129,10 +141,16 @@ def draw(counts):
         who = list(next(iter(counts.values())))
         width = 0.8 / len(who)
         for i, name in enumerate(who):
-            totals = [sum(by_who[name]["bytes"].values()) / 1e6 for by_who in counts.values()]
-            places = [place + (i - (len(who) - 1) / 2) * width for place in range(len(counts))]
+            totals = [
+                sum(by_who[name]["bytes"].values()) / 1e6 for by_who in counts.values()
+            ]
+            places = [
+                place + (i - (len(who) - 1) / 2) * width for place in range(len(counts))
+            ]
             axes.bar(places, totals, width, label=name)
-        axes.set_xticks(range(len(counts)), [f"{replicas} replicas" for replicas in counts])
+        axes.set_xticks(
+            range(len(counts)), [f"{replicas} replicas" for replicas in counts]
+        )
         axes.set_yscale("log")
         axes.set_ylabel("MB per optimizer step")
         axes.legend()

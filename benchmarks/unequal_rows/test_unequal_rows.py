@@ -1,4 +1,6 @@
-"""Rows of unequal length: micro-batches by cost beside other ways to cut and to order them."""
+"""Rows of unequal length: micro-batches by cost beside other ways to cut and to order
+them.
+"""
 
 import copy
 import statistics
@@ -14,13 +16,16 @@ from benchmarks.timing import interleaved, ratio, timed
 from scatterpar import Rows, ScatterOnceParallel
 
 ROWS, TOKENS, LONGEST, CLASSES = 256, 4096, 512, 4
-SIZE = TOKENS // LONGEST  # rows of a micro-batch that holds TOKENS, however long the rows are
+# rows of a micro-batch that holds TOKENS, however long the rows are
+SIZE = TOKENS // LONGEST
 BY_COST, AS_THEY_COME = "engine, `micro_batch_cost=4096`", "engine, rows as they come"
 LOSS = nn.CrossEntropyLoss()
 
 
 class Reader(nn.Module):
-    """A transformer's encoder over words, and a class for the mean of those that are no padding."""
+    """A transformer's encoder over words, and a class for the mean of those that are no
+    padding.
+    """
 
     def __init__(self, width=64, layers=2):
         super().__init__()
@@ -43,13 +48,22 @@ def pad(texts):
 def batch(rows):
     """Texts of 8 to 512 words, log-normal, and their classes."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.empty(rows).log_normal_(4.3, 0.8, generator=generator).clamp(8, LONGEST).long()
-    texts = [torch.randint(1, 1000, (n,), generator=generator) for n in lengths.tolist()]
+    lengths = (
+        torch.empty(rows)
+        .log_normal_(4.3, 0.8, generator=generator)
+        .clamp(8, LONGEST)
+        .long()
+    )
+    texts = [
+        torch.randint(1, 1000, (n,), generator=generator) for n in lengths.tolist()
+    ]
     return texts, torch.randint(CLASSES, (rows,), generator=generator), lengths.tolist()
 
 
 def orders(lengths):
-    """The rows as they come, sorted by hand, and as transformers' ``group_by_length`` has them."""
+    """The rows as they come, sorted by hand, and as transformers' ``group_by_length``
+    has them.
+    """
     generator = torch.Generator().manual_seed(0)
     grouped = get_length_grouped_indices(lengths, SIZE, generator=generator)
     rows = range(len(lengths))
@@ -63,7 +77,9 @@ def orders(lengths):
 def cut(lengths, replicas):
     """The rows of each micro-batch, by replica, of each way."""
     module = nn.Linear(1, 1)
-    with ScatterOnceParallel(module, device_ids=["cpu"] * replicas, micro_batch_size=SIZE) as plain:
+    with ScatterOnceParallel(
+        module, device_ids=["cpu"] * replicas, micro_batch_size=SIZE
+    ) as plain:
         ways = {
             f"engine, {name}": (plain.plan(len(lengths)), order)
             for name, order in orders(lengths).items()
@@ -89,7 +105,10 @@ def test_padding(publish):
     rows = []
     for replicas in (2, 4):
         for name, shares in cut(lengths, replicas).items():
-            loads = [sum(len(p) * max(lengths[row] for row in p) for p in own) for own in shares]
+            loads = [
+                sum(len(p) * max(lengths[row] for row in p) for p in own)
+                for own in shares
+            ]
             steps = max(map(len, shares))
             padded = f"{sum(loads) / sum(lengths):.2f}"
             even = f"{max(loads) * replicas / sum(loads):.3f}"
@@ -126,14 +145,18 @@ def test_time(benchmark, publish, quick):
 
         engine = engine_of(BY_COST, micro_batch_cost=TOKENS)
         rows = Rows(texts, pad)
-        contenders[BY_COST] = lambda: engine.forward_backward(rows, labels, LOSS, costs=lengths)
+        contenders[BY_COST] = lambda: engine.forward_backward(
+            rows, labels, LOSS, costs=lengths
+        )
         for way, order in orders(lengths).items():
             plain = engine_of(f"engine, {way}", micro_batch_size=SIZE)
             args = Rows([texts[row] for row in order], pad), labels[order], LOSS
-            contenders[f"engine, {way}"] = lambda e=plain, a=args: e.forward_backward(*a)
+            contenders[f"engine, {way}"] = lambda e=plain, a=args: e.forward_backward(
+                *a
+            )
             models[f"plain loop, {way}"] = copy.deepcopy(model)
-            contenders[f"plain loop, {way}"] = lambda m=models[f"plain loop, {way}"], o=order: loop(
-                m, o
+            contenders[f"plain loop, {way}"] = (
+                lambda m=models[f"plain loop, {way}"], o=order: loop(m, o)
             )
 
         def step(name):

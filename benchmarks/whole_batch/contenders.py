@@ -27,15 +27,18 @@ def in_two_passes(case: Case) -> Peer:
 
 
 def in_one_pass(case: Case) -> Peer:
-    """An ordinary step with as many sub-steps: the loss compares the rows of a micro-batch."""
+    """An ordinary step with as many sub-steps: the loss compares the rows of a
+    micro-batch.
+    """
     return _engine(case, whole_batch=False)
 
 
 def cached_as_published(case: Case) -> Peer:
-    """Gradient caching as the paper has it (Gao et al. 2021, arXiv:2101.06983, section 3.2).
+    """Gradient caching as the paper has it (Gao et al. 2021, arXiv:2101.06983, section
+    3.2).
 
-    Outputs without a graph; the loss; then every chunk again, forward and backward, from its
-    saved random state.
+    Outputs without a graph; the loss; then every chunk again, forward and backward,
+    from its saved random state.
     """
     module = case.module()
     images, labels = case.data()
@@ -62,7 +65,9 @@ def cached_as_published(case: Case) -> Peer:
 
 
 def without_comparison(case: Case) -> Peer:
-    """As ``in_two_passes``, but outputs of the second pass are not compared with the first's."""
+    """As ``in_two_passes``, but outputs of the second pass are not compared with the
+    first's.
+    """
     peer = in_two_passes(case)
     return Peer(peer.module, _patched(peer.run))
 
@@ -83,7 +88,8 @@ def _patched(run: Callable[[], Any]) -> Callable[[], None]:
 def _engine(case: Case, whole_batch: bool) -> Peer:
     module: nn.Module = case.module()
     images, labels = case.data()
-    # An ordinary step refuses this loss, and rightly so: it compares rows with each other.
+    # An ordinary step refuses this loss, and rightly so: it compares rows with each
+    # other.
     engine = ScatterOnceParallel(module, case.accum, ["cpu"], verify=False)
     return Peer(
         module,

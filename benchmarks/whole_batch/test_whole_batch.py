@@ -1,4 +1,6 @@
-"""A loss over the whole batch: time beside one pass and the published way, memory by rows."""
+"""A loss over the whole batch: time beside one pass and the published way, memory by
+rows.
+"""
 
 import statistics
 from dataclasses import replace
@@ -44,14 +46,21 @@ def test_time(benchmark, publish, quick, name):
         ours = seconds[f"ours, {n}"]
         others = [ratio(ours, seconds[f"{who}, {n}"]) for who in list(makers)[1:]]
         rows.append([n, f"{statistics.median(ours) * 1e3:.1f}", *map(str, others)])
-    columns = ["sub-steps", "ms, median", *(f"time / {who}" for who in list(makers)[1:])]
+    columns = [
+        "sub-steps",
+        "ms, median",
+        *(f"time / {who}" for who in list(makers)[1:]),
+    ]
     publish(f"{name}-time", Table(columns, rows), {"seconds": seconds})
 
 
 def test_memory(benchmark, publish, quick):
     batches = BATCHES[:2] if quick else BATCHES
     peaks = benchmark.pedantic(measure, args=(batches,), rounds=1)
-    rows = [[batch, *(f"{peak / 1e6:.1f} MB" for peak in found)] for batch, found in peaks.items()]
+    rows = [
+        [batch, *(f"{peak / 1e6:.1f} MB" for peak in found)]
+        for batch, found in peaks.items()
+    ]
     columns = ["rows", *WAYS]
     publish("memory", Table(columns, rows), {"peaks": peaks, "ways": WAYS}, draw(peaks))
 
@@ -78,9 +87,11 @@ def measure(batches):
 
 
 def by_hand(case, replicas):
-    """One device of several that gathers all outputs and computes the loss: its own live bytes.
+    """One device of several that gathers all outputs and computes the loss: its own
+    live bytes.
 
-    What the others computed comes in as it does from ``gather``: outputs, without their graph.
+    What the others computed comes in as it does from ``gather``: outputs, without their
+    graph.
     """
     module = case.module()
     images, labels = case.data()

@@ -1,4 +1,6 @@
-"""Count, slice and select the rows of a batch; mark values whose rows are not slices of tensors."""
+"""Count, slice and select the rows of a batch; mark values whose rows are not slices of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,35 @@ from scatterpar.batch import nested
 
 
 class Marker:
-    """A wrapper around one value of a batch. The base class is for a value without rows.
+    """A wrapper around one value of a batch. The base class is for a value without
+    rows.
 
-    A new kind of marker is a subclass: other code only calls these methods. It is not a dataclass,
-    because ``nested`` would descend into its fields.
+    A new kind of marker is a subclass: other code only calls these methods. It is not a
+    dataclass, because ``nested`` would descend into its fields.
     """
 
     contents: Any  # the marked value, nested at will, without other markers in it
-    collate: Callable[[Any], Any] | None = None  # returns what the module or criterion gets
+    # returns what the module or criterion gets
+    collate: Callable[[Any], Any] | None = None
 
     def map(self, function: Callable[[Any], Any]) -> Self:
-        """A copy of the marker whose contents are ``function(contents)``; the rest is shared."""
+        """A copy of the marker whose contents are ``function(contents)``; the rest is
+        shared.
+        """
         marker = copying.copy(self)
         marker.contents = function(self.contents)
         return marker
 
     @property
     def num_rows(self) -> int | None:
-        """The number of rows; ``None`` for a value without rows, which goes to every replica."""
+        """The number of rows; ``None`` for a value without rows, which goes to every
+        replica.
+        """
         return None
 
     def select(self, rows: Sequence[int]) -> Self:
-        """A marker with these rows, in this order; if they are a ``range``, with views of tensors.
+        """A marker with these rows, in this order; if they are a ``range``, with views
+        of tensors.
 
         Shares and micro-batches are selected with a ``range``.
         """
@@ -50,26 +59,34 @@ class Marker:
         return self
 
     def unwrap(self, *, copy: bool) -> Any:
-        """The value as a module or criterion sees it; with ``copy``, tensors are copied."""
-        value = nested.map_tensors(Tensor.clone, self.contents) if copy else self.contents
+        """The value as a module or criterion sees it; with ``copy``, tensors are
+        copied.
+        """
+        value = (
+            nested.map_tensors(Tensor.clone, self.contents) if copy else self.contents
+        )
         return value if self.collate is None else self.collate(value)
 
     def leaves(self) -> list[Any]:
-        """Every leaf of the contents. Raises ``TypeError`` for a marker in the marker."""
+        """Every leaf of the contents. Raises ``TypeError`` for a marker
+        in the marker.
+        """
         leaves = nested.leaves(self.contents)
         for leaf in leaves:
             if isinstance(leaf, (Marker, Batches)):
-                raise TypeError(f"{self!r} has {leaf!r} in it; give the two side by side")
+                raise TypeError(
+                    f"{self!r} has {leaf!r} in it; give the two side by side"
+                )
         return leaves
 
 
 class Replicated(Marker):
     """Marks a value without rows, whatever its sizes are: every replica gets the same.
 
-    Tensors in ``value`` are copied once to every device without being split, and every sub-step
-    gets the whole value. Use it for position ids of shape ``[1, L]``, masks of shape ``[L, L]``,
-    anchors, a lookup table, or the adjacency matrix of a graph. It may be anywhere in the inputs or
-    targets.
+    Tensors in ``value`` are copied once to every device without being split, and every
+    sub-step gets the whole value. Use it for position ids of shape ``[1, L]``, masks of
+    shape ``[L, L]``, anchors, a lookup table, or the adjacency matrix of a graph. It
+    may be anywhere in the inputs or targets.
 
     Args:
         value: tensors, nested at will.
@@ -99,19 +116,22 @@ class Replicated(Marker):
 
 
 class Rows(Marker):
-    """Marks a sequence with one entry per row, for rows that are not slices of one tensor.
+    """Marks a sequence with one entry per row, for rows that are not slices of one
+    tensor.
 
-    Shares and micro-batches are slices of ``entries``; their tensors are copied to the device of
-    the share. Use it for detection targets (a list of dicts), images of different sizes, strings,
-    or sequences of different lengths. It may be anywhere in the inputs or targets.
+    Shares and micro-batches are slices of ``entries``; their tensors are copied to the
+    device of the share. Use it for detection targets (a list of dicts), images of
+    different sizes, strings, or sequences of different lengths. It may be anywhere in
+    the inputs or targets.
 
-    Args:
-        entries: a list, tuple or other sequence; tensors in an entry may be of any shape.
-        collate: ``collate(entries)`` returns the input of the module or criterion for the entries
-            of a micro-batch, so each micro-batch is padded separately. It runs in the replica's
-            thread, on the replica's device. It also runs when terms are counted, losses are
-            checked, or sub-steps are compiled or captured. So it must be cheap and have no side
-            effects. Without it, the module or criterion gets the list of entries.
+    Args: entries: a list, tuple or other sequence; tensors in an entry may be of any
+        shape. collate: ``collate(entries)`` returns the input of the module or
+        criterion for the entries
+            of a micro-batch, so each micro-batch is padded separately. It runs in the
+            replica's thread, on the replica's device. It also runs when terms are
+            counted, losses are checked, or sub-steps are compiled or captured. So it
+            must be cheap and have no side effects. Without it, the module or criterion
+            gets the list of entries.
 
     Raises:
         TypeError: ``entries`` is no sequence, or ``collate`` cannot be called.
@@ -132,7 +152,9 @@ class Rows(Marker):
     def __init__(
         self, entries: Sequence[Any], collate: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        if isinstance(entries, (str, bytes, Mapping, Rows)) or not hasattr(entries, "__len__"):
+        if isinstance(entries, (str, bytes, Mapping, Rows)) or not hasattr(
+            entries, "__len__"
+        ):
             kind = type(entries).__name__
             raise TypeError(f"Rows takes a sequence with one entry per row, got {kind}")
         if collate is not None and not callable(collate):
@@ -156,10 +178,14 @@ class Rows(Marker):
 
     def join(self, others: Sequence[Self]) -> Self:
         """One marker with the entries of this one, then those of ``others``."""
-        return self.map(lambda entries: [*chain(entries, *(other.entries for other in others))])
+        return self.map(
+            lambda entries: [*chain(entries, *(other.entries for other in others))]
+        )
 
     def __repr__(self) -> str:
-        kinds = " or ".join(dict.fromkeys(type(entry).__name__ for entry in self.entries))
+        kinds = " or ".join(
+            dict.fromkeys(type(entry).__name__ for entry in self.entries)
+        )
         name = getattr(self.collate, "__name__", repr(self.collate))
         shown = "" if self.collate is None else f", collate={name}"
         return f"Rows({len(self.entries)} x {kinds or 'nothing'}{shown})"
@@ -168,11 +194,13 @@ class Rows(Marker):
     def from_batches(cls, batches: Iterable[Any]) -> Batches:
         """Several batches that make one step, such as a window of a loader's batches.
 
-        Each batch is what ``forward_backward`` takes as inputs, or as targets: tensors, tuples or
-        mappings. Batches may differ in their number of rows and in the lengths of rows. Each batch
-        is divided over all replicas as it would be alone, and no micro-batch has rows of two
-        batches: with ``accum=2`` a replica has two sub-steps of each batch. If inputs and targets
-        are both passed in this way, each batch must have the same number of rows in both.
+        Each batch is what ``forward_backward`` takes as inputs, or as targets: tensors,
+        tuples or mappings. Batches may differ in their number of rows and in the
+        lengths of rows. Each batch is divided over all replicas as it would be alone,
+        and no micro-batch has rows of two
+        batches: with ``accum=2`` a replica has two sub-steps of each batch. If inputs
+        and targets are both passed in this way, each batch must have the same number of
+        rows in both.
 
         Raises:
             TypeError: one batch instead of several.
@@ -192,12 +220,16 @@ class Rows(Marker):
 
 
 class Batches:
-    """The result of ``Rows.from_batches``: it must be the whole inputs, or the whole targets."""
+    """The result of ``Rows.from_batches``: it must be the whole inputs, or the whole
+    targets.
+    """
 
     def __init__(self, batches: Iterable[Any]) -> None:
         one = Tensor, Mapping, str, Rows, Batches
         if isinstance(batches, one) or not isinstance(batches, Iterable):
-            raise TypeError(f"from_batches takes a list of batches, got {type(batches).__name__}")
+            raise TypeError(
+                f"from_batches takes a list of batches, got {type(batches).__name__}"
+            )
         self.entries = list(batches)
         if not self.entries:
             raise ValueError("from_batches got no batch: a step needs one at least")
@@ -206,17 +238,23 @@ class Batches:
         return f"Rows.from_batches({len(self.entries)} batches)"
 
 
-BatchList = Sequence[tuple[int, Any]]  # per batch: the number of its first row, (inputs, targets)
+# per batch: the number of its first row, (inputs, targets)
+BatchList = Sequence[tuple[int, Any]]
 
 
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int]]:
     """The batches, and the number of rows of each."""
     parts = {"inputs": inputs, "targets": targets}
-    windows = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
+    windows = {
+        name: part.entries for name, part in parts.items() if isinstance(part, Batches)
+    }
     if not windows:
         return [(0, (inputs, targets))], [count_rows(parts, dim)]
     counts = {
-        name: [count_rows({f"{name}, batch {k}": batch}, dim) for k, batch in enumerate(batches)]
+        name: [
+            count_rows({f"{name}, batch {k}": batch}, dim)
+            for k, batch in enumerate(batches)
+        ]
         for name, batches in windows.items()
     }
     sizes = next(iter(counts.values()))
@@ -225,10 +263,17 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int
         rows = count_rows({name: parts[name]}, dim, known=firsts[-1])
         counts[name] = sizes if rows == firsts[-1] else [rows]
     if any(each != sizes for each in counts.values()):
-        shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in counts.items())
-        raise ValueError(f"the several batches disagree in their rows along dim={dim}: {shown}")
-    for name in parts.keys() - windows.keys():  # one batch: it is sliced like the others
-        windows[name] = [select_rows(parts[name], range(*s), dim) for s in pairwise(firsts)]
+        shown = ", ".join(
+            f"{name} with {' + '.join(map(str, n))}" for name, n in counts.items()
+        )
+        raise ValueError(
+            f"the several batches disagree in their rows along dim={dim}: {shown}"
+        )
+    # one batch: it is sliced like the others
+    for name in parts.keys() - windows.keys():
+        windows[name] = [
+            select_rows(parts[name], range(*s), dim) for s in pairwise(firsts)
+        ]
     pairs = zip(windows["inputs"], windows["targets"], strict=True)
     return list(zip(firsts[:-1], pairs, strict=True)), sizes
 
@@ -247,12 +292,15 @@ def all_tensors(value: Any) -> list[Tensor]:
 
 
 def select_rows(
-    value: Any, rows: Sequence[int], dim: int, function: Callable[[Any], Any] | None = None
+    value: Any,
+    rows: Sequence[int],
+    dim: int,
+    function: Callable[[Any], Any] | None = None,
 ) -> Any:
     """``value`` with these rows, in this order, of every tensor and marker.
 
-    If they are a ``range``, tensors become views, otherwise copies. ``function``, if given, is
-    applied to each resulting leaf.
+    If they are a ``range``, tensors become views, otherwise copies. ``function``, if
+    given, is applied to each resulting leaf.
     """
 
     def select(leaf: Any) -> Any:
@@ -283,19 +331,28 @@ def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
 
 
 def count_rows(
-    batch: Mapping[str, Any], dim: int, *, refuse_grad: bool = True, known: int | None = None
+    batch: Mapping[str, Any],
+    dim: int,
+    *,
+    refuse_grad: bool = True,
+    known: int | None = None,
 ) -> int:
     """The number of rows of the batch; the keys of ``batch`` are names for errors.
 
-    This is the size of its tensors along ``dim`` and the ``num_rows`` of its markers, which must
-    agree. If nothing has rows, it is ``known``. With ``refuse_grad``, no tensor may require grad.
+    This is the size of its tensors along ``dim`` and the ``num_rows`` of its markers,
+    which must agree. If nothing has rows, it is ``known``. With ``refuse_grad``, no
+    tensor may require grad.
     """
     sizes: dict[int, str] = {}  # each with the first value that has it
     for name, part in batch.items():
         for leaf in nested.leaves(part):
             size = _size(leaf, dim)
             if size is not None and size not in sizes:
-                shown = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+                shown = (
+                    f"shape {tuple(leaf.shape)}"
+                    if isinstance(leaf, Tensor)
+                    else repr(leaf)
+                )
                 sizes[size] = f"{name} with {size} ({shown})"
     for name, part in batch.items():
         for value in nested.leaves(part, containers=True):
@@ -304,9 +361,12 @@ def count_rows(
     if not sizes and known is not None:
         return known
     if not sizes:
-        kinds = ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
+        kinds = ", ".join(
+            f"{name} is {type(part).__name__}" for name, part in batch.items()
+        )
         raise ValueError(
-            f"the batch has no tensor with rows: {kinds}; a list with one entry per row is passed "
+            f"the batch has no tensor with rows: {kinds}; a list with one entry per "
+            "row is passed "
             f"as Rows(entries)"
         )
     if len(sizes) > 1:
@@ -323,63 +383,93 @@ def count_rows(
 
 
 def _size(leaf: Any, dim: int) -> int | None:
-    """The number of rows of a leaf; ``None`` if it has none, or ``_problem`` refuses it."""
+    """The number of rows of a leaf; ``None`` if it has none, or ``_problem`` refuses
+    it.
+    """
     if isinstance(leaf, Marker):
         return leaf.num_rows
-    is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+    is_dense = (
+        isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+    )
     return leaf.size(dim) if is_dense and -leaf.ndim <= dim < leaf.ndim else None
 
 
 def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> str:
     """Why a leaf or container is refused, and what to pass instead; empty if it is not.
 
-    Refused is what cannot be split, what would silently be split along something other than rows,
-    and what would silently go whole to every replica although it has as many entries as rows.
+    Refused is what cannot be split, what would silently be split along something other
+    than rows, and what would silently go whole to every replica although it has as many
+    entries as rows.
     """
     tensors = all_tensors(value) if isinstance(value, Marker) else [value]
-    if needing := [t for t in tensors if refuse_grad and isinstance(t, Tensor) and t.requires_grad]:
+    if needing := [
+        t for t in tensors if refuse_grad and isinstance(t, Tensor) and t.requires_grad
+    ]:
         shape = tuple(needing[0].shape)
-        return f"a tensor of shape {shape} requires grad, but a batch is data; pass tensor.detach()"
-    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
+        return (
+            f"a tensor of shape {shape} requires grad, but a batch is data; pass "
+            "tensor.detach()"
+        )
+    if (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_nested
+    ):
         if not value.ndim or -value.ndim <= dim < value.ndim:
             return ""
         return (
-            f"a tensor of shape {tuple(value.shape)} has no dimension {dim} to split; every tensor "
+            f"a tensor of shape {tuple(value.shape)} has no dimension {dim} to split; "
+            "every tensor "
             f"but 0-dim ones is split along dim={dim}, unless it is Replicated"
         )
     if remedy := _remedy(value):
-        what = f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else type(value)
+        what = (
+            f"a tensor of layout {value.layout}"
+            if isinstance(value, Tensor)
+            else type(value)
+        )
         return f"{what} cannot be split into rows; {remedy}"
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         return (
-            f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like images, "
-            f"which would be split over their 3 channels; pass Rows(images) for one image per row, "
+            f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks "
+            "like images, "
+            "which would be split over their 3 channels; pass Rows(images) for one "
+            "image per row, "
             f"or a tuple if dimension 0 does hold 3 rows"
         )
     are_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
     if are_entries and (kind := _kind_of_entries(value)):
         return (
-            f"a {type(value).__name__} of {len(value)} {kind}, or lists of them, beside "
-            f"{len(value)} rows would go whole to every micro-batch; pass Rows({kind}) for one per "
+            f"a {type(value).__name__} of {len(value)} {kind}, or lists of them, "
+            "beside "
+            f"{len(value)} rows would go whole to every micro-batch; pass "
+            f"Rows({kind}) for one per "
             f"row, or Replicated({kind})"
         )
     return ""
 
 
 def _remedy(value: Any) -> str:
-    """What to pass for an object with rows that is no dense tensor; empty for one without rows."""
+    """What to pass for an object with rows that is no dense tensor; empty for one
+    without rows.
+    """
     modules = [kind.__module__ for kind in type(value).__mro__]
     if isinstance(value, Batches):
         return (
-            "several batches must be the whole inputs, or the whole targets, of forward_backward: "
-            "put all that belongs to a batch into that batch. For inference, and with the pair, "
+            "several batches must be the whole inputs, or the whole targets, of "
+            "forward_backward: "
+            "put all that belongs to a batch into that batch. For inference, and with "
+            "the pair, "
             "make one call per batch"
         )
     if isinstance(value, PackedSequence):
         pack = "(pack_sequence(few, enforce_sorted=False),)"
         return f"pass Rows(sequences, pack), where pack(few) returns {pack}"
     if isinstance(value, Tensor) and value.is_nested:
-        return "pass Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins"
+        return (
+            "pass Rows(list(tensor.unbind())), whose entries a module or collate= "
+            "pads or joins"
+        )
     if isinstance(value, Tensor):
         return "pass it as a dense tensor, or its parts"
     if isinstance(value, DataLoader):
@@ -392,14 +482,20 @@ def _remedy(value: Any) -> str:
 
 
 def _kind_of_entries(value: list[Any] | tuple[Any, ...]) -> str:
-    """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else nothing."""
+    """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else
+    nothing.
+    """
     nest = list, tuple
-    flat = [one for item in value for one in (item if isinstance(item, nest) else [item])]
+    flat = [
+        one for item in value for one in (item if isinstance(item, nest) else [item])
+    ]
     if isinstance(value, list) and all(isinstance(one, str) for one in flat):
         return "texts" if flat else ""
     # Up to four numbers are taken for a size, such as (height, width).
     is_size = len(value) < 5 and not any(isinstance(item, nest) for item in value)
-    are_numbers = all(isinstance(n, (Number, Tensor)) and not getattr(n, "ndim", 0) for n in flat)
+    are_numbers = all(
+        isinstance(n, (Number, Tensor)) and not getattr(n, "ndim", 0) for n in flat
+    )
     return "numbers" if flat and are_numbers and not is_size else ""
 
 

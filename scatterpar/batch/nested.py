@@ -1,7 +1,8 @@
-"""Traverse, merge and join nested values: tuples, lists, mappings, dataclasses, caches of tensors.
+"""Traverse, merge and join nested values: tuples, lists, mappings, dataclasses, caches
+of tensors.
 
-Methods of a user's tensor subclass are not called inside a generator, except to compare bits: a
-``StopIteration`` from such a method would become another error.
+Methods of a user's tensor subclass are not called inside a generator, except to compare
+bits: a ``StopIteration`` from such a method would become another error.
 """
 
 from __future__ import annotations
@@ -20,24 +21,35 @@ from torch.nn.utils.rnn import PackedSequence
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import to_device, to_numbers
 
-Lists = Literal["never", "if clear", "always"]  # whether lists may have one entry per row
+# whether lists may have one entry per row
+Lists = Literal["never", "if clear", "always"]
 
-_PLAIN = {bool, int, float, str, bytes, type(None)}  # leaves, which need no look at their class
+# leaves, which need no look at their class
+_PLAIN = {bool, int, float, str, bytes, type(None)}
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
+    """``value`` with every leaf replaced by ``function(leaf)``; containers keep their
+    types.
+    """
     children, make = _parts(value, value)
     if make is None:
         return function(value)
     return make(  # most children are tensors, which need no further call
-        [function(v) if isinstance(v, Tensor) else map_leaves(function, v) for v in children]
+        [
+            function(v) if isinstance(v, Tensor) else map_leaves(function, v)
+            for v in children
+        ]
     )
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with every tensor replaced by ``function(tensor)``; other leaves stay."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    """``value`` with every tensor replaced by ``function(tensor)``;
+    other leaves stay.
+    """
+    return map_leaves(
+        lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value
+    )
 
 
 def merge(
@@ -45,7 +57,8 @@ def merge(
     values: Sequence[Any],
     is_leaf: Callable[[Sequence[Any]], bool] = lambda _: False,
 ) -> Any:
-    """One value from several of the same structure: ``function`` gets the leaves of each position.
+    """One value from several of the same structure: ``function`` gets the leaves of
+    each position.
 
     If ``is_leaf(values)``, the values of a position count as leaves.
 
@@ -53,15 +66,21 @@ def merge(
     {'a': 11, 'b': (22, 33)}
     """
     first = values[0]
-    _, make = _parts(first, first) if not is_leaf(values) and _alike(values) else ((), None)
+    _, make = (
+        _parts(first, first) if not is_leaf(values) and _alike(values) else ((), None)
+    )
     if make is None:
         return function(list(values))
     each = [_parts(value, first)[0] for value in values]
-    return make([merge(function, children, is_leaf) for children in zip(*each, strict=True)])
+    return make(
+        [merge(function, children, is_leaf) for children in zip(*each, strict=True)]
+    )
 
 
 def leaves(value: Any, *, containers: bool = False) -> list[Any]:
-    """Every leaf of ``value``, in order; with ``containers`` each of these before its leaves."""
+    """Every leaf of ``value``, in order; with ``containers`` each of these before its
+    leaves.
+    """
     children, make = _parts(value, value)
     if make is None:
         return [value]
@@ -74,10 +93,13 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any] | None]:
+def _parts(
+    value: Any, like: Any
+) -> tuple[Iterable[Any], Callable[[list[Any]], Any] | None]:
     """The children of ``value``, in the order of ``like``'s keys, and a function.
 
-    The function makes such a container from new children. For a leaf: no children, and ``None``.
+    The function makes such a container from new children. For a leaf: no children, and
+    ``None``.
     """
     if type(value) in (tuple, list):
         return value, type(value)
@@ -85,7 +107,9 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
         return (), None
     if isinstance(value, (tuple, list)):
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-        return value, (lambda children: type(value)(*children)) if is_named else type(value)
+        return value, (lambda children: type(value)(*children)) if is_named else type(
+            value
+        )
     get: Callable[..., Any] = getattr
     put: Callable[..., None] = object.__setattr__  # of frozen dataclasses too
     if isinstance(value, Mapping):
@@ -93,12 +117,18 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
     elif _is_cache(value):
-        names = [n for n, v in vars(like).items() if isinstance(v, (Tensor, list)) or _is_cache(v)]
+        names = [
+            n
+            for n, v in vars(like).items()
+            if isinstance(v, (Tensor, list)) or _is_cache(v)
+        ]
     else:
         return (), None
 
     def make(children: list[Any]) -> Any:
-        if type(value) is dict or (put is setitem and not hasattr(value, "__setitem__")):
+        if type(value) is dict or (
+            put is setitem and not hasattr(value, "__setitem__")
+        ):
             return dict(zip(names, children, strict=True))
         result = copy.copy(value)  # keeps its other attributes
         for name, child in zip(names, children, strict=True):
@@ -110,30 +140,40 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
 
 def _is_cache(value: Any) -> bool:
     """Whether ``value`` is a cache of ``transformers``, or a layer of one."""
-    return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
+    return any(
+        base.__module__ == "transformers.cache_utils" for base in type(value).__mro__
+    )
 
 
 def refuse_generators(output: Any) -> None:
-    """Refuse generators in an output: they would run later, outside of any replica's context."""
+    """Refuse generators in an output: they would run later, outside of any replica's
+    context.
+    """
     for leaf in leaves(output):
         if isinstance(leaf, Iterator):
             raise TypeError(
-                f"the module's output contains a {type(leaf).__name__} that has not been consumed; "
+                f"the module's output contains a {type(leaf).__name__} that has not "
+                "been consumed; "
                 f"return a list or tuple of its items"
             )
 
 
 def _alike(values: Sequence[Any]) -> bool:
-    """Whether the outermost containers have the same structure, so that they can be merged."""
+    """Whether the outermost containers have the same structure, so that they can be
+    merged.
+    """
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return False
     if isinstance(first, (tuple, list)):
         return all(len(value) == len(first) for value in values)
-    if isinstance(first, Mapping) and any(value.keys() != first.keys() for value in values):
+    if isinstance(first, Mapping) and any(
+        value.keys() != first.keys() for value in values
+    ):
         raise ValueError(
             f"mappings with different keys cannot be joined: "
-            f"{' and '.join(str(sorted(map(str, value))) for value in values)}; return the same "
+            f"{' and '.join(str(sorted(map(str, value))) for value in values)}; "
+            "return the same "
             f"keys for all rows"
         )
     return True
@@ -151,19 +191,21 @@ def join_rows(
 ) -> Any:
     """Join pieces of the same nested types, each of consecutive rows, into one value.
 
-    0-dim tensors are averaged with ``weights``, one per piece; pieces with weight zero are ignored.
-    ``rows`` has the number of rows of each piece. Tensors with that size along ``dim``, or with one
-    and the same multiple of it, are concatenated along ``dim``. A tensor with another size and the
-    same bits in all pieces, such as a codebook, is returned once. Other tensors are refused by a
-    ``ValueError``. Without ``rows`` all tensors are concatenated. With ``pad`` tensors get equal
-    sizes in the other dimensions: they are padded at the end with this value.
+    0-dim tensors are averaged with ``weights``, one per piece; pieces with weight zero
+    are ignored. ``rows`` has the number of rows of each piece. Tensors with that size
+    along ``dim``, or with one and the same multiple of it, are concatenated along
+    ``dim``. A tensor with another size and the same bits in all pieces, such as a
+    codebook, is returned once. Other tensors are refused by a ``ValueError``. Without
+    ``rows`` all tensors are concatenated. With ``pad`` tensors get equal sizes in the
+    other dimensions: they are padded at the end with this value.
 
-    Any other leaf is returned once if all pieces have the same, and otherwise becomes a list with
-    one entry per piece. ``lists`` says whether lists that have one entry per row are concatenated;
-    ``"if clear"``: unless they may be lists of tensors with rows.
+    Any other leaf is returned once if all pieces have the same, and otherwise becomes a
+    list with one entry per piece. ``lists`` says whether lists that have one entry per
+    row are concatenated; ``"if clear"``: unless they may be lists of tensors with rows.
 
-    If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by piece, and
-    the result has the rows in ascending order. A single piece is already in that order.
+    If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by
+    piece, and the result has the rows in ascending order. A single piece is already in
+    that order.
 
     >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
     {'y': tensor([0., 0., 1.])}
@@ -172,19 +214,26 @@ def join_rows(
         return pieces[0]
 
     def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
-        """Whether values are lists with one entry per row, and not lists of tensors with rows."""
+        """Whether values are lists with one entry per row, and not lists of tensors
+        with rows.
+        """
         if rows is None or lists == "never":
             return False
         pairs = list(zip(values, rows, strict=True))
         if not all(isinstance(value, list) and len(value) == n for value, n in pairs):
             return False
         inside = [(tensor, n) for value, n in pairs for tensor in tensors(value)]
-        return lists == "always" or not inside or any(t.shape[dim:][:1] != (n,) for t, n in inside)
+        return (
+            lists == "always"
+            or not inside
+            or any(t.shape[dim:][:1] != (n,) for t, n in inside)
+        )
 
     def join_leaves(leaves: list[Any]) -> Any:
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(
-                "outputs that are PackedSequences cannot be joined, because a PackedSequence "
+                "outputs that are PackedSequences cannot be joined, because a "
+                "PackedSequence "
                 "interleaves the entries of its rows; return what "
                 "pad_packed_sequence(output, batch_first=True) gives"
             )
@@ -202,12 +251,21 @@ def join_rows(
 
     if lists != "never" and are_entries(pieces, "always"):
         return _in_order([*chain(*pieces)], order, dim)
-    return merge(join_leaves, pieces, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
+    return merge(
+        join_leaves,
+        pieces,
+        lambda v: isinstance(v[0], PackedSequence) or are_entries(v),
+    )
 
 
 def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
-    """The tensors, padded at the end to equal sizes in all dimensions except ``dim``."""
-    if len({leaf.ndim for leaf in leaves}) > 1 or not -leaves[0].ndim <= dim < leaves[0].ndim:
+    """The tensors, padded at the end to equal sizes in all dimensions
+    except ``dim``.
+    """
+    if (
+        len({leaf.ndim for leaf in leaves}) > 1
+        or not -leaves[0].ndim <= dim < leaves[0].ndim
+    ):
         return leaves
     sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
     padded = []
@@ -222,36 +280,48 @@ def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
     """A list or tensor with its rows in ascending ``order`` of their numbers."""
     if not order:
         return joined
-    each = 1 if isinstance(joined, list) else joined.size(dim) // len(order)  # entries per row
-    places = (torch.tensor(order).argsort()[:, None] * each + torch.arange(each)).flatten()
+    # entries per row
+    each = 1 if isinstance(joined, list) else joined.size(dim) // len(order)
+    places = (
+        torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
+    ).flatten()
     if isinstance(joined, list):
         return [joined[place] for place in to_numbers(places)]
     return joined.index_select(dim, to_device(places, joined.device))
 
 
 def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """The number of entries per row along ``dim``; 0 if the tensors are the same in all pieces.
+    """The number of entries per row along ``dim``; 0 if the tensors are the same in all
+    pieces.
 
     Raises ``ValueError`` if the tensors cannot be joined.
     """
     sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
     ratios = {size / n for size, n in zip(sizes, rows, strict=True)}
     others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
-    entries = min(ratios) if len(ratios) == len(others) == 1 and min(ratios) % 1 == 0 else 0
+    entries = (
+        min(ratios) if len(ratios) == len(others) == 1 and min(ratios) % 1 == 0 else 0
+    )
     if entries == 1:
         return 1
     first = leaves[0]
     # Entries of rows that are all equal, as those of a head of zeros, are no codebook.
-    are_rows = entries and same_bits(first, first.narrow(dim, 0, 1).expand_as(first).contiguous())
+    are_rows = entries and same_bits(
+        first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
+    )
     if not are_rows and all(same_bits(first, other) for other in leaves[1:]):
         return 0
     if not entries:
         shapes = " and ".join([str(tuple(leaf.shape)) for leaf in leaves])
         raise ValueError(
-            f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
-            f"rows, cannot be joined along dim={dim}; return the rows along that dimension, such "
-            f"as torch.stack([a, b], 1) in the place of torch.cat([a, b]), or select with "
-            f"return_outputs=function, or pad them to one size with engine.map(…, pad=value)"
+            f"outputs of shapes {shapes}, which are those of "
+            f"{' and '.join(map(str, rows))} "
+            f"rows, cannot be joined along dim={dim}; return the rows along that "
+            "dimension, such "
+            "as torch.stack([a, b], 1) in the place of torch.cat([a, b]), or select "
+            "with "
+            "return_outputs=function, or pad them to one size with engine.map(…, "
+            "pad=value)"
         )
     return int(entries)
 
@@ -259,7 +329,8 @@ def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) ->
 def _all_same(leaves: list[Any]) -> bool:
     first, plain = leaves[0], (bool, int, float, complex, str, bytes, torch.Size)
     return all(
-        leaf is first or (isinstance(first, plain) and type(leaf) is type(first) and leaf == first)
+        leaf is first
+        or (isinstance(first, plain) and type(leaf) is type(first) and leaf == first)
         for leaf in leaves
     )
 
@@ -267,12 +338,17 @@ def _all_same(leaves: list[Any]) -> bool:
 def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
     """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
     first, total = values[0], sum(weights)
-    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    counted = [
+        (value, weight) for value, weight in zip(values, weights, strict=True) if weight
+    ]
     if not counted:
         return first
     dtype = torch.promote_types(first.dtype, torch.float32)
-    mean = torch.stack([value.to(dtype) * (weight / total) for value, weight in counted]).sum()
-    if not mean.requires_grad:  # equal numbers keep their bits: ranks compare those of all pieces
+    mean = torch.stack(
+        [value.to(dtype) * (weight / total) for value, weight in counted]
+    ).sum()
+    # equal numbers keep their bits: ranks compare those of all pieces
+    if not mean.requires_grad:
         one = counted[0][0].to(dtype)
         are_equal = torch.stack([value for value, _ in counted]).eq(one).all()
         mean = torch.where(are_equal, one, mean)

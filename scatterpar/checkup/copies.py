@@ -1,4 +1,6 @@
-"""Copies between every two memories: whether every byte arrives, and how fast they are."""
+"""Copies between every two memories: whether every byte arrives, and how
+fast they are.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +20,52 @@ from scatterpar.devices.transfers import VIA_HOST, Prefetcher, Transfers
 PAGEABLE, PINNED = "host", "pinned host"
 EACH, OTHERS = "each device", "all others"  # all pairs at once, in both directions
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
-LARGE = (2**26, 2**28)  # bytes, between two accelerators: the engine's largest copies, and more
+# bytes, between two accelerators: the engine's largest copies, and more
+LARGE = (2**26, 2**28)
 _TRIES = 3
 _INITIAL = 0x5A  # every byte of a target before the copy
 
 _LINKS = (
-    "Copies between two GPUs bypass the host, and something changes them: switch the IOMMU off "
-    "(kernel option iommu=off or iommu=pt) and PCIe ACS (in the BIOS), and update the driver. "
-    "Until then set NCCL_P2P_DISABLE=1 for NCCL. The engine copies through the host if it must."
+    "Copies between two GPUs bypass the host, and something changes them: switch the "
+    "IOMMU off "
+    "(kernel option iommu=off or iommu=pt) and PCIe ACS (in the BIOS), and update the "
+    "driver. "
+    "Until then set NCCL_P2P_DISABLE=1 for NCCL. The engine copies through the host "
+    "if it must."
 )
 _MEMORY = (
-    "The memory, the slot or the driver is at fault, and nothing that is computed on this machine "
-    "can be trusted: test the memory, change the GPU's slot or cable, update the driver."
+    "The memory, the slot or the driver is at fault, and nothing that is computed on "
+    "this machine "
+    "can be trusted: test the memory, change the GPU's slot or cable, update the "
+    "driver."
 )
 
 Place = torch.device | str  # a device, PAGEABLE or PINNED
-Copies = tuple[list[tuple[Tensor, Tensor]], float]  # arrived and expected tensors, and the seconds
+# arrived and expected tensors, and the seconds
+Copies = tuple[list[tuple[Tensor, Tensor]], float]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One conclusion: ``fine``, ``note``, ``slow`` or ``WRONG``, with the reason and the remedy."""
+    """One conclusion: ``fine``, ``note``, ``slow`` or ``WRONG``, with the reason and
+    the remedy.
+    """
 
     kind: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.kind}{'' if self.kind in ('fine', 'note') else ' because'}: {self.text}"
+        return (
+            f"{self.kind}{'' if self.kind in ('fine', 'note') else ' because'}: "
+            f"{self.text}"
+        )
 
 
 @dataclass(frozen=True)
 class RouteResult:
-    """Copies between two memories: altered bytes by size, and the speed of the largest size."""
+    """Copies between two memories: altered bytes by size, and the speed of the largest
+    size.
+    """
 
     source: str
     target: str
@@ -61,7 +77,11 @@ class RouteResult:
     def fault(self) -> str:
         """What went wrong; empty if every byte arrived."""
         wrong = ", ".join(f"{n} of {size}" for size, n in self.altered.items() if n)
-        return f"failed: {self.error}" if self.error else wrong and f"{wrong} bytes were altered"
+        return (
+            f"failed: {self.error}"
+            if self.error
+            else wrong and f"{wrong} bytes were altered"
+        )
 
     def __str__(self) -> str:
         result = f"WRONG: {self.fault}" if self.fault else "whole"
@@ -72,31 +92,53 @@ class RouteResult:
 def on_copies(found: Sequence[RouteResult]) -> Iterator[Verdict]:
     """Conclude whether every byte arrived."""
     broken = [route for route in found if route.fault]
-    remedy = _MEMORY if any("host" in route.source + route.target for route in broken) else _LINKS
+    remedy = (
+        _MEMORY
+        if any("host" in route.source + route.target for route in broken)
+        else _LINKS
+    )
     for route in broken:
         way = f"from {route.source} to {route.target}"
-        altered = f"copies {way} bring other bytes than were sent: {route.fault}. {remedy}"
-        yield Verdict("WRONG", f"a copy {way} {route.fault}" if route.error else altered)
+        altered = (
+            f"copies {way} bring other bytes than were sent: {route.fault}. {remedy}"
+        )
+        yield Verdict(
+            "WRONG", f"a copy {way} {route.fault}" if route.error else altered
+        )
     if not broken:
         all_right = f"copies arrive as they were sent, on all {len(found)} ways."
-        yield Verdict("fine", all_right if found else "there is one memory: nothing is copied.")
+        yield Verdict(
+            "fine", all_right if found else "there is one memory: nothing is copied."
+        )
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
-    """Every pair of a device and the host, pageable or pinned, and of two devices, both ways."""
-    memories = [device for device in dict.fromkeys(devices) if device != torch.device("cpu")]
+    """Every pair of a device and the host, pageable or pinned, and of two devices, both
+    ways.
+    """
+    memories = [
+        device for device in dict.fromkeys(devices) if device != torch.device("cpu")
+    ]
     gpus = [device for device in memories if device.type != "cpu"]
     ways = [*product([PAGEABLE], memories), *product([PINNED], gpus)]
-    return [*ways, *((device, host) for host, device in ways), *permutations(memories, 2)]
+    return [
+        *ways,
+        *((device, host) for host, device in ways),
+        *permutations(memories, 2),
+    ]
 
 
 def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
-    """Test every route between these memories, one after the other, then all pairs at once."""
+    """Test every route between these memories, one after the other, then all pairs at
+    once.
+    """
     VIA_HOST.clear()  # the direct routes are tested
     check_links.cache_clear()  # the next step of an engine checks its own routes again
     senders = [device for device in dict.fromkeys(devices) if has_streams(device)]
     size = LARGE[-1] if len(senders) > 1 else SIZES[-1]
-    largest = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator())
+    largest = torch.randint(
+        256, (size,), dtype=torch.uint8, generator=torch.Generator()
+    )
     known = cache(lambda place: _at(place, largest))  # one copy per memory
 
     def one(source: Place, target: Place, size: int, number: int) -> Copies:
@@ -127,17 +169,25 @@ def examine(devices: Sequence[torch.device]) -> Iterator[RouteResult]:
 
 
 def _result(
-    source: Place, target: Place, sizes: Sequence[int], copies_of: Callable[[int, int], Copies]
+    source: Place,
+    target: Place,
+    sizes: Sequence[int],
+    copies_of: Callable[[int, int], Copies],
 ) -> RouteResult:
-    """Copy each size a few times. The largest number of altered bytes and the best time count."""
+    """Copy each size a few times. The largest number of altered bytes and the best time
+    count.
+    """
     altered, speed, failed = {}, 0.0, None
     try:
         for size in sizes:
             altered[size], fastest = 0, float("inf")
             for number in range(1, 1 + _TRIES):
-                # Each try sends other bytes. A copy that does nothing would pass otherwise.
+                # Each try sends other bytes. A copy that does nothing would pass
+                # otherwise.
                 pairs, seconds = copies_of(size, number)
-                altered[size] = max(altered[size], *(int((a != b).sum()) for a, b in pairs))
+                altered[size] = max(
+                    altered[size], *(int((a != b).sum()) for a, b in pairs)
+                )
                 fastest = min(fastest, seconds)
                 speed = size * len(pairs) / fastest / 1e9
     except Exception as error:
@@ -146,7 +196,9 @@ def _result(
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
-    """``tensor``, copied from ``source`` to ``target`` by ``copy_into``, and the seconds."""
+    """``tensor``, copied from ``source`` to ``target`` by ``copy_into``, and the
+    seconds.
+    """
     original = _at(source, tensor)
     arrived = _at(target, torch.full_like(original, _INITIAL))
     synchronize([source, target])

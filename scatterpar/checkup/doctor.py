@@ -16,13 +16,22 @@ import torch
 from torch.utils.collect_env import get_pretty_env_info
 
 from scatterpar.checkup.copies import RouteResult, Verdict, examine, on_copies
-from scatterpar.checkup.training import Speed, Step, measure, on_speed, on_step, take_step
+from scatterpar.checkup.training import (
+    Speed,
+    Step,
+    measure,
+    on_speed,
+    on_step,
+    take_step,
+)
 from scatterpar.devices.runtime import DeviceLike, parse_devices, resolve
 
 
 @dataclass
 class Report:
-    """The findings of ``doctor()``, in the order of the page, which ``print`` shows again."""
+    """The findings of ``doctor()``, in the order of the page, which ``print`` shows
+    again.
+    """
 
     devices: list[str]
     machine: dict[str, str]
@@ -50,39 +59,48 @@ class Report:
         return f"<verdicts: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}>"
 
     def show(self, *findings: object) -> None:
-        """Print findings at once, because a broken machine may hang in the next test."""
-        self.verdicts += [finding for finding in findings if isinstance(finding, Verdict)]
+        """Print findings at once, because a broken machine may hang in
+        the next test.
+        """
+        self.verdicts += [
+            finding for finding in findings if isinstance(finding, Verdict)
+        ]
         for finding in findings:
             self.page += f"{finding}\n"
             print(finding, flush=True)
 
     @contextlib.contextmanager
     def section(self, title: str) -> Iterator[None]:
-        """A heading. If the body raises, that is a verdict, and the next section follows."""
+        """A heading. If the body raises, that is a verdict, and the next section
+        follows.
+        """
         self.show(f"\n{title}\n{'-' * len(title)}")
         try:
             yield
         except Exception as error:
-            self.show(Verdict("WRONG", f"{title} failed: {type(error).__name__}: {error}"))
+            self.show(
+                Verdict("WRONG", f"{title} failed: {type(error).__name__}: {error}")
+            )
 
 
 def doctor(
-    devices: Sequence[DeviceLike] | None = None, json: str | os.PathLike[str] | None = None
+    devices: Sequence[DeviceLike] | None = None,
+    json: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Examine this machine, for example a new one, or if a loss looks wrong.
 
-    Prints what the machine has, whether copies between all memories arrive unaltered, whether one
-    step on all devices has the gradient of one device, how fast the engine is, and conclusions.
-    Takes half a minute on two GPUs, and about a minute on eight. Changes no random generator.
+    Prints what the machine has, whether copies between all memories arrive unaltered,
+    whether one step on all devices has the gradient of one device, how fast the engine
+    is, and conclusions. Takes half a minute on two GPUs, and about a minute on eight.
+    Changes no random generator.
 
-    Args:
-        devices: one entry per replica, like ``device_ids`` of ``ScatterOnceParallel``. Default:
+    Args: devices: one entry per replica, like ``device_ids`` of
+        ``ScatterOnceParallel``. Default:
             every visible accelerator, or two virtual devices if there is none.
         json: a file to write the findings to, as JSON.
 
-    Returns:
-        The findings: ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong), ``.verdicts``,
-        and the measurements.
+    Returns: The findings: ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong),
+        ``.verdicts``, and the measurements.
 
     Raises:
         TypeError: ``devices`` is no list, or has an entry that is no device.
@@ -121,9 +139,13 @@ def describe(load: float) -> dict[str, str]:
     from scatterpar import __version__
 
     prefixes = "CUDA_", "NCCL_", "OMP_", "PYTORCH_"
-    variables = (f"{n}={value}" for n, value in os.environ.items() if n.startswith(prefixes))
+    variables = (
+        f"{n}={value}" for n, value in os.environ.items() if n.startswith(prefixes)
+    )
     lines = get_pretty_env_info().splitlines()
-    page = "\n".join(line for line in lines if not line.startswith(("Vulnerability", "Flags:")))
+    page = "\n".join(
+        line for line in lines if not line.startswith(("Vulnerability", "Flags:"))
+    )
     return {
         "scatterpar": __version__,
         "load": f"{load:.1f} processes for each core",
@@ -134,20 +156,31 @@ def describe(load: float) -> dict[str, str]:
 
 
 def load_per_core() -> float:
-    """The number of runnable processes per core, over the last minute; zero if unknown."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+    """The number of runnable processes per core, over the last minute;
+    zero if unknown.
+    """
+    return (
+        os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `python -m scatterpar doctor`. Returns the exit code: 0, 1, or 2 for a bad argument."""
+    """Run `python -m scatterpar doctor`. Returns the exit code: 0, 1, or 2 for a bad
+    argument.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m scatterpar doctor",
-        description="Examine this machine: devices, copies between them, one exact step, speed.",
+        description="Examine this machine: devices, copies between them, one exact "
+        "step, speed.",
         epilog="exit code: 0 nothing is wrong, 1 something is, 2 an argument is wrong",
     )
     words = "one per replica, such as cuda:0,cuda:1 (default: all, else cpu:0,cpu:1)"
-    parser.add_argument("--devices", nargs="+", metavar="DEVICE", default=(), help=words)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
+    parser.add_argument(
+        "--devices", nargs="+", metavar="DEVICE", default=(), help=words
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the findings there too"
+    )
     options = parser.parse_args(arguments)  # exits with 2 by itself
     try:
         return doctor(parse_devices(options.devices) or None, options.json).exit_code

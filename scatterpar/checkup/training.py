@@ -21,18 +21,23 @@ from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16
 ENGINE, ONE, PER_CALL = "engine", "one device", f"nn.DataParallel x {ACCUM}"
-_Program = tuple[nn.Module, Callable[[], object]]  # what accumulates gradients, and a step of it
+# what accumulates gradients, and a step of it
+_Program = tuple[nn.Module, Callable[[], object]]
 BUDGET, ROUNDS = 10.0, 15  # maximal seconds and rounds of the measurement
 _SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
 _SHARED = 1.5  # n GPUs may take this part of one GPU's time, divided by n
 _MUCH_MOVING = 0.4  # a larger part of the step for copies makes it slow
 _COPIES = (
-    "of the step is spent on moving data. Take larger batches (more rows between two of the "
-    "optimizer's steps), and compare the bandwidths above with what the slots should give."
+    "of the step is spent on moving data. Take larger batches (more rows between two "
+    "of the "
+    "optimizer's steps), and compare the bandwidths above with what the slots should "
+    "give."
 )
 _LAUNCHES = (
-    "One interpreter launches all replicas, and these sub-steps are too short to keep the GPUs "
-    f"busy. Take a smaller accum than {ACCUM}, or compile=True. A real network computes more."
+    "One interpreter launches all replicas, and these sub-steps are too short to keep "
+    "the GPUs "
+    f"busy. Take a smaller accum than {ACCUM}, or compile=True. A real network "
+    "computes more."
 )
 
 
@@ -55,7 +60,9 @@ def _batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Step:
-    """How the engine's gradient differs from plain torch's on one device; the engine's warnings."""
+    """How the engine's gradient differs from plain torch's on one device; the engine's
+    warnings.
+    """
 
     is_exact: bool
     words: str
@@ -92,25 +99,37 @@ def on_step(step: Step) -> Iterator[Verdict]:
 
 @dataclass(frozen=True)
 class Speed:
-    """The seconds of a step in each round, by program, and the engine's median seconds by phase."""
+    """The seconds of a step in each round, by program, and the engine's median seconds
+    by phase.
+    """
 
     rows: int
     seconds: dict[str, list[float]]
     phases: dict[str, float]
 
     def ratio(self, other: str) -> float:
-        """The engine's time divided by another program's: the median over the rounds."""
+        """The engine's time divided by another program's: the median
+        over the rounds.
+        """
         pairs = zip(self.seconds[ENGINE], self.seconds[other], strict=True)
         return median(ours / theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
-        lines = [f"  {n + ':':22} {1e3 * median(s):8.1f} ms" for n, s in self.seconds.items()]
-        phases = ", ".join(f"{name} {1e3 * spent:.1f}" for name, spent in self.phases.items())
-        return "\n".join([f"a step of {self.rows} rows:", *lines, f"  in the engine: {phases}"])
+        lines = [
+            f"  {n + ':':22} {1e3 * median(s):8.1f} ms" for n, s in self.seconds.items()
+        ]
+        phases = ", ".join(
+            f"{name} {1e3 * spent:.1f}" for name, spent in self.phases.items()
+        )
+        return "\n".join(
+            [f"a step of {self.rows} rows:", *lines, f"  in the engine: {phases}"]
+        )
 
 
 def measure(devices: Sequence[torch.device]) -> Speed:
-    """Time a step of every program, in as many rounds as fit into ``BUDGET`` seconds."""
+    """Time a step of every program, in as many rounds as fit into
+    ``BUDGET`` seconds.
+    """
     rows = ACCUM * len(devices) * (64 if all(map(has_streams, devices)) else 2)
     times, phases, begin = defaultdict[str, list[float]](list), [], time.perf_counter()
     with (
@@ -135,22 +154,32 @@ def measure(devices: Sequence[torch.device]) -> Speed:
     return Speed(rows, {name: each[1:] for name, each in times.items()}, medians)
 
 
-def _programs(engine: ScatterOnceParallel, images: Tensor, labels: Tensor) -> dict[str, _Program]:
+def _programs(
+    engine: ScatterOnceParallel, images: Tensor, labels: Tensor
+) -> dict[str, _Program]:
     """Each program by its name."""
     devices, master, rows = engine.device_ids, engine.device_ids[0], len(images)
     step = partial(engine.forward_backward, images, labels, nn.CrossEntropyLoss())
     programs: dict[str, _Program] = {ENGINE: (engine.module, step)}
 
-    def add(name: str, module: nn.Module, device: torch.device, count: int, parts: int) -> None:
-        step = partial(_accumulate, module, device, images[:count], labels[:count], parts)
+    def add(
+        name: str, module: nn.Module, device: torch.device, count: int, parts: int
+    ) -> None:
+        step = partial(
+            _accumulate, module, device, images[:count], labels[:count], parts
+        )
         programs[name] = module, step
 
     add(ONE, _network(master), master, rows, len(devices) * ACCUM)
     if 1 < len(set(devices)) == len(devices) and master.type != "cpu":
         for device in devices:
-            add(f"{device} alone", _network(device), device, rows // len(devices), ACCUM)
+            add(
+                f"{device} alone", _network(device), device, rows // len(devices), ACCUM
+            )
         with contextlib.suppress(Exception):  # some accelerators do not support it
-            parallel = nn.DataParallel(_network(master), [device.index for device in devices])
+            parallel = nn.DataParallel(
+                _network(master), [device.index for device in devices]
+            )
             _accumulate(parallel, master, images, labels, ACCUM)
             add(PER_CALL, parallel, master, rows, ACCUM)
     return programs
@@ -162,21 +191,35 @@ def _accumulate(
     """Accumulate gradients in plain torch."""
     on_device = partial(Tensor.to, device=physical(device), non_blocking=True)
     for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-        (cross_entropy(module(on_device(inputs)), on_device(targets)) / parts).backward()
+        (
+            cross_entropy(module(on_device(inputs)), on_device(targets)) / parts
+        ).backward()
 
 
-def on_speed(devices: Sequence[torch.device], speed: Speed, load: float) -> Iterator[Verdict]:
-    """Conclude whether all devices are faster than one, and whether one of them is slow."""
+def on_speed(
+    devices: Sequence[torch.device], speed: Speed, load: float
+) -> Iterator[Verdict]:
+    """Conclude whether all devices are faster than one, and whether one of them is
+    slow.
+    """
     if load > 1:
-        words = f"the machine is busy with other work ({load:.1f} processes for each core)"
-        yield Verdict("note", f"{words}, so no speed is judged; run this again when it is quiet.")
+        words = (
+            f"the machine is busy with other work ({load:.1f} processes for each core)"
+        )
+        yield Verdict(
+            "note", f"{words}, so no speed is judged; run this again when it is quiet."
+        )
         return
     others = {ONE: "one device's time", PER_CALL: f"the time of {PER_CALL}"}
     ratios = {name: speed.ratio(name) for name in others if name in speed.seconds}
-    compared = " and ".join(f"{ratio:.2f} of {others[name]}" for name, ratio in ratios.items())
+    compared = " and ".join(
+        f"{ratio:.2f} of {others[name]}" for name, ratio in ratios.items()
+    )
     if len({*map(physical, devices)}) < len(devices):
         words = "Replicas that share a processor or a GPU compute no faster than one"
-        yield Verdict("note", f"the engine takes {compared}. {words}, so no speed is judged.")
+        yield Verdict(
+            "note", f"the engine takes {compared}. {words}, so no speed is judged."
+        )
         return
     moving = 1 - speed.phases["compute"] / sum(speed.phases.values())
     is_fine = ratios[ONE] <= (_SLOWER if len(devices) == 1 else _SHARED / len(devices))
@@ -188,7 +231,9 @@ def on_speed(devices: Sequence[torch.device], speed: Speed, load: float) -> Iter
     alone = [median(speed.seconds.get(f"{device} alone", [0.0])) for device in devices]
     if max(alone) > _SLOWER * min(alone):
         shares = ", ".join(f"{min(alone) / seconds:.2f}" for seconds in alone)
-        slow, fast = (devices[alone.index(seconds)] for seconds in (max(alone), min(alone)))
+        slow, fast = (
+            devices[alone.index(seconds)] for seconds in (max(alone), min(alone))
+        )
         pace = f"{slow} has {min(alone) / max(alone):.2f} of {fast}'s pace"
         words = f"the GPUs are not equally fast: {pace}, and the others wait for it."
         yield Verdict("slow", f"{words} Pass shares=[{shares}].")

@@ -1,9 +1,10 @@
 """Compare tensors bit by bit, by fingerprints, and check that copies arrive intact.
 
-Each 32-bit word is multiplied by an odd 64-bit number that depends on its position. The product
-``x`` is folded by ``x ^= x >> 32``, and the sum is the fingerprint (multilinear hashing: Lemire and
-Kaser, 2014, https://arxiv.org/abs/1202.4961). A change of one word always changes the fingerprint;
-a change of several words is missed in about one case of 2**60.
+Each 32-bit word is multiplied by an odd 64-bit number that depends on its position. The
+product ``x`` is folded by ``x ^= x >> 32``, and the sum is the fingerprint (multilinear
+hashing: Lemire and Kaser, 2014, https://arxiv.org/abs/1202.4961). A change of one word
+always changes the fingerprint; a change of several words is missed in about one case of
+2**60.
 """
 
 from __future__ import annotations
@@ -31,24 +32,30 @@ from scatterpar.devices.transfers import (
 from scatterpar.report import warn
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
-_WORDS_IN_THE_HOST = 2**14  # for these torch uses one thread, and they stay in its cache
+# for these torch uses one thread, and they stay in its cache
+_WORDS_IN_THE_HOST = 2**14
 _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
 _KIND = attrgetter("shape", "dtype", "layout", "device")
 _BYTES = 2**20  # of which a copy is checked
-_BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked child must
+# torch uses one thread for this size, as a forked child must
+_BYTES_IN_THE_HOST = 2**14
 
 
 class Fingerprints:
-    """Fingerprints of dense tensors, computed on their device: one value per 8 MB, or less.
+    """Fingerprints of dense tensors, computed on their device: one value per 8 MB, or
+    less.
 
-    The ``values`` stay there, if it has streams; else the work of several threads has no order.
+    The ``values`` stay there, if it has streams; else the work of several threads has
+    no order.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         self.owners: list[int] = []  # the key of each value's tensor
         most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
         words = {i: _words(tensor, most) for i, tensor in tensors.items()}
-        pieces = {(i, n): piece for i, each in words.items() for n, piece in enumerate(each)}
+        pieces = {
+            (i, n): piece for i, each in words.items() for n, piece in enumerate(each)
+        }
         factors = _factors(max(map(Tensor.numel, pieces.values()), default=0), device)
         sums = [runtime.empty(0, torch.int64, device)]
         for message in messages(pieces, 4 * most):
@@ -59,7 +66,9 @@ class Fingerprints:
             (self.values,) = to_host([self.values])
 
     def differences(self, other: Fingerprints) -> Tensor:
-        """For each of ``values`` whether ``other`` has another one; in the memory of ``values``."""
+        """For each of ``values`` whether ``other`` has another one; in the memory of
+        ``values``.
+        """
         if self.owners != other.owners:  # the host has smaller pieces than a GPU
             return self.values == self.values
         return self.values != to_device(other.values, self.values.device, copy=True)
@@ -76,8 +85,12 @@ def _words(tensor: Tensor, most: int) -> Sequence[Tensor]:
     """
     words = as_bytes(tensor)
     if words.numel() % 4 == 0:
-        words = (words.clone() if words.storage_offset() % 4 else words).view(torch.int32)
-    return words.split(most) if words.numel() > most else [words] if words.numel() else []
+        words = (words.clone() if words.storage_offset() % 4 else words).view(
+            torch.int32
+        )
+    return (
+        words.split(most) if words.numel() > most else [words] if words.numel() else []
+    )
 
 
 def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:
@@ -93,7 +106,9 @@ def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:
 
 
 def _scattered(words: Tensor, factors: Tensor) -> Tensor:
-    """Products modulo 2**64. Without the fold the upper bits of a word would affect few bits."""
+    """Products modulo 2**64. Without the fold the upper bits of a word would affect few
+    bits.
+    """
     products = words * factors
     products ^= products >> 32
     return products
@@ -112,28 +127,38 @@ def _factors(size: int, device: torch.device) -> Tensor:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are in one memory, and equal in shape, dtype and bits.
 
-    -0.0 differs from 0.0, and a NaN equals itself. Quantised tensors never count as equal.
+    -0.0 differs from 0.0, and a NaN equals itself. Quantised tensors never count as
+    equal.
     """
     if _KIND(one) != _KIND(other) or one.is_quantized:
         return False
     pairs = zip(pieces_of(one), pieces_of(other), strict=True)
-    return all(torch.equal(as_bytes(piece), as_bytes(other_piece)) for piece, other_piece in pairs)
+    return all(
+        torch.equal(as_bytes(piece), as_bytes(other_piece))
+        for piece, other_piece in pairs
+    )
 
 
 @functools.cache
 def check_links(device_ids: tuple[torch.device, ...]) -> None:
-    """Check once whether copies between these devices arrive intact; they are not counted.
+    """Check once whether copies between these devices arrive intact; they are not
+    counted.
 
-    Copies between two GPUs bypass the host. With an IOMMU, PCIe's access control (ACS) or a faulty
-    driver they may arrive corrupted without any error (https://github.com/pytorch/pytorch/issues/84803,
-    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257). Later copies from that device to
-    the other one then go through host memory, and a warning says so. Raises ``RuntimeError`` if
-    bytes change on the way through host memory, too.
+    Copies between two GPUs bypass the host. With an IOMMU, PCIe's access control (ACS)
+    or a faulty driver they may arrive corrupted without any error
+    (https://github.com/pytorch/pytorch/issues/84803,
+    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257). Later copies from
+    that device to the other one then go through host memory, and a warning says so.
+    Raises ``RuntimeError`` if bytes change on the way through host memory, too.
     """
     with torch.inference_mode(False), torch.no_grad():
         for source, target in permutations(dict.fromkeys(device_ids), 2):
             pair = physical(source), physical(target)
-            size = _BYTES_IN_THE_HOST if {each.type for each in pair} == {"cpu"} else _BYTES
+            size = (
+                _BYTES_IN_THE_HOST
+                if {each.type for each in pair} == {"cpu"}
+                else _BYTES
+            )
             VIA_HOST.discard(pair)
             if _arrives(source, target, size):
                 continue
@@ -142,18 +167,24 @@ def check_links(device_ids: tuple[torch.device, ...]) -> None:
             if not _arrives(source, target, size):
                 VIA_HOST.discard(pair)
                 raise RuntimeError(
-                    f"{what}, also through the host's memory; do not trust any result of this "
+                    f"{what}, also through the host's memory; do not trust any result "
+                    "of this "
                     f"machine. Run: python -m scatterpar doctor"
                 )
             warn(
-                f"{what}: copies from {source} to {target} go through host memory from now on. "
-                f"They are slower, and exact. To find the reason, run: python -m scatterpar doctor"
+                f"{what}: copies from {source} to {target} go through host memory "
+                "from now on. "
+                "They are slower, and exact. To find the reason, run: python -m "
+                "scatterpar doctor"
             )
 
 
 def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
-    """Whether ``copy_into`` delivers pseudo-random bytes; ``copy`` is assumed to do the same."""
+    """Whether ``copy_into`` delivers pseudo-random bytes; ``copy`` is assumed to do the
+    same.
+    """
     sent = (torch.arange(size, device="cpu") * 0x9E3779B1 >> 13).to(torch.uint8)
-    arrived = to_device(~sent, target)  # other bytes, so that a copy that does nothing is noticed
+    # other bytes, so that a copy that does nothing is noticed
+    arrived = to_device(~sent, target)
     Transfers().copy_into(arrived, to_device(sent, source), "replicate")
     return torch.equal(arrived, to_device(sent, target))

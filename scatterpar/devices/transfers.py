@@ -1,4 +1,5 @@
-"""Copies between memories, of which ``Transfers`` counts those of a step; no other package copies.
+"""Copies between memories, of which ``Transfers`` counts those of a step; no other
+package copies.
 
 ``to_device``, ``write``, ``to_host`` and ``to_numbers`` count nothing.
 """
@@ -31,7 +32,9 @@ _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors in a tensor: itself, or a sparse tensor's indices and values."""
+    """The dense tensors in a tensor: itself, or a sparse tensor's
+    indices and values.
+    """
     if tensor.layout == torch.strided:
         return (tensor,)
     tensor = tensor.detach()
@@ -51,9 +54,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def to_device(
-    tensor: Tensor, device: torch.device, *, copy: bool = False, non_blocking: bool = False
+    tensor: Tensor,
+    device: torch.device,
+    *,
+    copy: bool = False,
+    non_blocking: bool = False,
 ) -> Tensor:
-    """``tensor`` in the memory of ``device``: itself if torch sees it there, unless ``copy``.
+    """``tensor`` in the memory of ``device``: itself if torch sees it there, unless
+    ``copy``.
 
     A copy has the same layout and memory format, and autograd records it.
     """
@@ -63,19 +71,25 @@ def to_device(
 
 
 def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy ``source`` to ``target``, a tensor of the same size in any memory and of any dtype."""
+    """Copy ``source`` to ``target``, a tensor of the same size in any memory and of any
+    dtype.
+    """
     if VIA_HOST:
         source = _via_host(source, target.device)
     target.copy_(source, non_blocking=non_blocking)
 
 
 def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, or its copy on the host if direct copies to ``device`` arrive corrupted."""
+    """``tensor``, or its copy on the host if direct copies to ``device`` arrive
+    corrupted.
+    """
     return tensor.cpu() if (tensor.device, device) in VIA_HOST else tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Dense tensors of any dtype, detached, on the host; one copy per other device, as bytes."""
+    """Dense tensors of any dtype, detached, on the host; one copy per other device, as
+    bytes.
+    """
     arrived = [tensor.detach() for tensor in tensors]
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(arrived):
@@ -97,7 +111,8 @@ def to_numbers(tensor: Tensor) -> Any:
     tensor = tensor.detach()
     if not has_streams(tensor.device):
         return to_device(tensor, HOST).tolist()
-    # A copy to pageable memory would wait awake, and keep a core busy that launches may need.
+    # A copy to pageable memory would wait awake, and keep a core busy that launches may
+    # need.
     numbers = torch.empty_like(tensor, device=HOST, pin_memory=True)
     write(numbers, tensor, non_blocking=True)
     synchronize(tensor.device)
@@ -105,7 +120,8 @@ def to_numbers(tensor: Tensor) -> Any:
 
 
 class Transfers:
-    """Copies between memories, counted by phase: all go through ``copy`` or ``copy_into``.
+    """Copies between memories, counted by phase: all go through ``copy`` or
+    ``copy_into``.
 
     Copies from pinned memory are asynchronous: ``synchronize`` waits for them.
     """
@@ -129,20 +145,27 @@ class Transfers:
                 self.messages[phase] += other.messages[phase]
 
     def follow(self, other: Transfers) -> None:
-        """Let ``synchronize`` wait for ``other``, which another thread uses, and add its counts."""
+        """Let ``synchronize`` wait for ``other``, which another thread uses, and add
+        its counts.
+        """
         self._followed.append(other)
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, with the same memory format."""
+        """A copy of ``tensor`` in the memory of ``device``, with the same memory
+        format.
+        """
         self.count(tensor, phase)
         non_blocking = has_streams(device)
         copied = to_device(tensor, device, copy=True, non_blocking=non_blocking)
-        if non_blocking and tensor.device.type == "cpu" and tensor.is_pinned():  # read later
+        # read later
+        if non_blocking and tensor.device.type == "cpu" and tensor.is_pinned():
             self._pending[device] = record_event(device)
         return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
-        """Copy ``source`` to ``target``, a tensor of the same size in another memory."""
+        """Copy ``source`` to ``target``, a tensor of the same size in
+        another memory.
+        """
         self.count(source, phase)
         write(target, source, non_blocking=has_streams(target.device))
 
@@ -156,19 +179,23 @@ class Transfers:
 class Prefetcher(Transfers):
     """Copies to one device ahead of use, requested by the thread that computes there.
 
-    The copies between two calls of ``issue`` form a group. If the device has streams, groups run on
-    one side stream of the device and one of each source, because torch puts a copy between devices
-    on the current streams of both. Computation waits for a group only in ``wait_on_stream``. The
-    targets are allocated on the computing stream, and a group waits for work launched there before
-    ``issue``, which may still read the memory's former content. Pageable host memory is staged in
-    pinned memory, at most two groups at a time. The streams of ``sources``, the devices of the
-    tensors, first wait for work that was queued there when this object was made.
+    The copies between two calls of ``issue`` form a group. If the device has streams,
+    groups run on one side stream of the device and one of each source, because torch
+    puts a copy between devices on the current streams of both. Computation waits for a
+    group only in ``wait_on_stream``. The targets are allocated on the computing stream,
+    and a group waits for work launched there before ``issue``, which may still read the
+    memory's former content. Pageable host memory is staged in pinned memory, at most
+    two groups at a time. The streams of ``sources``, the devices of the tensors, first
+    wait for work that was queued there when this object was made.
     """
 
-    def __init__(self, device: torch.device, sources: Iterable[torch.device] = ()) -> None:
+    def __init__(
+        self, device: torch.device, sources: Iterable[torch.device] = ()
+    ) -> None:
         super().__init__()
         self._requested: list[tuple[Tensor, Tensor]] = []  # what to copy, and into what
-        # The targets of each group: if they were freed earlier, copies would write freed memory.
+        # The targets of each group: if they were freed earlier, copies would write
+        # freed memory.
         self._targets: dict[int, list[Tensor]] = {}
         self._copied: dict[int, torch.Event] = {}
         self._pinned: deque[torch.Event] = deque(maxlen=_MAX_PINNED)
@@ -177,7 +204,9 @@ class Prefetcher(Transfers):
         self._stream = stream_for("arriving", device)
         self._senders: list[torch.Stream] = []
         for source in sources if self._stream is not None else ():
-            sender = stream_for(("sending to", device), source) if source != device else None
+            sender = (
+                stream_for(("sending to", device), source) if source != device else None
+            )
             if sender is not None:
                 sender.wait_stream(torch.accelerator.current_stream(source))
                 self._senders.append(sender)
@@ -192,7 +221,8 @@ class Prefetcher(Transfers):
         super().synchronize()
         if self._stream is not None:
             device = self._stream.device
-            # The device first: else torch, leaving the stream, enters the caller's own device.
+            # The device first: else torch, leaving the stream, enters the caller's own
+            # device.
             with self._lock, use_device(device, ()), self._stream:
                 copied = record_event(device)
                 targets, self._targets = self._targets, {}
@@ -200,8 +230,14 @@ class Prefetcher(Transfers):
             del targets
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, readable after ``wait_on_stream``."""
-        if self._stream is None or type(tensor) is not Tensor or tensor.layout != torch.strided:
+        """A copy of ``tensor`` in the memory of ``device``, readable after
+        ``wait_on_stream``.
+        """
+        if (
+            self._stream is None
+            or type(tensor) is not Tensor
+            or tensor.layout != torch.strided
+        ):
             return super().copy(tensor, device, phase)
         self.count(tensor, phase)
         target = torch.empty_like(tensor, device=device)
@@ -215,7 +251,9 @@ class Prefetcher(Transfers):
         requested, self._requested = self._requested, []
         with self._lock, contextlib.ExitStack() as current:
             self._targets[number] = [target for _, target in requested]
-            self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+            self._stream.wait_stream(
+                torch.accelerator.current_stream(self._stream.device)
+            )
             for stream in (*self._senders, self._stream):
                 current.enter_context(stream)
             is_pinned_copy = False
@@ -228,7 +266,9 @@ class Prefetcher(Transfers):
                 self._pinned.append(record_event(self._stream.device))
 
     def _in_pinned_memory(self, tensor: Tensor, target: Tensor) -> Tensor:
-        """``tensor``, or a copy in pinned memory, which torch reuses only after it was read."""
+        """``tensor``, or a copy in pinned memory, which torch reuses only after it was
+        read.
+        """
         is_pinned = tensor.is_pinned() and tensor.stride() == target.stride()
         if tensor.device.type != "cpu" or is_pinned:
             return tensor

@@ -1,7 +1,9 @@
-"""fastai's ``Learner`` on all devices of one process: a callback that replaces ``to_parallel()``.
+"""fastai's ``Learner`` on all devices of one process: a callback that replaces
+``to_parallel()``.
 
-One step of the engine computes the predictions and the loss of a training batch. The Learner keeps
-its model and loss function, so that saving, freezing, showing and exporting them work as before.
+One step of the engine computes the predictions and the loss of a training batch. The
+Learner keeps its model and loss function, so that saving, freezing, showing and
+exporting them work as before.
 """
 
 from __future__ import annotations
@@ -27,29 +29,39 @@ from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
 
 __all__ = ["ScatterOnce"]
 
-# Callbacks that replicate the model, or that compute a part of the loss from predictions.
-_REFUSED = {"DistributedTrainer", "GANTrainer", "NonNativeMixedPrecision", "ParallelTrainer"}
+# Callbacks that replicate the model, or that compute a part of the loss from
+# predictions.
+_REFUSED = {
+    "DistributedTrainer",
+    "GANTrainer",
+    "NonNativeMixedPrecision",
+    "ParallelTrainer",
+}
 _REFUSED |= {"RNNCallback", "RNNRegularizer"}
 
 
 class ScatterOnce(Callback):  # type: ignore[misc]
-    """Trains a ``Learner`` on all devices of one process, with the gradient of one device.
+    """Trains a ``Learner`` on all devices of one process, with the gradient of one
+    device.
 
-    Each batch of the ``DataLoaders`` is divided among the replicas. Validation and ``get_preds``
-    run on all replicas, too. ``learn.model`` and ``learn.loss_func`` stay as they are.
+    Each batch of the ``DataLoaders`` is divided among the replicas. Validation and
+    ``get_preds`` run on all replicas, too. ``learn.model`` and ``learn.loss_func`` stay
+    as they are.
 
-    Args:
-        device_ids: as in ``ScatterOnceParallel``, like ``accum``; the first is the device of the
+    Args: device_ids: as in ``ScatterOnceParallel``, like ``accum``; the first is the
+        device of the
             ``DataLoaders``.
-        count: ``count(inputs, targets)`` returns the number of terms that a mean loss averages
-            over; both arguments are tuples, ``learn.xb`` and ``learn.yb``. By default the number of
-            rows; cross entropy, torch's or fastai's, counts by its ``ignore_index`` and ``weight``.
-        reduction: ``"sum"`` if the loss function returns the sum of its terms. By default its
-            attribute ``reduction``, or ``"mean"`` without one.
-        options: further arguments of ``ScatterOnceParallel``, such as ``buffers="batch"``.
+        count: ``count(inputs, targets)`` returns the number of terms that a mean loss
+            averages over; both arguments are tuples, ``learn.xb`` and ``learn.yb``. By
+            default the number of rows; cross entropy, torch's or fastai's, counts by
+            its ``ignore_index`` and ``weight``.
+        reduction: ``"sum"`` if the loss function returns the sum of its terms. By
+            default its attribute ``reduction``, or ``"mean"`` without one.
+        options: further arguments of ``ScatterOnceParallel``, such as
+            ``buffers="batch"``.
 
-    Raises:
-        ValueError: at the start of training, if the Learner has a callback that does not work with
+    Raises: ValueError: at the start of training, if the Learner has a callback that
+        does not work with
             this one; in a step, if a callback replaces ``learn.pred``.
     """
 
@@ -75,8 +87,15 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def before_train(self) -> None:
         """Refuse callbacks by name."""
-        names = {kind.__name__ for callback in self.learn.cbs for kind in type(callback).__mro__}
-        reason = "it replicates the model, or replaces the prediction, itself; remove the callback"
+        names = {
+            kind.__name__
+            for callback in self.learn.cbs
+            for kind in type(callback).__mro__
+        }
+        reason = (
+            "it replicates the model, or replaces the prediction, itself; remove "
+            "the callback"
+        )
         refuse("ScatterOnce", dict.fromkeys(sorted(names & _REFUSED), True), reason)
 
     def after_fit(self) -> None:
@@ -85,7 +104,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._close()
 
     def _do_one_batch(self, learn: Any) -> None:
-        """Do what ``Learner._do_one_batch`` does, but let the engine predict and compute losses."""
+        """Do what ``Learner._do_one_batch`` does, but let the engine predict and
+        compute losses.
+        """
         if self.learn is not learn:  # the callback was removed after an error in a fit
             del vars(learn)["_do_one_batch"]
             learn._do_one_batch()
@@ -95,8 +116,13 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         predicted = nested.tensors(learn.pred)
         learn("after_pred")
         if trains and _places(predicted) != _places(learn.pred):
-            why = "a callback replaced learn.pred in after_pred, when the loss had been computed"
-            raise ValueError(f"{why}; change the prediction in the model or in the loss function")
+            why = (
+                "a callback replaced learn.pred in after_pred, when the loss had "
+                "been computed"
+            )
+            raise ValueError(
+                f"{why}; change the prediction in the model or in the loss function"
+            )
         if len(learn.yb):
             learn.loss_grad = loss if trains else learn.loss_func(learn.pred, *learn.yb)
             learn.loss = learn.loss_grad.clone()
@@ -105,7 +131,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             learn._do_grad_opt()
 
     def _step(self, learn: Any, trains: bool) -> tuple[Any, Tensor | None]:
-        """The predictions of all rows; if it trains, the loss, which carries the gradient."""
+        """The predictions of all rows; if it trains, the loss, which carries the
+        gradient.
+        """
         if self._engine is None or self._engine.module is not learn.model:
             self._close()
             self._engine = ScatterOnceParallel(learn.model, **self._options)
@@ -118,8 +146,10 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         count = self._count or self._criterion.count
         options: dict[str, Any] = {"count": count, "reduction": self._reduction}
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
-            options = {"whole_batch": True}  # the loss of MixUp, for example, refers to all rows
-        options |= {"return_outputs": True, "scaler": vars(learn).get("scaler")}  # MixedPrecision's
+            # the loss of MixUp, for example, refers to all rows
+            options = {"whole_batch": True}
+        # MixedPrecision's
+        options |= {"return_outputs": True, "scaler": vars(learn).get("scaler")}
         inputs, targets = tuple(learn.xb), tuple(learn.yb)
         loss, outputs = self._engine.loss(inputs, targets, self._criterion, **options)
         pred = gather(outputs, physical(self._engine.device_ids[0]))
@@ -132,12 +162,16 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
 
 class _Criterion(nn.Module):
-    """A Learner's loss function as a module, so that its tensors are replicated, too."""
+    """A Learner's loss function as a module, so that its tensors are
+    replicated, too.
+    """
 
     def __init__(self, loss_func: Any, mixes: bool) -> None:
         super().__init__()
         self.loss_func, self.mixes = loss_func, mixes
-        self.func = func = loss_func.func if isinstance(loss_func, BaseLoss) else loss_func
+        self.func = func = (
+            loss_func.func if isinstance(loss_func, BaseLoss) else loss_func
+        )
         self.reduction = getattr(func, "reduction", "mean")
         self.count = None
         if is_cross_entropy(func):

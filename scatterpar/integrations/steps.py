@@ -1,4 +1,6 @@
-"""The batches of a Trainer's step: how they are made of rows, and how their losses combine."""
+"""The batches of a Trainer's step: how they are made of rows, and how their losses
+combine.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,22 @@ from torch import Tensor
 from scatterpar.costs import plan_by_cost
 from scatterpar.integrations.loop import num_rows
 
-# How losses of batches combine into that of all: as means over these numbers, or as a sum.
-LABELS, SHIFTED, ROWS, SUM = "labels", "labels without the first of each row", "rows", "sum"
+# How losses of batches combine into that of all: as means over these numbers, or as a
+# sum.
+LABELS, SHIFTED, ROWS, SUM = (
+    "labels",
+    "labels without the first of each row",
+    "rows",
+    "sum",
+)
 FIRST = operator.itemgetter(0)  # collates a batch that is a micro-batch: it is not cut
 _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
 
 
 class Step(list[Any]):
-    """The batches of a step: each is a micro-batch of one replica. Others are cut by rows."""
+    """The batches of a step: each is a micro-batch of one replica. Others are cut by
+    rows.
+    """
 
 
 def batches_of(step: Any) -> Sequence[Any]:
@@ -31,24 +41,40 @@ def batches_of(step: Any) -> Sequence[Any]:
 
 def by_number(collate: Any, size: int, rows: Any) -> Step:
     """Batches of ``size`` rows."""
-    return Step(collate(rows[start : start + size]) for start in range(0, len(rows), size))
+    return Step(
+        collate(rows[start : start + size]) for start in range(0, len(rows), size)
+    )
 
 
-def by_cost(collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Any) -> Step:
-    """Batches of rows whose entries ``name`` have similar lengths, replica by replica."""
+def by_cost(
+    collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Any
+) -> Step:
+    """Batches of rows whose entries ``name`` have similar lengths,
+    replica by replica.
+    """
     try:
         costs = [len(row[name]) for row in rows]
     except (KeyError, TypeError):
-        needed = f"micro_batch_cost needs the length of each row's {name!r}, the model's main input"
-        raise ValueError(f"{needed}; got {rows[0]!r:.80}; leave micro_batch_cost out") from None
+        needed = (
+            f"micro_batch_cost needs the length of each row's {name!r}, the "
+            "model's main input"
+        )
+        raise ValueError(
+            f"{needed}; got {rows[0]!r:.80}; leave micro_batch_cost out"
+        ) from None
     plan = plan_by_cost(len(rows), costs, devices, budget, [1.0] * len(devices))
     numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
     return Step(collate([rows[row] for row in part]) for part in numbers)
 
 
 def terms(how: str, batch: Mapping[str, Any]) -> Tensor:
-    """The number of terms in each row's loss; in that of the batch, if labels have other rows."""
-    labels, terms = batch.get("shift_labels", batch.get("labels")), torch.ones(num_rows(batch))
+    """The number of terms in each row's loss; in that of the batch, if labels have
+    other rows.
+    """
+    labels, terms = (
+        batch.get("shift_labels", batch.get("labels")),
+        torch.ones(num_rows(batch)),
+    )
     if not isinstance(labels, Tensor) or not labels.ndim:
         return terms
     is_alike = len(labels) == len(terms)
@@ -60,8 +86,14 @@ def terms(how: str, batch: Mapping[str, Any]) -> Tensor:
 
 
 def weights(how: str, step: Any) -> list[float]:
-    """The weights of the losses of a ``Step``'s batches, or of any other batch's rows."""
-    each = [terms(how, b).sum() for b in step] if isinstance(step, Step) else terms(how, step)
+    """The weights of the losses of a ``Step``'s batches, or of any other
+    batch's rows.
+    """
+    each = (
+        [terms(how, b).sum() for b in step]
+        if isinstance(step, Step)
+        else terms(how, step)
+    )
     counts = [*map(float, each)]
     total = sum(counts) or 1.0
     return [1.0 if how == SUM else count / total for count in counts]
@@ -74,18 +106,23 @@ def options(how: str) -> dict[str, Any]:
 
 
 class Combination:
-    """How the losses of a Trainer's batches combine: the first candidate that fits a few rows."""
+    """How the losses of a Trainer's batches combine: the first candidate that fits a
+    few rows.
+    """
 
     def __init__(self, *, shifts_labels: bool) -> None:
         labels = [SHIFTED, LABELS] if shifts_labels else [LABELS, SHIFTED]
         self._candidates: Sequence[str] = [*labels, ROWS, SUM]
         self._asked: list[int] = []  # numbers of steps
 
-    def of(self, step: Any, number: int, fit: Callable[[str, Any], bool | None]) -> str | None:
-        """How losses of a step's batches, or of parts of its only batch, combine, if anything fits.
+    def of(
+        self, step: Any, number: int, fit: Callable[[str, Any], bool | None]
+    ) -> str | None:
+        """How losses of a step's batches, or of parts of its only batch, combine, if
+        anything fits.
 
-        ``fit(how, batch)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times in steps in
-        which it matters which of them fits.
+        ``fit(how, batch)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times
+        in steps in which it matters which of them fits.
         """
         is_due = not number & (number - 1) and number not in self._asked
         is_due |= len(self._asked) < _LOOKS and self._matters(step)
@@ -95,22 +132,35 @@ class Combination:
             self._candidates = self._fitting(dict(telling), fit)
             if self._matters(step):
                 warnings.warn(
-                    "this step's rows do not show how the losses of batches combine (a batch of "
-                    "one row does not); they are averaged, weighted by labels, or else by rows",
+                    "this step's rows do not show how the losses of batches combine "
+                    "(a batch of "
+                    "one row does not); they are averaged, weighted by labels, or "
+                    "else by rows",
                     stacklevel=4,
                 )
         return next(iter(self._candidates), None)
 
     def _matters(self, step: Any) -> bool:
-        """Whether candidates give the losses of this step's batches different weights."""
-        found = {tuple(round(w, 9) for w in weights(how, step)) for how in self._candidates}
+        """Whether candidates give the losses of this step's batches
+        different weights.
+        """
+        found = {
+            tuple(round(w, 9) for w in weights(how, step)) for how in self._candidates
+        }
         return len(found) > 1
 
-    def _fitting(self, batch: Any, fit: Callable[[str, Any], bool | None]) -> Sequence[str]:
-        """The candidates that fit a few rows of ``batch``; all if none is refuted or confirmed."""
+    def _fitting(
+        self, batch: Any, fit: Callable[[str, Any], bool | None]
+    ) -> Sequence[str]:
+        """The candidates that fit a few rows of ``batch``; all if none is refuted or
+        confirmed.
+        """
         is_single = num_rows(batch) == 1
-        answers = {how: fit(how, batch) for how in ([SUM] if is_single else self._candidates)}
-        if answers.get(SUM):  # a loss that divides by the items of all batches is exactly this sum
+        answers = {
+            how: fit(how, batch) for how in ([SUM] if is_single else self._candidates)
+        }
+        # a loss that divides by the items of all batches is exactly this sum
+        if answers.get(SUM):
             return [SUM]
         if is_single:
             return self._candidates

@@ -1,8 +1,10 @@
-"""``transformers.Trainer`` on all devices of one process, with the gradient of one device.
+"""``transformers.Trainer`` on all devices of one process, with the gradient of one
+device.
 
-The loader collates all rows of an optimizer step as a list of batches, for which the stock
-``training_step`` runs once. Meanwhile ``compute_loss`` is ``engine.loss``: the Trainer's own
-``compute_loss`` runs for each batch on a replica. Everything else is the stock Trainer's.
+The loader collates all rows of an optimizer step as a list of batches, for which the
+stock ``training_step`` runs once. Meanwhile ``compute_loss`` is ``engine.loss``: the
+Trainer's own ``compute_loss`` runs for each batch on a replica. Everything else is the
+stock Trainer's.
 """
 
 from __future__ import annotations
@@ -39,26 +41,35 @@ from scatterpar.verify import fits
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 # Not replicated: "model_wrapped" is the model.
-_NOT_REPLICATED = ("_engine", "_parts", "model_wrapped", "train_dataset", "eval_dataset")
+_NOT_REPLICATED = (
+    "_engine",
+    "_parts",
+    "model_wrapped",
+    "train_dataset",
+    "eval_dataset",
+)
 _ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
-# TRL's trainers whose losses of batches combine into that of all, except with these loss types.
+# TRL's trainers whose losses of batches combine into that of all, except with these
+# loss types.
 _OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
 _OF_TRL["DPOTrainer"] = ["sft", "aot", "aot_unpaired", "bco_pair"]
 _Trainer: Any = object  # the subclasses have a Trainer among their other bases
 
 
 class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
-    """Makes another Trainer train as ``ScatterOnceTrainer`` does. It must be the first base.
+    """Makes another Trainer train as ``ScatterOnceTrainer`` does. It must be the first
+    base.
 
-    ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other Trainer's ``compute_loss`` is
-    called for every batch, in the thread of a replica, on a copy of the Trainer that refers to the
-    replica's modules. Numbers that the call increments on ``self``, and TRL's metrics, are added to
-    the Trainer's. ``training_step`` is called once per step, with a list of all its batches.
-    ``trainer.args`` is a copy: the arguments of one device that takes all rows of a step at once.
+    ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other Trainer's
+    ``compute_loss`` is called for every batch, in the thread of a replica, on a copy of
+    the Trainer that refers to the replica's modules. Numbers that the call increments
+    on ``self``, and TRL's metrics, are added to the Trainer's. ``training_step`` is
+    called once per step, with a list of all its batches. ``trainer.args`` is a copy:
+    the arguments of one device that takes all rows of a step at once.
 
-    Raises:
-        ValueError: as ``ScatterOnceTrainer``; a trainer or loss type of TRL for which the losses of
+    Raises: ValueError: as ``ScatterOnceTrainer``; a trainer or loss type of TRL for
+        which the losses of
             batches do not combine into the loss of all.
     """
 
@@ -84,23 +95,31 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self._evaluates_on_all = not libraries & {"trl", "sentence_transformers"}
         kind = transformers.TrainingArguments
         copied: Any = lambda v: copy.copy(v) if isinstance(v, kind) else v  # noqa: E731
-        super().__init__(*map(copied, args), **{k: copied(v) for k, v in kwargs.items()})
+        super().__init__(
+            *map(copied, args), **{k: copied(v) for k, v in kwargs.items()}
+        )
         _refuse_losses(self)
         self._combination = steps.Combination(shifts_labels=self._loss_shifts_labels)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do what the Trainer does, with the arguments of one device for all rows of a step."""
+        """Do what the Trainer does, with the arguments of one device for all rows of a
+        step.
+        """
         _refuse(self.args, self.model)
         device_ids, main, args = self._device_ids, self.args.device, self.args.__dict__
         if device_ids is None and main.type == "cpu":
-            device_ids = ["cpu"]  # the user asked for the CPU, even if there are accelerators
+            # the user asked for the CPU, even if there are accelerators
+            device_ids = ["cpu"]
         self._devices = resolve(device_ids)
         first = physical(self._devices[0])
         if (first.type, first.index or 0) != (main.type, main.index or 0):
             own = f"the Trainer's own device, {main}, where the model is"
-            raise ValueError(f"device_ids must begin with {own}; got {self._devices[0]} first")
+            raise ValueError(
+                f"device_ids must begin with {own}; got {self._devices[0]} first"
+            )
         self._user_args = {name: args[name] for name in (_ROWS, _EVAL_ROWS, _BATCHES)}
-        self._num_batches = len(self._devices) * args[_BATCHES]  # in a step; one replica has each
+        # in a step; one replica has each
+        self._num_batches = len(self._devices) * args[_BATCHES]
         if not args.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
             args[_REFERENCE_ROWS] = args[_ROWS]
         args[_ROWS], args[_BATCHES] = args[_ROWS] * self._num_batches, 1
@@ -114,22 +133,34 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self.args.__dict__.update(self._user_args)
         super()._hp_search_setup(trial)
 
-    # The loader: all rows of a step, collated batch by batch, on the host: the engine scatters.
+    # The loader: all rows of a step, collated batch by batch, on the host: the engine
+    # scatters.
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's loader of all rows of a step, which are collated as a list of batches."""
+        """The Trainer's loader of all rows of a step, which are collated as a list of
+        batches.
+        """
         on_host = loop.overridden(self.accelerator, device_placement=False)
-        with on_host, loop.overridden(self, data_collator=self._step_collator(self.data_collator)):
+        with (
+            on_host,
+            loop.overridden(
+                self, data_collator=self._step_collator(self.data_collator)
+            ),
+        ):
             return super().get_train_dataloader(*args, **kwargs)
 
     def _step_collator(self, collate: Any) -> Any:
         """Returns a collator of all rows of a step, whose result is a ``Step``."""
-        size = math.ceil(self._train_batch_size / self._num_batches)  # which may get smaller
+        # which may get smaller
+        size = math.ceil(self._train_batch_size / self._num_batches)
         collator: Any = partial(steps.by_number, collate, size)
         if self._micro_batch_cost is not None:
             name = getattr(self.model, "main_input_name", "input_ids")
-            collator = partial(steps.by_cost, collate, name, self._micro_batch_cost, self._devices)
-        vars(collator).update(getattr(collate, "__dict__", {}))  # some loaders read attributes
+            collator = partial(
+                steps.by_cost, collate, name, self._micro_batch_cost, self._devices
+            )
+        # some loaders read attributes
+        vars(collator).update(getattr(collate, "__dict__", {}))
         return collator
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -143,12 +174,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     # The engine, and the modules that it replicates.
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's optimizer; with ``shard_optimizer`` as a ``ShardedOptimizer``."""
+        """The Trainer's optimizer; with ``shard_optimizer`` as a
+        ``ShardedOptimizer``.
+        """
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._shard_optimizer:
             engine = self._engine_of_the_model()
             if getattr(optimizer, "optimizer", optimizer) is not self._sharded:
-                self._sharded = self.optimizer = ShardedOptimizer(engine, lambda _: optimizer)
+                self._sharded = self.optimizer = ShardedOptimizer(
+                    engine, lambda _: optimizer
+                )
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
@@ -167,7 +202,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return self._engine
 
     def _modules(self) -> list[Any]:
-        values = [value for name, value in vars(self).items() if name not in _NOT_REPLICATED]
+        values = [
+            value for name, value in vars(self).items() if name not in _NOT_REPLICATED
+        ]
         return [self.model, *chain.from_iterable(map(loop.modules_in, values))]
 
     def _close_engine(self) -> None:
@@ -184,21 +221,29 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
     # The step.
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(
+        self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """The Trainer's step, whose loss is that of all batches."""
         prepared, own = self._prepared(inputs), {"compute_loss": self._loss_of_step}
         with loop.overridden(self, **own, _prepare_inputs=lambda inputs: inputs):
             return super().training_step(model, prepared, *args, **kwargs)
 
     def _prepared(self, inputs: Any) -> Any:
-        """Inputs after ``_prepare_inputs`` of a subclass; the stock one only moves them."""
+        """Inputs after ``_prepare_inputs`` of a subclass; the stock one only moves
+        them.
+        """
         if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
             return inputs
         prepare = self._prepare_inputs
-        return Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
+        return (
+            Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
+        )
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
-        if _towers(self.model) and any(b.get("return_loss") for b in steps.batches_of(step)):
+        if _towers(self.model) and any(
+            b.get("return_loss") for b in steps.batches_of(step)
+        ):
             return self._loss_of_towers(steps.batches_of(step))
         is_step, how = isinstance(step, Step), self._how_losses_combine(step)
         accum = len(step) if is_step else self._user_args[_BATCHES]
@@ -207,16 +252,30 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return loss
 
     def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> Any:
-        """The loss of a step, and what ``call`` returns beside the loss of each micro-batch."""
-        inputs = {"work": self._on_replica, "call": call, "items": self._items(how, step)}
-        inputs["batch"] = Rows(step, FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
+        """The loss of a step, and what ``call`` returns beside the loss of each
+        micro-batch.
+        """
+        inputs = {
+            "work": self._on_replica,
+            "call": call,
+            "items": self._items(how, step),
+        }
+        inputs["batch"] = (
+            Rows(step, FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
+        )
         select, options = itemgetter("beside"), steps.options(how)
         return self._engine_loss(inputs, accum, return_outputs=select, **options)
 
     def _items(self, how: str, step: Any) -> Any:
-        """The number of items in all batches of a step, if its loss is a sum over them."""
+        """The number of items in all batches of a step, if its loss is a
+        sum over them.
+        """
         batches = [*steps.batches_of(step)]
-        return self._get_num_items_in_batch(batches, self.args.device) if how == SUM else None
+        return (
+            self._get_num_items_in_batch(batches, self.args.device)
+            if how == SUM
+            else None
+        )
 
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
         engine = self._engine_of_the_model()
@@ -224,32 +283,42 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return engine.loss(inputs, *args, scaler=self.accelerator.scaler, **options)
 
     def _on_replica(self, work: Any, call: Any, batch: Any, items: Any) -> Any:
-        """What ``call`` returns for a copy of the Trainer that refers to a replica's modules."""
+        """What ``call`` returns for a copy of the Trainer that refers to a replica's
+        modules.
+        """
         replicas = dict(zip(map(id, self._parts), work, strict=True))
         trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work[0]
         device = next((p.device for p in model.parameters()), self.args.device)
-        items = self._get_num_items_in_batch([batch], device) if items is None else items
+        items = (
+            self._get_num_items_in_batch([batch], device) if items is None else items
+        )
         own = trainer.__dict__
         own.update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
-        own.update(_get_num_items_in_batch=lambda *_: items, _prepare_inputs=copy.copy)  # done
+        # done
+        own.update(_get_num_items_in_batch=lambda *_: items, _prepare_inputs=copy.copy)
         own.pop("compute_loss", None)  # the step's
         if "_metrics" in own:  # TRL's trainers fill them in compute_loss
             own["_metrics"] = {mode: defaultdict(list) for mode in own["_metrics"]}
         with loop.additions(trainer) as added:
             loss, *outputs = call(trainer, batch, items)
         # No dict: the engine would join its entries with those of other calls.
-        made = SimpleNamespace(added=added, metrics=own.get("_metrics", {}).get("train", {}))
+        made = SimpleNamespace(
+            added=added, metrics=own.get("_metrics", {}).get("train", {})
+        )
         return {"loss": loss, "beside": (*outputs, made)}
 
     def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
-        """Add what calls of ``compute_loss`` counted and measured, as if it had been one call."""
+        """Add what calls of ``compute_loss`` counted and measured, as if it had been
+        one call.
+        """
         measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
         calls = nested.leaves(outputs)
         for call, weight in zip(calls, weights or [1.0] * len(calls), strict=True):
             loop.add(self, call.added)
             for name, values in call.metrics.items():
                 measured[name] += [(value, weight) for value in values]
-        for name, pairs in measured.items():  # of TRL's, which evaluate on the first device
+        # of TRL's, which evaluate on the first device
+        for name, pairs in measured.items():
             mean = sum(v * w for v, w in pairs) / (sum(w for _, w in pairs) or math.nan)
             extreme = {"min_": min, "max_": max}.get(name[:4])  # such as min_reward
             self._metrics["train"][name].append(extreme(pairs)[0] if extreme else mean)
@@ -257,7 +326,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
     def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
-        """The loss of a contrastive model: once, with the outputs of its towers for all rows."""
+        """The loss of a contrastive model: once, with the outputs of its towers for all
+        rows.
+        """
 
         def criterion(pooled: list[list[Tensor]], _: Any) -> Any:
             columns = zip(*pooled, strict=True)
@@ -269,18 +340,27 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
                 return type(self).compute_loss(self, self.model, dict(batches[0]))
 
         inputs = {"work": _pooled, "batch": Rows(batches, FIRST)}
-        return self._engine_loss(inputs, len(batches), None, criterion, whole_batch=True)
+        return self._engine_loss(
+            inputs, len(batches), None, criterion, whole_batch=True
+        )
 
     def _how_losses_combine(self, step: Any) -> Any:
-        if _loss_class(self).__module__.startswith("trl.") and self.loss_is_scaled_for_ga is False:
+        if (
+            _loss_class(self).__module__.startswith("trl.")
+            and self.loss_is_scaled_for_ga is False
+        ):
             return ROWS
         how = self._combination.of(step, self.state.global_step + 1, self._fits)
         reason = (
-            "the losses of batches do not combine into the loss of all, as a mean over labels or "
-            "rows or a sum (does it compare rows, is it NaN for a single row?); use the stock "
+            "the losses of batches do not combine into the loss of all, as a mean "
+            "over labels or "
+            "rows or a sum (does it compare rows, is it NaN for a single row?); use "
+            "the stock "
             "class on one device"
         )
-        loop.refuse("ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, reason)
+        loop.refuse(
+            "ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, reason
+        )
         return how
 
     def _fits(self, how: str, batch: Any) -> bool | None:
@@ -288,10 +368,16 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         rows, items = loop.as_rows(batch), self._items(how, batch)
         if how == SUM and items is None:  # a row whose own loss is NaN looks like a sum
             return False
-        if loop.num_rows(batch) == 1:  # twice the items halve a loss that divides by them
+        # twice the items halve a loss that divides by them
+        if loop.num_rows(batch) == 1:
             rows = Rows([batch] * 2, FIRST)
             items = Rows([items] * 2, lambda few: few[0] * 2 // len(few))
-        inputs = {"work": self._on_replica, "call": _compute_loss, "batch": rows, "items": items}
+        inputs = {
+            "work": self._on_replica,
+            "call": _compute_loss,
+            "batch": rows,
+            "items": items,
+        }
         training = self.model.training
         self.model.eval()
         try:
@@ -299,10 +385,15 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         finally:
             self.model.train(training)
 
-    # Evaluation and prediction: on all replicas if the outputs have rows, else on the master.
+    # Evaluation and prediction: on all replicas if the outputs have rows, else on the
+    # master.
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's prediction, on all replicas if possible, for a micro-batch on each."""
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The Trainer's prediction, on all replicas if possible, for a micro-batch on
+        each.
+        """
         use_all = (
             self._evaluates_on_all
             and not self._predicts_on_master
@@ -320,10 +411,14 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _predicted(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's prediction by all replicas. Raises ``ValueError`` if there is none."""
+        """The Trainer's prediction by all replicas. Raises ``ValueError`` if there is
+        none.
+        """
 
         def predict(trainer: Any, batch: dict[str, Any], _: Any) -> tuple[Any, ...]:
-            loss, *outputs = super().prediction_step(trainer.model, batch, *args, **kwargs)
+            loss, *outputs = super().prediction_step(
+                trainer.model, batch, *args, **kwargs
+            )
             return torch.zeros(()) if loss is None else loss, loss is not None, *outputs
 
         is_labelled = any(batch.get(name) is not None for name in self.label_names)
@@ -335,12 +430,15 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return (loss if has_loss else None, *outputs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer does. Outside of training, close the engine at the end."""
+        """Evaluate as the Trainer does. Outside of training, close the engine at the
+        end.
+        """
         n, rows = len(self._devices), self.args.per_device_eval_batch_size
         if n > 1 and not self._evaluates_on_all:
             warnings.warn(
                 f"{type(self).__name__} evaluates on the first device, in batches of "
-                f"{_EVAL_ROWS}={rows}: metrics are means over batches; for batches of all "
+                f"{_EVAL_ROWS}={rows}: metrics are means over batches; for batches of "
+                "all "
                 f"replicas, pass {_EVAL_ROWS}={n * rows}",
                 stacklevel=3,
             )
@@ -352,25 +450,27 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
 
 
 class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
-    """``transformers.Trainer`` on all devices of one process, with the gradient of one device.
+    """``transformers.Trainer`` on all devices of one process, with the gradient of one
+    device.
 
-    With N replicas, ``per_device_train_batch_size=b`` and ``gradient_accumulation_steps=k``, an
-    optimizer step is one ``forward_backward`` of b * N * k rows. The gradient is that of one device
-    with enough memory for all these rows, whatever the lengths of their batches. Checkpoints are
-    exchangeable with those of the stock Trainer.
+    With N replicas, ``per_device_train_batch_size=b`` and
+    ``gradient_accumulation_steps=k``, an optimizer step is one ``forward_backward`` of
+    b * N * k rows. The gradient is that of one device with enough memory for all these
+    rows, whatever the lengths of their batches. Checkpoints are exchangeable with those
+    of the stock Trainer.
 
-    Args:
-        args: as in ``transformers.Trainer``, like ``kwargs``.
-        device_ids: as in ``ScatterOnceParallel``; the first is the Trainer's device.
-        shard_optimizer: distribute the optimizer's state over the devices (``ShardedOptimizer``).
-        micro_batch_cost: the most entries of the model's main input (tokens) that a micro-batch
-            has, with padding. Rows of similar lengths are collated together, and the result is the
-            same up to rounding.
+    Args: args: as in ``transformers.Trainer``, like ``kwargs``. device_ids: as in
+        ``ScatterOnceParallel``; the first is the Trainer's device. shard_optimizer:
+        distribute the optimizer's state over the devices (``ShardedOptimizer``).
+        micro_batch_cost: the most entries of the model's main input (tokens) that a
+        micro-batch
+            has, with padding. Rows of similar lengths are collated together, and the
+            result is the same up to rounding.
 
-    Raises:
-        ValueError: ``device_ids`` that do not begin with the Trainer's device; or what does not
-            work in one process that has the whole model: ``torchrun``, DeepSpeed, FSDP, a
-            ``device_map`` of several devices, LOMO optimizers.
+    Raises: ValueError: ``device_ids`` that do not begin with the Trainer's device; or
+        what does not
+            work in one process that has the whole model: ``torchrun``, DeepSpeed, FSDP,
+            a ``device_map`` of several devices, LOMO optimizers.
     """
 
 
@@ -379,14 +479,20 @@ def _compute_loss(trainer: Any, batch: Mapping[str, Any], items: Any) -> tuple[A
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
-    """The encoders of a model such as CLIP, of images and of texts; empty for other models."""
+    """The encoders of a model such as CLIP, of images and of texts; empty for other
+    models.
+    """
     names = ("vision_model", "text_model")
     parts = (dict(part.named_children()) for part in model.modules())
-    return next(([part[n] for n in names] for part in parts if part.keys() >= {*names}), [])
+    return next(
+        ([part[n] for n in names] for part in parts if part.keys() >= {*names}), []
+    )
 
 
 def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
-    """The pooled outputs of a replica's towers for one batch: a list with one entry per batch."""
+    """The pooled outputs of a replica's towers for one batch: a list with one entry per
+    batch.
+    """
     towers, outputs = _towers(work[0]), dict[nn.Module, Tensor]()
     store = lambda tower, _, output: outputs.update({tower: output.pooler_output})  # noqa: E731
     with contextlib.ExitStack() as stack:
@@ -407,7 +513,9 @@ class _Placed:
 
 
 def _refuse(args: Any, model: Any) -> None:
-    """Refuse what needs other processes, or another owner of the model or its gradients."""
+    """Refuse what needs other processes, or another owner of the model or its
+    gradients.
+    """
     optimizer = args.optim.lower()
     device_map = getattr(model, "hf_device_map", None) or {}
     given = {
@@ -415,33 +523,49 @@ def _refuse(args: Any, model: Any) -> None:
         "DeepSpeed": args.deepspeed,
         "FSDP": args.fsdp,
         "a model spread by device_map": len({*device_map.values()}) > 1,
-        f"the optimizer {optimizer}, which steps in the backward pass": "lomo" in optimizer,
+        f"the optimizer {optimizer}, which steps in the backward pass": "lomo"
+        in optimizer,
     }
     reason = "it trains one whole model in one process; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", given, reason)
 
 
 def _refuse_losses(trainer: Any) -> None:
-    """Refuse losses of batches that do not combine into that of all: detectors', some of TRL's."""
+    """Refuse losses of batches that do not combine into that of all: detectors', some
+    of TRL's.
+    """
     kind = str(getattr(trainer.model, "loss_type", None))
-    detector = f"several batches per step of {type(trainer.model).__name__} (loss_type={kind!r})"
+    detector = (
+        f"several batches per step of {type(trainer.model).__name__} "
+        f"(loss_type={kind!r})"
+    )
     given = {detector: "Detection" in kind and trainer._num_batches > 1}
     reason = "its loss is divided by the boxes of a whole batch; use the stock Trainer"
     loop.refuse("ScatterOnceTrainer", given, reason)
     if (base := _loss_class(trainer, "trl.")) is None:
         return
-    types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
+    types = getattr(trainer, "loss_types", None) or [
+        getattr(trainer, "loss_type", None)
+    ]
     refused = _OF_TRL.get(base.__name__, [])
-    found = {f"loss_type={t!r} has terms over a whole batch": t in refused for t in types}
+    found = {
+        f"loss_type={t!r} has terms over a whole batch": t in refused for t in types
+    }
     experts = "the auxiliary loss of a mixture of experts is a term over a batch"
     found[experts] = getattr(trainer, "aux_loss_enabled", False)
-    found["its loss is not known to be made up of its batches'"] = base.__name__ not in _OF_TRL
+    found["its loss is not known to be made up of its batches'"] = (
+        base.__name__ not in _OF_TRL
+    )
     name = _loss_class(trainer).__name__
     given = {f"{name} here: {words}": is_found for words, is_found in found.items()}
     loop.refuse("ScatterOnceMixin", given, "use the stock class on one device")
 
 
 def _loss_class(trainer: Any, module: str = "") -> Any:
-    """The first class that defines ``compute_loss``, in a module whose name begins like this."""
-    of_module = [base for base in type(trainer).__mro__ if base.__module__.startswith(module)]
+    """The first class that defines ``compute_loss``, in a module whose name begins like
+    this.
+    """
+    of_module = [
+        base for base in type(trainer).__mro__ if base.__module__.startswith(module)
+    ]
     return next((base for base in of_module if "compute_loss" in vars(base)), None)

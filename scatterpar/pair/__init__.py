@@ -1,1 +1,3 @@
-"""The pair leaves outputs and losses on the devices that compute them; the engine never uses it."""
+"""The pair leaves outputs and losses on the devices that compute them; the engine never
+uses it.
+"""

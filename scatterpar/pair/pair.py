@@ -1,8 +1,9 @@
-"""DataParallelModel, DataParallelCriterion, gather: outputs and losses stay on their devices.
+"""DataParallelModel, DataParallelCriterion, gather: outputs and losses stay on their
+devices.
 
-The pair follows Hang Zhang's PyTorch-Encoding (``encoding.parallel``). The model returns a tuple
-with one entry per replica. The criterion computes each entry's loss on the device of that entry, so
-no device has to hold all outputs.
+The pair follows Hang Zhang's PyTorch-Encoding (``encoding.parallel``). The model
+returns a tuple with one entry per replica. The criterion computes each entry's loss on
+the device of that entry, so no device has to hold all outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import join_rows
 from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, physical, resolve
+from scatterpar.devices.runtime import (
+    DeviceLike,
+    has_streams,
+    is_async,
+    physical,
+    resolve,
+)
 from scatterpar.devices.transfers import to_device
 from scatterpar.pair.autograd import (
     AutogradTransfers,
@@ -37,7 +44,13 @@ from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
 from scatterpar.step.attempt import Attempt, Proceed
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.request import Count, Request, check_function, check_module, resolve_reduction
+from scatterpar.step.request import (
+    Count,
+    Request,
+    check_function,
+    check_module,
+    resolve_reduction,
+)
 from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
 from scatterpar.threads.workers import Workers, restored
 from scatterpar.torch_private import saved_tensors_hooks
@@ -60,12 +73,17 @@ class _OfPair(Wrapper):
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids or (), f"this {type(self).__name__}")
-        self._checked_modes: set[Hashable] = set()  # in which a forward pass wrote no parameter
+        # in which a forward pass wrote no parameter
+        self._checked_modes: set[Hashable] = set()
 
-    def _run(self, request: Request, plan: Plan, work: Callable[[Any, int], Any]) -> list[Any]:
-        """Call ``work(replica of module, number)`` for each share on its device, in parallel.
+    def _run(
+        self, request: Request, plan: Plan, work: Callable[[Any, int], Any]
+    ) -> list[Any]:
+        """Call ``work(replica of module, number)`` for each share on its device, in
+        parallel.
 
-        Then the module gets the buffers of replica 0. If a call raises, random state is restored.
+        Then the module gets the buffers of replica 0. If a call raises, random state is
+        restored.
         """
         module, devices = self.module, [share.device for share in plan.shares]
         copies: list[PassingReplica] = []
@@ -79,10 +97,15 @@ class _OfPair(Wrapper):
 
         replicas = Replicas(devices, ReplicaOptions())  # none: the calls have their own
         with Attempt(self._workers, request, plan, replicas) as attempt, guard:
-            # Checkpointing identifies recomputed tensors by the order in which they were saved.
+            # Checkpointing identifies recomputed tensors by the order in which they
+            # were saved.
             hooks = saved_tensors_hooks()
-            attempt.is_serial = hooks is not None and hooks[0].__module__ == checkpoint.__module__
-            results = attempt.run(call, [SimpleNamespace(share=share) for share in plan.shares])
+            attempt.is_serial = (
+                hooks is not None and hooks[0].__module__ == checkpoint.__module__
+            )
+            results = attempt.run(
+                call, [SimpleNamespace(share=share) for share in plan.shares]
+            )
         attempt.generators.commit()
         buffer_writer(copies[0].changed_buffers() if copies else ())()
         return results
@@ -96,10 +119,11 @@ class DataParallelModel(_OfPair):
         device_ids: one entry per replica, as in ``ScatterOnceParallel``.
         dim: the dimension that holds the rows.
 
-    Raises:
-        TypeError: ``module`` is no ``nn.Module``, or is wrapped in another one that makes replicas;
+    Raises: TypeError: ``module`` is no ``nn.Module``, or is wrapped in another one that
+        makes replicas;
             ``device_ids`` is no list.
-        ValueError: a device that does not exist, or a parameter that is not on ``device_ids[0]``.
+        ValueError: a device that does not exist, or a parameter that is not on
+            ``device_ids[0]``.
 
     Example:
         >>> import torch
@@ -116,44 +140,55 @@ class DataParallelModel(_OfPair):
     """
 
     def __init__(
-        self, module: nn.Module, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        dim: int = 0,
     ) -> None:
         check_module(module)
         super().__init__(module, resolve(device_ids), dim)
         master = self.device_ids[0]
         if len({*self.device_ids}) > 1 and is_async(master) and not has_streams(master):
             raise ValueError(
-                f"device_ids: {master} has no events, which autograd needs between devices; use "
+                f"device_ids: {master} has no events, which autograd needs between "
+                "devices; use "
                 f"one device, or ScatterOnceParallel, which needs none"
             )
         check_placement(module, self.device_ids, lazy=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The module's outputs: a tuple with one entry per replica used, each on its device.
+        """The module's outputs: a tuple with one entry per replica used, each on its
+        device.
 
-        Args:
-            inputs: positional arguments of the module, nested at will. Tensors are split
+        Args: inputs: positional arguments of the module, nested at will. Tensors are
+            split
                 along ``dim``; 0-dim tensors and everything else go to every replica.
             kwargs: keyword arguments of the module, handled in the same way.
 
-        Returns:
-            The outputs. The module gets the buffers of replica 0. Inputs that require grad and the
-            module's parameters get their gradients by ``backward()``.
+        Returns: The outputs. The module gets the buffers of replica 0. Inputs that
+            require grad and the module's parameters get their gradients by
+            ``backward()``.
 
-        Raises:
-            ValueError: no rows, or tensors with different numbers of rows.
-            RuntimeError: a call from inside another, a forward pass that writes parameters, a lazy
-                module that was never called, or copies between devices that arrive corrupted.
+        Raises: ValueError: no rows, or tensors with different numbers of rows.
+            RuntimeError: a call from inside another, a forward pass that writes
+            parameters, a lazy
+                module that was never called, or copies between devices that arrive
+                corrupted.
 
-            Exceptions of the module are raised unchanged, with a note that names the replica.
+            Exceptions of the module are raised unchanged, with a note that names the
+            replica.
         """
-        rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, refuse_grad=False)
+        rows = count_rows(
+            {"inputs": inputs, "keyword inputs": kwargs}, self.dim, refuse_grad=False
+        )
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
             check_links(self.device_ids)
-            calls = scatter_owned(call_inputs(inputs, kwargs), plan, self.dim, transfers)
+            calls = scatter_owned(
+                call_inputs(inputs, kwargs), plan, self.dim, transfers
+            )
 
             def output_of(replica: Any, number: int) -> Any:
                 args, kwargs = calls[number]
@@ -167,15 +202,15 @@ class DataParallelModel(_OfPair):
 class DataParallelCriterion(_OfPair):
     """Compute the loss of each replica's outputs on the device that holds them.
 
-    Args:
-        criterion: any callable ``criterion(output, targets)`` that returns a 0-dim loss. If it is a
-            module, its parameters and buffers are replicated and trained like those of the model.
+    Args: criterion: any callable ``criterion(output, targets)`` that returns a 0-dim
+        loss. If it is a
+            module, its parameters and buffers are replicated and trained like those of
+            the model.
         device_ids: one entry per replica; by default the devices of the outputs.
         dim: the dimension that holds the rows.
 
-    Raises:
-        TypeError: ``criterion`` is a class or cannot be called, or ``device_ids`` is no list.
-        ValueError: a device that is not here.
+    Raises: TypeError: ``criterion`` is a class or cannot be called, or ``device_ids``
+        is no list. ValueError: a device that is not here.
 
     Example:
         >>> import torch
@@ -191,7 +226,9 @@ class DataParallelCriterion(_OfPair):
         dim: int = 0,
     ) -> None:
         check_function("criterion", criterion)
-        super().__init__(criterion, None if device_ids is None else resolve(device_ids), dim)
+        super().__init__(
+            criterion, None if device_ids is None else resolve(device_ids), dim
+        )
 
     def forward(
         self,
@@ -203,22 +240,24 @@ class DataParallelCriterion(_OfPair):
     ) -> Tensor:
         """The loss of the whole batch, 0-dim, on the master, for ``loss.backward()``.
 
-        Args:
-            outputs: the tuple that ``DataParallelModel`` returned, with one entry per replica used.
-            targets: the targets of the whole batch, nested at will, with the rows of all outputs.
+        Args: outputs: the tuple that ``DataParallelModel`` returned, with one entry per
+            replica used. targets: the targets of the whole batch, nested at will, with
+            the rows of all outputs.
                 0-dim tensors and everything else go to every replica.
             reduction: as in ``ScatterOnceParallel.forward_backward``.
-            count: ``count(output, targets)`` gives the number of terms that the mean loss
-                of one replica averages over; by default as in ``forward_backward``.
+            count: ``count(output, targets)`` gives the number of terms that the mean
+                loss of one replica averages over; by default as in
+                ``forward_backward``.
 
-        Raises:
-            TypeError: ``outputs`` is no tuple or list, the loss is no tensor, or ``count`` cannot
+        Raises: TypeError: ``outputs`` is no tuple or list, the loss is no tensor, or
+            ``count`` cannot
                 be called.
-            ValueError: outputs and targets do not belong together, the loss is not 0-dim or not
-                real, or ``reduction="none"``.
+            ValueError: outputs and targets do not belong together, the loss is not
+                0-dim or not real, or ``reduction="none"``.
             RuntimeError: a call from inside another.
 
-            Exceptions of the criterion are raised unchanged, with a note that names the replica.
+            Exceptions of the criterion are raised unchanged, with a note that names the
+            replica.
         """
         _require_entries(outputs)
         if count is not None:
@@ -244,7 +283,9 @@ class DataParallelCriterion(_OfPair):
         return combine(losses, [weight for (weight,) in weights.by_share], plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
-        """The plan of the targets. Raises ``ValueError`` if the outputs have other shares."""
+        """The plan of the targets. Raises ``ValueError`` if the outputs have other
+        shares.
+        """
         each = [_sizes(output, self.dim) for output in outputs]
         locations = []
         for replica, output in enumerate(outputs):
@@ -253,40 +294,48 @@ class DataParallelCriterion(_OfPair):
                 raise TypeError(f"output {replica} has no tensor in it: got {kind}")
             locations.append(tensors[0].device)
         devices = locations if self.device_ids is None else self.device_ids
-        known = sum(sizes[0] for sizes in each) if all(each) else None  # if no target has rows
-        rows = count_rows({"targets": targets}, self.dim, refuse_grad=False, known=known)
+        # if no target has rows
+        known = sum(sizes[0] for sizes in each) if all(each) else None
+        rows = count_rows(
+            {"targets": targets}, self.dim, refuse_grad=False, known=known
+        )
         plan = make_plan(rows, devices) if devices else None
         if plan is None or len(plan.shares) != len(outputs):
             raise ValueError(
                 f"outputs have {len(outputs)} shares, but {rows} rows of targets on "
-                f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass the tuple "
+                f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass "
+                "the tuple "
                 f"that the model returned for this batch"
             )
         for share, sizes, device in zip(plan.shares, each, locations, strict=True):
             if physical(share.device) != device:
                 raise ValueError(
-                    f"output {share.replica} is on {device}, but device_ids[{share.replica}] is "
-                    f"{share.device}; give the criterion the model's device_ids, or none"
+                    f"output {share.replica} is on {device}, but "
+                    f"device_ids[{share.replica}] is "
+                    f"{share.device}; give the criterion the model's device_ids, or "
+                    "none"
                 )
             if sizes and share.rows not in sizes:
                 raise ValueError(
-                    f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, but its "
-                    f"share of the targets has {share.rows}; pass outputs and targets of one batch"
+                    f"output {share.replica} has {sizes[0]} rows along "
+                    f"dim={self.dim}, but its "
+                    f"share of the targets has {share.rows}; pass outputs and targets "
+                    "of one batch"
                 )
         return plan
 
 
 def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
-    """Bring the replicas' outputs together on one device, rows in order, differentiably.
+    """Bring the replicas' outputs together on one device, rows in order,
+    differentiably.
 
     Args:
         outputs: one entry per replica, of the same nested types.
         device: an int (ordinal of the accelerator), a string or a device.
         dim: the dimension that holds the rows.
 
-    Returns:
-        One value of the entries' nested type. 0-dim tensors in it are averaged, weighted by
-        the rows of their entry.
+    Returns: One value of the entries' nested type. 0-dim tensors in it are averaged,
+        weighted by the rows of their entry.
 
     Raises:
         TypeError: ``outputs`` is no tuple or list.
@@ -301,7 +350,10 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     if not outputs:
         raise ValueError("there are no outputs to gather")
     (target,) = resolve([device])
-    moved = [nested.map_tensors(partial(to_device, device=target), output) for output in outputs]
+    moved = [
+        nested.map_tensors(partial(to_device, device=target), output)
+        for output in outputs
+    ]
     rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
     return join_rows(moved, dim, rows)
 
@@ -315,6 +367,7 @@ def _require_entries(outputs: Any) -> None:
     """Refuse outputs that are not a tuple or list with one entry per replica."""
     if not isinstance(outputs, (tuple, list)) or hasattr(outputs, "_fields"):
         raise TypeError(
-            f"outputs must be the tuple that DataParallelModel returns, with one entry per "
+            "outputs must be the tuple that DataParallelModel returns, with one "
+            "entry per "
             f"replica, got {type(outputs).__name__}"
         )

@@ -1,4 +1,6 @@
-"""Copies of the master's tensors in the other memories: each memory gets a changed tensor once."""
+"""Copies of the master's tensors in the other memories: each memory gets a changed
+tensor once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.coalescing import deliver, empty_like_on, messages, pack, tree_pairs
+from scatterpar.devices.coalescing import (
+    deliver,
+    empty_like_on,
+    messages,
+    pack,
+    tree_pairs,
+)
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.runtime import HOST, empty
 from scatterpar.devices.transfers import Transfers, to_numbers
@@ -21,7 +29,9 @@ _VERSION = attrgetter("_version")
 
 
 def version(tensor: Tensor) -> int:
-    """How often ``tensor`` was written; 0 for inference tensors, which do not count writes."""
+    """How often ``tensor`` was written; 0 for inference tensors, which do not count
+    writes.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -36,31 +46,46 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 class Broadcast:
     """Copies of the dense tensors in ``contents`` on every device except the first.
 
-    A parameter is sent if its version has changed since it was last sent, for example by an
-    optimizer step. Writes through ``.data``, a NumPy view or another storage do not change the
-    version. So the fingerprints of the other parameters are compared with those of the copies on
-    another device. So are the fingerprints of buffers, whose versions every commit changes.
+    A parameter is sent if its version has changed since it was last sent, for example
+    by an optimizer step. Writes through ``.data``, a NumPy view or another storage do
+    not change the version. So the fingerprints of the other parameters are compared
+    with those of the copies on another device. So are the fingerprints of buffers,
+    whose versions every commit changes.
 
-    The owner of a tensor, in ``update`` the master, sends it message by message. Every device that
-    has a message sends it on, in the reverse order of ``tree_pairs``.
+    The owner of a tensor, in ``update`` the master, sends it message by message. Every
+    device that has a message sends it on, in the reverse order of ``tree_pairs``.
     """
 
-    def __init__(self, contents: ModuleContents, device_ids: Sequence[torch.device]) -> None:
+    def __init__(
+        self, contents: ModuleContents, device_ids: Sequence[torch.device]
+    ) -> None:
         self.contents, self._tensors = contents, list(contents.tensors.values())
         for tensor in self._tensors:
             refuse_sparse("a module or criterion has", tensor)
         self.memories = list(dict.fromkeys(device_ids))
-        self.parameters = [i for i, key in enumerate(contents.tensors) if key in contents.weights]
-        self._rows, self._places = _rows(contents), list(map(Tensor.detach, self._tensors))
+        self.parameters = [
+            i for i, key in enumerate(contents.tensors) if key in contents.weights
+        ]
+        self._rows, self._places = (
+            _rows(contents),
+            list(map(Tensor.detach, self._tensors)),
+        )
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
         self._messages = messages(dict(enumerate(self._tensors)))
         self.invalidate()
 
-    def is_of(self, contents: ModuleContents, device_ids: Sequence[torch.device]) -> bool:
-        """Whether these are the same tensors, of the same kinds, on the same devices."""
-        if list(dict.fromkeys(device_ids)) != self.memories or _rows(contents) != self._rows:
+    def is_of(
+        self, contents: ModuleContents, device_ids: Sequence[torch.device]
+    ) -> bool:
+        """Whether these are the same tensors, of the same kinds, on the
+        same devices.
+        """
+        if (
+            list(dict.fromkeys(device_ids)) != self.memories
+            or _rows(contents) != self._rows
+        ):
             return False
         self.contents = contents  # another root may hold the same tensors
         self._places = list(map(Tensor.detach, self._tensors))
@@ -76,7 +101,9 @@ class Broadcast:
         return self._tensors if device == self.memories[0] else self._copies[device]
 
     def storages(self, device: torch.device) -> list[Tensor]:
-        """Where a new replica's tensors are stored: ``at(device)``, but new memory for buffers."""
+        """Where a new replica's tensors are stored: ``at(device)``, but new memory for
+        buffers.
+        """
         private = sorted(set(range(len(self._tensors))).difference(self.parameters))
         new = empty_like_on([self._tensors[i] for i in private], device)
         buffers = dict(zip(private, new, strict=True))
@@ -88,18 +115,25 @@ class Broadcast:
         self._known: dict[tuple[int, ...], Fingerprints] = {}  # of the sent values
 
     def compare(self) -> Tensor:
-        """Compare tensors that may have changed with their copies. Returns what differs.
+        """Compare tensors that may have changed with their copies. Returns what
+        differs.
 
-        ``update`` needs the result on the host, which waits once for those of several objects.
+        ``update`` needs the result on the host, which waits once for those of several
+        objects.
         """
-        parameters, self._now = set(self.parameters), versions(self._tensors)  # before the values
+        # before the values
+        parameters, self._now = set(self.parameters), versions(self._tensors)
         sent = self._sent.items()
-        doubtful = tuple(i for i, old in sent if old == self._now[i] or i not in parameters)
+        doubtful = tuple(
+            i for i, old in sent if old == self._now[i] or i not in parameters
+        )
         self._compared: dict[tuple[int, ...], Fingerprints] = {}
         if not doubtful:  # an optimizer has updated all, and there are no buffers
             return empty(0, torch.bool, HOST)
         here = self._compared[doubtful] = self._fingerprints(self.memories[0], doubtful)
-        there = self._known.get(doubtful) or self._fingerprints(self.memories[1], doubtful)
+        there = self._known.get(doubtful) or self._fingerprints(
+            self.memories[1], doubtful
+        )
         return here.differences(there)
 
     def update(self, transfers: Transfers, differences: Tensor) -> None:
@@ -108,17 +142,22 @@ class Broadcast:
             return
         now, unchanged = self._now, set[int]()
         for doubtful, here in self._compared.items():
-            unchanged = set(doubtful).difference(compress(here.owners, to_numbers(differences)))
+            unchanged = set(doubtful).difference(
+                compress(here.owners, to_numbers(differences))
+            )
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
         self._sent, self._known = dict(enumerate(now)), self._compared
 
-    def _fingerprints(self, device: torch.device, numbers: Sequence[int]) -> Fingerprints:
+    def _fingerprints(
+        self, device: torch.device, numbers: Sequence[int]
+    ) -> Fingerprints:
         return Fingerprints({i: self.at(device)[i] for i in numbers}, device)
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Copy new values from their owner's memory to all others, also to the master's.
+        """Copy new values from their owner's memory to all others, also to the
+        master's.
 
         If it fails, the next ``update`` sends the master's values of all tensors.
         """
@@ -129,8 +168,12 @@ class Broadcast:
         now = versions(self._tensors)
         self._sent = sent | {i: now[i] for i in owners}
 
-    def _send(self, owner: torch.device, numbers: Set[int], transfers: Transfers) -> None:
-        """Send the owner's tensors with these numbers, each message to all before the next."""
+    def _send(
+        self, owner: torch.device, numbers: Set[int], transfers: Transfers
+    ) -> None:
+        """Send the owner's tensors with these numbers, each message to all before the
+        next.
+        """
         start = self.memories.index(owner)
         devices = [*self.memories[start:], *self.memories[:start]]
         for message in self._messages:
@@ -141,12 +184,16 @@ class Broadcast:
             for sender, receiver in reversed(tree_pairs(len(devices))):
                 device = devices[receiver]
                 targets = [self.at(device)[i] for i in keys]
-                copies[receiver] = deliver(copies[sender], targets, device, transfers, "replicate")
+                copies[receiver] = deliver(
+                    copies[sender], targets, device, transfers, "replicate"
+                )
             del copies  # only one message has memory at a time
 
 
 def _rows(contents: ModuleContents) -> list[Any]:
-    """For each tensor what copies in other memories depend on, and whether it is a parameter."""
+    """For each tensor what copies in other memories depend on, and whether it is a
+    parameter.
+    """
     return [
         (key, key in contents.weights, type(t), t.dtype, t.device, t.shape, t.stride())
         for key, t in contents.tensors.items()

@@ -1,4 +1,6 @@
-"""The values of buffers after a step: those of replica 0, written in place if possible."""
+"""The values of buffers after a step: those of replica 0, written in
+place if possible.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def values_after(
-    modules: Sequence[nn.Module], copies: Sequence[nn.Module], copy_of: Callable[[Any], Any]
+    modules: Sequence[nn.Module],
+    copies: Sequence[nn.Module],
+    copy_of: Callable[[Any], Any],
 ) -> Iterator[tuple[int, str, Tensor | None]]:
     """Yield (module's number, name, value in the copy) for each buffer.
 
-    ``copy_of`` returns the copy of a tensor before the forward pass. Raises ``ValueError`` if a
-    forward pass registered or deleted buffers.
+    ``copy_of`` returns the copy of a tensor before the forward pass. Raises
+    ``ValueError`` if a forward pass registered or deleted buffers.
     """
     yielded: set[int] = set()  # one tensor may be a buffer under several names
     for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):
@@ -35,8 +39,10 @@ def values_after(
         names |= module._non_persistent_buffers_set ^ copy._non_persistent_buffers_set
         if names:
             raise ValueError(
-                f"the forward pass registers or deletes buffers ({', '.join(sorted(names))}), on "
-                f"each replica separately: nothing was changed; register them in __init__, or call "
+                "the forward pass registers or deletes buffers "
+                f"({', '.join(sorted(names))}), on "
+                "each replica separately: nothing was changed; register them in "
+                "__init__, or call "
                 f"the module once on one micro-batch before the first step"
             )
         for name, value in copy._buffers.items():
@@ -49,18 +55,22 @@ def values_after(
 
 
 def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
-    """Returns a function that writes the buffers, in place if possible; it allocates nothing.
+    """Returns a function that writes the buffers, in place if possible; it allocates
+    nothing.
 
     Buffers that cannot be written in place are replaced if they have changed.
     """
-    can_write = torch.is_inference_mode_enabled()  # also what was made in inference mode
+    # also what was made in inference mode
+    can_write = torch.is_inference_mode_enabled()
     targets, values = dict[int, Tensor](), dict[int, Tensor]()
     replacements: list[BufferValue] = []
     for place, name, value in buffers:
         target = place.get(name)
         if value is None or target is None or _KIND(target) != _KIND(value):
             if value is not target:
-                replacements.append((place, name, value if value is None else value.detach()))
+                replacements.append(
+                    (place, name, value if value is None else value.detach())
+                )
         # One tensor under two names that got two values.
         elif values.get(id(target), value) is not value:
             replacements.append((place, name, value.detach()))

@@ -1,12 +1,13 @@
 """Find what a module holds, notice when it is rebound, and copy it for a replica.
 
-A module holds more than parameters: attributes, lists of submodules, hooks, a ``forward`` that is a
-bound method of itself. ``ModuleCopy`` copies all of it, with the protocol of ``torch.nn.parallel``
-(``Module._replicate_for_data_parallel``).
+A module holds more than parameters: attributes, lists of submodules, hooks, a
+``forward`` that is a bound method of itself. ``ModuleCopy`` copies all of it, with the
+protocol of ``torch.nn.parallel`` (``Module._replicate_for_data_parallel``).
 
-A function that closes over the module, such as ``module.forward = lambda x: old(x)``, would run the
-user's module in every replica. So it is copied: the same code, with closure cells that refer to the
-replica. Cells with other contents stay shared: a hook that appends to a list fills the user's list.
+A function that closes over the module, such as ``module.forward = lambda x: old(x)``,
+would run the user's module in every replica. So it is copied: the same code, with
+closure cells that refer to the replica. Cells with other contents stay shared: a hook
+that appends to a list fills the user's list.
 """
 
 from __future__ import annotations
@@ -24,9 +25,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.checks import composite_like, held_by, is_composite, is_state, new_like
+from scatterpar.replicas.checks import (
+    composite_like,
+    held_by,
+    is_composite,
+    is_state,
+    new_like,
+)
 from scatterpar.report import warn
-from scatterpar.torch_private import CompileFn, compile_fn_of, is_compiled_module, unwrapped
+from scatterpar.torch_private import (
+    CompileFn,
+    compile_fn_of,
+    is_compiled_module,
+    unwrapped,
+)
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _SWITCHES = {bool, str, bytes, type(None)}
@@ -55,20 +67,27 @@ class Compiler(Protocol):
 class ModuleContents:
     """Everything that ``roots`` hold: modules, containers and tensors, each once.
 
-    Attributes and plain containers are searched, too, so that an unregistered list of blocks is
-    replicated as well. With ``device``, only tensors on this device are found.
+    Attributes and plain containers are searched, too, so that an unregistered list of
+    blocks is replicated as well. With ``device``, only tensors on this device are
+    found.
     """
 
-    def __init__(self, roots: Iterable[Any], device: torch.device | None = None) -> None:
+    def __init__(
+        self, roots: Iterable[Any], device: torch.device | None = None
+    ) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
-        # Parameters, and the tensors of frozen quantised ones: replicas in one memory share them.
+        # Parameters, and the tensors of frozen quantised ones: replicas in one memory
+        # share them.
         self.weights: set[int] = set()
-        self.holders: dict[int, tuple[Tensor, list[Any]]] = {}  # parameters with other tensors
+        # parameters with other tensors
+        self.holders: dict[int, tuple[Tensor, list[Any]]] = {}
         self.states: dict[int, Any] = {}  # objects with tensors of frozen parameters
-        self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # and wrappers of these
-        self.objects: dict[int, Any] = {}  # shared by replicas, with everything that they hold
+        # and wrappers of these
+        self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}
+        # shared by replicas, with everything that they hold
+        self.objects: dict[int, Any] = {}
         # Of copied functions, with their contents, so that no id is reused.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self._seen: set[int] = set()
@@ -84,13 +103,19 @@ class ModuleContents:
         elif is_compiled_module(value):
             original, compile_fn = unwrapped(value)
             assert compile_fn is not None
-            self.compiled[id(value)] = self.compiled[id(original)] = (original, compile_fn)
+            self.compiled[id(value)] = self.compiled[id(original)] = (
+                original,
+                compile_fn,
+            )
             self._visit(original)
         elif isinstance(value, nn.Module):
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
                 if value._compiled_call_impl is not None:
-                    self.compiled[id(value)] = value, compile_fn_of(value._compiled_call_impl)
+                    self.compiled[id(value)] = (
+                        value,
+                        compile_fn_of(value._compiled_call_impl),
+                    )
                 self._visit_container(vars(value))
         elif type(value) in _CONTAINERS:
             if id(value) not in self._seen:
@@ -100,7 +125,9 @@ class ModuleContents:
         elif not isinstance(value, (types.FunctionType, weakref.ref)):
             for one in _parts(value)[0]:
                 self._visit(one)
-            if hasattr(value, "__dict__") and not isinstance(value, (type, types.MethodType)):
+            if hasattr(value, "__dict__") and not isinstance(
+                value, (type, types.MethodType)
+            ):
                 self.objects[id(value)] = value
 
     def _visit_tensor(self, tensor: Tensor, is_weight: bool) -> None:
@@ -115,14 +142,17 @@ class ModuleContents:
             self.tensors[id(tensor)] = tensor
             if is_weight:
                 self.weights.add(id(tensor))
-        # What a subclass consists of is no attribute, except a parameter's, such as ``scale = 5``.
+        # What a subclass consists of is no attribute, except a parameter's, such as
+        # ``scale = 5``.
         is_plain = isinstance(tensor, nn.Parameter) or not is_made_of_others
         if is_plain and id(vars(tensor)) not in self._seen:
             self._seen.add(id(vars(tensor)))
             self.containers.append(vars(tensor))
 
     def _visit_held(self, held: Iterable[Any]) -> None:
-        """Find the tensors in what a frozen parameter holds, such as ``weight.quant_state``."""
+        """Find the tensors in what a frozen parameter holds, such as
+        ``weight.quant_state``.
+        """
         for value in held:
             if isinstance(value, Tensor):
                 self._visit_tensor(value, is_weight=True)
@@ -150,30 +180,45 @@ class ModuleContents:
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))
         self.containers.append(container)
-        # A list, because an item, such as a module that is imported lazily, may add others.
-        for item in [*(container.values() if isinstance(container, dict) else container)]:
+        # A list, because an item, such as a module that is imported lazily, may add
+        # others.
+        for item in [
+            *(container.values() if isinstance(container, dict) else container)
+        ]:
             self._visit(item)
 
 
 class Snapshot:
-    """The contents of some containers, by identity, and ``facts``; detects any change of them.
+    """The contents of some containers, by identity, and ``facts``; detects any change
+    of them.
 
-    The comparison runs in C loops: a tree of 287 modules has eight thousand entries. It reads all
-    of them, because no Python API reports reliably which dictionaries were written.
+    The comparison runs in C loops: a tree of 287 modules has eight thousand entries. It
+    reads all of them, because no Python API reports reliably which dictionaries were
+    written.
     """
 
-    def __init__(self, containers: Iterable[Any], facts: Callable[[], list[Any]] = list) -> None:
+    def __init__(
+        self, containers: Iterable[Any], facts: Callable[[], list[Any]] = list
+    ) -> None:
         self._facts, self._known, self._containers = facts, facts(), list(containers)
         self._saved: list[Any]
-        self._saved = [dict(c) if isinstance(c, dict) else list(c) for c in self._containers]
+        self._saved = [
+            dict(c) if isinstance(c, dict) else list(c) for c in self._containers
+        ]
         self._remember()
 
     def _remember(self) -> None:
         """Sort the saved contents for ``unchanged``."""
         self._sizes = list(map(len, self._saved))
-        full = [pair for pair in zip(self._containers, self._saved, strict=True) if pair[1]]
-        named = [type(c) is dict and {str}.issuperset(map(type, saved)) for c, saved in full]
-        self._others = [pair for pair, is_named in zip(full, named, strict=True) if not is_named]
+        full = [
+            pair for pair in zip(self._containers, self._saved, strict=True) if pair[1]
+        ]
+        named = [
+            type(c) is dict and {str}.issuperset(map(type, saved)) for c, saved in full
+        ]
+        self._others = [
+            pair for pair, is_named in zip(full, named, strict=True) if not is_named
+        ]
         dicts = [*compress(full, named)]
         self._dicts = [container for container, _ in dicts]
         self._names = [name for _, saved in dicts for name in saved]
@@ -185,22 +230,36 @@ class Snapshot:
             list(map(len, self._containers)) == self._sizes
             and self._facts() == self._known
             and list(chain.from_iterable(self._dicts)) == self._names
-            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(
+                map(
+                    is_,
+                    chain.from_iterable(map(dict.values, self._dicts)),
+                    self._values,
+                )
+            )
             and all(starmap(_is_same, self._others))
         )
 
     def flags(self) -> int:
-        """A hash of the values that may be switches: strings, booleans, bytes and ``None``."""
+        """A hash of the values that may be switches: strings, booleans, bytes and
+        ``None``.
+        """
         return hash(tuple(value for value in self._values if type(value) in _SWITCHES))
 
     def _changed(self) -> Iterator[tuple[int, Any, Any]]:
-        """Yield (number, container, saved contents) for each container that has changed."""
-        for i, (container, saved) in enumerate(zip(self._containers, self._saved, strict=True)):
+        """Yield (number, container, saved contents) for each container that has
+        changed.
+        """
+        for i, (container, saved) in enumerate(
+            zip(self._containers, self._saved, strict=True)
+        ):
             if (container or saved) and not _is_same(container, saved):
                 yield i, container, saved
 
     def restore(self) -> None:
-        """Restore the contents of the containers, except attributes that torch's compiler sets."""
+        """Restore the contents of the containers, except attributes that torch's
+        compiler sets.
+        """
         for _, container, saved in self._changed():
             if isinstance(saved, dict):
                 names = [key for key in container if isinstance(key, str)]
@@ -211,7 +270,9 @@ class Snapshot:
         self._remember()
 
     def value_changes(self) -> list[ValueChange] | None:
-        """The plain values that were replaced by others; ``None`` if anything else has changed."""
+        """The plain values that were replaced by others; ``None`` if anything else has
+        changed.
+        """
         changes = []
         for i, now, saved in self._changed():
             if not isinstance(saved, dict) or list(now) != list(saved):
@@ -233,24 +294,36 @@ class Snapshot:
 def _is_same(container: Any, saved: Any) -> bool:
     if len(container) != len(saved) or not all(map(is_, container, saved)):
         return False
-    return not isinstance(saved, dict) or all(map(is_, container.values(), saved.values()))
+    return not isinstance(saved, dict) or all(
+        map(is_, container.values(), saved.values())
+    )
 
 
 class ModuleCopy:
     """A copy of ``ModuleContents``, with other tensors.
 
-    Modules and containers are copied. So are tuples, bound methods, partials, weak references and
-    functions that refer to any of these. The copies refer to each other. Everything else is shared
-    with the original. ``tensors`` are the copy's, in the order of the contents' tensors.
+    Modules and containers are copied. So are tuples, bound methods, partials, weak
+    references and functions that refer to any of these. The copies refer to each other.
+    Everything else is shared with the original. ``tensors`` are the copy's, in the
+    order of the contents' tensors.
     """
 
     def __init__(
-        self, found: ModuleContents, tensors: Sequence[Tensor], compiler: Compiler | None = None
+        self,
+        found: ModuleContents,
+        tensors: Sequence[Tensor],
+        compiler: Compiler | None = None,
     ) -> None:
         self._found, self._compiler = found, compiler
         self._copies: dict[int, Any] = dict(zip(found.tensors, tensors, strict=True))
         containers = set(map(id, found.containers))
-        replicated = found.tensors, found.holders, found.states, found.compiled, found.modules
+        replicated = (
+            found.tensors,
+            found.holders,
+            found.states,
+            found.compiled,
+            found.modules,
+        )
         self._replicated = containers.union(*replicated)
         for original, parts in found.holders.values():  # inner ones come first
             if is_composite(original):
@@ -262,7 +335,10 @@ class ModuleCopy:
         for tensor in chain(found.tensors.values(), holders):
             if id(attributes := vars(tensor)) in containers:
                 copied = self._copies[id(attributes)] = vars(self._copies[id(tensor)])
-                copied |= {name: self._copies.get(id(one), one) for name, one in attributes.items()}
+                copied |= {
+                    name: self._copies.get(id(one), one)
+                    for name, one in attributes.items()
+                }
         self.containers = [self.copy_of(container) for container in found.containers]
 
     def copy_of(self, value: Any) -> Any:
@@ -291,7 +367,8 @@ class ModuleCopy:
             made.clear()
             is_dict = isinstance(value, dict)
             items = value.values() if is_dict else value
-            copies = [self.copy_of(item) for item in items]  # ``map`` would swallow StopIteration
+            # ``map`` would swallow StopIteration
+            copies = [self.copy_of(item) for item in items]
             _refill(made, zip(value, copies, strict=True) if is_dict else copies)
             return made
         return self._fill(value, copy.copy(value))  # a state
@@ -301,32 +378,48 @@ class ModuleCopy:
         attributes, state = vars(original), vars(made)
         self._copies |= {id(original): made, id(attributes): state}
         for name, item in state.items():
-            # The protocol copies some containers; this copies all of them, from the source.
-            source = attributes[name] if type(item) in _CONTAINERS and name in attributes else item
+            # The protocol copies some containers; this copies all of them, from the
+            # source.
+            source = (
+                attributes[name]
+                if type(item) in _CONTAINERS and name in attributes
+                else item
+            )
             state[name] = self.copy_of(source)
         return made
 
     def _function(self, function: types.FunctionType) -> Any:
-        """The function, or a copy that refers to copies if it refers to replicated objects."""
+        """The function, or a copy that refers to copies if it refers to replicated
+        objects.
+        """
         of_file = function.__globals__
         for name in function.__code__.co_names:
             if name in of_file and self._refers(of_file[name]):
                 warn(
-                    f"the function {function.__qualname__}, which the module holds, names "
-                    f"{name!r} of its file: replicas that call it use the user's own module there; "
-                    f"define it inside a function, so that it closes over {name!r}, or bind "
+                    f"the function {function.__qualname__}, which the module holds, "
+                    "names "
+                    f"{name!r} of its file: replicas that call it use the user's own "
+                    "module there; "
+                    f"define it inside a function, so that it closes over {name!r}, "
+                    "or bind "
                     f"{name!r} with functools.partial"
                 )
         if not self._refers(function):
             return function
         cells = function.__closure__ or ()
-        new = tuple(types.CellType() if self._refers(contents(cell)) else cell for cell in cells)
+        new = tuple(
+            types.CellType() if self._refers(contents(cell)) else cell for cell in cells
+        )
         copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
-        self._copies[id(function)] = copied  # before cells are filled: a function may call itself
+        # before cells are filled: a function may call itself
+        self._copies[id(function)] = copied
         copied.__defaults__ = self.copy_of(function.__defaults__)
         keywords = function.__kwdefaults__ or {}
-        copied.__kwdefaults__ = {name: self.copy_of(value) for name, value in keywords.items()}
-        functools.update_wrapper(copied, function)  # keeps it alive: its id is not used again
+        copied.__kwdefaults__ = {
+            name: self.copy_of(value) for name, value in keywords.items()
+        }
+        # keeps it alive: its id is not used again
+        functools.update_wrapper(copied, function)
         for cell, new_cell in zip(cells, new, strict=True):
             if new_cell is not cell:
                 new_cell.cell_contents = self.copy_of(cell.cell_contents)
@@ -345,7 +438,9 @@ class ModuleCopy:
 
 
 def _refill(container: Any, items: Any) -> None:
-    (container.update if isinstance(container, (dict, set)) else container.extend)(items)
+    (container.update if isinstance(container, (dict, set)) else container.extend)(
+        items
+    )
 
 
 def is_leaf(tensor: Tensor) -> bool:
@@ -365,7 +460,9 @@ def contents(cell: types.CellType) -> Any:
 
 
 def _parts(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
-    """What a function, method, partial, weak reference or tuple refers to; how to make another."""
+    """What a function, method, partial, weak reference or tuple refers to; how to make
+    another.
+    """
     if isinstance(value, types.MethodType):
         return (value.__self__,), functools.partial(types.MethodType, value.__func__)
     if type(value) is weakref.ref:
@@ -384,18 +481,28 @@ def _parts(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
         return value, kind if hasattr(value, "_fields") else lambda *parts: kind(parts)
     if isinstance(value, types.FunctionType):  # copied by ``ModuleCopy``
         cells = map(contents, value.__closure__ or ())
-        return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()), type
+        return (
+            *cells,
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        ), type
     return (), type
 
 
 def module_of(function: Any) -> nn.Module | None:
     """The module that ``function`` is, or is a method of; ``None`` if there is none."""
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    owner = (
+        function
+        if isinstance(function, nn.Module)
+        else getattr(function, "__self__", None)
+    )
     return owner if isinstance(owner, nn.Module) else None
 
 
 def root_to_replicate(function: Any) -> Any:
-    """``module_of(function)`` unless replicas share it; a partial that binds modules or tensors."""
+    """``module_of(function)`` unless replicas share it; a partial that binds modules or
+    tensors.
+    """
     if type(function) is not functools.partial:
         module = module_of(function)
         return None if module is None or _is_stateless(module) else module
@@ -404,7 +511,9 @@ def root_to_replicate(function: Any) -> Any:
 
 
 def _is_stateless(module: nn.Module) -> bool:
-    """Whether ``module`` is a loss of torch, whose calls change nothing, with plain values only."""
+    """Whether ``module`` is a loss of torch, whose calls change nothing, with plain
+    values only.
+    """
     others = [value for value in vars(module).values() if type(value) not in _PLAIN]
     items = (value.values() if isinstance(value, dict) else value for value in others)
     is_of_torch = type(module).__module__ == "torch.nn.modules.loss"

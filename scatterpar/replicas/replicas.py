@@ -1,4 +1,6 @@
-"""Replicas: built once, kept, and updated to match the master's module before every step."""
+"""Replicas: built once, kept, and updated to match the master's module before every
+step.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,16 @@ from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.threads.workers import restored
 from scatterpar.torch_private import CompileFn
 
-Records = dict[int, list[Any]]  # what replicas record in a step, by number of the module
+# what replicas record in a step, by number of the module
+Records = dict[int, list[Any]]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Statistics(Protocol):
-    """The statistics of a step, from which running statistics are updated; an add-on has it."""
+    """The statistics of a step, from which running statistics are updated; an add-on
+    has it.
+    """
 
     def values(self) -> list[BufferValue]:
         """The new values of buffers: the container, the name and the value of each."""
@@ -44,14 +49,18 @@ class Statistics(Protocol):
         """The tensors to which ranks add a dimension, with one entry per rank."""
 
     def pooled(self, rows: Sequence[Sequence[Tensor]]) -> Statistics:
-        """The statistics of all ranks; ``rows`` has the entries of each tensor of ``to_pool``."""
+        """The statistics of all ranks; ``rows`` has the entries of each tensor of
+        ``to_pool``.
+        """
 
 
 class StatisticsPolicy(Protocol):
     """Which running statistics are updated once per step; an add-on has it."""
 
     def record(self, modules: Iterable[nn.Module]) -> Records:
-        """Make a replica's ``modules`` record. Returns the records, which are filled in a step."""
+        """Make a replica's ``modules`` record. Returns the records, which are filled in
+        a step.
+        """
 
     def of_step(
         self, replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
@@ -65,13 +74,18 @@ class ReplicaOptions(NamedTuple):
     accumulate_dtype: torch.dtype | None = None
     statistics_policy: StatisticsPolicy | None = None
     compile_fn: CompileFn | None = None  # compiles the whole module
-    make_compiler: Callable[[], Compiler] | None = None  # called if a module is compiled
+    # called if a module is compiled
+    make_compiler: Callable[[], Compiler] | None = None
 
 
 class Replicas:
-    """The replicas of a module, one per entry of ``device_ids``, and of its criterion."""
+    """The replicas of a module, one per entry of ``device_ids``, and of
+    its criterion.
+    """
 
-    def __init__(self, device_ids: Sequence[torch.device], options: ReplicaOptions) -> None:
+    def __init__(
+        self, device_ids: Sequence[torch.device], options: ReplicaOptions
+    ) -> None:
         self._device_ids, self.options = tuple(device_ids), options
         self.discard()
 
@@ -79,17 +93,22 @@ class Replicas:
         """Forget the replicas: threads of an interrupted step may still use them."""
         self.of_model = ReplicaSet(self.options)
         self._of_criterion = ReplicaSet(self.options._replace(compile_fn=None))
-        self.replica_sets = [self.of_model]  # and that of the criterion, if it needs replicas
+        # and that of the criterion, if it needs replicas
+        self.replica_sets = [self.of_model]
         self.criteria: list[Any] = []  # one per replica
 
     def refresh(
-        self, module: nn.Module, criterion: Any, transfers: Transfers, number: int | None = None
+        self,
+        module: nn.Module,
+        criterion: Any,
+        transfers: Transfers,
+        number: int | None = None,
     ) -> None:
         """Update all replicas to match the user's modules.
 
-        A criterion that is a module, or a method of one, is replicated like the model, or only
-        ``number`` times, on the first devices. So are the modules and tensors that a
-        ``functools.partial`` binds. Any other callable is called unchanged.
+        A criterion that is a module, or a method of one, is replicated like the model,
+        or only ``number`` times, on the first devices. So are the modules and tensors
+        that a ``functools.partial`` binds. Any other callable is called unchanged.
         """
         root, device_ids = root_to_replicate(criterion), self._device_ids
         self.replica_sets = [self.of_model]
@@ -99,14 +118,20 @@ class Replicas:
                 self._of_criterion.follow(root, device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
             # The host waits once, for the model's and the criterion's.
-            differences = to_host([each.broadcast.compare() for each in self.replica_sets])
+            differences = to_host(
+                [each.broadcast.compare() for each in self.replica_sets]
+            )
             for each, found in zip(self.replica_sets, differences, strict=True):
                 each.send(transfers, found)
             replicas = self.replica_sets[-1].replicas
-            self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
+            self.criteria = [
+                criterion if root is None else r.copy_of(criterion) for r in replicas
+            ]
 
     def end_substep(self) -> None:
-        """The sub-step of this thread's replica has ended: other replicas may compile."""
+        """The sub-step of this thread's replica has ended: other
+        replicas may compile.
+        """
         for each in self.replica_sets:
             if each.compiler is not None:
                 each.compiler.release()
@@ -121,19 +146,21 @@ class Replicas:
 class ReplicaSet:
     """The replicas of one root: a module, or a partial that binds modules or tensors.
 
-    On the master's device, parameters share the master's storage. Every other device has one copy
-    of them, which its replicas share. Each replica has private buffers. ``follow`` and ``send``
-    make all replicas match the master, whatever the user has changed in the module.
+    On the master's device, parameters share the master's storage. Every other device
+    has one copy of them, which its replicas share. Each replica has private buffers.
+    ``follow`` and ``send`` make all replicas match the master, whatever the user has
+    changed in the module.
 
-    By the number of a tensor, ``trained`` has the dtype in which its gradients are added, and
-    ``leaves`` the master's tensor, unless it was computed from parameters.
+    By the number of a tensor, ``trained`` has the dtype in which its gradients are
+    added, and ``leaves`` the master's tensor, unless it was computed from parameters.
     """
 
     def __init__(self, options: ReplicaOptions) -> None:
         self.options = options
         self.compiler: Compiler | None = None  # if a module is compiled
         self.changes = 0  # how often the modules changed, except in values of tensors
-        self.builds = 0  # how often more than plain values changed, so that replicas were made
+        # how often more than plain values changed, so that replicas were made
+        self.builds = 0
         self.flags = 0  # a hash of all switches, such as ``training``
         self.root: Any = None
         self.device_ids: tuple[torch.device, ...] = ()
@@ -142,14 +169,18 @@ class ReplicaSet:
         self._state: Snapshot | None = None
 
     def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> None:
-        """Update or rebuild the replicas to match ``root``, except values of tensors."""
+        """Update or rebuild the replicas to match ``root``, except
+        values of tensors.
+        """
         is_other = root is not self.root or device_ids != self.device_ids
         self.root, self.device_ids = root, device_ids
         if is_other or not self._update_in_place():
             self._build()
 
     def send(self, transfers: Transfers, differences: Tensor) -> None:
-        """Send the values of tensors to all replicas. Call it under ``torch.no_grad()``."""
+        """Send the values of tensors to all replicas. Call it under
+        ``torch.no_grad()``.
+        """
         self.broadcast.update(transfers, differences)
         for replica in self.replicas:
             replica.refresh()
@@ -160,7 +191,10 @@ class ReplicaSet:
         if isinstance(root, nn.Module):
             return id(root) in modules
         held = ModuleContents((root,))
-        return modules >= held.modules.keys() and set(map(id, self.tensors)) >= held.tensors.keys()
+        return (
+            modules >= held.modules.keys()
+            and set(map(id, self.tensors)) >= held.tensors.keys()
+        )
 
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
@@ -171,8 +205,9 @@ class ReplicaSet:
     def _update_in_place(self) -> bool:
         """Copy changed plain values, and set which tensors require grad.
 
-        Returns ``False`` if anything else has changed, so that new replicas are needed. Plain
-        values are numbers, strings and flags: schedules change these at every step.
+        Returns ``False`` if anything else has changed, so that new replicas are needed.
+        Plain values are numbers, strings and flags: schedules change these at every
+        step.
         """
         if self._state is None or not self.broadcast.fits():
             return False
@@ -189,14 +224,18 @@ class ReplicaSet:
         return True
 
     def _set_requires_grad(self) -> None:
-        """Set which tensors require grad, and the dtypes in which their gradients are added."""
+        """Set which tensors require grad, and the dtypes in which their gradients are
+        added.
+        """
         self._required = list(map(_REQUIRES_GRAD, self.tensors))
         self.trained = {
             i: sum_dtype(tensor, self.options.accumulate_dtype)
             for i, tensor in enumerate(self.tensors)
             if tensor.requires_grad and not tensor.is_inference()
         }
-        self.leaves = {i: self.tensors[i] for i in self.trained if is_leaf(self.tensors[i])}
+        self.leaves = {
+            i: self.tensors[i] for i in self.trained if is_leaf(self.tensors[i])
+        }
         self._count_change()
         for replica in self.replicas:
             replica.set_requires_grad(self.trained)
@@ -210,39 +249,55 @@ class ReplicaSet:
         self._state = None
         self.builds += 1
         check_placement(self.root, self.device_ids)
-        self.contents = found = ModuleContents((self.root,), runtime.physical(self.device_ids[0]))
+        self.contents = found = ModuleContents(
+            (self.root,), runtime.physical(self.device_ids[0])
+        )
         self.modules = list(found.modules.values())
         self.tensors = list(found.tensors.values())  # the master's
         if not self.broadcast.is_of(found, self.device_ids):
             self.broadcast = Broadcast(found, self.device_ids)
         if (compile_fn := self.options.compile_fn) is not None:
             found.compiled.setdefault(id(self.root), (self.root, compile_fn))
-        if found.compiled and self.compiler is None and self.options.make_compiler is not None:
+        if (
+            found.compiled
+            and self.compiler is None
+            and self.options.make_compiler is not None
+        ):
             self.compiler = self.options.make_compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
-        self.guard = ParameterGuard(self.broadcast, [(r.device, r.tensors) for r in self.replicas])
+        self.guard = ParameterGuard(
+            self.broadcast, [(r.device, r.tensors) for r in self.replicas]
+        )
         self._set_requires_grad()
         self._state = Snapshot(found.containers, found.facts)
         self.flags = self._state.flags()
 
     def _refuse_created(self) -> None:
-        """Refuse trained parameters that forward passes create: the user's module lacks them."""
+        """Refuse trained parameters that forward passes create: the user's module lacks
+        them.
+        """
         for replica in self.replicas:
             known = set(map(id, replica.tensors))
             for name, parameter in parameters_of(replica.root):
                 if parameter.requires_grad and id(parameter) not in known:
                     raise ValueError(
-                        f"the forward pass creates the parameter {name!r} on each replica, where "
-                        f"no optimizer finds it; nothing was changed. Create it before the first "
+                        f"the forward pass creates the parameter {name!r} on each "
+                        "replica, where "
+                        "no optimizer finds it; nothing was changed. Create it "
+                        "before the first "
                         f"step: call the module once on one micro-batch"
                     )
 
     def buffers_after(self) -> list[BufferValue]:
-        """Replica 0's buffers, without running statistics that are updated once per step."""
+        """Replica 0's buffers, without running statistics that are updated once per
+        step.
+        """
         first = self.replicas[0]
         return [
             (self.modules[m]._buffers, name, value)
-            for m, name, value in values_after(self.modules, first.modules, first.copy_of)
+            for m, name, value in values_after(
+                self.modules, first.modules, first.copy_of
+            )
             if m not in first.records or name not in RUNNING
         ]
 
@@ -251,7 +306,9 @@ class ReplicaSet:
 def parameter_writes_refused(
     replica_sets: Sequence[ReplicaSet], *, second_pass: bool = False
 ) -> Iterator[None]:
-    """Refuse forward passes in the body that write or create parameters, in each pass's modes."""
+    """Refuse forward passes in the body that write or create parameters, in each pass's
+    modes.
+    """
     with contextlib.ExitStack() as stack:
         for each in replica_sets:
             mode = each.flags, second_pass
@@ -260,9 +317,15 @@ def parameter_writes_refused(
 
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a leaf's gradients are added: at least ``accumulate_dtype``."""
+    """The dtype in which a leaf's gradients are added: at least
+    ``accumulate_dtype``.
+    """
     dtype = (tensor.grad_dtype if is_leaf(tensor) else None) or tensor.dtype
-    return dtype if accumulate_dtype is None else torch.promote_types(dtype, accumulate_dtype)
+    return (
+        dtype
+        if accumulate_dtype is None
+        else torch.promote_types(dtype, accumulate_dtype)
+    )
 
 
 class Replica(ModuleCopy):
@@ -271,8 +334,11 @@ class Replica(ModuleCopy):
     def __init__(self, of: ReplicaSet, device: torch.device) -> None:
         self.device, contents = device, of.contents
         storages, sources = of.broadcast.storages(device), of.broadcast.at(device)
-        # ``.data``: an alias with its own version counter, so that writes can be attributed.
-        self.tensors = [*map(parameter_like, of.tensors, [storage.data for storage in storages])]
+        # ``.data``: an alias with its own version counter, so that writes can be
+        # attributed.
+        self.tensors = [
+            *map(parameter_like, of.tensors, [storage.data for storage in storages])
+        ]
         self._places = list(zip(self.tensors, storages, strict=True))
         private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
         self._private = [self.tensors[i] for i in private]
@@ -283,14 +349,17 @@ class Replica(ModuleCopy):
         policy = of.options.statistics_policy
         self.records = policy.record(self.modules) if policy is not None else {}
         tensors = self.tensors  # not `self`, which would be a cycle
-        self.state = Snapshot(self.containers, lambda: list(map(_REQUIRES_GRAD, tensors)))
+        self.state = Snapshot(
+            self.containers, lambda: list(map(_REQUIRES_GRAD, tensors))
+        )
         self._trained: Mapping[int, torch.dtype] = {}
 
     def refresh(self) -> None:
-        """Undo what a forward pass rebound, and copy the sources' buffers, under ``no_grad``.
+        """Undo what a forward pass rebound, and copy the sources' buffers, under
+        ``no_grad``.
 
-        A forward pass or the user may exchange the storage of a tensor (``p.data =``, ``p.set_``,
-        ``flatten_parameters``), or set ``requires_grad``.
+        A forward pass or the user may exchange the storage of a tensor (``p.data =``,
+        ``p.set_``, ``flatten_parameters``), or set ``requires_grad``.
         """
         if not self.is_as_refreshed():
             for tensor, storage in self._places:
@@ -307,9 +376,11 @@ class Replica(ModuleCopy):
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """The body begins with the state of the last refresh; then the present state is restored.
+        """The body begins with the state of the last refresh; then the present state is
+        restored.
 
-        The state is the registered buffers, the values of private tensors, and the records.
+        The state is the registered buffers, the values of private tensors, and the
+        records.
         """
         names = [(m._buffers, m._non_persistent_buffers_set) for m in self.modules]
         registered = Snapshot([*chain(*names), self.records])
@@ -331,7 +402,9 @@ class Replica(ModuleCopy):
         return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
 
     def set_requires_grad(self, trained: Mapping[int, torch.dtype]) -> None:
-        """Set which tensors are ``trained``, and the dtypes in which their gradients are added."""
+        """Set which tensors are ``trained``, and the dtypes in which their gradients
+        are added.
+        """
         self._trained = trained
         for i, tensor in enumerate(self.tensors):
             if tensor.is_leaf:

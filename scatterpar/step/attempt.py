@@ -1,4 +1,6 @@
-"""One try at a step: its random generators, transfers and times, and how it is undone."""
+"""One try at a step: its random generators, transfers and times, and how
+it is undone.
+"""
 
 from __future__ import annotations
 
@@ -23,46 +25,66 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.workers import Cancelled, Workers, add_note, restore_after, restored
+from scatterpar.threads.workers import (
+    Cancelled,
+    Workers,
+    add_note,
+    restore_after,
+    restored,
+)
 
 _Result = TypeVar("_Result")
-# Names the sub-step in notes on errors: called before each one, with ``None`` after the last.
+# Names the sub-step in notes on errors: called before each one, with ``None`` after the
+# last.
 Proceed = Callable[[int | None], None]
 _UNTIMED = contextlib.nullcontext()
-# Times its body: a part of the step, the share whose replica does it (``None``: the caller's
-# thread), and the sub-step. Threads of several replicas call it at the same time.
-Clock = Callable[[str, Share | None, int | None], contextlib.AbstractContextManager[object]]
+# Times its body: a part of the step, the share whose replica does it (``None``: the
+# caller's thread), and the sub-step. Threads of several replicas call it at the same
+# time.
+Clock = Callable[
+    [str, Share | None, int | None], contextlib.AbstractContextManager[object]
+]
 
 
 def profiler_block(
     name: str, share: Share | None = None, sub_step: int | None = None
 ) -> contextlib.AbstractContextManager[object]:
-    """Show the body in torch's profilers as a block, such as ``scatterpar forward 3``."""
+    """Show the body in torch's profilers as a block, such as
+    ``scatterpar forward 3``.
+    """
     number = "" if sub_step is None else f" {sub_step}"
     return torch.profiler.record_function(f"scatterpar {name}{number}")
 
 
-# Called before the sub-steps with the replicas' tasks, when replicas are refreshed; may raise.
+# Called before the sub-steps with the replicas' tasks, when replicas are refreshed; may
+# raise.
 Check = Callable[["Attempt", Sequence[Any]], None]
-# Called with a task, the outputs of each replica, and a function of a task and rows that computes
-# such outputs. Raises if these outputs, joined, are not what one call gives for all rows.
+# Called with a task, the outputs of each replica, and a function of a task and rows
+# that computes such outputs. Raises if these outputs, joined, are not what one call
+# gives for all rows.
 CheckJoin = Callable[..., None]
 
 _ONE_ROW = (
-    "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
-    "micro_batch_size= in its place, which cuts a small last batch into fewer micro-batches"
+    "batch normalisation cannot train on a micro-batch of one row: use a smaller "
+    "accum=, or "
+    "micro_batch_size= in its place, which cuts a small last batch into fewer "
+    "micro-batches"
 )
 _NO_GRAPH = (
-    "the loss of these rows has no graph: where it has no terms, return a zero that has one, such "
+    "the loss of these rows has no graph: where it has no terms, return a zero that "
+    "has one, such "
     "as (output * 0).sum(), or pass count=, its number of terms"
 )
 _LESS_MEMORY = (
-    'more sub-steps need less memory: a larger accum=, a smaller micro_batch_size=, or accum="auto"'
+    "more sub-steps need less memory: a larger accum=, a smaller "
+    'micro_batch_size=, or accum="auto"'
 )
 
 
 class note_replica(contextlib.AbstractContextManager["note_replica"]):
-    """Add notes to an exception of the body: replica, device, sub-step ``number`` and its rows."""
+    """Add notes to an exception of the body: replica, device, sub-step ``number`` and
+    its rows.
+    """
 
     def __init__(self, share: Share, number: int | None = None) -> None:
         self._share, self.number = share, number
@@ -75,13 +97,19 @@ class note_replica(contextlib.AbstractContextManager["note_replica"]):
         if self.number is not None:
             rows = self._share.rows_of(self.number)
             is_span = isinstance(rows, range) and len(rows) > 1
-            named = f"{rows[0]} to {rows[-1]}" if is_span else shown(", ".join(map(str, rows)))
+            named = (
+                f"{rows[0]} to {rows[-1]}"
+                if is_span
+                else shown(", ".join(map(str, rows)))
+            )
             where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
             where += f", row{'s' * (len(rows) > 1)} {named}"
         add_note(error, f"{where}, counted from 0")
         if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
             add_note(error, _ONE_ROW)
-        if isinstance(error, RuntimeError) and "does not require grad and" in str(error):
+        if isinstance(error, RuntimeError) and "does not require grad and" in str(
+            error
+        ):
             add_note(error, _NO_GRAPH)
         if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
             add_note(error, _LESS_MEMORY)
@@ -89,33 +117,42 @@ class note_replica(contextlib.AbstractContextManager["note_replica"]):
 
 @dataclass(eq=False)
 class Attempt(contextlib.AbstractContextManager["Attempt"]):
-    """One try at a request or a part of one: its plan, random generators, transfers and times.
+    """One try at a request or a part of one: its plan, random generators, transfers and
+    times.
 
-    As a context manager, which may be entered again, it calls ``undo`` if the body raises.
+    As a context manager, which may be entered again, it calls ``undo`` if the body
+    raises.
     """
 
     workers: Workers
     request: Request
     plan: Plan
     replicas: Replicas
-    replica_offset: int | None = None  # the number of the first replica among all processes'
+    # the number of the first replica among all processes'
+    replica_offset: int | None = None
     clock: Clock | None = None
     check: Check | None = None
     check_join: CheckJoin = lambda *_: None
-    max_substeps: int | None = None  # that a trial runs, whether sub-steps fit into memory
+    # that a trial runs, whether sub-steps fit into memory
+    max_substeps: int | None = None
     retain_rows: bool = True  # rows that have arrived stay for a second pass
     # Set while the attempt runs:
-    user_leaves: Sequence[Tensor] = ()  # that user code reaches: no gradient may arrive there
+    # that user code reaches: no gradient may arrive there
+    user_leaves: Sequence[Tensor] = ()
     is_serial: bool = False  # replicas run one after the other
 
     def __post_init__(self) -> None:
         shares = self.plan.shares
-        self.generators = Generators([share.device for share in shares], self.replica_offset)
+        self.generators = Generators(
+            [share.device for share in shares], self.replica_offset
+        )
         self.transfers, self.weights = Transfers(), LossWeights([], 1.0)
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.replica_seconds = [0.0] * len(shares)  # of work in the replica's thread
         # Asked once: a step has a hundred parts, and a profiler starts between steps.
-        self.clock = self.clock or (profiler_block if torch_private.profiler_is_on() else None)
+        self.clock = self.clock or (
+            profiler_block if torch_private.profiler_is_on() else None
+        )
         self._values: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._restores: list[Callable[[], object]] = []  # of generators
@@ -125,7 +162,9 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
             self.undo(error)
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Time the body, which runs in the caller's thread, for a trace or a profiler."""
+        """Time the body, which runs in the caller's thread, for a trace
+        or a profiler.
+        """
         return self.clock(name, None, None) if self.clock else _UNTIMED
 
     @contextlib.contextmanager
@@ -144,17 +183,22 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
         gradients: Iterable[tuple[Tensor, Tensor | None]] = (),
         generators: Iterable[torch.Generator] = (),
     ) -> None:
-        """Save tensors, the ``.grad`` of leaves and the user's generators, for ``undo`` to restore.
+        """Save tensors, the ``.grad`` of leaves and the user's generators, for ``undo``
+        to restore.
 
         Pass whatever user code may write before the commit is complete.
         """
         self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._gradients += gradients
-        self._restores += [partial(each.set_state, each.get_state()) for each in generators]
+        self._restores += [
+            partial(each.set_state, each.get_state()) for each in generators
+        ]
 
     def written(self) -> set[int]:
         """The ids of the saved tensors that have other values now."""
-        return {id(tensor) for tensor, value in self._values if not same_bits(tensor, value)}
+        return {
+            id(tensor) for tensor, value in self._values if not same_bits(tensor, value)
+        }
 
     def undo(self, error: BaseException | None = None) -> None:
         """Restore everything that was saved, and wait for pending copies.
@@ -162,17 +206,21 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
         With ``error``, a failure becomes a note on it and the rest is restored.
         """
         restores = [self.generators.rollback, *self._restores]
-        restores += [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
+        restores += [
+            partial(setattr, leaf, "grad", value) for leaf, value in self._gradients
+        ]
         restores += [partial(write, tensor, value) for tensor, value in self._values]
         with torch.no_grad():
-            # The wait comes last: on a device that has failed it raises, and all else is restored.
+            # The wait comes last: on a device that has failed it raises, and all else
+            # is restored.
             restore_after(error, *restores, self.transfers.synchronize)
 
     @contextlib.contextmanager
     def isolated(self, task: Any) -> Iterator[None]:
         """In the body, the task's replicas start in the state of the last refresh.
 
-        Afterwards their present state and their generators' is restored, but not their gradients.
+        Afterwards their present state and their generators' is restored, but not their
+        gradients.
         """
         number = task.share.replica
         position = self.generators.get_state(number)
@@ -182,12 +230,16 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
                 stack.enter_context(replica.isolated())
             yield
 
-    def run(self, function: Callable[..., _Result], tasks: Sequence[Any]) -> list[_Result]:
-        """Run ``function(task, proceed=…)`` for every replica's task, each in its worker.
+    def run(
+        self, function: Callable[..., _Result], tasks: Sequence[Any]
+    ) -> list[_Result]:
+        """Run ``function(task, proceed=…)`` for every replica's task, each in its
+        worker.
 
-        Each draws from the random stream of its replica. The function calls ``proceed`` between
-        sub-steps, where it can stop: between two of them it raises if another replica has failed.
-        Every replica runs its first, so errors do not depend on timing.
+        Each draws from the random stream of its replica. The function calls ``proceed``
+        between sub-steps, where it can stop: between two of them it raises if another
+        replica has failed. Every replica runs its first, so errors do not depend on
+        timing.
         """
         cancel = threading.Event()
 
@@ -195,7 +247,8 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
             start, where = time.perf_counter(), note_replica(task.share)
 
             def proceed(number: int | None) -> None:
-                # Not before the first sub-step, which every replica runs, nor after the last.
+                # Not before the first sub-step, which every replica runs, nor after the
+                # last.
                 if None not in (where.number, number):
                     self.replicas.end_substep()
                     if cancel.is_set():
@@ -210,8 +263,9 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
             self.replica_seconds[task.share.replica] += time.perf_counter() - start
             return result
 
-        # Threads that run one compiled graph restore each other's value of a process-wide flag.
-        # Once it stayed set after activation checkpoints, and later calls of torch.export failed.
+        # Threads that run one compiled graph restore each other's value of a
+        # process-wide flag. Once it stayed set after activation checkpoints, and later
+        # calls of torch.export failed.
         with fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta()):
             return self.workers.parallel_apply(
                 [work] * len(tasks),

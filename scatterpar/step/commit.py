@@ -1,4 +1,6 @@
-"""Write the results of a step to the user's module, after every replica has succeeded."""
+"""Write the results of a step to the user's module, after every replica
+has succeeded.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    With ``deferred``, an autograd node behind the loss holds the gradients until the backward pass
-    of the loss. Otherwise they are assigned, or a backward pass through such a node accumulates
-    them at once, so hooks run as under a plain ``backward()``: once, with the whole gradient.
+    With ``deferred``, an autograd node behind the loss holds the gradients until the
+    backward pass of the loss. Otherwise they are assigned, or a backward pass through
+    such a node accumulates them at once, so hooks run as under a plain ``backward()``:
+    once, with the whole gradient.
 
     Returns the loss on the master, with a graph only if ``deferred``.
     """
@@ -46,9 +49,16 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
     earlier, observed = [leaf.grad for leaf in leaves], are_observed(leaves)
-    # What must be restored if a hook raises or memory runs out while gradients are added.
-    old = [(grad, g.dtype) for grad, (_, g) in zip(earlier, pairs, strict=True) if grad is not None]
-    is_plain = all(grad.layout == torch.strided and grad.dtype == dtype for grad, dtype in old)
+    # What must be restored if a hook raises or memory runs out while gradients are
+    # added.
+    old = [
+        (grad, g.dtype)
+        for grad, (_, g) in zip(earlier, pairs, strict=True)
+        if grad is not None
+    ]
+    is_plain = all(
+        grad.layout == torch.strided and grad.dtype == dtype for grad, dtype in old
+    )
     written = [] if is_plain and not observed else [grad for grad, _ in old]
     written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
     attempt.save_for_undo(written, zip(leaves, earlier, strict=True))
@@ -75,11 +85,14 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
 def _attach(
     make_root: Callable[[], Tensor], pairs: list[_Pair], scale: float | None = None
 ) -> Tensor:
-    """Returns a root whose backward pass gives leaves the gradients in ``pairs``; clears ``pairs``.
+    """Returns a root whose backward pass gives leaves the gradients in ``pairs``;
+    clears ``pairs``.
 
-    With a ``scale``, the gradient that arrives at the root, divided by the scale, multiplies them.
+    With a ``scale``, the gradient that arrives at the root, divided by the scale,
+    multiplies them.
     """
-    pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]  # root needs a graph
+    # root needs a graph
+    pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]
     leaves = [leaf for leaf, _ in pairs]
     gradients = [g.clone() if is_part(g) else g for _, g in pairs]
     pairs.clear()
@@ -90,8 +103,8 @@ def _attach(
 class _ReturnGradients(torch.autograd.Function):
     """A node whose backward pass returns gradients that were computed before.
 
-    AccumulateGrad takes over a new gradient's memory only if nothing else refers to it, as the
-    caller of ``backward`` does to the gradients that it passes.
+    AccumulateGrad takes over a new gradient's memory only if nothing else refers to it,
+    as the caller of ``backward`` does to the gradients that it passes.
     """
 
     @staticmethod
@@ -103,7 +116,8 @@ class _ReturnGradients(torch.autograd.Function):
         *_: Tensor,
     ) -> Tensor:
         ctx.gradients, ctx.scale = gradients, scale
-        return make_root()  # made here: a returned input would be a view, which cannot be written
+        # made here: a returned input would be a view, which cannot be written
+        return make_root()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
@@ -111,9 +125,11 @@ class _ReturnGradients(torch.autograd.Function):
             raise RuntimeError(_NO_GRAPH)
         if not ctx.gradients:
             raise RuntimeError(_TWICE)
-        # In a free-threaded interpreter autograd's thread cannot drop a reference of the caller's
-        # thread. A new tensor with the same memory has none.
-        gradients = [g.detach() if g.layout == torch.strided else g for g in ctx.gradients]
+        # In a free-threaded interpreter autograd's thread cannot drop a reference of
+        # the caller's thread. A new tensor with the same memory has none.
+        gradients = [
+            g.detach() if g.layout == torch.strided else g for g in ctx.gradients
+        ]
         ctx.gradients.clear()
         if ctx.scale is not None and (by := to_numbers(factor) / ctx.scale) != 1:
             torch._foreach_mul_(gradients, by)
@@ -121,10 +137,14 @@ class _ReturnGradients(torch.autograd.Function):
 
 
 _NO_GRAPH = (
-    "create_graph=True: the gradients of an engine's loss were computed in the call, and have no "
-    "graph; differentiate them inside the criterion or the module, or use plain torch for this loss"
+    "create_graph=True: the gradients of an engine's loss were computed in the call, "
+    "and have no "
+    "graph; differentiate them inside the criterion or the module, or use plain torch "
+    "for this loss"
 )
 _TWICE = (
-    "a second backward pass through an engine's loss: the first one took the gradients, even with "
-    "retain_graph=True; call engine.loss again, or add up all that depends on this loss before one"
+    "a second backward pass through an engine's loss: the first one took the "
+    "gradients, even with "
+    "retain_graph=True; call engine.loss again, or add up all that depends on this "
+    "loss before one"
 )

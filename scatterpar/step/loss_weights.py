@@ -1,7 +1,8 @@
 """How the losses of micro-batches combine into the loss of the whole batch.
 
-A mean over the batch is the mean of the micro-batches' means, weighted by the number of terms that
-each averages over: rows, unless terms are ignored (``ignore_index``), weighted, or padded.
+A mean over the batch is the mean of the micro-batches' means, weighted by the number of
+terms that each averages over: rows, unless terms are ignored (``ignore_index``),
+weighted, or padded.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ class LossWeights(NamedTuple):
 def compute_loss_weights(
     request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]] | None
 ) -> LossWeights:
-    """The factors with which the losses of this plan's micro-batches, or ``pieces``, combine.
+    """The factors with which the losses of this plan's micro-batches, or ``pieces``,
+    combine.
 
-    Without ``pieces``, micro-batches have no losses: their numbers of rows, which weigh outputs.
+    Without ``pieces``, micro-batches have no losses: their numbers of rows, which weigh
+    outputs.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
@@ -45,7 +48,9 @@ def compute_loss_weights(
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
     remaining = iter(factors)
-    by_share = [list(islice(remaining, len(share.micro_batches))) for share in plan.shares]
+    by_share = [
+        list(islice(remaining, len(share.micro_batches))) for share in plan.shares
+    ]
     return LossWeights(by_share, total)
 
 
@@ -57,7 +62,8 @@ def term_counts(
 ) -> list[float]:
     """The number of terms that the loss of each micro-batch averages over.
 
-    ``spans`` are those of ``pieces`` in the rows of the batch, or in this ``order`` of the rows.
+    ``spans`` are those of ``pieces`` in the rows of the batch, or in this ``order`` of
+    the rows.
     """
     if request.count is not None:
         return _numbers([request.count(*piece) for piece in pieces])
@@ -66,7 +72,8 @@ def term_counts(
         return rows_of_each
     labels = [targets for _, (_, targets) in request.batches]
     if not all(isinstance(targets, Tensor) for targets in labels):
-        # A marker's rows may have any number of labels: count in what the criterion is given.
+        # A marker's rows may have any number of labels: count in what the criterion is
+        # given.
         terms = [terms_of_rows(request.criterion, t, request.dim) for _, t in pieces]
         return _numbers([each.double().sum() for each in to_host(terms)])
     terms = to_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
@@ -74,35 +81,49 @@ def term_counts(
         return rows_of_each
     rows = torch.cat([each.double() for each in terms])
     rows = rows[list(order)] if order else rows
-    ascending = sorted(spans)  # with several batches a replica's spans are not consecutive
+    # with several batches a replica's spans are not consecutive
+    ascending = sorted(spans)
     sizes = torch.tensor([stop - start for start, stop in ascending], device="cpu")
-    # Not differences of a running sum: a micro-batch without terms must have zero, not rounding.
+    # Not differences of a running sum: a micro-batch without terms must have zero, not
+    # rounding.
     sums = to_numbers(torch.segment_reduce(rows, "sum", lengths=sizes))
     sums_by_span = dict(zip(ascending, sums, strict=True))
     return [sums_by_span[span] for span in spans]
 
 
 def _numbers(counts: Sequence[Any]) -> list[float]:
-    """The results of ``count=`` as numbers; 0-dim tensors are copied to the host together."""
-    scalars = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
-    on_host = dict(zip(scalars, map(to_numbers, to_host([*scalars.values()])), strict=True))
+    """The results of ``count=`` as numbers; 0-dim tensors are copied to the host
+    together.
+    """
+    scalars = {
+        i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim
+    }
+    on_host = dict(
+        zip(scalars, map(to_numbers, to_host([*scalars.values()])), strict=True)
+    )
     numbers = []
     for i, count in enumerate(counts):
         try:
-            if isinstance(count, (bool, str)) or (isinstance(count, Tensor) and count.ndim):
+            if isinstance(count, (bool, str)) or (
+                isinstance(count, Tensor) and count.ndim
+            ):
                 raise TypeError
             number = float(on_host.get(i, count))
         except (TypeError, ValueError):
             text = f"count must return a number or a 0-dim tensor, got {count!r}"
             raise TypeError(text) from None
         if not 0 <= number < float("inf"):
-            raise ValueError(f"count must return a finite number of at least 0, got {number!r}")
+            raise ValueError(
+                f"count must return a finite number of at least 0, got {number!r}"
+            )
         numbers.append(number)
     return numbers
 
 
 def is_cross_entropy(criterion: Any) -> bool:
-    """Whether a module, function or partial is torch's cross entropy or negative log likelihood."""
+    """Whether a module, function or partial is torch's cross entropy or negative log
+    likelihood.
+    """
     function = criterion.func if isinstance(criterion, partial) else criterion
     loss, _ = unwrapped(module_of(function))
     of_torch = (F.cross_entropy, F.nll_loss)
@@ -112,16 +133,20 @@ def is_cross_entropy(criterion: Any) -> bool:
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     """The number of terms of torch's mean cross entropy in each entry along ``dim``.
 
-    It is in float64 only if the class weights are, because some accelerators lack this dtype.
+    It is in float64 only if the class weights are, because some accelerators lack this
+    dtype.
     """
     if not isinstance(targets, Tensor):
         raise TypeError(
             f"cross entropy takes a tensor of targets, got {type(targets).__name__}; "
-            "forward_backward(inputs, targets, criterion) takes them apart from the inputs"
+            "forward_backward(inputs, targets, criterion) takes them apart from the "
+            "inputs"
         )
     if targets.is_floating_point():  # class probabilities: every position is a term
         rows, classes = targets.size(dim), targets.size(min(1, targets.ndim - 1))
-        return torch.full((rows,), targets.numel() / max(1, rows * classes), device="cpu")
+        return torch.full(
+            (rows,), targets.numel() / max(1, rows * classes), device="cpu"
+        )
     terms: Tensor = targets != option_of(criterion, "ignore_index", -100)
     class_weight = option_of(criterion, "weight", None)
     if class_weight is not None:
@@ -131,21 +156,23 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     return terms.movedim(dim, 0).flatten(1).sum(1) if terms.ndim > 1 else terms
 
 
-def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = "labels") -> Count:
-    """A ``count=`` for losses that average over the labels that are not ``ignore_index``.
+def count_labels(
+    ignore_index: int = -100, *, shifted: bool = False, key: str = "labels"
+) -> Count:
+    """A ``count=`` for losses that average over the labels that are not
+    ``ignore_index``.
 
-    Args:
-        ignore_index: the value of labels that are ignored, such as padding.
-        shifted: ignore the first position of each row, as causal language models do: no position
+    Args: ignore_index: the value of labels that are ignored, such as padding. shifted:
+        ignore the first position of each row, as causal language models do: no position
             predicts the first label.
         key: the key of the labels if the targets are no tensor: ``targets[key]``, else
             ``inputs[key]``.
 
-    Returns:
-        ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can be pickled.
+    Returns: ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can
+        be pickled.
 
-    The returned function raises ``TypeError`` if there are no labels, and ``ValueError`` if
-    ``shifted`` labels have no dimension 1.
+    The returned function raises ``TypeError`` if there are no labels, and
+    ``ValueError`` if ``shifted`` labels have no dimension 1.
 
     Example:
         >>> import torch
@@ -158,18 +185,24 @@ def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = 
     return partial(_count, ignore_index=ignore_index, shifted=shifted, key=key)
 
 
-def _count(inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str) -> Tensor:
+def _count(
+    inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str
+) -> Tensor:
     named = [part.get(key) for part in (targets, inputs) if isinstance(part, Mapping)]
-    labels = next((value for value in (targets, *named) if isinstance(value, Tensor)), None)
+    labels = next(
+        (value for value in (targets, *named) if isinstance(value, Tensor)), None
+    )
     if labels is None:
         kinds = type(targets).__name__, type(inputs).__name__
         raise TypeError(
-            f"count_labels found no labels: neither targets ({kinds[0]}) nor inputs ({kinds[1]}) "
+            f"count_labels found no labels: neither targets ({kinds[0]}) nor inputs "
+            f"({kinds[1]}) "
             f"has a tensor {key!r}; say where they are with key="
         )
     if shifted and labels.ndim < 2:
         raise ValueError(
-            f"shifted=True needs labels with a dimension 1, got shape {tuple(labels.shape)}"
+            "shifted=True needs labels with a dimension 1, got shape "
+            f"{tuple(labels.shape)}"
         )
     counted: Tensor = (labels[:, 1:] if shifted else labels) != ignore_index
     return counted.sum()

@@ -1,4 +1,5 @@
-"""Add the gradients of replicas in pairs, always in the same order: the outcome of a step.
+"""Add the gradients of replicas in pairs, always in the same order: the outcome of a
+step.
 
 ::
 
@@ -6,8 +7,9 @@
     0 <-+   2 <-+   4        second round: 0 += 2
     0 <-----+       4        third round:  0 += 4
 
-The pairs depend only on the number of replicas that have rows. Between memories, the gradients of
-the second replica of a pair are copied to the device of the first, message by message.
+The pairs depend only on the number of replicas that have rows. Between memories, the
+gradients of the second replica of a pair are copied to the device of the first, message
+by message.
 """
 
 from __future__ import annotations
@@ -57,9 +59,14 @@ class Outcome:
         return self.attempt.request
 
     def loss_tensor(self) -> Tensor:
-        """The loss, on the master. Warns, or with ``check_finite`` raises, if no label counts."""
+        """The loss, on the master. Warns, or with ``check_finite`` raises, if no label
+        counts.
+        """
         if not self.terms and self.request.count is None:
-            text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
+            text = (
+                "no label of this batch counts: all are ignored, and torch's mean "
+                "of none is NaN"
+            )
             if self.request.check_finite:
                 raise FloatingPointError(f"{text}; nothing was changed")
             warn(f"{text}; here the loss is 0, and nothing is added to gradients")
@@ -68,27 +75,42 @@ class Outcome:
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
-        """The report of the step, which began ``waited`` seconds after the previous one."""
+        """The report of the step, which began ``waited`` seconds after the previous
+        one.
+        """
         attempt, retries = self.attempt, self.retries
         seconds, busy = attempt.seconds, tuple(attempt.replica_seconds)
         sizes, messages = attempt.transfers.bytes, attempt.transfers.messages
         return StepReport(
-            attempt.plan, self.loss, seconds, sizes, messages, retries, noise, waited, busy
+            attempt.plan,
+            self.loss,
+            seconds,
+            sizes,
+            messages,
+            retries,
+            noise,
+            waited,
+            busy,
         )
 
 
-# Around all of the step up to the commit: ranks exchange sums, and what one raises all raise.
+# Around all of the step up to the commit: ranks exchange sums, and what one raises all
+# raise.
 Combine = Callable[[Callable[[], Outcome]], Outcome]
-# Called while each replica has its own gradients, before they are added. Ranks add the numbers.
+# Called while each replica has its own gradients, before they are added. Ranks add the
+# numbers.
 Observer = Callable[[Attempt], tuple[float, float]]
 
 
 def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Outcome:
-    """Combine what the replicas have; the results of the step are in the master's memory."""
+    """Combine what the replicas have; the results of the step are in the master's
+    memory.
+    """
     # First: sums are made in place, in the gradients of replica 0.
     observed = observe(attempt) if observe is not None else (0.0, 0.0)
     buffers, statistics = reduce_buffers(attempt)
-    written = attempt.written()  # buffers that the criterion has written keep its values
+    # buffers that the criterion has written keep its values
+    written = attempt.written()
     return Outcome(
         attempt,
         loss=computed.loss,
@@ -104,11 +126,12 @@ def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Ou
 
 
 def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gradient]:
-    """The user's trained leaves, each with the sum of its gradients, in the master's memory.
+    """The user's trained leaves, each with the sum of its gradients, in the master's
+    memory.
 
-    The sum is ``None`` if no replica used the leaf. ``external`` has gradients that reached the
-    user's own leaves directly. Raises ``ValueError`` if a gradient arrived at a tensor of the
-    module that was computed from parameters.
+    The sum is ``None`` if no replica used the leaf. ``external`` has gradients that
+    reached the user's own leaves directly. Raises ``ValueError`` if a gradient arrived
+    at a tensor of the module that was computed from parameters.
     """
     gradients: list[Gradient] = []
     for each in attempt.replicas.replica_sets if attempt.request.backward else ():
@@ -121,13 +144,16 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
         sums = sum_in_order(of_replicas, devices, attempt.transfers, in_place=True)
         if others := sums.keys() - each.leaves.keys():
             raise ValueError(
-                f"the module holds a tensor of shape {tuple(each.tensors[min(others)].shape)} that "
-                f"was computed from parameters, such as weight[0], and replicas cannot train it; "
+                "the module holds a tensor of shape "
+                f"{tuple(each.tensors[min(others)].shape)} that "
+                "was computed from parameters, such as weight[0], and replicas "
+                "cannot train it; "
                 f"compute it in forward. Nothing was changed"
             )
         gradients += [(leaf, sums.get(i)) for i, leaf in each.leaves.items()]
     total: dict[int, Gradient] = {}
-    for leaf, gradient in (*gradients, *external):  # model and criterion may share a leaf
+    # model and criterion may share a leaf
+    for leaf, gradient in (*gradients, *external):
         _, other = total.get(id(leaf), (leaf, None))
         both = [one for one in (other, gradient) if one is not None]
         total[id(leaf)] = leaf, functools.reduce(_plus, both) if both else None
@@ -135,8 +161,13 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
 
 
 def reduce_buffers(attempt: Attempt) -> tuple[list[BufferValue], Statistics | None]:
-    """The buffers' values after the step, and the statistics of layers updated once per step."""
-    sets, policy = attempt.replicas.replica_sets, attempt.replicas.options.statistics_policy
+    """The buffers' values after the step, and the statistics of layers updated once per
+    step.
+    """
+    sets, policy = (
+        attempt.replicas.replica_sets,
+        attempt.replicas.options.statistics_policy,
+    )
     buffers = [*chain(*(each.buffers_after() for each in sets))]
     if policy is None:
         return buffers, None
@@ -152,11 +183,13 @@ def sum_in_order(
 ) -> dict[int, Tensor]:
     """For each index of a tensor: the sum of its gradients, on ``devices[0]``.
 
-    With ``in_place``, dense gradients are overwritten; otherwise autograd records the sum.
+    With ``in_place``, dense gradients are overwritten; otherwise autograd records the
+    sum.
     """
     sums = [dict(each) for each in gradients]
     for target, source in tree_pairs(len(sums)):
-        total, others, sums[source] = sums[target], sums[source], {}  # freed with this pair
+        # freed with this pair
+        total, others, sums[source] = sums[target], sums[source], {}
         arriving = iter((others,))
         if devices[target] != devices[source]:
             if in_place:
@@ -169,20 +202,29 @@ def sum_in_order(
 
 
 def _add_large(
-    total: dict[int, Tensor], others: dict[int, Tensor], device: torch.device, transfers: Transfers
+    total: dict[int, Tensor],
+    others: dict[int, Tensor],
+    device: torch.device,
+    transfers: Transfers,
 ) -> None:
-    """Take gradients larger than a message out of ``others``, and add them piece by piece."""
+    """Take gradients larger than a message out of ``others``, and add them piece by
+    piece.
+    """
     shared = [i for i in others if i in total and total[i].layout == torch.strided]
     for i in [i for i in shared if others[i].layout == torch.strided]:
         if others[i].nbytes > coalescing.CHUNK_BYTES:
             gradient = others.pop(i)
             rows = max(1, len(gradient) * coalescing.CHUNK_BYTES // gradient.nbytes)
-            for part, piece in zip(total[i].split(rows), gradient.split(rows), strict=True):
+            for part, piece in zip(
+                total[i].split(rows), gradient.split(rows), strict=True
+            ):
                 part.add_(transfers.copy(piece, device, "reduce"))
 
 
 def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -> None:
-    """Add the gradients of a message. An index that ``total`` lacks gets its gradient."""
+    """Add the gradients of a message. An index that ``total`` lacks gets
+    its gradient.
+    """
     both = [(i, g) for i, g in message.items() if in_place and i in total]
     dense = [i for i, g in both if total[i].layout == g.layout == torch.strided]
     if dense:
@@ -206,9 +248,11 @@ def join_on_master(
     lists: nested.Lists = "never",
     pad: float | None = None,
 ) -> Any:
-    """The outputs of all micro-batches as one, on the master, in the order of the batch's rows.
+    """The outputs of all micro-batches as one, on the master, in the order of the
+    batch's rows.
 
-    0-dim tensors are averaged with the weights of ``attempt``. ``pad`` is that of ``join_rows``.
+    0-dim tensors are averaged with the weights of ``attempt``. ``pad`` is that of
+    ``join_rows``.
     """
     plan, weights = attempt.plan, [*chain(*attempt.weights.by_share)]
     master = plan.shares[0].device
@@ -219,17 +263,25 @@ def join_on_master(
         for output in of_share
     ]
     dim, rows = attempt.request.dim, plan.substep_rows
-    return nested.join_rows(pieces, dim, weights, rows, lists=lists, order=plan.order, pad=pad)
+    return nested.join_rows(
+        pieces, dim, weights, rows, lists=lists, order=plan.order, pad=pad
+    )
 
 
-def returned_outputs(attempt: Attempt, outputs: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """What ``return_outputs`` asks for: one entry per replica, or with costs one of all rows."""
+def returned_outputs(
+    attempt: Attempt, outputs: Sequence[Sequence[Any]]
+) -> tuple[Any, ...]:
+    """What ``return_outputs`` asks for: one entry per replica, or with costs one of all
+    rows.
+    """
     if not attempt.request.return_outputs:
         return ()
     if attempt.plan.order:
         return (join_on_master(attempt, outputs),)
     joined, shares = [], attempt.plan.shares
-    for share, pieces, weights in zip(shares, outputs, attempt.weights.by_share, strict=True):
+    for share, pieces, weights in zip(
+        shares, outputs, attempt.weights.by_share, strict=True
+    ):
         rows = [stop - start for start, stop in share.micro_batches]
         with note_replica(share):
             joined.append(nested.join_rows(pieces, attempt.request.dim, weights, rows))

@@ -39,7 +39,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked call: what a step needs of it and of the engine's options. It never changes."""
+    """A checked call: what a step needs of it and of the engine's options. It never
+    changes.
+    """
 
     batches: BatchList
     dim: int
@@ -65,21 +67,31 @@ class Request:
 
 
 def checked(
-    call: Call, dim: int, master: torch.device, finite: bool = False, backward: bool = True
+    call: Call,
+    dim: int,
+    master: torch.device,
+    finite: bool = False,
+    backward: bool = True,
 ) -> Request:
-    """The request of a call: rows counted, reduction resolved. Refuses invalid arguments."""
+    """The request of a call: rows counted, reduction resolved. Refuses invalid
+    arguments.
+    """
     criterion, targets = call.criterion, call.targets
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
-            f"got targets={targets!r:.60} and criterion={criterion!r:.60}, which look swapped or "
-            f"misplaced; call forward_backward(inputs, targets, criterion), or pass criterion= "
+            f"got targets={targets!r:.60} and criterion={criterion!r:.60}, which look "
+            "swapped or "
+            "misplaced; call forward_backward(inputs, targets, criterion), or pass "
+            "criterion= "
             f"by name if there are no targets"
         )
     for name, function in (("criterion", criterion), ("count", call.count)):
         if function is not None:
             check_function(name, function)
     if not (isinstance(call.return_outputs, bool) or callable(call.return_outputs)):
-        raise TypeError(f"return_outputs must be bool or callable, got {call.return_outputs!r}")
+        raise TypeError(
+            f"return_outputs must be bool or callable, got {call.return_outputs!r}"
+        )
     if not isinstance(call.scaler, (torch.amp.GradScaler, type(None))):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {call.scaler!r}")
     if targets is not None and criterion is None and call.count is None:
@@ -87,22 +99,37 @@ def checked(
     splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
     if isinstance(splits, int) and splits > 1 and not call.whole_batch:
         raise ValueError(
-            f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
+            f"{type(criterion).__name__} splits its rows into {splits} versions of "
+            "the same "
             f"images, which a micro-batch has not; pass whole_batch=True"
         )
     batches, sizes = batches_of(call.inputs, targets, dim)
     # With whole_batch each share has a part of one loss.
-    reduction = "sum" if call.whole_batch else resolve_reduction(criterion, call.reduction)
+    reduction = (
+        "sum" if call.whole_batch else resolve_reduction(criterion, call.reduction)
+    )
     scale = 1.0
     if call.scaler is not None:
         scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
     count, output, whole = call.count, call.return_outputs, call.whole_batch
     return Request(
-        batches, dim, sizes, criterion, reduction, count, output, whole, scale, backward, finite
+        batches,
+        dim,
+        sizes,
+        criterion,
+        reduction,
+        count,
+        output,
+        whole,
+        scale,
+        backward,
+        finite,
     )
 
 
-def check_cuts(accum: Any, micro_batch_size: Any, micro_batch_cost: Any, replicas: int) -> None:
+def check_cuts(
+    accum: Any, micro_batch_size: Any, micro_batch_cost: Any, replicas: int
+) -> None:
     """Refuse invalid sizes of micro-batches, and two ways to cut a share."""
     if accum != "auto":
         check_int("accum", accum, least=1, also=' or "auto"')
@@ -110,7 +137,8 @@ def check_cuts(accum: Any, micro_batch_size: Any, micro_batch_cost: Any, replica
         are_sizes = all(type(size) is int and size > 0 for size in micro_batch_size)
         if len(micro_batch_size) != replicas or not are_sizes:
             raise ValueError(
-                f"micro_batch_size={micro_batch_size} must have one int of at least 1 for each of "
+                f"micro_batch_size={micro_batch_size} must have one int of at least 1 "
+                "for each of "
                 f"the {replicas} replicas; pass one number for each entry of device_ids"
             )
     elif micro_batch_size is not None:
@@ -122,7 +150,9 @@ def check_cuts(accum: Any, micro_batch_size: Any, micro_batch_cost: Any, replica
     passed = [f"accum={accum}"] if accum != 1 else []
     passed += [f"{name}={value}" for name, value in cuts.items() if value is not None]
     if len(passed) > 1:
-        raise ValueError(f"{' and '.join(passed)} both say how a share is cut; pass one of them")
+        raise ValueError(
+            f"{' and '.join(passed)} both say how a share is cut; pass one of them"
+        )
 
 
 def check_options(module: Any, dim: Any, buffers: Any, accumulate_dtype: Any) -> None:
@@ -131,50 +161,71 @@ def check_options(module: Any, dim: Any, buffers: Any, accumulate_dtype: Any) ->
     check_int("dim", dim)
     if buffers not in ("master", "batch"):
         raise ValueError(
-            f'buffers must be "master" or "batch" (running statistics once per step, from all '
+            'buffers must be "master" or "batch" (running statistics once per step, '
+            "from all "
             f"rows), got {buffers!r}"
         )
     if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
-        raise TypeError(f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}")
+        raise TypeError(
+            f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}"
+        )
     if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
         raise ValueError(
-            f"accumulate_dtype must be floating-point, as torch.float32 is, got {accumulate_dtype}"
+            "accumulate_dtype must be floating-point, as torch.float32 is, got "
+            f"{accumulate_dtype}"
         )
     _check_synchronised(module)
 
 
 def check_module(module: Any) -> None:
-    """Refuse values that are not modules, and modules that are wrapped to be replicated."""
+    """Refuse values that are not modules, and modules that are wrapped to be
+    replicated.
+    """
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", "")
-        instead = f"the class itself; pass {name}(...)" if isinstance(module, type) else ""
-        raise TypeError(f"module must be an nn.Module, got {instead or type(module).__name__}")
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)):
+        instead = (
+            f"the class itself; pass {name}(...)" if isinstance(module, type) else ""
+        )
         raise TypeError(
-            f"module is already wrapped in {type(module).__name__}, which does the same work; pass "
-            f"the model inside it, its .module (and process_group= for several processes)"
+            f"module must be an nn.Module, got {instead or type(module).__name__}"
+        )
+    if isinstance(
+        module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)
+    ):
+        raise TypeError(
+            f"module is already wrapped in {type(module).__name__}, which does the "
+            "same work; pass "
+            "the model inside it, its .module (and process_group= for several "
+            "processes)"
         )
 
 
 def _check_synchronised(module: nn.Module) -> None:
-    """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it would hang."""
+    """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it
+    would hang.
+    """
     norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)}
     is_distributed = dist.is_available() and dist.is_initialized()
     for name, norm in norms.items():
         if is_distributed and dist.get_world_size(norm.process_group) > 1:
             raise ValueError(
-                f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics in every "
-                f"forward pass: replicas would do so in no order, and wait for ever; {_PLAIN}"
+                f"{name!r} is an nn.SyncBatchNorm, whose processes exchange "
+                "statistics in every "
+                "forward pass: replicas would do so in no order, and wait for ever; "
+                f"{_PLAIN}"
             )
     if norms:
         warn(
-            f"{next(iter(norms))!r} is an nn.SyncBatchNorm: replicas do not exchange its "
-            f"statistics, and it normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
+            f"{next(iter(norms))!r} is an nn.SyncBatchNorm: replicas do not exchange "
+            "its "
+            "statistics, and it normalises each micro-batch by itself, as "
+            f"nn.BatchNorm2d; {_PLAIN}"
         )
 
 
 _PLAIN = (
-    "use nn.BatchNorm2d, whose state dict has the same keys, with larger micro-batches, and "
+    "use nn.BatchNorm2d, whose state dict has the same keys, with larger "
+    "micro-batches, and "
     'buffers="batch" for running statistics of the whole batch'
 )
 
@@ -182,19 +233,26 @@ _PLAIN = (
 def check_function(name: str, value: Any) -> None:
     """Refuse values that are not functions, for ``criterion`` or ``count``."""
     if isinstance(value, type):
-        raise TypeError(f"{name} is the class {value.__name__}; pass {value.__name__}()")
+        raise TypeError(
+            f"{name} is the class {value.__name__}; pass {value.__name__}()"
+        )
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
 
 
 def resolve_reduction(criterion: Any, reduction: str | None) -> str:
-    """``"mean"`` or ``"sum"``: as passed, else the criterion's own attribute, else a mean."""
+    """``"mean"`` or ``"sum"``: as passed, else the criterion's own attribute, else a
+    mean.
+    """
     if reduction is None:
         option = option_of(criterion, "reduction", "mean")
-        reduction = option if isinstance(option, str) and option != "batchmean" else "mean"
+        reduction = (
+            option if isinstance(option, str) and option != "batchmean" else "mean"
+        )
     if reduction == "none":
         raise ValueError(
-            'reduction="none" gives one loss per term; use a criterion with reduction="mean" or '
+            'reduction="none" gives one loss per term; use a criterion with '
+            'reduction="mean" or '
             '"sum", or if it takes the mean itself, pass reduction="mean"'
         )
     if reduction not in ("mean", "sum"):
@@ -203,7 +261,9 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
 
 
 def option_of(criterion: Any, name: str, default: Any) -> Any:
-    """An option of a criterion: a module's attribute, or a keyword of a partial function."""
+    """An option of a criterion: a module's attribute, or a keyword of a partial
+    function.
+    """
     if isinstance(criterion, partial):
         return criterion.keywords.get(name, option_of(criterion.func, name, default))
     owner = module_of(criterion)

@@ -1,9 +1,11 @@
-"""Copy rows to devices. While a micro-batch is computed, the rows of the next one are copied::
+"""Copy rows to devices. While a micro-batch is computed, the rows of the next one are
+copied::
 
     computed    sub-step 0   sub-step 1   sub-step 2
     copied      rows of 1    rows of 2    rows of 3
 
-Every worker copies its own rows. Values without rows are copied once to each memory, at the start.
+Every worker copies its own rows. Values without rows are copied once to each memory, at
+the start.
 """
 
 from __future__ import annotations
@@ -43,15 +45,21 @@ def micro_batches(batch: BatchList, plan: Plan, dim: int) -> Iterator[Any]:
 
 
 def in_order(batches: BatchList, plan: Plan, dim: int) -> BatchList:
-    """The batches with rows in the order of a plan by cost; unchanged by another plan."""
+    """The batches with rows in the order of a plan by cost; unchanged by
+    another plan.
+    """
     if not plan.order:
         return batches
     ((first, batch),) = batches
     return [(first, select_rows(batch, plan.order, dim))]
 
 
-def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:
-    """A loader per share. Copies values without rows; the loaders copy rows when asked."""
+def scatter(
+    batch: BatchList, plan: Plan, dim: int, transfers: Transfers
+) -> list[ShareLoader]:
+    """A loader per share. Copies values without rows; the loaders copy
+    rows when asked.
+    """
     sources = {tensor.device for tensor in all_tensors(batch)}
     is_marked = has_markers(batch)
     mover, loaders = LeafMover(transfers), []
@@ -61,7 +69,8 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
             loaders.append(ShareLoader(batch, share, dim))
             continue
         ahead = Prefetcher(device, sources)
-        transfers.follow(ahead)  # from now on a step that fails waits for its copies, too
+        # from now on a step that fails waits for its copies, too
+        transfers.follow(ahead)
         moved = nested.map_leaves(partial(mover.move_rowless, device), batch)
         copies = is_marked or device in sources
         loaders.append(ShareLoader(moved, share, dim, ahead, copies=copies))
@@ -72,9 +81,10 @@ def scatter(batch: BatchList, plan: Plan, dim: int, transfers: Transfers) -> lis
 class ShareLoader:
     """The rows of one share, copied to its device when they are requested.
 
-    Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
-    boundary. With ``copies``, rows may share memory when they arrive: they were on the device
-    before, are in markers, or were packed. Without ``ahead`` all rows are on the device.
+    Each micro-batch has its own memory, which the sub-step may write, and starts at an
+    allocation boundary. With ``copies``, rows may share memory when they arrive: they
+    were on the device before, are in markers, or were packed. Without ``ahead`` all
+    rows are on the device.
     """
 
     batches: BatchList
@@ -84,24 +94,31 @@ class ShareLoader:
     copies: bool = True
     arrived: dict[int, Any] = field(default_factory=dict)
 
-    def rows_at_source(self, number: int, function: Callable[[Any], Any] = _NOT_COPIED) -> Any:
-        """The rows of one micro-batch, as views, with ``function`` applied to each leaf."""
+    def rows_at_source(
+        self, number: int, function: Callable[[Any], Any] = _NOT_COPIED
+    ) -> Any:
+        """The rows of one micro-batch, as views, with ``function`` applied to each
+        leaf.
+        """
         start, stop = self.share.micro_batches[number]
         which = -1
         while self.batches[which][0] > start:
             which -= 1
         first, value = self.batches[which]
-        return select_rows(value, range(start - first, stop - first), self.dim, function)
+        return select_rows(
+            value, range(start - first, stop - first), self.dim, function
+        )
 
     def load(self, number: int, *, retain: bool = False) -> Any:
-        """The rows of one micro-batch after ``collate``; the next ones start to be copied.
+        """The rows of one micro-batch after ``collate``; the next ones start to be
+        copied.
 
         With ``retain`` the rows stay on the device for a later call.
         """
         if self.ahead is None:
             return self.rows_at_source(number, _COPIED)
-        # The wait comes between the two: the next rows are issued behind these rows' copies, and
-        # the sub-step must not wait for both.
+        # The wait comes between the two: the next rows are issued behind these rows'
+        # copies, and the sub-step must not wait for both.
         for coming in (number, number + 1):
             if coming not in self.arrived and coming < len(self.share.micro_batches):
                 move = partial(move_rows, self.ahead, self.share.device)
@@ -125,11 +142,17 @@ class LeafMover:
         return move_rows(self.transfers, device, self.move_rowless(device, leaf))
 
     def move_rowless(self, device: torch.device, leaf: Any) -> Any:
-        """``leaf`` in the memory of ``device`` if it has no rows, else ``leaf`` itself."""
+        """``leaf`` in the memory of ``device`` if it has no rows, else
+        ``leaf`` itself.
+        """
         if isinstance(leaf, Marker):
             move = partial(nested.map_leaves, partial(self._move_once, device))
             return leaf.map(move) if leaf.num_rows is None else leaf
-        return leaf if isinstance(leaf, Tensor) and leaf.ndim else self._move_once(device, leaf)
+        return (
+            leaf
+            if isinstance(leaf, Tensor) and leaf.ndim
+            else self._move_once(device, leaf)
+        )
 
     def _move_once(self, device: torch.device, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device == device:
@@ -150,16 +173,23 @@ def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
 
 
 def _move_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
-    """``contents`` on ``device``; small host tensors of one dtype are copied together."""
+    """``contents`` on ``device``; small host tensors of one dtype are
+    copied together.
+    """
     remote = {id(t): t for t in nested.tensors(contents) if t.device != device}
     small = {key: t for key, t in remote.items() if _is_small(t)}
-    arrived = {k: transfers.copy(t, device, "scatter") for k, t in remote.items() if k not in small}
+    arrived = {
+        k: transfers.copy(t, device, "scatter")
+        for k, t in remote.items()
+        if k not in small
+    }
     for message in iter_copies(small, device, transfers, "scatter"):
         arrived |= message
     return nested.map_leaves(lambda leaf: arrived.get(id(leaf), leaf), contents)
 
 
 def _is_small(tensor: Tensor) -> bool:
-    # Packing a GPU's tensors would queue work there for which the copying stream does not wait.
+    # Packing a GPU's tensors would queue work there for which the copying stream does
+    # not wait.
     is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
     return is_plain and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL

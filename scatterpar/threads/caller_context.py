@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Not the functions of ``signal``: they look up enum members, and a step calls them nine times.
+# Not the functions of ``signal``: they look up enum members, and a step calls them nine
+# times.
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import contextvars
@@ -17,7 +18,12 @@ import torch
 
 from scatterpar.devices import runtime
 from scatterpar.report import warn
-from scatterpar.torch_private import PROFILE_ALL_THREADS, is_profiled, modes, saved_tensors_hooks
+from scatterpar.torch_private import (
+    PROFILE_ALL_THREADS,
+    is_profiled,
+    modes,
+    saved_tensors_hooks,
+)
 
 
 def autocast_types() -> list[str]:
@@ -31,8 +37,8 @@ def autocast_types() -> list[str]:
 def no_autocast_cache() -> Iterator[None]:
     """In the body, this thread does not use autocast's cache of weights.
 
-    The process has one, which any thread clears that leaves autocast: a weight used twice would be
-    cast once or twice, depending on another replica's timing.
+    The process has one, which any thread clears that leaves autocast: a weight used
+    twice would be cast once or twice, depending on another replica's timing.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -43,39 +49,51 @@ def no_autocast_cache() -> Iterator[None]:
 
 
 class CallerContext:
-    """Grad and inference mode, autocast, default device, saved-tensor hooks, variables, streams.
+    """Grad and inference mode, autocast, default device, saved-tensor hooks, variables,
+    streams.
 
-    Captured at construction, and entered in another thread, which may use tensors that the caller
-    has computed on any stream. Modes of torch are not carried over, because few can work in several
-    threads; a warning says so.
+    Captured at construction, and entered in another thread, which may use tensors that
+    the caller has computed on any stream. Modes of torch are not carried over, because
+    few can work in several threads; a warning says so.
     """
 
     def __init__(self) -> None:
         if names := modes():
             warn(
-                f"{', '.join(names)}: active in the caller's thread, and blind to what replicas "
-                f"compute in theirs; enter it in the module's forward, or use one replica"
+                f"{', '.join(names)}: active in the caller's thread, and blind to "
+                "what replicas "
+                "compute in theirs; enter it in the module's forward, or use one "
+                "replica"
             )
         if is_profiled():
             warn(
-                f"a profiler of torch records the caller's thread alone; to see the replicas' "
+                "a profiler of torch records the caller's thread alone; to see the "
+                "replicas' "
                 f"operators, pass {PROFILE_ALL_THREADS} to torch.profiler.profile"
             )
         self._variables = contextvars.copy_context()
         self._streams = runtime.current_streams()
         self._default = torch.get_default_device()
-        self._contexts: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
+        self._contexts: list[
+            Callable[[], contextlib.AbstractContextManager[object]]
+        ] = []
         if torch.is_inference_mode_enabled():
             self._contexts.append(torch.inference_mode)
         elif not torch.is_grad_enabled():
             self._contexts.append(torch.no_grad)
         for kind in autocast_types():
-            self._contexts.append(partial(torch.autocast, kind, torch.get_autocast_dtype(kind)))
+            self._contexts.append(
+                partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
+            )
         if hooks := saved_tensors_hooks():
-            self._contexts.append(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
+            self._contexts.append(
+                partial(torch.autograd.graph.saved_tensors_hooks, *hooks)
+            )
 
     def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
-        """Returns ``work()``, run on ``device`` in this thread with the captured context."""
+        """Returns ``work()``, run on ``device`` in this thread with the captured
+        context.
+        """
         return self._variables.copy().run(self._run, device, work)
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
@@ -95,12 +113,14 @@ _INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)
 
 
 class Interrupts:
-    """Defers interrupts in its body, except in that of ``allowed``: signals with Python handlers.
+    """Defers interrupts in its body, except in that of ``allowed``: signals with Python
+    handlers.
 
-    Handlers may raise, as that of Ctrl-C or of a time limit. Python runs them in the main thread
-    only; in any other thread this does nothing. ``except KeyboardInterrupt`` cannot replace this:
-    Python may raise before the ``try`` is entered. ``signal.pthread_sigmask`` is not on Windows,
-    and delivers a blocked signal too late.
+    Handlers may raise, as that of Ctrl-C or of a time limit. Python runs them in the
+    main thread only; in any other thread this does nothing. ``except
+    KeyboardInterrupt`` cannot replace this: Python may raise before the ``try`` is
+    entered. ``signal.pthread_sigmask`` is not on Windows, and delivers a blocked signal
+    too late.
     """
 
     def __init__(self) -> None:
@@ -111,7 +131,9 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             found = [(number, _signal.getsignal(number)) for number in _INTERRUPTS]
-            self._handlers = {number: handler for number, handler in found if callable(handler)}
+            self._handlers = {
+                number: handler for number, handler in found if callable(handler)
+            }
             self.are_allowed = True  # an interrupt may come between these lines
             try:
                 for number in self._handlers:

@@ -1,7 +1,8 @@
 """One worker thread per replica, alive as long as its ``Workers``; one job at a time.
 
-In a free-threaded interpreter (PEP 703) an object is freed by the thread that created it, when that
-thread next runs Python. So idle threads wake regularly, and code that needs the memory waits.
+In a free-threaded interpreter (PEP 703) an object is freed by the thread that created
+it, when that thread next runs Python. So idle threads wake regularly, and code that
+needs the memory waits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ import torch
 from torch import nn
 
 from scatterpar.devices import runtime
-from scatterpar.threads.caller_context import CallerContext, Interrupts, no_autocast_cache
+from scatterpar.threads.caller_context import (
+    CallerContext,
+    Interrupts,
+    no_autocast_cache,
+)
 
 _Queue = SimpleQueue[Callable[[], object] | None]
 
@@ -37,7 +42,8 @@ _EXIT_SECONDS = 4.0  # time for running calls to end when the workers stop
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
     """Run the tasks of ``queue`` with ``budget`` intra-op threads."""
-    torch.get_num_threads()  # initialises the thread, or its first operator would reset the number
+    # initialises the thread, or its first operator would reset the number
+    torch.get_num_threads()
     torch.set_num_threads(budget)
     ready.wait()
     del ready
@@ -52,7 +58,9 @@ def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
         del task
 
 
-def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pid: int) -> None:
+def _shut_down(
+    queues: Sequence[_Queue], threads: Sequence[threading.Thread], pid: int
+) -> None:
     """End the threads of ``queues`` and wait for them, if they are this process's."""
     if os.getpid() != pid:  # a forked child has none of these threads
         return
@@ -67,8 +75,9 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
 class Job:
     """One call per replica, without arguments; ``cancel`` is set when one has failed.
 
-    The first ``at_once`` calls start immediately, each other one when a call ends or after 10 ms.
-    Whatever is used is dropped: a traceback that refers to the job would keep activations alive.
+    The first ``at_once`` calls start immediately, each other one when a call ends or
+    after 10 ms. Whatever is used is dropped: a traceback that refers to the job would
+    keep activations alive.
     """
 
     def __init__(
@@ -79,7 +88,8 @@ class Job:
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
         self.cancel = cancel
-        self.ended: SimpleQueue[None] = SimpleQueue()  # safe against interrupts: holds no lock
+        # safe against interrupts: holds no lock
+        self.ended: SimpleQueue[None] = SimpleQueue()
         self._at_once = at_once
         self._ended_calls = threading.Semaphore(0)  # each lets one call start
 
@@ -107,8 +117,14 @@ class Job:
         self.cancel.set()
 
     def first_error(self) -> BaseException | None:
-        """The error of the lowest number, with the others in its notes; ``None`` without errors."""
-        failed = [(i, e) for i, e in sorted(self.errors.items()) if not isinstance(e, Cancelled)]
+        """The error of the lowest number, with the others in its notes; ``None``
+        without errors.
+        """
+        failed = [
+            (i, e)
+            for i, e in sorted(self.errors.items())
+            if not isinstance(e, Cancelled)
+        ]
         for i, error in failed[1:]:
             first, text = failed[0][1], _described(error)
             if error is not first and text != _described(first):
@@ -121,11 +137,15 @@ class Overdue(Exception):
 
 
 class Cancelled(Exception):
-    """Ends a replica's work at its next sub-step after another has failed; users never see it."""
+    """Ends a replica's work at its next sub-step after another has failed; users never
+    see it.
+    """
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to a user's error, unless it has this note already or refuses notes."""
+    """Add a note to a user's error, unless it has this note already or
+    refuses notes.
+    """
     with contextlib.suppress(Exception):
         if text not in getattr(error, "__notes__", ()):
             error.add_note(text)
@@ -133,7 +153,9 @@ def add_note(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def restored(*restores: Callable[[], object]) -> Iterator[None]:
-    """Call ``restores`` after the body. If the body has failed, their failures become notes."""
+    """Call ``restores`` after the body. If the body has failed, their failures become
+    notes.
+    """
     try:
         yield
     except BaseException as error:
@@ -143,7 +165,9 @@ def restored(*restores: Callable[[], object]) -> Iterator[None]:
 
 
 def restore_after(error: BaseException | None, *restores: Callable[[], object]) -> None:
-    """Call ``restores``; with an ``error``, which is raised later, failures are notes on it."""
+    """Call ``restores``; with an ``error``, which is raised later, failures are notes
+    on it.
+    """
     for restore in restores:
         try:
             restore()
@@ -153,26 +177,32 @@ def restore_after(error: BaseException | None, *restores: Callable[[], object]) 
             add_note(error, f"after that, something could not be put back: {another!r}")
 
 
-_claims: dict[tuple[int, int], Workers] = {}  # by process, since a fork copies them, and module
+# by process, since a fork copies them, and module
+_claims: dict[tuple[int, int], Workers] = {}
 
 
 class Workers:
-    """One daemon thread per replica, named after its device; ``owner`` is the name in errors.
+    """One daemon thread per replica, named after its device; ``owner`` is the name in
+    errors.
 
-    They start with the first parallel call, and stop when the object is closed or collected, or the
-    interpreter exits.
+    They start with the first parallel call, and stop when the object is closed or
+    collected, or the interpreter exits.
     """
 
     def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
         self.count = len(devices)
         where = ["" if device is None else f", {device}" for device in devices]
-        self._names = [f"scatterpar replica {i}{device}" for i, device in enumerate(where)]
+        self._names = [
+            f"scatterpar replica {i}{device}" for i, device in enumerate(where)
+        ]
         self._owner = owner
         self._lock = threading.Lock()
-        self._posting = threading.RLock()  # close() runs before or after all calls are queued
+        # close() runs before or after all calls are queued
+        self._posting = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
-        self._failed = False  # whether the last job failed; then its error's objects must be freed
+        # whether the last job failed; then its error's objects must be freed
+        self._failed = False
         self.interrupts = Interrupts()
         self.abandoned = False
         self._queues: list[_Queue] = []
@@ -189,18 +219,23 @@ class Workers:
     ) -> list[Any]:
         """Call ``modules[i](*inputs[i])`` on ``devices[i]``, in parallel.
 
-        A single call runs in the caller's thread. On the CPU as many calls start as there are
-        cores: short calls that compete for cores and for the GIL cost several times as much. But
-        calls may wait for each other, so all start soon. Calls on the same accelerator run one
-        after the other, and all with ``is_serial``.
+        A single call runs in the caller's thread. On the CPU as many calls start as
+        there are cores: short calls that compete for cores and for the GIL cost several
+        times as much. But calls may wait for each other, so all start soon. Calls on
+        the same accelerator run one after the other, and all with ``is_serial``.
 
-        If a call fails, ``cancel`` is set, the others are waited for, and the error of the lowest
-        replica is raised, with the others in its notes. So is an interrupt. A second interrupt, or
-        the end of ``seconds`` (``Overdue``), abandons the threads; then ``abandoned`` is true.
+        If a call fails, ``cancel`` is set, the others are waited for, and the error of
+        the lowest replica is raised, with the others in its notes. So is an interrupt.
+        A second interrupt, or the end of ``seconds`` (``Overdue``), abandons the
+        threads; then ``abandoned`` is true.
         """
         runtime.tune_malloc(devices[0])
         if len(modules) == 1:
-            with runtime.use_device(devices[0], ()), no_autocast_cache(), self.interrupts.allowed():
+            with (
+                runtime.use_device(devices[0], ()),
+                no_autocast_cache(),
+                self.interrupts.allowed(),
+            ):
                 return [modules[0](*inputs[0])]
         context = CallerContext()
         calls = [
@@ -209,7 +244,10 @@ class Workers:
         ]
         job = Job(calls, runtime.max_concurrency(devices), cancel or threading.Event())
         # Calls on one accelerator draw from its one generator, so they run in order.
-        threads = [devices.index(d) if runtime.is_async(d) else i for i, d in enumerate(devices)]
+        threads = [
+            devices.index(d) if runtime.is_async(d) else i
+            for i, d in enumerate(devices)
+        ]
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
@@ -227,29 +265,35 @@ class Workers:
 
     @contextlib.contextmanager
     def exclusive(self, module: nn.Module | None = None) -> Iterator[None]:
-        """In the body, this thread owns the workers and claims ``module``; interrupts are deferred.
+        """In the body, this thread owns the workers and claims ``module``; interrupts
+        are deferred.
 
-        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or if another
-        engine has claimed the module: both would add to ``.grad`` at once.
+        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or
+        if another engine has claimed the module: both would add to ``.grad`` at once.
         """
         self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"{self._owner} belongs to another process: threads do not survive a fork; make "
+                f"{self._owner} belongs to another process: threads do not survive a "
+                "fork; make "
                 f"another in the process that uses it"
             )
         key = self._pid, id(module)
-        with Interrupts() as interrupts:  # first: no interrupt between the lock and the try
+        # first: no interrupt between the lock and the try
+        with Interrupts() as interrupts:
             if not self._lock.acquire(blocking=False):
                 raise RuntimeError(
-                    f"{self._owner} is in the middle of a step: another cannot start from "
+                    f"{self._owner} is in the middle of a step: another cannot start "
+                    "from "
                     f"inside a criterion or a hook, nor from a second thread"
                 )
             try:
-                if module is not None and _claims.setdefault(key, self) is not self:  # atomic
+                # atomic
+                if module is not None and _claims.setdefault(key, self) is not self:
                     raise RuntimeError(
                         f"another engine is in the middle of a step that trains this "
-                        f"{type(module).__name__}; give each thread a copy of the module"
+                        f"{type(module).__name__}; give each thread a copy of the "
+                        "module"
                     )
                 self.interrupts = interrupts
                 if self._failed:
@@ -258,7 +302,8 @@ class Workers:
                 yield
                 self._failed = False
             except BaseException as error:
-                if runtime.is_out_of_memory(error):  # else the caller's next try runs out, too
+                # else the caller's next try runs out, too
+                if runtime.is_out_of_memory(error):
                     runtime.clear_frames(error)
                 raise
             finally:
@@ -267,14 +312,19 @@ class Workers:
                 self._lock.release()
 
     def release(self) -> None:
-        """Free cached memory; call it in the body of ``exclusive``, outside ``parallel_apply``."""
+        """Free cached memory; call it in the body of ``exclusive``, outside
+        ``parallel_apply``.
+        """
         self._await_deferred_frees()
         runtime.empty_cache()
 
     def _await_deferred_frees(self) -> None:
-        """In free-threaded Python, wait until idle workers have freed the objects they created."""
+        """In free-threaded Python, wait until idle workers have freed the objects they
+        created.
+        """
         if _FREE_THREADED:
-            time.sleep(3 * _IDLE_SECONDS)  # freed objects may refer to those of another worker
+            # freed objects may refer to those of another worker
+            time.sleep(3 * _IDLE_SECONDS)
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
@@ -288,7 +338,9 @@ class Workers:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
     def _wait(self, job: Job, deadline: float) -> None:
-        """Wait until all calls have ended; an interrupt becomes the job's first error."""
+        """Wait until all calls have ended; an interrupt becomes the
+        job's first error.
+        """
         while job.busy:
             if time.monotonic() > deadline:
                 job.stop()
@@ -307,7 +359,9 @@ class Workers:
                 job.errors[_CALLER] = error
 
     def _abandon(self) -> None:
-        """Let threads that still work end by themselves; the next job starts new ones."""
+        """Let threads that still work end by themselves; the next job
+        starts new ones.
+        """
         self.abandoned = True
         for queue in self._queues:
             queue.put(None)
@@ -316,20 +370,26 @@ class Workers:
     def _started(self) -> list[_Queue]:
         if self._stop is not None and self._stop.alive:
             return self._queues
-        torch.autograd.backward(())  # in a forked child two threads must not both make the engine
+        # in a forked child two threads must not both make the engine
+        torch.autograd.backward(())
         before = torch.get_num_threads()
         budget = max(1, before // len(self._names))
         self._queues = [SimpleQueue() for _ in self._names]
         ready = threading.Barrier(len(self._names) + 1)
         threads = [
-            threading.Thread(target=_serve, args=(queue, budget, ready), daemon=True, name=name)
+            threading.Thread(
+                target=_serve, args=(queue, budget, ready), daemon=True, name=name
+            )
             for queue, name in zip(self._queues, self._names, strict=True)
         ]
         for thread in threads:  # a new context: a thread would keep the caller's alive
             contextvars.Context().run(thread.start)
         ready.wait()
-        torch.set_num_threads(before)  # a worker's setting became the default of later threads
-        self._stop = weakref.finalize(self, _shut_down, self._queues, threads, self._pid)
+        # a worker's setting became the default of later threads
+        torch.set_num_threads(before)
+        self._stop = weakref.finalize(
+            self, _shut_down, self._queues, threads, self._pid
+        )
         return self._queues
 
 

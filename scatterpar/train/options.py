@@ -22,8 +22,11 @@ EMBEDDED = "embedded"
 _DECISIVE = """data val image_size augment erase mixup cutmix skip_broken model pretrained batch
     epochs base_lr warmup_epochs drop_at optimizer momentum weight_decay label_smoothing clip ema
     autocast seed"""
-# Ranges of numbers: in words, as a test, and the options of all commands that they apply to.
-_POSITIVE = "batch epochs micro_batch_size image_size checkpoint_every base_lr clip ema top val"
+# Ranges of numbers: in words, as a test, and the options of all commands that they
+# apply to.
+_POSITIVE = (
+    "batch epochs micro_batch_size image_size checkpoint_every base_lr clip ema top val"
+)
 _NOT_NEGATIVE = """warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay
     label_smoothing"""
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -33,16 +36,24 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 # Options that do not exist, and what to use instead.
 _INSTEAD = {
-    "batch-size": "the images of a step are --batch N, those of a sub-step --micro-batch-size N",
-    "measure-noise": "removed in 0.3.0; --batch auto measures the noise scale, and follows it",
-    "shard-optimizer": "removed in 0.3.0; the engine has it: scatterpar.ShardedOptimizer",
+    "batch-size": "the images of a step are --batch N, those of a sub-step "
+    "--micro-batch-size N",
+    "measure-noise": "removed in 0.3.0; --batch auto measures the noise scale, and "
+    "follows it",
+    "shard-optimizer": "removed in 0.3.0; the engine has it: "
+    "scatterpar.ShardedOptimizer",
     "accum": "removed in 0.3.0; --micro-batch-size N sets the images of a sub-step",
-    "shares": "removed in 0.3.0; the engine has it: ScatterOnceParallel(model, shares=[2, 1])",
-    "layer-decay": "removed in 0.3.0; use timm.optim.param_groups_layer_decay in a script",
-    "smallest-crop": "removed in 0.3.0; --augment none takes pictures without random crops",
+    "shares": "removed in 0.3.0; the engine has it: ScatterOnceParallel(model, "
+    "shares=[2, 1])",
+    "layer-decay": "removed in 0.3.0; use timm.optim.param_groups_layer_decay in a "
+    "script",
+    "smallest-crop": "removed in 0.3.0; --augment none takes pictures without random "
+    "crops",
     "init": "removed in 0.3.0; --model package.module:callable may load weights",
-    "check-data": "removed in 0.3.0; --skip-broken N leaves out up to N unreadable pictures",
-    "wandb": "removed in 0.3.0; wandb.init(sync_tensorboard=True) before scatterpar.__main__.main "
+    "check-data": "removed in 0.3.0; --skip-broken N leaves out up to N unreadable "
+    "pictures",
+    "wandb": "removed in 0.3.0; wandb.init(sync_tensorboard=True) before "
+    "scatterpar.__main__.main "
     "logs the same curves, with tensorboard installed",
 }
 
@@ -52,28 +63,39 @@ Rate = Annotated[float | None, _arg(help_behavior_hint="", metavar="X")]
 Name = Annotated[str | None, _arg(help_behavior_hint="", metavar="NAME")]
 Folder = Annotated[Path | None, _arg(help_behavior_hint="", metavar="PATH")]
 OutFolder = Annotated[Path, _arg(help_behavior_hint="", metavar="PATH")]
-Batch = Annotated[int | Literal["auto"] | None, _arg(help_behavior_hint="", metavar="auto|N")]
-Precision = Annotated[Literal["bfloat16", "float16"] | None, _arg(help_behavior_hint="")]
-Devices = Annotated[tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")]
+Batch = Annotated[
+    int | Literal["auto"] | None, _arg(help_behavior_hint="", metavar="auto|N")
+]
+Precision = Annotated[
+    Literal["bfloat16", "float16"] | None, _arg(help_behavior_hint="")
+]
+Devices = Annotated[
+    tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")
+]
 
 
 @dataclass(frozen=True)
 class _Images:
-    # folder with train/CLASS/ and test/CLASS/ (or val), or with CLASS/ and --val; torch/NAME of
-    # torchvision, such as torch/fashion_mnist; hfds/NAME of Hugging Face's hub, or a folder for its
-    # datasets; or embedded: Fashion-MNIST's test set, in two parts
+    # folder with train/CLASS/ and test/CLASS/ (or val), or with CLASS/ and --val;
+    # torch/NAME of torchvision, such as torch/fashion_mnist; hfds/NAME of Hugging
+    # Face's hub, or a folder for its datasets; or embedded: Fashion-MNIST's test set,
+    # in two parts
     data: str = EMBEDDED
     val: Rate = None  # part of each class to test on, such as 0.1, if there is no split
     data_root: Path = Path("data")  # where the sets of libraries are stored
     download: bool = False  # fetch the library's set if it is missing
-    image_size: Number = None  # sides of pictures (default: the first one's shorter, at most 224)
-    # how pictures vary: none, crop (and flip), or crop and timm's policy, such as rand-m9-mstd0.5
+    # sides of pictures (default: the first one's shorter, at most 224)
+    image_size: Number = None
+    # how pictures vary: none, crop (and flip), or crop and timm's policy, such as
+    # rand-m9-mstd0.5
     augment: str = "crop"
     erase: float = 0.0  # how often a rectangle is erased
     mixup: float = 0.0  # mix pictures and labels, with this alpha
     cutmix: float = 0.0  # the same by CutMix
-    workers: Number = None  # reading processes (default: one per core, at most 16; 0: none)
-    skip_broken: int = 0  # leave out so many pictures that cannot be read, rather than stop
+    # reading processes (default: one per core, at most 16; 0: none)
+    workers: Number = None
+    # leave out so many pictures that cannot be read, rather than stop
+    skip_broken: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,48 +103,64 @@ class _Training:
     # cnn, timm:NAME such as timm:resnet50, or package.module:callable such as
     # torchvision.models:resnet101, called with num_classes if it has that parameter
     model: str = "cnn"
-    pretrained: bool = False  # start from timm's weights for its model, fetched if missing
-    # images of a step (default: as many as leave 50 steps an epoch, from 32 to 4096). auto: 256,
-    # doubled while the gradient's noise scale is twice that, with two replicas at least
+    # start from timm's weights for its model, fetched if missing
+    pretrained: bool = False
+    # images of a step (default: as many as leave 50 steps an epoch, from 32 to 4096).
+    # auto: 256, doubled while the gradient's noise scale is twice that, with two
+    # replicas at least
     batch: Batch = None
-    epochs: Number = None  # how often all images are used (default: 20; for the included images 5)
-    base_lr: float = 0.0125  # learning rate for batches of 256; scaled for the images of a step
-    # epochs until the rate is reached; a cosine follows (default: a fifth of all, at most 5; with
+    # how often all images are used (default: 20; for the included images 5)
+    epochs: Number = None
+    # learning rate for batches of 256; scaled for the images of a step
+    base_lr: float = 0.0125
+    # epochs until the rate is reached; a cosine follows (default: a fifth of all, at
+    # most 5; with
     # --batch auto 0)
     warmup_epochs: Number = None
-    drop_at: tuple[int, ...] = ()  # epochs after which the rate is a tenth, such as 30 60 80
-    optimizer: str = "SGD"  # class of torch.optim, or timm's name such as lamb; SGD is Nesterov's
+    # epochs after which the rate is a tenth, such as 30 60 80
+    drop_at: tuple[int, ...] = ()
+    # class of torch.optim, or timm's name such as lamb; SGD is Nesterov's
+    optimizer: str = "SGD"
     momentum: float = 0.9  # of SGD
     weight_decay: float = 5e-4  # on all but biases and normalisation
     label_smoothing: float = 0.0  # part of a label that is spread over all classes
     clip: Rate = None  # scale gradients down to at most this norm
-    ema: Rate = None  # test with a moving average of the weights, of this decay, such as 0.999
+    # test with a moving average of the weights, of this decay, such as 0.999
+    ema: Rate = None
     seed: int = 0  # random seed: weights, order of the images, augmentation
 
 
 @dataclass(frozen=True)
 class _Devices:
-    # a device for each replica, such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU; without
-    # any, two replicas on the CPU)
+    # a device for each replica, such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every
+    # GPU; without any, two replicas on the CPU)
     devices: Devices = ()
     micro_batch_size: int = 64  # images of a sub-step of each replica
     compile: bool = False  # compile the network with torch.compile
     autocast: Precision = None  # compute in that precision where it is safe
-    channels_last: bool = False  # channels last in memory, often faster for convolutions
+    # channels last in memory, often faster for convolutions
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
 class _Files:
-    config: Folder = None  # options from a TOML file; those of the command line override it
+    # options from a TOML file; those of the command line override it
+    config: Folder = None
     # folder for what is written (default: a new one in runs/)
-    out: OutFolder = field(default_factory=lambda: Path(time.strftime("runs/train-%Y%m%d-%H%M%S")))
-    checkpoint_every: int = 100  # steps between checkpoints; the last step always has one
-    resume: bool = False  # go on from --out's checkpoint, bit for bit on as many replicas
+    out: OutFolder = field(
+        default_factory=lambda: Path(time.strftime("runs/train-%Y%m%d-%H%M%S"))
+    )
+    # steps between checkpoints; the last step always has one
+    checkpoint_every: int = 100
+    # go on from --out's checkpoint, bit for bit on as many replicas
+    resume: bool = False
 
 
 @dataclass(frozen=True)
 class Options(_Files, _Devices, _Training, _Images):
-    """Train a network on large batches, with all GPUs of this machine, in one process."""
+    """Train a network on large batches, with all GPUs of this machine,
+    in one process.
+    """
 
     examples: ClassVar[str] = """examples:
   python -m scatterpar train                                    the images that are included
@@ -150,11 +188,15 @@ def parse(arguments: Sequence[str]) -> Options:
         warmup = 0 if options.batch == "auto" else min(5, epochs // 5)
     numbers = [warmup, *options.drop_at, epochs]
     if numbers != sorted({*numbers}):
-        raise UsageError(f"--warmup-epochs, --drop-at and --epochs must rise, and are {numbers}")
+        raise UsageError(
+            f"--warmup-epochs, --drop-at and --epochs must rise, and are {numbers}"
+        )
     return dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup)
 
 
-def _grouped(images: _Images, training: _Training, device: _Devices, file: _Files) -> Options:
+def _grouped(
+    images: _Images, training: _Training, device: _Devices, file: _Files
+) -> Options:
     """Join the groups that `--help` shows."""
     return Options(**vars(images), **vars(training), **vars(device), **vars(file))
 
@@ -169,7 +211,9 @@ def words_of(error: BaseException) -> str:
 
 
 def exit_code_of(command: str, action: Callable[[], int]) -> int:
-    """Run a command and return its exit code. A wrong argument prints one line on stderr."""
+    """Run a command and return its exit code. A wrong argument prints one line on
+    stderr.
+    """
     try:
         return action()
     except UsageError as error:
@@ -178,10 +222,17 @@ def exit_code_of(command: str, action: Callable[[], int]) -> int:
 
 
 def read(
-    kind: type[Any], arguments: Sequence[str], command: str, make: Callable[..., Any] | None = None
+    kind: type[Any],
+    arguments: Sequence[str],
+    command: str,
+    make: Callable[..., Any] | None = None,
 ) -> Any:
-    """Read a command's options, of a dataclass; those of a `--config` file come first."""
-    words = [part for w in arguments for part in (w.split("=", 1) if w[:2] == "--" else [w])]
+    """Read a command's options, of a dataclass; those of a `--config`
+    file come first.
+    """
+    words = [
+        part for w in arguments for part in (w.split("=", 1) if w[:2] == "--" else [w])
+    ]
     files = [later for word, later in pairwise(words) if word == "--config"]
     words = [*(word for file in files for word in _of_file(Path(file))), *words]
     for word in words:
@@ -206,7 +257,9 @@ def _of_file(path: Path) -> Iterator[str]:
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--config {path} cannot be read: {words_of(error)}") from error
+        raise UsageError(
+            f"--config {path} cannot be read: {words_of(error)}"
+        ) from error
     for name, value in options.items():
         if value is not False:
             yield "--" + name.replace("_", "-")

@@ -1,4 +1,6 @@
-"""The files of a run: checkpoints, written atomically; records, in lines of JSON; curves."""
+"""The files of a run: checkpoints, written atomically; records, in lines of JSON;
+curves.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def unwritten(path: Path, error: Exception) -> UsageError:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the body ends, after it was written to the disk."""
+    """Open a file that replaces `path` when the body ends, after it was written to the
+    disk.
+    """
     aside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,31 +63,44 @@ def load(path: Path) -> dict[str, Any]:
     found = state.get("format") if isinstance(state, dict) else None
     if found != _FORMAT:
         which = "scatterpar 0.2" if found == 3 else "another program or version"
-        words = "cannot read: use the version that wrote it, or start a new run with another --out"
-        raise UsageError(f"{path} is a checkpoint of {which}, which scatterpar 0.3 {words}")
+        words = (
+            "cannot read: use the version that wrote it, or start a new run with "
+            "another --out"
+        )
+        raise UsageError(
+            f"{path} is a checkpoint of {which}, which scatterpar 0.3 {words}"
+        )
     return state  # type: ignore[no-any-return]
 
 
 class Metrics(contextlib.AbstractContextManager["Metrics"]):
-    """Records in memory and as lines of JSON, each with its `"kind"`; for TensorBoard, too.
+    """Records in memory and as lines of JSON, each with its `"kind"`; for TensorBoard,
+    too.
 
     The records of the first `earlier_steps` steps of earlier sessions stay in the file.
     """
 
     def __init__(self, path: Path, earlier_steps: int = 0) -> None:
         self.records: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # a torn last line
-            for line in path.read_text(encoding="utf-8").splitlines() if earlier_steps else ():
+        # a torn last line
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            for line in (
+                path.read_text(encoding="utf-8").splitlines() if earlier_steps else ()
+            ):
                 record = json.loads(line)
                 if record["kind"] != "summary" and record["step"] <= earlier_steps:
                     self.records.append(record)
         with written(path) as file:
-            file.writelines(f"{json.dumps(record)}\n".encode() for record in self.records)
+            file.writelines(
+                f"{json.dumps(record)}\n".encode() for record in self.records
+            )
         self._file, self._board = path.open("a", encoding="utf-8"), None
         with contextlib.suppress(ImportError):
             module = importlib.import_module("torch.utils.tensorboard")
             # TensorBoard drops the steps from `purge_step` on.
-            self._board = module.SummaryWriter(str(path.parent), purge_step=earlier_steps + 1)
+            self._board = module.SummaryWriter(
+                str(path.parent), purge_step=earlier_steps + 1
+            )
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record; NaN and infinities, which JSON lacks, become null."""
@@ -125,7 +142,9 @@ def draw_curves(metrics: Metrics, path: Path) -> None:
     ):
         heights = [math.nan if r[y] is None else r[y] for r in what]
         axes.plot([r[x] for r in what], heights, style, label=label, markersize=4)
-        axes.set(title="Loss" if axes is loss else "Test accuracy", xlabel=x.capitalize())
+        axes.set(
+            title="Loss" if axes is loss else "Test accuracy", xlabel=x.capitalize()
+        )
         axes.legend()
     with written(path) as file:
         figure.savefig(file, dpi=120)

@@ -1,4 +1,6 @@
-"""A run of the tool: train epoch by epoch, write checkpoints and records, stop when asked to."""
+"""A run of the tool: train epoch by epoch, write checkpoints and records, stop when
+asked to.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,47 @@ _RECORDED = "scatterpar", "torch", "torchvision", "timm", "numpy", "pillow"  # v
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool. Returns the exit code. A wrong argument prints one line on stderr."""
+    """Run the tool. Returns the exit code. A wrong argument prints one
+    line on stderr.
+    """
     return exit_code_of("train", lambda: run(parse(arguments)))
 
 
 def run(options: Options) -> int:
     """Train as the options say; return the exit code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        words = "one process trains on all GPUs of this machine: start it without torchrun"
+        words = (
+            "one process trains on all GPUs of this machine: start it without torchrun"
+        )
         raise UsageError(f"{words} (for several machines: docs/several-machines.md)")
     tqdm.monitor_interval = 0  # tqdm starts no thread: every step updates the bar
-    devices, source, out = choose_devices(options.devices), open_data(options), options.out
+    devices, source, out = (
+        choose_devices(options.devices),
+        open_data(options),
+        options.out,
+    )
     training = Training(options, source, devices)
     with training.engine:
         _resume(training)
         position = training.position
         if position.tested >= training.epochs and (out / "curves.png").exists():
             reached = f"after {training.epoch} epochs and {position.step} steps"
-            print(f"{out}: finished before, {reached}; --out starts a new run in another folder")
+            print(
+                f"{out}: finished before, {reached}; --out starts a new run in "
+                "another folder"
+            )
             return 0
-        with Metrics(out / "metrics.jsonl", position.step) as metrics, Feed(source) as feed:
+        with (
+            Metrics(out / "metrics.jsonl", position.step) as metrics,
+            Feed(source) as feed,
+        ):
             installed = importlib.metadata.distributions()
             versions = {d.name: d.version for d in installed if d.name in _RECORDED}
-            about = {"command": sys.argv, "versions": versions, "devices": [*map(str, devices)]}
+            about = {
+                "command": sys.argv,
+                "versions": versions,
+                "devices": [*map(str, devices)],
+            }
             metrics.write("run", step=position.step, options=vars(options), **about)
             return Run(training, feed, metrics).train()
 
@@ -57,22 +77,32 @@ def _resume(training: Training) -> None:
     """With --resume load the checkpoint in --out; without it there must not be one."""
     options, path = training.options, training.options.out / FILE
     if path.exists() and not options.resume:
-        raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
+        raise UsageError(
+            f"there is a {path}: --resume goes on from it, another --out starts anew"
+        )
     if options.resume:
         if not path.exists():
-            raise UsageError(f"--resume: there is no {path}; --out names the folder of the run")
+            raise UsageError(
+                f"--resume: there is no {path}; --out names the folder of the run"
+            )
         state = records.load(path)
         for name, value in options.settings().items():
             if (saved := state["settings"].get(name)) != value:
                 option = "--" + name.replace("_", "-")
-                same = f"leave out {option}" if saved is None else f"pass {option} {saved}"
-                raise UsageError(f"{path} is of a run with {option} {saved}, not {value}: {same}")
+                same = (
+                    f"leave out {option}" if saved is None else f"pass {option} {saved}"
+                )
+                raise UsageError(
+                    f"{path} is of a run with {option} {saved}, not {value}: {same}"
+                )
         training.load_state_dict(state)
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[list[int]]:
-    """In the body, Ctrl-C and SIGTERM are added to a list. A second one ends the process."""
+    """In the body, Ctrl-C and SIGTERM are added to a list. A second one ends the
+    process.
+    """
     received = list[int]()
 
     def receive(number: int, _: FrameType | None) -> None:
@@ -81,9 +111,12 @@ def stoppable() -> Iterator[list[int]]:
         received.append(number)
         name = signal.Signals(number).name
         # Not print: the signal may have interrupted a print.
-        os.write(2, f"\n{name}: saving at the end of this step; again: ending now\n".encode())
+        os.write(
+            2, f"\n{name}: saving at the end of this step; again: ending now\n".encode()
+        )
 
-    numbers = signal.SIGINT, signal.SIGTERM  # a background job of a shell ignores SIGINT
+    # a background job of a shell ignores SIGINT
+    numbers = signal.SIGINT, signal.SIGTERM
     heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     before = [(number, signal.signal(number, receive)) for number in heeded]
     try:
@@ -105,7 +138,9 @@ class Run:
         self._bar: Any = None
 
     def train(self) -> int:
-        """Train all epochs, print and write what was reached, and return the exit code."""
+        """Train all epochs, print and write what was reached, and return
+        the exit code.
+        """
         training, code, ending = self.training, 0, "finished"
         self._announce()
         self.feed.request(training.requests())
@@ -123,8 +158,12 @@ class Run:
             is_sound = isinstance(error, KeyboardInterrupt | FeedError)
             if is_sound:
                 self._save()
-            if not (is_sound and self._signals):  # a signal may have ended the workers, too
-                kept = f"the checkpoint after step {self._saved} is kept: --resume goes on from it"
+            # a signal may have ended the workers, too
+            if not (is_sound and self._signals):
+                kept = (
+                    f"the checkpoint after step {self._saved} is kept: --resume "
+                    "goes on from it"
+                )
                 kept = kept if self._saved else "no checkpoint was written yet"
                 raise UsageError(f"{error}; {kept}") from error
             code, name = 128 + self._signals[0], signal.Signals(self._signals[0]).name
@@ -144,9 +183,13 @@ class Run:
         if self._saved:
             words = [word for word in sys.orig_argv if word != "--resume"]
             named = any(word.partition("=")[0] == "--out" for word in words)
-            words += ["--resume"] if named else ["--out", str(self.options.out), "--resume"]
+            words += (
+                ["--resume"] if named else ["--out", str(self.options.out), "--resume"]
+            )
             line = shlex.join(words)
-            self._say(f"saved after step {self._saved}; this goes on from there:\n  {line}")
+            self._say(
+                f"saved after step {self._saved}; this goes on from there:\n  {line}"
+            )
 
     def _say(self, line: str) -> None:
         """Print a line, beside the progress bar."""
@@ -155,13 +198,29 @@ class Run:
 
     def _announce(self) -> None:
         """Print the model, the data, and how the work is divided."""
-        training, options, position = self.training, self.options, self.training.position
+        training, options, position = (
+            self.training,
+            self.options,
+            self.training.position,
+        )
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
         self._say(f"writing to {options.out}\n{self.feed.source}")
-        rows, steps = -(-training.images // training.steps_per_epoch), training.steps_per_epoch
-        self._say(f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}")
-        more = "the gradient's noise scale doubles it" if training.noise else "--batch sets it"
-        line = f"batches of {rows:,}, for {steps} steps an epoch of {training.images:,}; {more}"
+        rows, steps = (
+            -(-training.images // training.steps_per_epoch),
+            training.steps_per_epoch,
+        )
+        self._say(
+            f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}"
+        )
+        more = (
+            "the gradient's noise scale doubles it"
+            if training.noise
+            else "--batch sets it"
+        )
+        line = (
+            f"batches of {rows:,}, for {steps} steps an epoch of "
+            f"{training.images:,}; {more}"
+        )
         if position.step:
             line = f"resumed after {position.step} steps, {position.consumed:,} images"
         self._say(line)
@@ -175,38 +234,76 @@ class Run:
             if report is None:
                 continue  # no picture of the batch can be read
             now = time.perf_counter()
-            took, before = {"seconds_whole": now - before, "seconds_waited": feed.waited}, now
-            where = {"step": training.position.step, "epoch": number, "images": len(request.rows)}
-            made = {"learning_rate": rate, "loss": report.loss, "elapsed": now - self._start}
+            took, before = (
+                {"seconds_whole": now - before, "seconds_waited": feed.waited},
+                now,
+            )
+            where = {
+                "step": training.position.step,
+                "epoch": number,
+                "images": len(request.rows),
+            }
+            made = {
+                "learning_rate": rate,
+                "loss": report.loss,
+                "elapsed": now - self._start,
+            }
             sent: dict[str, Any] = {"seconds": report.seconds, "bytes": report.bytes}
             sent |= {"noise_scale": training.noise.scale} if training.noise else {}
             self.metrics.write("step", **where, **made, **took, **sent)
-            self._show_progress(number, report.loss, took["seconds_waited"] / took["seconds_whole"])
+            self._show_progress(
+                number, report.loss, took["seconds_waited"] / took["seconds_whole"]
+            )
             if training.epoch < number:  # at the end of the epoch the test comes first
                 self._save(self.options.checkpoint_every)
             self._check()
         self._end_epoch()
 
     def _show_progress(self, epoch: int, loss: float, waiting: float) -> None:
-        """Move the bar; without a terminal, print a line now and then within an epoch."""
+        """Move the bar; without a terminal, print a line now and then
+        within an epoch.
+        """
         training, now = self.training, time.perf_counter()
         consumed, total = training.position.consumed, training.epochs * training.images
-        if self._bar is None:  # the first step sets up the engine: estimates begin after it
+        # the first step sets up the engine: estimates begin after it
+        if self._bar is None:
             self._timed, self._said = (consumed, now), now
-            shown = {"unit": " images", "unit_scale": True, "leave": False, "miniters": 1}
+            shown = {
+                "unit": " images",
+                "unit_scale": True,
+                "leave": False,
+                "miniters": 1,
+            }
             self._bar = tqdm(total=total, initial=consumed, disable=None, **shown)
         self._bar.set_description(f"epoch {epoch}/{training.epochs}", refresh=False)
-        self._bar.set_postfix(loss=f"{loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
+        self._bar.set_postfix(
+            loss=f"{loss:.4f}", waiting=f"{waiting:.0%}", refresh=False
+        )
         self._bar.update(consumed - self._bar.n)
-        if self._bar.disable and training.epoch < epoch and now - self._said > _LINE_SECONDS:
-            self._said, speed = now, (consumed - self._timed[0]) / (now - self._timed[1])
+        if (
+            self._bar.disable
+            and training.epoch < epoch
+            and now - self._said > _LINE_SECONDS
+        ):
+            self._said, speed = (
+                now,
+                (consumed - self._timed[0]) / (now - self._timed[1]),
+            )
             left = tqdm.format_interval((total - consumed) / speed)
-            where = f"epoch {epoch}/{training.epochs}, {consumed / training.images % 1:.0%}"
+            where = (
+                f"epoch {epoch}/{training.epochs}, {consumed / training.images % 1:.0%}"
+            )
             self._say(f"{where}: loss {loss:.4f}, {speed:,.0f} images/s, {left} left")
 
     def _end_epoch(self) -> None:
-        """Test, record and print the results, keep the best weights, and let the batch grow."""
-        training, position, broken = self.training, self.training.position, self.feed.broken
+        """Test, record and print the results, keep the best weights, and let the batch
+        grow.
+        """
+        training, position, broken = (
+            self.training,
+            self.training.position,
+            self.feed.broken,
+        )
         number, rows = training.epoch, -(-training.images // training.steps_per_epoch)
         steps = [r for r in self.metrics.of_kind("step") if r["epoch"] == number]
         names = "images", "seconds_whole", "seconds_waited"
@@ -216,9 +313,21 @@ class Run:
         tested = training.test(self.feed, self._check)
         accuracy, top5 = tested["test_accuracy"], tested["test_accuracy_top5"]
         position.tested = number
-        took = {"images_per_second": speed, "seconds": seconds, "seconds_waited": waited}
-        took |= {"elapsed": time.perf_counter() - self._start, "left_out": broken.total()}
-        where = {"epoch": number, "step": position.step, "batch": rows, "train_loss": loss}
+        took = {
+            "images_per_second": speed,
+            "seconds": seconds,
+            "seconds_waited": waited,
+        }
+        took |= {
+            "elapsed": time.perf_counter() - self._start,
+            "left_out": broken.total(),
+        }
+        where = {
+            "epoch": number,
+            "step": position.step,
+            "batch": rows,
+            "train_loss": loss,
+        }
         self.metrics.write("epoch", **where, **tested, **took)
         scale = training.noise.scale if training.noise else 0.0
         parts = {
@@ -255,16 +364,29 @@ class Run:
         epochs, sessions = metrics.of_kind("epoch"), len(metrics.of_kind("run"))
         seconds, steps = time.perf_counter() - self._start, training.position.step
         accuracy = epochs[-1]["test_accuracy"] if epochs else None
-        measured = f"{accuracy:.2%}" if epochs else "not measured, no epoch was finished"
+        measured = (
+            f"{accuracy:.2%}" if epochs else "not measured, no epoch was finished"
+        )
         if epochs:
-            best = max(epochs, key=lambda r: float(r["test_accuracy"]))  # the first of equal ones
-            words = f"best epoch: {best['epoch']}, test accuracy {best['test_accuracy']:.2%}"
+            # the first of equal ones
+            best = max(epochs, key=lambda r: float(r["test_accuracy"]))
+            words = (
+                f"best epoch: {best['epoch']}, test accuracy "
+                f"{best['test_accuracy']:.2%}"
+            )
             self._say(f"{words}, in {out / BEST_FILE}")
             self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
         in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
         reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
         self._say(f"{ending} after {reached}, {in_all}\ntest accuracy: {measured}")
-        done = {"ending": ending, "epochs": training.epoch, "steps": steps, "seconds": seconds}
-        metrics.write("summary", **done, test_accuracy=accuracy, left_out=dict(self.feed.broken))
+        done = {
+            "ending": ending,
+            "epochs": training.epoch,
+            "steps": steps,
+            "seconds": seconds,
+        }
+        metrics.write(
+            "summary", **done, test_accuracy=accuracy, left_out=dict(self.feed.broken)
+        )
         draw_curves(metrics, out / "curves.png")
         self._say(f"wrote metrics.jsonl and curves.png in {out}")

@@ -1,4 +1,5 @@
-"""One question: is what the engine computes for some rows what the user's program computes?
+"""One question: is what the engine computes for some rows what the user's program
+computes?
 
 ::
 
@@ -7,7 +8,8 @@
                with whole_batch the outputs of the parts are joined, and the criterion called once
     if they differ by more than rounding: compute it in other ways, to find out why
 
-Random operators give constant numbers, and everything that the calls change is restored.
+Random operators give constant numbers, and everything that the calls change is
+restored.
 """
 
 from __future__ import annotations
@@ -46,14 +48,22 @@ from scatterpar.verify.gradient_check import (
 from scatterpar.verify.rows import Parts, in_two
 from scatterpar.verify.user_state import State, UserState, moved_between, state_of
 
-# Correct results agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
-# rows) and to 1e-2 in half precision. Wrong weights change them by more, if they matter.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+# Correct results agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the
+# number of rows) and to 1e-2 in half precision. Wrong weights change them by more, if
+# they matter.
+_TOLERANCES = {
+    torch.float64: 1e-6,
+    torch.float32: 3e-3,
+    torch.float16: 3e-2,
+    torch.bfloat16: 3e-2,
+}
 _NOTHING_BUT = 0.4  # if rounding changes a gradient by more, it is nothing but rounding
-_NUDGES, _AT_A_RELU = 16, 0.2  # rounding at a ReLU shows in every third, and seldom changes more
+# rounding at a ReLU shows in every third, and seldom changes more
+_NUDGES, _AT_A_RELU = 16, 0.2
 SMALL = 2**20  # elements of parameters that are compared
 _UNCOUNTED = 32  # rows that are searched for some that count= leaves out
-_JOINED = 1e-2  # relative difference of joined outputs: the number of rows changes rounding
+# relative difference of joined outputs: the number of rows changes rounding
+_JOINED = 1e-2
 
 Sum = tuple[float, Sequence[Tensor]]  # a loss and its gradients
 Weights = Sequence[float]
@@ -61,7 +71,9 @@ Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
 
 
 class Inconclusive(Exception):
-    """The look is inconclusive. After so many of them in a row (``patience``) a warning says so."""
+    """The look is inconclusive. After so many of them in a row (``patience``) a warning
+    says so.
+    """
 
     def __init__(self, why: str, patience: int = 4) -> None:
         super().__init__(why)
@@ -72,16 +84,19 @@ class Inconclusive(Exception):
 class Verdict:
     """The result of a look."""
 
-    # Empty if nothing differs. Refused are "combination", "replica", and with whole_batch "joined"
-    # (the criterion finds something else) and "order" (of entries). Told are "rows" and "state".
+    # Empty if nothing differs. Refused are "combination", "replica", and with
+    # whole_batch "joined" (the criterion finds something else) and "order" (of
+    # entries). Told are "rows" and "state".
     kind: str
     parts: Parts
     losses: tuple[float, float]  # expected and found
     error: float = math.inf  # relative
     moved: Sequence[str] = ()  # state that each part moves
     lost: Sequence[tuple[int, ...]] = ()  # of large tensors that user code has written
-    shares_state: bool = False  # forward passes change what the criterion reads, and replicas share
-    fits: Callable[[Weights], bool] = lambda weights: False  # whether other weights explain it
+    # forward passes change what the criterion reads, and replicas share
+    shares_state: bool = False
+    # whether other weights explain it
+    fits: Callable[[Weights], bool] = lambda weights: False
     shapes: Sequence[tuple[int, ...]] = ()  # of output and targets that are tensors
     misplaced: int = 0  # entries of an output that are not in the order of the rows
 
@@ -89,12 +104,16 @@ class Verdict:
 class Look:
     """Compares what the replica of ``task`` and the user's model compute for some rows.
 
-    Replicas other than the first use their own module as the user's. After ``deadline``, a time of
-    ``time.monotonic``, the look is inconclusive.
+    Replicas other than the first use their own module as the user's. After
+    ``deadline``, a time of ``time.monotonic``, the look is inconclusive.
     """
 
     def __init__(
-        self, attempt: Attempt, request: Request, task: ReplicaTask, deadline: float = math.inf
+        self,
+        attempt: Attempt,
+        request: Request,
+        task: ReplicaTask,
+        deadline: float = math.inf,
     ) -> None:
         self._request, self._task, self._deadline = request, task, deadline
         self._halfway = (time.monotonic() + deadline) / 2
@@ -121,24 +140,39 @@ class Look:
         """In the body user code may run; afterwards all that it changed is restored."""
         request, task, criterion = self._request, self._task, self._request.criterion
         of_replicas = (replica.root for replica in task.replicas)
-        roots = self._model, module_of(criterion), *closure_contents(criterion), *of_replicas
-        layers = chain(*(root.modules() for root in roots if isinstance(root, nn.Module)))
-        self._fixed = [n for n in layers if uses_batch_statistics(n) and n.running_mean is not None]
-        markers = [leaf for leaf in nested.leaves(request.batches) if isinstance(leaf, Marker)]
+        roots = (
+            self._model,
+            module_of(criterion),
+            *closure_contents(criterion),
+            *of_replicas,
+        )
+        layers = chain(
+            *(root.modules() for root in roots if isinstance(root, nn.Module))
+        )
+        self._fixed = [
+            n for n in layers if uses_batch_statistics(n) and n.running_mean is not None
+        ]
+        markers = [
+            leaf for leaf in nested.leaves(request.batches) if isinstance(leaf, Marker)
+        ]
         with_graph = torch.inference_mode(False)  # also within no_grad
         with note_replica(task.share), restored(self.end), uncompiled(), with_graph:
             self._undo.callback(self._set_training, True)
-            self._set_training(False)  # before state is saved: it is no change of the user's
+            # before state is saved: it is no change of the user's
+            self._set_training(False)
             state = UserState([self._model, *(marker.collate for marker in markers)])
             of_criterion = task.criterion, criterion, request.count
             self._criterion_state = UserState(of_criterion, [task.share.device])
             self._undo.callback(self._restart)
-            # The criterion's is the first to restore: it tells whether numbers were drawn.
+            # The criterion's is the first to restore: it tells whether numbers were
+            # drawn.
             self._saved = [self._criterion_state, state]
             yield
 
     def end(self) -> None:
-        """Undo everything, once. From then on the look, if it still runs, changes nothing."""
+        """Undo everything, once. From then on the look, if it still runs, changes
+        nothing.
+        """
         self._deadline = -math.inf
         self._undo.pop_all().close()
 
@@ -148,7 +182,9 @@ class Look:
             saved.restore(generators_only)
 
     def _set_training(self, value: bool) -> None:
-        """Let batch normalisations use running statistics: otherwise they tie rows together."""
+        """Let batch normalisations use running statistics: otherwise they tie rows
+        together.
+        """
         for layer in self._fixed:
             layer.training = value
 
@@ -169,9 +205,14 @@ class Look:
         torch.clear_autocast_cache()  # it may hold parameters without a graph
 
     def outputs(
-        self, choices: Parts, compute: Compute, isolation: contextlib.AbstractContextManager[None]
+        self,
+        choices: Parts,
+        compute: Compute,
+        isolation: contextlib.AbstractContextManager[None],
     ) -> Iterator[Any]:
-        """The replica's output for each choice of rows, from the same state and random numbers."""
+        """The replica's output for each choice of rows, from the same state and random
+        numbers.
+        """
         with isolation, self.isolated(), torch.no_grad():
             for rows in choices:
                 self._restart()
@@ -180,25 +221,35 @@ class Look:
                 yield output
 
     def answer(self, parts: Parts, is_last: bool = False) -> Verdict:
-        """The verdict on these parts of rows, or on others if user code fails for them."""
+        """The verdict on these parts of rows, or on others if user code
+        fails for them.
+        """
         try:
             return self._judge(parts)
         except Inconclusive:
             raise
-        except Exception as error:  # user code may need autocast, pairs of rows, or memory
+        # user code may need autocast, pairs of rows, or memory
+        except Exception as error:
             is_short, why = is_out_of_memory(error), f"{type(error).__name__}: {error}"
-        if self._autocast != self._task.autocast:  # off at first: rounding would hide differences
+        # off at first: rounding would hide differences
+        if self._autocast != self._task.autocast:
             self._autocast = self._task.autocast
             return self.answer(parts, is_last)
         if is_last:
-            raise Inconclusive("memory ran out" if is_short else why, 2 if is_short else 4)
+            raise Inconclusive(
+                "memory ran out" if is_short else why, 2 if is_short else 4
+            )
         rows = [*chain(*parts)]
-        return self.answer([rows[:1], rows[-1:]] if is_short else self._equal_parts(rows), True)
+        return self.answer(
+            [rows[:1], rows[-1:]] if is_short else self._equal_parts(rows), True
+        )
 
     def _equal_parts(self, rows: Sequence[int]) -> Parts:
-        """These rows in two parts; with ``whole_batch`` in parts of the step's size, if possible.
+        """These rows in two parts; with ``whole_batch`` in parts of the step's size, if
+        possible.
 
-        Outputs without rows that the step would join are joined in parts of that size alone.
+        Outputs without rows that the step would join are joined in parts of that size
+        alone.
         """
         size = min(self._step_rows)
         if not self._request.whole_batch or 2 * size > len(rows):
@@ -220,7 +271,11 @@ class Look:
         try:
             sums = self._run(parts, weights, between=between)
         except Exception as error:
-            if isinstance(error, Inconclusive) or is_out_of_memory(error) or self._computes(rows):
+            if (
+                isinstance(error, Inconclusive)
+                or is_out_of_memory(error)
+                or self._computes(rows)
+            ):
                 raise
             return Verdict("replica", parts, (expected[0], math.nan))
         found, is_steady = _sum(sums), self._numbers.calls - calls == calls * len(parts)
@@ -238,11 +293,16 @@ class Look:
         if expected[1] and not _num_nonzero([*sums, expected]):
             raise Inconclusive("all gradients are zero")
         losses, relative = (expected[0], found[0]), _error(found, expected)
-        lost, moved = [*chain(*(each.lost() for each in self._saved))], moved_between(self._states)
+        lost, moved = (
+            [*chain(*(each.lost() for each in self._saved))],
+            moved_between(self._states),
+        )
         verdict = Verdict("", parts, losses, relative, moved, lost, self._shares_state)
         if verdict.error > self._tolerance:
             self._explain(verdict, weights, expected, found, is_steady)
-        elif not (request.is_mean or request.whole_batch) and _num_nonzero(sums) < len(parts):
+        elif not (request.is_mean or request.whole_batch) and _num_nonzero(sums) < len(
+            parts
+        ):
             raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
         return verdict
 
@@ -253,7 +313,12 @@ class Look:
         return False
 
     def _explain(
-        self, verdict: Verdict, weights: Weights, expected: Sum, found: Sum, is_steady: bool
+        self,
+        verdict: Verdict,
+        weights: Weights,
+        expected: Sum,
+        found: Sum,
+        is_steady: bool,
     ) -> None:
         """Set the verdict's kind, by computing what differs in other ways."""
         parts, rows, limit = verdict.parts, [*chain(*verdict.parts)], self._tolerance
@@ -271,12 +336,15 @@ class Look:
             return
         if not is_steady:
             raise Inconclusive("what is drawn depends on the rows", 2)
-        again = self._run(parts, weights, between=partial(self.restore, generators_only=True))
+        again = self._run(
+            parts, weights, between=partial(self.restore, generators_only=True)
+        )
         if _error(_sum(again), expected) <= limit:
             return  # numbers are drawn once per call, by Python or NumPy
         sums = self._run(parts, between=self._restart, kept=outputs)
         if _error(_sum(sums, () if whole else weights), expected) <= limit:
-            verdict.kind = "" if verdict.moved else "state"  # what moves is told by name
+            # what moves is told by name
+            verdict.kind = "" if verdict.moved else "state"
             return
         error, verdict.misplaced = compare_outputs(outputs, parts, self._request.dim)
         verdict.kind = "joined" if whole else "combination"
@@ -286,23 +354,29 @@ class Look:
             verdict.kind, verdict.error = "rows", error
         compared = outputs[0], self._move(self._targets, rows)
         verdict.shapes = [tuple(t.shape) for t in compared if isinstance(t, Tensor)]
-        is_split = _num_nonzero(sums) > 1  # then other weights than the engine's may explain it
-        verdict.fits = lambda factors: is_split and _error(_sum(sums, factors), expected) < limit
+        # then other weights than the engine's may explain it
+        is_split = _num_nonzero(sums) > 1
+        verdict.fits = lambda factors: (
+            is_split and _error(_sum(sums, factors), expected) < limit
+        )
 
     @property
     def _tolerance(self) -> float:
         return max(_TOLERANCES.get(dtype, 1.0) for dtype in self._dtypes)
 
     def _rounding(self, verdict: Verdict, expected: Sum, found: Sum, one: Sum) -> float:
-        """The difference that rounding makes in ``one``, the replica's result for all rows.
+        """The difference that rounding makes in ``one``, the replica's result for all
+        rows.
 
-        It may be all: for a student that starts as its teacher, or a loss that is constant. It is
-        the verdict's error if rounding turns what was expected into ``found``, the result in parts:
-        a ReLU at zero was open in one of them.
+        It may be all: for a student that starts as its teacher, or a loss that is
+        constant. It is the verdict's error if rounding turns what was expected into
+        ``found``, the result in parts: a ReLU at zero was open in one of them.
         """
         error, rows = verdict.error, [*chain(*verdict.parts)]
         eps = abs(expected[0]) * min(torch.finfo(dtype).eps for dtype in self._dtypes)
-        is_zero = expected[1] and all(g.abs().max() <= eps for g in expected[1] if g.numel())
+        is_zero = expected[1] and all(
+            g.abs().max() <= eps for g in expected[1] if g.numel()
+        )
         is_same, rounding = _error(one, expected) <= self._tolerance, 0.0
         for number in range(_NUDGES):
             result = _sum(self._run([rows], compute=partial(self._nudged, number)))
@@ -319,7 +393,9 @@ class Look:
         return rounding
 
     def _combines(self, output: Any, parts: Parts, weights: Weights) -> bool:
-        """Whether the criterion's losses of parts of one output combine to that of all its rows."""
+        """Whether the criterion's losses of parts of one output combine to that of all
+        its rows.
+        """
         if self._request.criterion is None or self._request.whole_batch:
             return False
 
@@ -332,7 +408,8 @@ class Look:
     def _weighted(self, parts: Parts) -> tuple[Parts, Weights]:
         """The parts, and the factors by which the engine would multiply their losses.
 
-        If ``count=`` leaves some rows out, these are a part of their own: they must add nothing.
+        If ``count=`` leaves some rows out, these are a part of their own: they must add
+        nothing.
         """
         request = self._request
         if not request.is_mean or request.whole_batch:
@@ -345,7 +422,9 @@ class Look:
 
         if request.count is not None and len(parts) > 1:
             singles = [[row] for row in [*chain(*parts)][:_UNCOUNTED]]
-            without = [row for (row,), n in zip(singles, counts(singles), strict=True) if not n]
+            without = [
+                row for (row,), n in zip(singles, counts(singles), strict=True) if not n
+            ]
             rest = [[row for row in part if row not in without] for part in parts]
             if without and any(rest):
                 parts = [without, *filter(None, rest)]
@@ -372,16 +451,23 @@ class Look:
     ) -> list[Sum]:
         """Loss and gradients of parts of rows, one after the other, times ``weights``.
 
-        With ``whole_batch`` the joined parts have one loss. Everything is restored first.
-        ``between`` is called before each other part. ``kept`` gets the outputs that ``compute``
-        returns, without their graphs.
+        With ``whole_batch`` the joined parts have one loss. Everything is restored
+        first. ``between`` is called before each other part. ``kept`` gets the outputs
+        that ``compute`` returns, without their graphs.
         """
-        request, task, sums, outputs = self._request, task or self._task, list[Sum](), list[Any]()
+        request, task, sums, outputs = (
+            self._request,
+            task or self._task,
+            list[Sum](),
+            list[Any](),
+        )
         self._require_time()
         self._restart()
         self._states, is_shared = [], root_to_replicate(request.criterion) is None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._numbers if self._draws else contextlib.nullcontext())
+            stack.enter_context(
+                self._numbers if self._draws else contextlib.nullcontext()
+            )
             for kind in set(task.autocast).difference(self._autocast):
                 stack.enter_context(torch.autocast(kind, enabled=False))
             for number, rows in enumerate(parts):
@@ -398,29 +484,44 @@ class Look:
                     sums.append(self._loss(outputs.pop(), rows, task, weight))
                 self._states.append(state_of(task.replicas))
             if outputs:
-                sums.append(self._loss(self._joined(outputs, parts), [*chain(*parts)], task, 1.0))
+                sums.append(
+                    self._loss(
+                        self._joined(outputs, parts), [*chain(*parts)], task, 1.0
+                    )
+                )
         return sums
 
     def _joined(self, outputs: Sequence[Any], parts: Parts) -> Any:
         """The outputs of the parts, joined as in the step, which knows the sizes alone.
 
-        An output with as many entries as each micro-batch of the step has rows is taken for rows.
+        An output with as many entries as each micro-batch of the step has rows is taken
+        for rows.
         """
         dim, sizes = self._request.dim, [*map(len, parts)]
         if len(outputs) == 1:
             return outputs[0]
-        lists: Any = "if clear" if has_markers(self._request.batches, with_rows=True) else "never"
+        lists: Any = (
+            "if clear"
+            if has_markers(self._request.batches, with_rows=True)
+            else "never"
+        )
 
         def join(leaves: list[Any]) -> Any:
-            tensors = [t for t in leaves if isinstance(t, Tensor) and -t.ndim <= dim < t.ndim]
+            tensors = [
+                t for t in leaves if isinstance(t, Tensor) and -t.ndim <= dim < t.ndim
+            ]
             if len({*sizes}) > 1 and {t.size(dim) for t in tensors} == self._step_rows:
                 return torch.cat(leaves, dim)
             return nested.join_rows(leaves, dim, sizes, sizes, lists=lists)
 
         return nested.merge(join, outputs)
 
-    def _loss(self, output: Any, rows: Sequence[int], task: ReplicaTask, weight: float) -> Sum:
-        """The loss of these rows and its gradients, times ``weight``; nothing if that is zero."""
+    def _loss(
+        self, output: Any, rows: Sequence[int], task: ReplicaTask, weight: float
+    ) -> Sum:
+        """The loss of these rows and its gradients, times ``weight``; nothing if that
+        is zero.
+        """
         self._require_time()
         if task.criterion is not None:  # which may write into what it is given
             output = nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, output)
@@ -429,43 +530,60 @@ class Look:
         _note_dtypes(loss, self._dtypes)
         leaves = [*chain(*self._leaves)] if weight and loss.requires_grad else []
         try:
-            # With the weight inside: hooks may clamp gradients. Multiplied: for a gradient that it
-            # is given, torch imports sympy, in 0.3 s.
+            # With the weight inside: hooks may clamp gradients. Multiplied: for a
+            # gradient that it is given, torch imports sympy, in 0.3 s.
             scaled = loss * (self._scale * weight)
-            found = torch.autograd.grad(scaled, leaves, allow_unused=True) if leaves else ()
+            found = (
+                torch.autograd.grad(scaled, leaves, allow_unused=True) if leaves else ()
+            )
         except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():  # reentrant ones: only losses are compared
+            # reentrant ones: only losses are compared
+            if "checkpoint" not in str(error).lower():
                 raise
             self._leaves, found = [], ()
         each, gradients = iter(found), []
         for group in self._leaves:
-            own = [g.detach().to_dense() for g in islice(each, len(group)) if g is not None]
-            gradients.append(sum(own[1:], own[0]) if own else torch.zeros_like(group[0]))
+            own = [
+                g.detach().to_dense() for g in islice(each, len(group)) if g is not None
+            ]
+            gradients.append(
+                sum(own[1:], own[0]) if own else torch.zeros_like(group[0])
+            )
         return float(loss.detach()) * weight if weight else 0.0, gradients
 
     def _nudged(self, number: int, task: ReplicaTask, rows: Any) -> Any:
-        """The output with parameters changed by rounding, in new memory: others do not see it.
+        """The output with parameters changed by rounding, in new memory: others do not
+        see it.
 
         Each number changes them in another way, and farther.
         """
         eps = max(torch.finfo(dtype).eps for dtype in self._dtypes)
-        # Kernels for few rows round by several units; in half precision that would hide an error.
+        # Kernels for few rows round by several units; in half precision that would hide
+        # an error.
         size = eps / 2 * (32 if eps < 1e-5 else 4) ** (number / (_NUDGES - 1))
         for leaf in {id(t): t for group in self._leaves for t in group[1:]}.values():
-            angles = torch.arange(leaf.numel(), device=leaf.device) * (1 + number) + number
-            leaf.data = leaf.data * (1 + size * angles.cos().view(leaf.shape).to(leaf.dtype))
+            angles = (
+                torch.arange(leaf.numel(), device=leaf.device) * (1 + number) + number
+            )
+            leaf.data = leaf.data * (
+                1 + size * angles.cos().view(leaf.shape).to(leaf.dtype)
+            )
         return task.output_of(rows[0])
 
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
-        """These rows of the caller's batch, copied to the replica's device, not counted."""
-        return moved_to(self._task.share.device, select_rows(value, rows, self._request.dim))
+        """These rows of the caller's batch, copied to the replica's device, not
+        counted.
+        """
+        return moved_to(
+            self._task.share.device, select_rows(value, rows, self._request.dim)
+        )
 
 
 class ConstantNumbers(OperatorMode):
     """Random operators that do not depend on rows.
 
-    Dropout keeps all elements, floating-point numbers are 0.618, and others repeat the first number
-    drawn.
+    Dropout keeps all elements, floating-point numbers are 0.618, and others repeat the
+    first number drawn.
     """
 
     calls = 0  # of random operators, without dropout
@@ -477,7 +595,10 @@ class ConstantNumbers(OperatorMode):
             return func(*args, **(kwargs or {}))
         name, names = func._schema.name, [each.name for each in func._schema.arguments]
         drops = {"dropout_p", "p"} if "dropout" in name else {"dropout_p"}
-        own = [0.0 if at in drops else value for at, value in zip(names, args, strict=False)]
+        own = [
+            0.0 if at in drops else value
+            for at, value in zip(names, args, strict=False)
+        ]
         drawn = func(*own, **(kwargs or {}))
         if drops.isdisjoint(names):
             self.calls += 1
@@ -490,7 +611,9 @@ class ConstantNumbers(OperatorMode):
 def pieces_of(request: Request, parts: Parts) -> Any:
     """The inputs and targets of each part of rows, as ``count=`` gets them."""
     batch = request.batches[0][1]
-    return unwrap_markers([select_rows(batch, part, request.dim) for part in parts], copy=True)
+    return unwrap_markers(
+        [select_rows(batch, part, request.dim) for part in parts], copy=True
+    )
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -499,7 +622,9 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def _note_dtypes(loss: Tensor, dtypes: set[torch.dtype]) -> None:
-    """Add the dtypes of the graph, when it is run: the coarsest determines the tolerance."""
+    """Add the dtypes of the graph, when it is run: the coarsest determines the
+    tolerance.
+    """
     dtypes.add(loss.dtype)
 
     def note(gradients: Sequence[Tensor | None]) -> None:
@@ -509,16 +634,22 @@ def _note_dtypes(loss: Tensor, dtypes: set[torch.dtype]) -> None:
         node.register_prehook(note)
 
 
-def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[float, int]:
-    """Compare outputs for parts of rows, all but the first, with parts of the first, for all.
+def compare_outputs(
+    outputs: Sequence[Any], parts: Parts, dim: int
+) -> tuple[float, int]:
+    """Compare outputs for parts of rows, all but the first, with parts of the first,
+    for all.
 
-    Returns the error of tensors with one entry per row along ``dim``, and the number of entries of
-    a tensor with others that are not in the order of the rows; 0 if there is none.
+    Returns the error of tensors with one entry per row along ``dim``, and the number of
+    entries of a tensor with others that are not in the order of the rows; 0 if there is
+    none.
     """
     whole, *pieces = outputs
     error, misplaced = 0.0, 0
     for piece, cut, part in zip(pieces, _cuts(whole, parts, dim), parts, strict=True):
-        for one, other, uncut in zip(*map(nested.tensors, (piece, cut, whole)), strict=False):
+        for one, other, uncut in zip(
+            *map(nested.tensors, (piece, cut, whole)), strict=False
+        ):
             if not -one.ndim <= dim < one.ndim or same_bits(one, uncut):
                 continue
             if one.shape == other.shape:
@@ -533,7 +664,9 @@ def compare_outputs(outputs: Sequence[Any], parts: Parts, dim: int) -> tuple[flo
 
 
 def entries_per_row(tensor: Tensor, rows: int, dim: int) -> int:
-    """The number of entries along ``dim`` for each of ``rows`` rows; 0 if it is no integer."""
+    """The number of entries along ``dim`` for each of ``rows`` rows; 0 if it is no
+    integer.
+    """
     size = tensor.size(dim) if -tensor.ndim <= dim < tensor.ndim else 0
     return 0 if size % rows else size // rows
 
@@ -544,7 +677,11 @@ def _cuts(output: Any, parts: Parts, dim: int) -> Iterator[Any]:
 
     def cut(leaf: Tensor) -> Tensor:
         entries = entries_per_row(leaf, rows, dim)
-        return leaf.narrow(dim, start * entries, size * entries).clone() if entries else leaf
+        return (
+            leaf.narrow(dim, start * entries, size * entries).clone()
+            if entries
+            else leaf
+        )
 
     for size in map(len, parts):
         yield nested.map_tensors(cut, output)
@@ -558,8 +695,12 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def _sum(sums: Sequence[Sum], factors: Weights = ()) -> Sum:
-    """The sums of losses and gradients. What has the factor zero is left out, even if NaN."""
-    each = [one for one in zip(factors or [1.0] * len(sums), sums, strict=True) if one[0]]
+    """The sums of losses and gradients. What has the factor zero is left out, even if
+    NaN.
+    """
+    each = [
+        one for one in zip(factors or [1.0] * len(sums), sums, strict=True) if one[0]
+    ]
     gradients = [[w * gradient for gradient in own] for w, (_, own) in each]
     combined = [torch.stack(same).sum(0) for same in zip(*gradients, strict=True)]
     return sum(w * loss for w, (loss, _) in each), combined
@@ -568,7 +709,9 @@ def _sum(sums: Sequence[Sum], factors: Weights = ()) -> Sum:
 def _error(found: Sum, expected: Sum) -> float:
     """The relative error of gradients, or of the loss if that is larger."""
     size = max(abs(found[0]), abs(expected[0]), SMALLEST_SCALE)
-    of_loss = abs(found[0] - expected[0]) / size if math.isfinite(found[0]) else math.inf
+    of_loss = (
+        abs(found[0] - expected[0]) / size if math.isfinite(found[0]) else math.inf
+    )
     return max(of_loss, relative_difference(found[1], expected[1])[0])
 
 
@@ -577,4 +720,6 @@ def _num_nonzero(sums: Sequence[Sum]) -> int:
 
 
 def _is_finite(result: Sum) -> bool:
-    return math.isfinite(result[0]) and all(bool(each.isfinite().all()) for each in result[1])
+    return math.isfinite(result[0]) and all(
+        bool(each.isfinite().all()) for each in result[1]
+    )

@@ -1,9 +1,10 @@
 """Decide when to look, look with the first replica, and say what was found.
 
-A kind of criterion and batch is looked at in steps 1, 2, 4, 8, 16, …; after a refusal until a look
-agrees; if labels leave the range that was seen (labels on an accelerator: in the step after); if
-switches of the model, numbers of the criterion or words in the batch are new. The only error of a
-look is its ``ValueError``. If looks stay inconclusive, one warning says so.
+A kind of criterion and batch is looked at in steps 1, 2, 4, 8, 16, …; after a refusal
+until a look agrees; if labels leave the range that was seen (labels on an accelerator:
+in the step after); if switches of the model, numbers of the criterion or words in the
+batch are new. The only error of a look is its ``ValueError``. If looks stay
+inconclusive, one warning says so.
 """
 
 from __future__ import annotations
@@ -70,9 +71,12 @@ class _Kind:
     steps: int = 0
     looks: int = 0
     inconclusive: int = 0  # in a row
-    ranges: list[float] = field(default_factory=list)  # of labels, masks, lengths that were seen
-    unread: list[Tensor] = field(default_factory=list)  # of the last step, on an accelerator
-    details: set[Hashable] = field(default_factory=set)  # that were seen: switches, numbers, words
+    # of labels, masks, lengths that were seen
+    ranges: list[float] = field(default_factory=list)
+    # of the last step, on an accelerator
+    unread: list[Tensor] = field(default_factory=list)
+    # that were seen: switches, numbers, words
+    details: set[Hashable] = field(default_factory=set)
     is_steady: bool = False  # the last step had nothing new
     is_refused: bool = False  # refused, and has not agreed since
     is_serial: bool = False  # replicas run one at a time
@@ -87,26 +91,31 @@ class _Kind:
         if any(is_async(each.device) for each in asked):  # the host does not wait now
             asked, self.unread = self.unread, asked
         beyond = any(map(operator.gt, read_ranges(asked), self.ranges))
-        often = self.looks < _NEW or (was_steady and self.looks < _NEW + self.steps // 100)
+        often = self.looks < _NEW or (
+            was_steady and self.looks < _NEW + self.steps // 100
+        )
         scheduled = not self.steps & (self.steps - 1)
         due = self.is_refused or beyond or scheduled or (is_new and often)
         return due and not self.is_given_up
 
 
 class Verifier:
-    """Looks at steps, and remembers the results for each kind of criterion and batch."""
+    """Looks at steps, and remembers the results for each kind of
+    criterion and batch.
+    """
 
     def __init__(self, is_distributed: bool) -> None:
         self._is_distributed = is_distributed
         self._kinds: defaultdict[Hashable, _Kind] = defaultdict(_Kind)
         self._joined: set[Hashable] = set()  # kinds of outputs whose order is known
-        self._warned: set[str] = set()  # beginnings of warnings given, and names of state
+        # beginnings of warnings given, and names of state
+        self._warned: set[str] = set()
 
     def check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> None:
         """Before the sub-steps: look at some rows, if that is due.
 
-        Raises:
-            ValueError: a replica, in parts, gives another loss or gradient than the user's own
+        Raises: ValueError: a replica, in parts, gives another loss or gradient than the
+            user's own
                 module and criterion for the same rows.
         """
         request = _of_largest(attempt.request)
@@ -124,8 +133,10 @@ class Verifier:
                 if is_told and kind.inconclusive >= error.patience:
                     self._warn_once(question.unchecked(error))
             finally:
-                kind.looks += not kind.is_refused  # the same rows again: fewer may not show it
-                for each in attempt.replicas.replica_sets:  # user code may compute gradients
+                # the same rows again: fewer may not show it
+                kind.looks += not kind.is_refused
+                # user code may compute gradients
+                for each in attempt.replicas.replica_sets:
                     each.clear_gradients()
                 for leaf in attempt.user_leaves:
                     leaf.grad = None
@@ -138,53 +149,76 @@ class Verifier:
         if verdict.kind in _REFUSED:
             raise ValueError(question.text(verdict.kind, verdict) + _OFF)
         kind.is_serial |= verdict.shares_state and question.is_shared
-        verdict.moved = [n for n in verdict.moved if question.splits and n not in self._warned]
+        verdict.moved = [
+            n for n in verdict.moved if question.splits and n not in self._warned
+        ]
         self._warned.update(verdict.moved)
         told = {"serial": kind.is_serial, "moved": verdict.moved, "lost": verdict.lost}
         told |= {verdict.kind: verdict.kind}
         for name in filter(told.get, told):
             self._warn_once(question.text(name, verdict))
-        kind.is_refused, kind.inconclusive, ranges = False, 0, read_ranges(question.ranges)
+        kind.is_refused, kind.inconclusive, ranges = (
+            False,
+            0,
+            read_ranges(question.ranges),
+        )
         kind.ranges = [*map(max, kind.ranges, ranges)] or ranges
 
     def check_join(
-        self, attempt: Attempt, task: ReplicaTask, outputs: Sequence[list[Any]], compute: Compute
+        self,
+        attempt: Attempt,
+        task: ReplicaTask,
+        outputs: Sequence[list[Any]],
+        compute: Compute,
     ) -> None:
         """Check on a few rows how ``outputs`` are joined, until values show the order.
 
         Only outputs that may have several entries per row are checked.
 
-        Raises:
-            ValueError: the outputs of parts, joined, are not the output of one call; or they are of
-                a function for ``engine.map`` that drew random numbers: how many it draws may depend
-                on the rows.
+        Raises: ValueError: the outputs of parts, joined, are not the output of one
+            call; or they are of
+                a function for ``engine.map`` that drew random numbers: how many it
+                draws may depend on the rows.
         """
         request, model = attempt.request, attempt.replicas.of_model
         pieces, sizes, dim = [*chain(*outputs)], attempt.plan.substep_rows, request.dim
         alike = zip(*map(nested.tensors, pieces), strict=False)
         entries = [{*map(entries_per_row, each, sizes, repeat(dim))} for each in alike]
-        if len(pieces) < 2 or not any(len(each) == 1 and min(each) > 1 for each in entries):
+        if len(pieces) < 2 or not any(
+            len(each) == 1 and min(each) > 1 for each in entries
+        ):
             return
         work = getattr(compute, "function", None)  # of ``engine.map``
         if work is not None and attempt.generators.drawn:
             raise ValueError(_TEXTS["drawn"])
         shapes = [[n / sizes[0] for n in t.shape] for t in nested.tensors(pieces[0])]
         names, _ = _made_of((work, request.return_outputs))
-        # Neither ``changes`` nor numbers: one that moves in each step would cause a comparison.
+        # Neither ``changes`` nor numbers: one that moves in each step would cause a
+        # comparison.
         key = str(shapes), model.flags, model.builds, request.whole_batch, names
         if key in self._joined:
             return
         few = _of_largest(request)
         some = [0, few.rows // 2, few.rows - 1]
         choices = [some, some[:-1], some[-1:]]
-        looks = Look(attempt, few, task).outputs(choices, compute, attempt.isolated(task))
+        looks = Look(attempt, few, task).outputs(
+            choices, compute, attempt.isolated(task)
+        )
         run = partial(list[Any], looks)  # in the replica's thread
         with no_kernel_search():  # a look has other sizes
-            (found,) = attempt.workers.parallel_apply([run], [()], devices=[task.share.device])
+            (found,) = attempt.workers.parallel_apply(
+                [run], [()], devices=[task.share.device]
+            )
         _, misplaced = compare_outputs(found, choices[1:], dim)
         if misplaced:
-            raise ValueError(_TEXTS["order"].format(misplaced=misplaced, rows=len(some)) + _OFF)
-        several = [t for t in nested.tensors(found[0]) if entries_per_row(t, len(some), dim) > 1]
+            raise ValueError(
+                _TEXTS["order"].format(misplaced=misplaced, rows=len(some)) + _OFF
+            )
+        several = [
+            t
+            for t in nested.tensors(found[0])
+            if entries_per_row(t, len(some), dim) > 1
+        ]
         if not any(same_bits(t, t.flip(dim)) for t in several):
             self._joined.add(key)
 
@@ -193,8 +227,12 @@ class Verifier:
             warn(text)
             self._warned.add(text[:60])
 
-    def _kind_of(self, request: Request, splits: bool, flags: Hashable) -> tuple[_Kind, Hashable]:
-        """The results for the request's kind, and its details, of which each may be new."""
+    def _kind_of(
+        self, request: Request, splits: bool, flags: Hashable
+    ) -> tuple[_Kind, Hashable]:
+        """The results for the request's kind, and its details, of which each may be
+        new.
+        """
         names, numbers = _made_of((request.criterion, request.count, request.reduction))
         leaves = list(islice(nested.leaves(request.batches[0][1]), 32))
         batch = [_name_of(t) if isinstance(t, Tensor) else type(t) for t in leaves]
@@ -204,10 +242,13 @@ class Verifier:
 
 
 def _made_of(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
-    """The names of all values that functions refer to, and the numbers among these values."""
+    """The names of all values that functions refer to, and the numbers among these
+    values.
+    """
     values = reachable(functions, DEPTH + 1, set())
     for value in [value for value in values if isinstance(value, nn.Module)]:
-        if not type(value).__module__.startswith("scatterpar."):  # an engine counts its steps
+        # an engine counts its steps
+        if not type(value).__module__.startswith("scatterpar."):
             for part in value.modules():
                 values += [type(part).__qualname__, *part._buffers.values()]
                 values += [v for v in vars(part).values() if isinstance(v, PLAIN)]
@@ -236,10 +277,12 @@ def _of_largest(request: Request) -> Request:
 
 
 def fits(engine: Any, *batch: Any, **options: Any) -> bool | None:
-    """Whether losses combine as ``reduction=`` and ``count=`` say, for a few rows of this batch.
+    """Whether losses combine as ``reduction=`` and ``count=`` say, for a few rows of
+    this batch.
 
-    Takes the arguments of ``forward_backward``. The first replica of the engine computes the rows,
-    and all state is restored. Returns ``None`` if the look is inconclusive.
+    Takes the arguments of ``forward_backward``. The first replica of the engine
+    computes the rows, and all state is restored. Returns ``None`` if the look is
+    inconclusive.
 
     Raises:
         ValueError: as ``forward_backward``, for arguments that it refuses.
@@ -262,14 +305,26 @@ class _Question:
     """A look at a step: its rows, its verdict, and what to say of that."""
 
     def __init__(
-        self, attempt: Attempt, request: Request, tasks: Sequence[ReplicaTask], splits: bool
+        self,
+        attempt: Attempt,
+        request: Request,
+        tasks: Sequence[ReplicaTask],
+        splits: bool,
     ) -> None:
-        self._attempt, self.request, self._tasks, self.splits = attempt, request, tasks, splits
+        self._attempt, self.request, self._tasks, self.splits = (
+            attempt,
+            request,
+            tasks,
+            splits,
+        )
         self.is_shared = len(tasks) > 1 and not request.whole_batch
-        # Of torch's own cross entropy labels do not matter: the engine counts as it does.
+        # Of torch's own cross entropy labels do not matter: the engine counts as it
+        # does.
         kind = type(module_of(request.criterion))
         is_torchs = kind in (nn.CrossEntropyLoss, nn.NLLLoss, type(None))
-        self.is_known = not request.count and is_torchs and is_cross_entropy(request.criterion)
+        self.is_known = (
+            not request.count and is_torchs and is_cross_entropy(request.criterion)
+        )
         self.ranges = [] if self.is_known else ranges_of(self._tensors)
 
     @cached_property
@@ -289,7 +344,9 @@ class _Question:
         parameters = self._attempt.replicas.of_model.root.parameters()
         if sum(map(Tensor.numel, parameters)) > SMALL:  # each row takes long
             most = min(most, max(sizes), request.rows // 8)
-        size = sum(t.numel() * t.element_size() for t in all_tensors(request.batches[0][1][0]))
+        size = sum(
+            t.numel() * t.element_size() for t in all_tensors(request.batches[0][1][0])
+        )
         most = min(max(_FEW, most), max(2, _BYTES * request.rows // (size + 1)))
         parts = choose_rows(self._tensors, request.rows, most, self._ignored, looks)
         return parts if self.splits else [[*chain(*parts)]]
@@ -297,8 +354,8 @@ class _Question:
     def verdict(self, looks: int) -> Verdict:
         """The verdict of the first replica's look.
 
-        User code may wait for the other replicas, for example at a barrier. So if the look takes
-        long, the others do the same with their own modules.
+        User code may wait for the other replicas, for example at a barrier. So if the
+        look takes long, the others do the same with their own modules.
         """
         tasks, parts = self._tasks, self._parts(looks)
         deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
@@ -315,19 +372,28 @@ class _Question:
             finally:
                 ended.set()
 
-        apply, devices = self._attempt.workers.parallel_apply, [task.share.device for task in tasks]
+        apply, devices = (
+            self._attempt.workers.parallel_apply,
+            [task.share.device for task in tasks],
+        )
         arguments, seconds = [(look,) for look in each], 2.2 * _PATIENCE_SECONDS
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the user's code; the step itself warns
-                found: list[Verdict] = apply([run] * len(each), arguments, devices, seconds=seconds)
+                # of the user's code; the step itself warns
+                warnings.simplefilter("ignore")
+                found: list[Verdict] = apply(
+                    [run] * len(each), arguments, devices, seconds=seconds
+                )
                 return found[0]
         except Overdue:  # inside a call
             for look in reversed(each):
                 look.end()
-            raise Inconclusive("a call waits for something that does not come", 1) from None
+            raise Inconclusive(
+                "a call waits for something that does not come", 1
+            ) from None
         finally:
-            if len(looking) > 1:  # the others have restored what the first had changed by then
+            # the others have restored what the first had changed by then
+            if len(looking) > 1:
                 apply([each[0].restore], [()], devices[:1])
 
     @cached_property
@@ -337,12 +403,20 @@ class _Question:
         return "the module's own loss" if criterion is None else f"the criterion {name}"
 
     def text(self, kind: str, verdict: Verdict) -> str:
-        """The text of an error or warning: the difference, its size, what to pass or change."""
-        error, replica, rows = verdict.error, verdict.losses[1], [*chain(*verdict.parts)]
+        """The text of an error or warning: the difference, its size, what to pass or
+        change.
+        """
+        error, replica, rows = (
+            verdict.error,
+            verdict.losses[1],
+            [*chain(*verdict.parts)],
+        )
         values = vars(verdict) | {
             "name": self._name,
             "module": type(self._tasks[0].module).__name__,
-            "size": f"off by {100 * error:,.3g} %" if error < math.inf else "NaN or infinite",
+            "size": f"off by {100 * error:,.3g} %"
+            if error < math.inf
+            else "NaN or infinite",
             "rows": len(rows),
             "sizes": " + ".join(str(len(part)) for part in verdict.parts),
             "replica": "an error" if math.isnan(replica) else f"{replica:.4g}",
@@ -359,23 +433,38 @@ class _Question:
         for text, weights in self._candidates(verdict.parts):
             if verdict.fits(weights):
                 return text + _TEXTS["else"]
-        shapes, penalty = verdict.shapes, "" if self.request.is_mean else _TEXTS["penalty"]
-        is_matrix = {*map(len, shapes)} == {1, 2} and len({*map(math.prod, shapes)}) == 1
+        shapes, penalty = (
+            verdict.shapes,
+            "" if self.request.is_mean else _TEXTS["penalty"],
+        )
+        is_matrix = {*map(len, shapes)} == {1, 2} and len(
+            {*map(math.prod, shapes)}
+        ) == 1
         broadcast = _TEXTS["broadcast"].format(*shapes) if is_matrix else ""
         criterion = "" if self.request.criterion else " and criterion="
         return broadcast + penalty + _TEXTS["other"].format(criterion)
 
     def _candidates(self, parts: Parts) -> Iterator[tuple[str, Sequence[float]]]:
-        """What could be passed, and the factors of the losses of ``parts`` if it were."""
+        """What could be passed, and the factors of the losses of
+        ``parts`` if it were.
+        """
         is_by_rows = self.request.is_mean and self.request.count is None
         sizes = [len(part) for part in parts]
-        yield _TEXTS["rows counted" if is_by_rows else "mean"], [n / sum(sizes) for n in sizes]
+        yield (
+            _TEXTS["rows counted" if is_by_rows else "mean"],
+            [n / sum(sizes) for n in sizes],
+        )
         yield _TEXTS["sum"], [1.0] * len(parts)
         pieces, call = pieces_of(self.request, parts), "scatterpar.count_labels({})"
         if pieces[0][1] is None and isinstance(pieces[0][0], Tensor):  # such as tokens
-            pieces, call = [(None, ids) for ids, _ in pieces], f"lambda ids, _: {call}(None, ids)"
+            pieces, call = (
+                [(None, ids) for ids, _ in pieces],
+                f"lambda ids, _: {call}(None, ids)",
+            )
         named = pieces[0][1] if isinstance(pieces[0][1], Mapping) else {}
-        for key, value, shifted in product({"labels": 0, **named}, self._ignored, (False, True)):
+        for key, value, shifted in product(
+            {"labels": 0, **named}, self._ignored, (False, True)
+        ):
             try:
                 count = count_labels(value, shifted=shifted, key=key)
                 terms = [int(count(*piece)) for piece in pieces]
@@ -389,7 +478,9 @@ class _Question:
 
     def unchecked(self, error: Exception) -> str:
         """The warning for inconclusive looks, with the assumption and what to pass."""
-        mean = "a mean over " + ("rows" if self.request.count is None else "what count= gives")
+        mean = "a mean over " + (
+            "rows" if self.request.count is None else "what count= gives"
+        )
         assumed = mean if self.request.is_mean else "a sum"
         return _TEXTS["unchecked"].format(self._name, str(error)[:120], assumed)
 
@@ -398,53 +489,86 @@ _OFF = " Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "return it from forward, and take it from the output that the criterion gets"
 _REFUSED = "combination", "replica", "joined", "order"
 _TEXTS = {
-    "combination": "{name}: your loss of {rows} rows is not the {reduction} of the losses "
+    "combination": "{name}: your loss of {rows} rows is not the {reduction} of the "
+    "losses "
     "of {sizes} rows: the gradient would be {size}. {advice} (Rows {listed}.)",
-    "replica": "{name} leads to the module that is trained, or the module has a tensor computed "
-    "from parameters (compute it in forward): the loss of {rows} rows is {losses[0]:.4g} with your "
-    "own module in plain torch, but {replica} on a replica (the gradient is {size}). It reads what "
-    "forward leaves on the module, such as an auxiliary loss, or asks for gradients by your own "
-    f"parameters. Return it: {_RETURN}. No count=, reduction= or whole_batch= says that.",
-    "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads what the last "
-    "micro-batch left (a hook?), or an output that has as many entries as a micro-batch has "
+    "replica": "{name} leads to the module that is trained, or the module has a "
+    "tensor computed "
+    "from parameters (compute it in forward): the loss of {rows} rows is "
+    "{losses[0]:.4g} with your "
+    "own module in plain torch, but {replica} on a replica (the gradient is {size}). "
+    "It reads what "
+    "forward leaves on the module, such as an auxiliary loss, or asks for gradients "
+    "by your own "
+    f"parameters. Return it: {_RETURN}. No count=, reduction= or whole_batch= says "
+    "that.",
+    "joined": "{name}: with whole_batch=True the gradient would be {size}. It reads "
+    "what the last "
+    "micro-batch left (a hook?), or an output that has as many entries as a "
+    "micro-batch has "
     f"rows; {_RETURN}, with one entry per row. No count= or reduction= says that.",
-    "order": "the module's output has {misplaced} entries for {rows} rows, not in the order of the "
-    "rows, so those of micro-batches cannot be joined. Return one entry per row, such as "
-    "torch.stack([a, b], 1) in the place of torch.cat([a, b]), or .view(rows, k, -1) of k samples.",
-    "drawn": "the function draws random numbers and returns several entries per row, whose order "
-    "cannot be compared with that of one call: return .view(rows, k, -1) of k entries per row",
+    "order": "the module's output has {misplaced} entries for {rows} rows, not in the "
+    "order of the "
+    "rows, so those of micro-batches cannot be joined. Return one entry per row, such "
+    "as "
+    "torch.stack([a, b], 1) in the place of torch.cat([a, b]), or .view(rows, k, -1) "
+    "of k samples.",
+    "drawn": "the function draws random numbers and returns several entries per row, "
+    "whose order "
+    "cannot be compared with that of one call: return .view(rows, k, -1) of k entries "
+    "per row",
     "sum": 'It seems to be a sum: pass reduction="sum".',
     "mean": 'It seems to be a mean over rows: pass reduction="mean", without count=.',
-    "rows counted": "It seems to be a mean over rows, whatever the labels: pass count=lambda "
+    "rows counted": "It seems to be a mean over rows, whatever the labels: pass "
+    "count=lambda "
     "inputs, targets: len(targets).",
     "labels": "It seems to be a mean over the labels that are not {}: pass "
     'reduction="mean" and count={}.',
-    "else": ' (Otherwise: count= for a mean over other terms, reduction="sum" for a sum, '
+    "else": ' (Otherwise: count= for a mean over other terms, reduction="sum" for a '
+    "sum, "
     "whole_batch=True for a loss that compares rows.)",
-    "broadcast": "The output has shape {} and the targets {}, which broadcast to a matrix of all "
+    "broadcast": "The output has shape {} and the targets {}, which broadcast to a "
+    "matrix of all "
     "pairs of rows: pass targets of the output's shape. ",
-    "penalty": "If it seems to add something that does not depend on the rows, such as a penalty "
+    "penalty": "If it seems to add something that does not depend on the rows, such "
+    "as a penalty "
     "on weights: multiply that by len(output) / the number of all rows. ",
-    "other": "If it compares rows with each other, or is a ratio of sums, pass whole_batch=True{}. "
-    "For a mean over something else, pass count=, a function of (inputs, targets) that gives its "
-    'number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or make it a mean of '
+    "other": "If it compares rows with each other, or is a ratio of sums, pass "
+    "whole_batch=True{}. "
+    "For a mean over something else, pass count=, a function of (inputs, targets) "
+    "that gives its "
+    'number of terms: scatterpar.count_labels(); for a sum, reduction="sum". Or make '
+    "it a mean of "
     "one loss per row; docs/losses.md has sums of means.",
-    "serial": "{name} reads what forward passes leave behind (a hook?), which replicas share, so "
+    "serial": "{name} reads what forward passes leave behind (a hook?), which "
+    "replicas share, so "
     f"they run one after the other, which is slower; {_RETURN}, or pass verify=False",
-    "moved": "forward passes move {names}: at each of the {sub_steps} sub-steps, and on each "
-    "replica apart. Move it once per step, outside of forward, or keep it in a buffer and train "
+    "moved": "forward passes move {names}: at each of the {sub_steps} sub-steps, and "
+    "on each "
+    "replica apart. Move it once per step, outside of forward, or keep it in a buffer "
+    "and train "
     "with one sub-step (docs/limits.md, State in modules)",
-    "state": "{module} or {name} gives another result when it is called again with the same rows. "
-    "Return a module's state from forward, and pass it as an input; change a criterion's once per "
+    "state": "{module} or {name} gives another result when it is called again with "
+    "the same rows. "
+    "Return a module's state from forward, and pass it as an input; change a "
+    "criterion's once per "
     "step, or pass whole_batch=True (docs/limits.md, State in modules)",
-    "rows": "{module} gives other outputs for a few rows than for parts of them: they differ by "
-    "{error:.2g} of the largest entry (of {rows} rows). Mask padding; check batch_first= and dim=; "
-    "pass a value without rows as Replicated(value), a list with one entry per row as Rows(list); "
-    "compute what compares rows in the criterion, with whole_batch=True. A home-made batch "
+    "rows": "{module} gives other outputs for a few rows than for parts of them: they "
+    "differ by "
+    "{error:.2g} of the largest entry (of {rows} rows). Mask padding; check "
+    "batch_first= and dim=; "
+    "pass a value without rows as Replicated(value), a list with one entry per row as "
+    "Rows(list); "
+    "compute what compares rows in the criterion, with whole_batch=True. A home-made "
+    "batch "
     "normalisation may ignore this",
-    "lost": "your code writes a tensor of shape {lost[0]}, above 64 MiB, which a look at a few "
+    "lost": "your code writes a tensor of shape {lost[0]}, above 64 MiB, which a look "
+    "at a few "
     "rows did not save: keep it in a buffer of the module, or pass verify=False",
-    "unchecked": "could not check how {} combines micro-batches ({}). The engine assumes {}. Pass "
-    "count= for a mean over something else, such as scatterpar.count_labels(), reduction="
-    '"sum" for a sum, whole_batch=True if it compares rows. verify=False does not check',
+    "unchecked": "could not check how {} combines micro-batches ({}). The engine "
+    "assumes {}. Pass "
+    "count= for a mean over something else, such as scatterpar.count_labels(), "
+    "reduction="
+    '"sum" for a sum, whole_batch=True if it compares rows. verify=False does not '
+    "check",
 }

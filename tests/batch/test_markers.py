@@ -1,4 +1,6 @@
-"""Batches that are not tensors with rows: what is replicated, entries of lists, several batches."""
+"""Batches that are not tensors with rows: what is replicated, entries of lists, several
+batches.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def test_each_micro_batch_is_collated_on_its_own(devices):
         return pad(texts)
 
     with ScatterOnceParallel(build(Reader), 2, devices(3)) as engine:
-        assert_step(engine, Rows(TEXTS, collate), LABELS, LOSS, plain=(pad(TEXTS), LABELS))
-        cuts = [cut for share in engine.last_step.plan.shares for cut in share.micro_batches]
+        assert_step(
+            engine, Rows(TEXTS, collate), LABELS, LOSS, plain=(pad(TEXTS), LABELS)
+        )
+        cuts = [
+            cut for share in engine.last_step.plan.shares for cut in share.micro_batches
+        ]
     assert sorted(seen) == sorted(stop - start for start, stop in cuts)
 
 

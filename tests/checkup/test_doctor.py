@@ -1,4 +1,6 @@
-"""``scatterpar.doctor()`` says what is wrong with a machine, and the engine looks for itself."""
+"""``scatterpar.doctor()`` says what is wrong with a machine, and the engine looks for
+itself.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from scatterpar.checkup.training import ENGINE, ONE, PER_CALL, Speed, on_speed, 
 from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
-ENVIRONMENT = f"PyTorch version: {torch.__version__}\nModel name: A\nVulnerability Spectre: no"
+ENVIRONMENT = (
+    f"PyTorch version: {torch.__version__}\nModel name: A\nVulnerability Spectre: no"
+)
 CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
@@ -32,7 +36,9 @@ def brief(monkeypatch):
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
     monkeypatch.setattr(training, "BUDGET", 0)
     monkeypatch.setattr(training, "ACCUM", 2)
-    monkeypatch.setattr("scatterpar.checkup.doctor.get_pretty_env_info", lambda: ENVIRONMENT)
+    monkeypatch.setattr(
+        "scatterpar.checkup.doctor.get_pretty_env_info", lambda: ENVIRONMENT
+    )
 
 
 def kinds(verdicts):
@@ -67,11 +73,17 @@ def test_a_broken_way_is_found_and_no_other_is_blamed(brief, monkeypatch, capsys
     page = capsys.readouterr().out
     (wrong,) = (line for line in page.splitlines() if line.startswith("WRONG because"))
     sent = "copies from cpu:0 to cpu:1 bring other bytes than were sent: "
-    for words in (sent, "16 of 1000, 1024 of 65536 bytes were altered", "NCCL_P2P_DISABLE=1"):
+    for words in (
+        sent,
+        "16 of 1000, 1024 of 65536 bytes were altered",
+        "NCCL_P2P_DISABLE=1",
+    ):
         assert words in wrong
     # Verdicts stand under what they judge.
     verdicts = ("WRONG because: copies", "fine: the gradient", "note: ")
-    for title, verdict in zip(("copies", "one exact step", "speed"), verdicts, strict=True):
+    for title, verdict in zip(
+        ("copies", "one exact step", "speed"), verdicts, strict=True
+    ):
         part = page.split(f"\n{title}\n")[1].split("\n\n")[0]
         assert f"\n{verdict}" in part
 
@@ -88,7 +100,9 @@ def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(copies, "carry", carry)
     found = list(copies.examine(VIRTUAL))
     assert [route.source for route in found if route.fault] == ["cpu:1", "cpu:1"]
-    words = "a copy from cpu:1 to host failed: RuntimeError: peer access is not supported"
+    words = (
+        "a copy from cpu:1 to host failed: RuntimeError: peer access is not supported"
+    )
     assert {verdict.text for verdict in on_copies(found)} >= {words}
 
 
@@ -114,7 +128,10 @@ def test_a_step_that_fails_is_a_finding(brief, monkeypatch):
     verdicts = scatterpar.doctor(["cpu:0", "cpu:1"]).verdicts
     assert kinds(verdicts) == ["fine", "WRONG", "WRONG"]
     fault = "failed: RuntimeError: an illegal memory access was encountered"
-    assert [v.text for v in verdicts[1:]] == [f"one exact step {fault}", f"speed {fault}"]
+    assert [v.text for v in verdicts[1:]] == [
+        f"one exact step {fault}",
+        f"speed {fault}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +164,9 @@ def test_where_the_host_is_involved_the_advice_is_another():
 
 def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):
     seconds = {ENGINE: [engine] * 3, ONE: [one] * 3}
-    seconds |= {f"{name.replace('_', ':')} alone": [spent] * 3 for name, spent in alone.items()}
+    seconds |= {
+        f"{name.replace('_', ':')} alone": [spent] * 3 for name, spent in alone.items()
+    }
     if per_call is not None:
         seconds[PER_CALL] = [per_call] * 3
     names = ("scatter", "replicate", "compute", "reduce")
@@ -158,20 +177,34 @@ def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):
     ("found", "words"),
     [
         (timed(1.0, 1.0), "Take a smaller accum than 16"),
-        (timed(1.0, 1.0, phases=(0.3, 0.2, 1.0, 0.5)), "50% of the step is spent on moving"),
-        (timed(1.0, 2.0, per_call=0.5), "2.00 of the time of nn.DataParallel x 16. That should"),
+        (
+            timed(1.0, 1.0, phases=(0.3, 0.2, 1.0, 0.5)),
+            "50% of the step is spent on moving",
+        ),
+        (
+            timed(1.0, 2.0, per_call=0.5),
+            "2.00 of the time of nn.DataParallel x 16. That should",
+        ),
         (timed(1.0, 1.9, cuda_0=0.1, cuda_1=0.25), "shares=[1.00, 0.40]"),
     ],
 )
 def test_why_it_is_slow_and_what_to_do(found, words):
-    slow = [verdict.text for verdict in on_speed(CARDS, found, 0) if verdict.kind == "slow"]
+    slow = [
+        verdict.text for verdict in on_speed(CARDS, found, 0) if verdict.kind == "slow"
+    ]
     assert len(slow) == 1
     assert words in slow[0]
 
 
 @pytest.mark.parametrize(
     ("count", "of_one", "kind"),
-    [(1, 1.09, "fine"), (1, 1.2, "slow"), (2, 0.74, "fine"), (2, 0.76, "slow"), (8, 0.6, "slow")],
+    [
+        (1, 1.09, "fine"),
+        (1, 1.2, "slow"),
+        (2, 0.74, "fine"),
+        (2, 0.76, "slow"),
+        (8, 0.6, "slow"),
+    ],
 )
 def test_n_gpus_may_take_one_and_a_half_nth_of_one_gpus_time(count, of_one, kind):
     """Eight GPUs that took 0.6 of one GPU's time were called fine."""
@@ -183,7 +216,9 @@ def test_n_gpus_may_take_one_and_a_half_nth_of_one_gpus_time(count, of_one, kind
 @pytest.mark.parametrize(
     ("devices", "load"), [([CARDS[0], *CARDS], 0.0), (VIRTUAL, 0.0), (CARDS, 4.0)]
 )
-def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(devices, load):
+def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(
+    devices, load
+):
     """``[0, 0]`` was called slow, which it cannot help."""
     (verdict,) = on_speed(devices, timed(1.0, 1.0), load)
     assert verdict.kind == "note"
@@ -205,17 +240,31 @@ def one_bit_off():
 def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch):
     """In a step, in inference, and again after the doctor has looked."""
     with seeded():
-        module, inputs, labels = nn.Linear(4, 2), torch.randn(10, 4), torch.randint(2, (10,))
+        module, inputs, labels = (
+            nn.Linear(4, 2),
+            torch.randn(10, 4),
+            torch.randint(2, (10,)),
+        )
     monkeypatch.setattr(copies, "SIZES", (1000,))
-    words = "cpu:0 to cpu:1 arrived corrupted(?s:.*)the host's memory(?s:.*)scatterpar doctor"
+    words = (
+        "cpu:0 to cpu:1 arrived corrupted(?s:.*)the host's "
+        "memory(?s:.*)scatterpar doctor"
+    )
     with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
-        step = functools.partial(engine.forward_backward, inputs, labels, nn.CrossEntropyLoss())
+        step = functools.partial(
+            engine.forward_backward, inputs, labels, nn.CrossEntropyLoss()
+        )
         for call in (step, lambda: engine.eval()(inputs)):
             with one_bit_off(), pytest.raises(RuntimeError, match=words):
                 call()
         assert module.weight.grad is None
         engine.train()
-        torch.testing.assert_close(step(), nn.CrossEntropyLoss()(module(inputs), labels).detach())
+        torch.testing.assert_close(
+            step(), nn.CrossEntropyLoss()(module(inputs), labels).detach()
+        )
         assert not any(route.fault for route in copies.examine(VIRTUAL))
-        with one_bit_off(), pytest.raises(RuntimeError, match="cpu:0 to cpu:1 arrived corrupted"):
+        with (
+            one_bit_off(),
+            pytest.raises(RuntimeError, match="cpu:0 to cpu:1 arrived corrupted"),
+        ):
             step()

@@ -32,7 +32,14 @@ def tiny_chunks(monkeypatch):
     monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", 5)
 
 
-MIXED = ["lstm", "complex", "conjugates", "several dtypes", "layouts, torch.float32", "batch norm"]
+MIXED = [
+    "lstm",
+    "complex",
+    "conjugates",
+    "several dtypes",
+    "layouts, torch.float32",
+    "batch norm",
+]
 MIXED += ["overlapping buffer, transposed", "sparse gradients", "unused by some"]
 
 
@@ -60,11 +67,15 @@ def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
 
 @pytest.mark.contract
 def test_gradients_of_four_replicas_are_added_in_pairs(devices):
-    """(0 + 1) + (2 + 3) is 0: in float32 1e8 + 1 is 1e8. From left to right it would be 1."""
+    """(0 + 1) + (2 + 3) is 0: in float32 1e8 + 1 is 1e8. From left to right it would be
+    1.
+    """
     rows = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
     model = build(lambda: nn.Linear(1, 1, bias=False)).float()
     with ScatterOnceParallel(model, 1, devices(4), verify=False) as engine:
-        engine.forward_backward(rows, criterion=lambda out, _: out.sum(), reduction="sum")
+        engine.forward_backward(
+            rows, criterion=lambda out, _: out.sum(), reduction="sum"
+        )
     assert model.weight.grad.item() == 0.0
 
 
@@ -83,7 +94,9 @@ CROSSINGS |= {"00011122": 3, "01111111": 3, "01010101": 4}
 
 @pytest.mark.parametrize("layout", CROSSINGS)
 def test_gradients_cross_as_often_as_their_pairs_are_apart(layout):
-    """Of the fixed tree over replicas: once for each other device, where blocks are even."""
+    """Of the fixed tree over replicas: once for each other device, where blocks are
+    even.
+    """
     model = mlp()
     size = sum(p.nbytes for p in model.parameters())
     with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in layout]) as engine:
@@ -93,7 +106,9 @@ def test_gradients_cross_as_often_as_their_pairs_are_apart(layout):
 
 @pytest.mark.parametrize("accum", [1, 3])
 def test_tensors_begin_where_allocations_do(devices, accum):
-    """A kernel that finds one at 60 of 64 bytes may go about the same sum in another order."""
+    """A kernel that finds one at 60 of 64 bytes may go about the same sum in another
+    order.
+    """
     places = []
 
     def look(module, inputs):
@@ -115,7 +130,14 @@ def prints(*tensors):
     return Fingerprints(dict(enumerate(tensors)), HOST).values.tolist()
 
 
-DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+]
 DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
 
 
@@ -134,6 +156,12 @@ def test_every_change_shows(monkeypatch, dtype, words):
         raw[byte] ^= 1 << bit
     assert prints(tensor) == before
     if dtype.is_floating_point:
-        others = [-numbers, numbers.flip(0), numbers.roll(1), numbers.roll(5), numbers * torch.nan]
+        others = [
+            -numbers,
+            numbers.flip(0),
+            numbers.roll(1),
+            numbers.roll(5),
+            numbers * torch.nan,
+        ]
         others += [numbers[[1, 0, *range(2, 10)]], 0 * numbers]
         assert before not in [prints(other.to(dtype)) for other in others]

@@ -24,11 +24,15 @@ def size(tensors):
 
 
 def with_batch_norm():
-    return build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+    return build(
+        lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
+    )
 
 
 def deep():
-    return build(lambda: nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(30)]))
+    return build(
+        lambda: nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(30)])
+    )
 
 
 CRITERION = nn.CrossEntropyLoss()
@@ -59,7 +63,11 @@ LAYOUTS = [  # devices, rows, and how often a model has to cross, out and back
 @pytest.mark.parametrize(
     ("factory", "device_ids", "rows", "refreshed", "reduced"),
     [
-        *((factory, *layout) for factory in (deep, with_batch_norm) for layout in LAYOUTS),
+        *(
+            (factory, *layout)
+            for factory in (deep, with_batch_norm)
+            for layout in LAYOUTS
+        ),
         (mlp, VIRTUAL, 2, 3, 1),  # devices without rows send nothing back
     ],
 )
@@ -87,7 +95,9 @@ def test_every_byte_once(factory, device_ids, rows, refreshed, reduced, accum):
 
 @pytest.mark.contract
 def test_frozen_parameters_go_out_once_and_do_not_come_back():
-    """With most parameters frozen (adapters), each step sent 200 times what it trained."""
+    """With most parameters frozen (adapters), each step sent 200 times
+    what it trained.
+    """
     model = mlp()
     model[0].requires_grad_(False)
     everything, trained = size(model.parameters()), size(model[2].parameters())
@@ -133,7 +143,9 @@ def swapped_away_and_back(model):
 EDITS = {
     "no version": lambda model: model[0].weight.data.mul_(2),
     "inference mode": torch.inference_mode()(lambda model: model[0].weight.mul_(2)),
-    "another storage": lambda model: setattr(model[0].weight, "data", model[0].weight * 2),
+    "another storage": lambda model: setattr(
+        model[0].weight, "data", model[0].weight * 2
+    ),
     "swapped away and back": swapped_away_and_back,
     "not a number": lambda model: model[0].weight.data.fill_(torch.nan),
 }
@@ -151,13 +163,17 @@ def test_edits_that_leave_no_version_travel(edit):
         edit(model)
         engine.forward_backward(*NINE, CRITERION)
         assert engine.last_step.bytes["replicate"] == 3 * size([model[0].weight])
-        ours, *others = (m[0].weight.view(torch.int64) for m in (model, *engine.replicas))
+        ours, *others = (
+            m[0].weight.view(torch.int64) for m in (model, *engine.replicas)
+        )
         assert all(ours.equal(theirs) for theirs in others)
 
 
 @pytest.mark.contract
 def test_earlier_values_travel_again_if_others_were_sent_since():
-    """The optimizer has updated all in between: fingerprints of the earlier values say nothing."""
+    """The optimizer has updated all in between: fingerprints of the earlier values say
+    nothing.
+    """
     model = mlp()
     earlier = [parameter.detach().clone() for parameter in model.parameters()]
     with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
@@ -177,10 +193,14 @@ def test_a_failed_refresh_is_made_good():
         engine.forward_backward(*NINE, CRITERION)
         with torch.no_grad():
             model[0].weight.mul_(2)
-        # All but the last device: fingerprints are compared with those of the second one's copies.
+        # All but the last device: fingerprints are compared with those of the second
+        # one's copies.
         copies = iter([Transfers.copy_into] * (len(VIRTUAL) - 2))
         copy = lambda *args: next(copies)(*args)  # noqa: E731
-        with mock.patch.object(Transfers, "copy_into", copy), pytest.raises(StopIteration):
+        with (
+            mock.patch.object(Transfers, "copy_into", copy),
+            pytest.raises(StopIteration),
+        ):
             engine.forward_backward(*NINE, CRITERION)
         engine.forward_backward(*NINE, CRITERION)
         assert all(r[0].weight.equal(model[0].weight) for r in engine.replicas)
@@ -199,7 +219,10 @@ def bag():
 
 
 def times():
-    return Of(lambda m, rows, table: m.linear((table @ rows.T).T), linear=nn.Linear(FEATURES, 3))
+    return Of(
+        lambda m, rows, table: m.linear((table @ rows.T).T),
+        linear=nn.Linear(FEATURES, 3),
+    )
 
 
 def mean(output, _):
@@ -207,18 +230,25 @@ def mean(output, _):
 
 
 def test_entries_cross_once_without_padding_small_ones_together():
-    sentences, labels = [randint(9, n) for n in (3, 5, 1, 4, 2, 5, 3)], randint(CLASSES, 7)
+    sentences, labels = (
+        [randint(9, n) for n in (3, 5, 1, 4, 2, 5, 3)],
+        randint(CLASSES, 7),
+    )
     padded = Rows(sentences, partial(pad_sequence, batch_first=True, padding_value=9))
     found = scattered(bag, VIRTUAL[:2], padded, labels, CRITERION)
     assert found == (size([*sentences, labels]), 4 + 4)
     images, labels = [randn(3, 60 + n, 60) for n in range(4)], randint(CLASSES, 4)
     rows = Rows(images, lambda few: torch.stack([image.mean((1, 2)) for image in few]))
-    found = scattered(lambda: nn.Linear(3, CLASSES), VIRTUAL[:2], rows, labels, CRITERION)
+    found = scattered(
+        lambda: nn.Linear(3, CLASSES), VIRTUAL[:2], rows, labels, CRITERION
+    )
     assert found == (size([*images, labels]), 4 + 4)
 
 
 def test_what_is_replicated_goes_once_to_every_memory():
-    """Two replicas in one memory share what came; in inputs and targets it is one tensor still."""
+    """Two replicas in one memory share what came; in inputs and targets it is one
+    tensor still.
+    """
     rows, table = randn(7, FEATURES), randn(5, FEATURES)
     batch = (rows, Replicated(table)), Replicated(table), mean
     found, _ = scattered(times, ["cpu:0", "cpu:0", "cpu:1"], *batch)
@@ -226,13 +256,21 @@ def test_what_is_replicated_goes_once_to_every_memory():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+)
 def test_each_byte_of_a_sparse_tensor_counts(layout):
-    """As many as its indices and values have; those of compressed ones were counted as dense."""
+    """As many as its indices and values have; those of compressed ones were counted as
+    dense.
+    """
     rows, table = randn(7, FEATURES), torch.eye(FEATURES, dtype=torch.float64)
-    pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))  # compressed: one more end of rows
+    # compressed: one more end of rows
+    pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))
     inputs = rows, Replicated(table.to_sparse(layout=layout))
-    assert scattered(times, VIRTUAL[:2], inputs, None, mean)[0] == size([rows]) + 2 * pieces
+    assert (
+        scattered(times, VIRTUAL[:2], inputs, None, mean)[0]
+        == size([rows]) + 2 * pieces
+    )
 
 
 def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
@@ -246,12 +284,14 @@ def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
 
     model = build(lambda: Of(two, linear=nn.Linear(FEATURES, 4)))
     criterion = build(lambda: Of(pairs, linear=nn.Linear(4, 4)))
-    batch, away = (randn(12, FEATURES), randint(3, 12)), 8  # rows on two of three devices
+    # rows on two of three devices
+    batch, away = (randn(12, FEATURES), randint(3, 12)), 8
     with ScatterOnceParallel(model, 2, VIRTUAL[:3]) as engine:
         engine.forward_backward(*batch, criterion, whole_batch=True)
         moved, messages = engine.last_step.bytes, engine.last_step.messages
     assert moved["compute"] == away * (4 * 8 + 8) + away * 4 * 8
-    assert messages["compute"] == 2 * 2 * (2 + 1)  # two outputs of each micro-batch, a gradient
+    # two outputs of each micro-batch, a gradient
+    assert messages["compute"] == 2 * 2 * (2 + 1)
     assert moved["scatter"] == size(batch)  # targets go to the master alone
     assert moved["replicate"] == moved["reduce"] == 2 * size(model.parameters())
 
@@ -263,8 +303,17 @@ def test_the_report():
         loss = engine.forward_backward(*NINE, CRITERION)
         report = engine.last_step
         assert isinstance(report, StepReport)
-        assert (report.plan, report.loss, report.retries) == (engine.plan(9), loss.item(), 0)
-        assert report.seconds.keys() == report.bytes.keys() == report.messages.keys() == PHASES
+        assert (report.plan, report.loss, report.retries) == (
+            engine.plan(9),
+            loss.item(),
+            0,
+        )
+        assert (
+            report.seconds.keys()
+            == report.bytes.keys()
+            == report.messages.keys()
+            == PHASES
+        )
         assert all(seconds > 0 for seconds in report.seconds.values())
         title, head, *phases = str(report).splitlines()
         assert title == f"loss {loss.item():.6g}, 9 rows on {len(VIRTUAL)} replicas"

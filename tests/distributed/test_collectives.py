@@ -1,4 +1,6 @@
-"""A rank that fails or is lost: all raise, nothing changes anywhere, and the next step is exact."""
+"""A rank that fails or is lost: all raise, nothing changes anywhere, and the next step
+is exact.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,11 @@ PLACES = {
     "forward": (raising_in("forward"), "Trouble", NOTED),
     "backward": (raising_in("backward"), "Trouble", NOTED),
     "criterion": (lambda step, *batch: step(*batch, raises), "Trouble", NOTED),
-    "empty": (lambda step, *batch: step(*(b[:0] for b in batch), CRITERION), "ValueError", "empty"),
+    "empty": (
+        lambda step, *batch: step(*(b[:0] for b in batch), CRITERION),
+        "ValueError",
+        "empty",
+    ),
     "not finite": (not_finite, "FloatingPointError", "nan"),
 }
 
@@ -87,12 +93,16 @@ def fail(group, place, culprits, **options):
     module, rows = troubled(), (9, 4, 2)[: group.size()]
     batch = randn(sum(rows), FEATURES), randint(CLASSES, sum(rows))
     mine = [tensor.split(rows)[group.rank()] for tensor in batch]
-    engine = ScatterOnceParallel(module, 2, ["cpu"], check_finite=True, process_group=group)
+    engine = ScatterOnceParallel(
+        module, 2, ["cpu"], check_finite=True, process_group=group
+    )
     with engine:
         step = functools.partial(engine.forward_backward, **options)
         step(*mine, CRITERION)
         with nothing_changes(module):
-            wrong = PLACES[place][0] if group.rank() in culprits else raising_in("nowhere")
+            wrong = (
+                PLACES[place][0] if group.rank() in culprits else raising_in("nowhere")
+            )
             raised = failure(wrong, step, *mine)
         TROUBLE.clear()
         module.zero_grad()
@@ -105,17 +115,22 @@ def fail(group, place, culprits, **options):
 JOINED = [(place, True) for place in ("backward", "criterion")]
 
 
-@pytest.mark.parametrize(("place", "joined"), [*((place, False) for place in PLACES), *JOINED])
+@pytest.mark.parametrize(
+    ("place", "joined"), [*((place, False) for place in PLACES), *JOINED]
+)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_fails_fails_all(place, joined, culprit):
-    found = run_on_ranks(2, functools.partial(fail, whole_batch=joined), place, [culprit])
+    found = run_on_ranks(
+        2, functools.partial(fail, whole_batch=joined), place, [culprit]
+    )
     _, kind, words = PLACES[place]
     own, other = found[culprit], found[1 - culprit]
     assert own[0] == kind
     assert (words.partition("\n")[0] if joined else words) in own[1]
     assert other[0] == "RuntimeError"
     assert other[1].startswith(
-        f"rank {culprit} of 2 failed in this step, so that nothing was changed on any rank"
+        f"rank {culprit} of 2 failed in this step, so that nothing was changed on any "
+        "rank"
     )
 
 
@@ -138,7 +153,9 @@ def disagree(group, how):
             case "reduction":
                 options = {"reduction": ["mean", "sum"][rank]}
             case "scale":
-                options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0 * (1 + rank))}
+                options = {
+                    "scaler": torch.amp.GradScaler("cpu", init_scale=8.0 * (1 + rank))
+                }
             case "call":
                 options = {"whole_batch": bool(rank)}
             case "labels":
@@ -148,11 +165,16 @@ def disagree(group, how):
 
 @pytest.mark.parametrize("how", ["frozen", "reduction", "scale", "call", "labels"])
 def test_ranks_that_disagree_are_told_so(how):
-    """Of weights with equal shapes, one got the other's gradient; scaled ones were added up."""
+    """Of weights with equal shapes, one got the other's gradient; scaled ones were
+    added up.
+    """
     for kind, words in run_on_ranks(2, disagree, how):
         assert kind == "RuntimeError", words
         assert "the ranks disagree on " in words
-        assert how in ("call", "labels") or "which tensors are trained, on their shapes" in words
+        assert (
+            how in ("call", "labels")
+            or "which tensors are trained, on their shapes" in words
+        )
 
 
 def hungry(group, most):
@@ -189,7 +211,9 @@ def test_a_rank_alone_may_need_more_sub_steps_or_more_memory_than_there_is():
 
 def absent(group, folder):
     limit = timedelta(seconds=100)
-    pairs = [dist.new_group([0, 1], backend="cpu:gloo", timeout=limit) for _ in range(2)]
+    pairs = [
+        dist.new_group([0, 1], backend="cpu:gloo", timeout=limit) for _ in range(2)
+    ]
     if group.rank() == 2:
         return None
     engine = ScatterOnceParallel(build(mlp), process_group=pairs[0])
@@ -198,7 +222,8 @@ def absent(group, folder):
     dist.barrier(group=pairs[1])
     found = []
     if group.rank() == 0:
-        for pair in pairs:  # only now, since on a busy machine one rank may be much later
+        # only now, since on a busy machine one rank may be much later
+        for pair in pairs:
             _set_pg_timeout(timedelta(seconds=0.5), pair)
         with nothing_changes(engine.module):
             found.append(failure(engine.forward_backward, *FOUR, CRITERION))
@@ -213,12 +238,20 @@ def absent(group, folder):
 
 def test_who_waits_for_a_rank_that_does_not_come_says_what_for(tmp_path):
     found, *_ = run_on_ranks(3, absent, tmp_path)
-    waited_for = ["the flags and counts of all ranks", "the other ranks' description of the module"]
+    waited_for = [
+        "the flags and counts of all ranks",
+        "the other ranks' description of the module",
+    ]
     for (kind, words), what in zip(found, waited_for, strict=True):
         assert kind == "RuntimeError"
-        assert re.match(rf"rank 0 of 2 waited \d+\.\d s for {what}, and another rank was", words)
+        assert re.match(
+            rf"rank 0 of 2 waited \d+\.\d s for {what}, and another rank was", words
+        )
         assert "did not come within the process group's timeout" in words
-    assert "timeout; nothing was changed on this rank. The group cannot be used" in found[0][1]
+    assert (
+        "timeout; nothing was changed on this rank. The group cannot be used"
+        in found[0][1]
+    )
 
 
 def with_nccl_alone(group):
@@ -260,8 +293,13 @@ def left(group):
 
 
 def test_the_end_of_a_group_is_the_end_of_its_threads():
-    """The engine once held gloo's threads alive; two of 15 runs then ended with an abort."""
+    """The engine once held gloo's threads alive; two of 15 runs then ended with an
+    abort.
+    """
     for (kind, words), have_ended in run_on_ranks(3, left)[:2]:
         assert kind == "RuntimeError"
-        assert "the engine's process group is gone, by dist.destroy_process_group()" in words
+        assert (
+            "the engine's process group is gone, by dist.destroy_process_group()"
+            in words
+        )
         assert have_ended

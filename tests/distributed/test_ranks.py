@@ -1,4 +1,6 @@
-"""Ranks: the gradient of the union of all batches, the same bits everywhere, few collectives."""
+"""Ranks: the gradient of the union of all batches, the same bits everywhere, few
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ VIEWS = (randn(13, FEATURES, seed=5), randn(13, FEATURES, seed=6)), randint(4, 1
 
 def part(group, batch=BATCH):
     """The rows of this rank."""
-    return nested.map_tensors(lambda tensor: tensor.split(ROWS[group.size()])[group.rank()], batch)
+    return nested.map_tensors(
+        lambda tensor: tensor.split(ROWS[group.size()])[group.rank()], batch
+    )
 
 
 def collectives_of(group, name):
@@ -48,7 +52,10 @@ def collectives_of(group, name):
     case = (CASES | contrastive.CASES)[name]
     model = case.build()
     batch = case.rows(range(5, 9) if group.rank() else range(5))
-    with ScatterOnceParallel(model, process_group=group) as engine, Counted() as collectives:
+    with (
+        ScatterOnceParallel(model, process_group=group) as engine,
+        Counted() as collectives,
+    ):
         loss = engine.forward_backward(*batch, case.criterion(model), **case.options)
         assert engine.last_step.loss == pytest.approx(loss.item())
     return collectives
@@ -56,14 +63,19 @@ def collectives_of(group, name):
 
 @pytest.mark.parametrize(
     ("name", "dtypes"),
-    [("several dtypes", ["float32", "float64"]), ("buffers of every dtype", ["float64", "uint8"])],
+    [
+        ("several dtypes", ["float32", "float64"]),
+        ("buffers of every dtype", ["float64", "uint8"]),
+    ],
 )
 def test_a_step_has_a_small_collective_and_a_large_one_for_each_dtype(name, dtypes):
     for collectives in run_on_ranks(2, collectives_of, name):
         assert {call for call, _, _ in collectives} == {"all_reduce"}
         (_, _, small), *large = collectives
         assert small < 1024
-        assert sorted(str(dtype) for _, dtype, _ in large) == [f"torch.{name}" for name in dtypes]
+        assert sorted(str(dtype) for _, dtype, _ in large) == [
+            f"torch.{name}" for name in dtypes
+        ]
         elements = sum(p.numel() for p in CASES[name].build().parameters())
         assert sum(size for *_, size in large) <= 8 * (elements + 100)
 
@@ -89,9 +101,12 @@ def masks(group, replicas):
     torch.manual_seed(7)
     replicas = replicas or 3 - group.rank()
     parts = {"weight": nn.Parameter(torch.ones(64)), "dropout": nn.Dropout()}
-    module = Of(lambda m, inputs: m.dropout(m.weight * inputs), **parts)  # puts out the mask
+    # puts out the mask
+    module = Of(lambda m, inputs: m.dropout(m.weight * inputs), **parts)
     batch, seen = (torch.ones(replicas, 64), None, lambda output, _: output.mean()), []
-    with ScatterOnceParallel(module, 1, ["cpu"] * replicas, process_group=group) as engine:
+    with ScatterOnceParallel(
+        module, 1, ["cpu"] * replicas, process_group=group
+    ) as engine:
         for _ in range(2):
             seen += engine.forward_backward(*batch, return_outputs=True)[1]
     return [output.flatten().tolist() for output in seen]
@@ -116,21 +131,32 @@ def several_engines(group):
 
 
 def lists_and_windows(group):
-    """Each rank's own batches: of another number, of other lengths, with a table for all."""
+    """Each rank's own batches: of another number, of other lengths, with a table for
+    all.
+    """
 
     def looks(module, ids, table):
         return torch.stack([module.words(sentence).sum(0) for sentence in ids]) @ table
 
     def batches(rank):
-        return [[randint(9, n + 1, seed=n + rank) for n in range(2 + b)] for b in range(2 - rank)]
+        return [
+            [randint(9, n + 1, seed=n + rank) for n in range(2 + b)]
+            for b in range(2 - rank)
+        ]
 
     table = randn(CLASSES, CLASSES)
-    model, twin = (build(lambda: Of(looks, words=nn.Embedding(9, CLASSES))) for _ in "ab")
+    model, twin = (
+        build(lambda: Of(looks, words=nn.Embedding(9, CLASSES))) for _ in "ab"
+    )
     labels = [randint(CLASSES, 5, seed=3), randint(CLASSES, 2, seed=4)]
     window = [(Rows(batch), Replicated(table)) for batch in batches(group.rank())]
-    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
+    with ScatterOnceParallel(
+        model, 2, ["cpu:0", "cpu:1"], process_group=group
+    ) as engine:
         engine.forward_backward(Rows.from_batches(window), labels[group.rank()], CE)
-    everything = [sentence for r in range(2) for batch in batches(r) for sentence in batch]
+    everything = [
+        sentence for r in range(2) for batch in batches(r) for sentence in batch
+    ]
     CE(twin(everything, table), torch.cat(labels)).backward()
     assert_gradients(model, gradients(twin))
 
@@ -156,13 +182,19 @@ def step_beside_a_table(group, devices):
     inputs, labels = part(group, VIEWS)
     table = Replicated({"centres": TABLE if group.rank() == 0 else TABLE * 2})
     model = two_views()
-    with ScatterOnceParallel(model, 2, devices, process_group=group, verify=False) as engine:
-        loss = engine.forward_backward(inputs, (labels, table), beside_a_table, whole_batch=True)
+    with ScatterOnceParallel(
+        model, 2, devices, process_group=group, verify=False
+    ) as engine:
+        loss = engine.forward_backward(
+            inputs, (labels, table), beside_a_table, whole_batch=True
+        )
     return loss, gradients(model)
 
 
 def test_targets_without_rows_are_rank_0_s(devices):
-    """A table that was marked ``Replicated`` was joined with the other ranks', row after row."""
+    """A table that was marked ``Replicated`` was joined with the other ranks', row
+    after row.
+    """
     targets = VIEWS[1], {"centres": TABLE}
     expected, its = whole_batch(two_views(), VIEWS[0], targets, beside_a_table)
     for loss, found in run_on_ranks(2, step_beside_a_table, devices(2)):
@@ -183,13 +215,17 @@ def lists_of(group, where):
 
     model = Of(forward, linear=linear())
     with ScatterOnceParallel(model, process_group=group) as engine:
-        raised = failure(engine.forward_backward, rows, targets, criterion, whole_batch=True)
+        raised = failure(
+            engine.forward_backward, rows, targets, criterion, whole_batch=True
+        )
     return raised, gradients(model)
 
 
 @pytest.mark.parametrize("where", ["outputs", "targets"])
 def test_lists_are_refused_that_ranks_cannot_join(where):
-    """They were joined entry by entry, or rank 0's texts were taken for all rows' ones."""
+    """They were joined entry by entry, or rank 0's texts were taken for
+    all rows' ones.
+    """
     for (kind, text), found in run_on_ranks(2, lists_of, where):
         assert kind == "ValueError"
         assert "whole_batch" in text
@@ -210,19 +246,26 @@ def learned(noise):
 
 
 def learn(group, noise):
-    torch.manual_seed(group.rank())  # what the criterion draws is the same on all nevertheless
+    # what the criterion draws is the same on all nevertheless
+    torch.manual_seed(group.rank())
     model, criterion = two_views(), learned(noise)
     options = {"process_group": group, "buffers": "batch", "verify": False}
     with ScatterOnceParallel(model, 2, ["cpu"] * 2, **options) as engine:
         batch = part(group, VIEWS)
-        losses = [engine.forward_backward(*batch, criterion, whole_batch=True) for _ in "ab"]
-    return losses, gradients(criterion) | gradients(model) | dict(criterion.named_buffers())
+        losses = [
+            engine.forward_backward(*batch, criterion, whole_batch=True) for _ in "ab"
+        ]
+    return losses, gradients(criterion) | gradients(model) | dict(
+        criterion.named_buffers()
+    )
 
 
 @pytest.mark.draws
 @pytest.mark.parametrize("noise", [0.1, 0.0])
 def test_the_criterion_counts_once_and_draws_alike(noise):
-    """Its statistics had the variance of more rows than there are: each rank has seen them all."""
+    """Its statistics had the variance of more rows than there are: each rank has seen
+    them all.
+    """
     (losses, found), (other_losses, other) = run_on_ranks(2, learn, noise)
     assert (losses[0] == losses[1]) == (not noise)
     assert other_losses == losses
@@ -257,19 +300,52 @@ MODULES = {
 
 def construct(group, modules, options):
     module = MODULES[modules[group.rank()]]()
-    return failure(ScatterOnceParallel, module, process_group=group, **options[group.rank()])
+    return failure(
+        ScatterOnceParallel, module, process_group=group, **options[group.rank()]
+    )
 
 
 DIFFER = "the ranks' modules differ: rank 0 has "
 WEIGHT = r"parameter 'weight' of shape \(3, 2\), torch.float32"
-REFUSED = [  # the modules of ranks 0 and 2 and of rank 1, the options of rank 1, and the words
-    ("small", "wider", {}, rf"{DIFFER}{WEIGHT}, rank 1 has .*\(4, 2\), torch.float32; make"),
-    ("table", "sparse table", {}, f"{DIFFER}.*, rank 1 has parameter 'weight' .*, sparse"),
-    ("small", "small", {"buffers": "batch"}, f"{DIFFER}buffers='master', .* buffers='batch'"),
-    ("small", "small", {"accumulate_dtype": torch.half}, f"{DIFFER}.*=None, .*=torch.float16"),
+# the modules of ranks 0 and 2 and of rank 1, the options of rank 1, and the words
+REFUSED = [
+    (
+        "small",
+        "wider",
+        {},
+        rf"{DIFFER}{WEIGHT}, rank 1 has .*\(4, 2\), torch.float32; make",
+    ),
+    (
+        "table",
+        "sparse table",
+        {},
+        f"{DIFFER}.*, rank 1 has parameter 'weight' .*, sparse",
+    ),
+    (
+        "small",
+        "small",
+        {"buffers": "batch"},
+        f"{DIFFER}buffers='master', .* buffers='batch'",
+    ),
+    (
+        "small",
+        "small",
+        {"accumulate_dtype": torch.half},
+        f"{DIFFER}.*=None, .*=torch.float16",
+    ),
     ("lazy", "lazy", {}, "'weight' is not initialised yet.*call the module once"),
-    ("quantised", "quantised", {}, "'weight' is quantised, a Parameter.*without a process_group"),
-    ("sparse table", "sparse table", {}, "'weight' has sparse gradients.*with sparse=False"),
+    (
+        "quantised",
+        "quantised",
+        {},
+        "'weight' is quantised, a Parameter.*without a process_group",
+    ),
+    (
+        "sparse table",
+        "sparse table",
+        {},
+        "'weight' has sparse gradients.*with sparse=False",
+    ),
 ]
 
 
@@ -327,7 +403,9 @@ def subgroup(group):
 def test_a_group_of_some_of_the_ranks_and_a_process_outside_it():
     (kind, words), first, second = run_on_ranks(3, subgroup)
     assert kind == "TypeError"
-    assert words.startswith("process_group must be a torch.distributed process group that")
+    assert words.startswith(
+        "process_group must be a torch.distributed process group that"
+    )
     assert torch.equal(first, second)
     assert_close(first, CE(mlp(1)(BATCH[0]), BATCH[1]).detach(), "loss")
 
@@ -339,7 +417,9 @@ def written(group):
 
     module = Of(forward, linear=linear())
     with ScatterOnceParallel(module, process_group=group) as engine:
-        return failure(engine.forward_backward, *part(group), CE), module.linear.weight.grad
+        return failure(
+            engine.forward_backward, *part(group), CE
+        ), module.linear.weight.grad
 
 
 def test_parameters_that_a_forward_pass_writes_are_refused():

@@ -1,4 +1,5 @@
-"""Everything that is trained, by every way to train it, beside plain torch on one device.
+"""Everything that is trained, by every way to train it, beside plain torch on one
+device.
 
 ``harness/agree.py`` has the ways and the comparison; the tables of cases lie beside it.
 """
@@ -14,7 +15,13 @@ pytestmark = [
 TABLES = [weighted, module_cases, contrastive, whole_batches, batches]
 ALL = {name: case for table in TABLES for name, case in table.CASES.items()}
 FEW = [
-    *("tied", "sparse gradients", "batch norm", "a trained criterion", "class weights, padded"),
+    *(
+        "tied",
+        "sparse gradients",
+        "batch norm",
+        "a trained criterion",
+        "class weights, padded",
+    ),
     *("count=", "clip", "texts"),
 ]
 QUICK = {
@@ -41,16 +48,35 @@ def test_a_step_is_that_of_plain_torch(case, runner, layout):
 ON_RANKS = {  # in the default run; all of ``weighted`` in the slow one
     weighted: ["mean", "sum", "class weights, padded", "count=", "mean, two rows"],
     module_cases: [
-        *("tied", "spectral norm", "own parameters", "frozen and thawed", "several dtypes"),
+        *(
+            "tied",
+            "spectral norm",
+            "own parameters",
+            "frozen and thawed",
+            "several dtypes",
+        ),
         *("complex", "conjugates", "changes between steps", "layouts, torch.float32"),
-        *("unused by some", "gradients in one memory", "torch.float16", "a trained criterion"),
-        *("a trained buffer", "buffers of every dtype", "overlapping buffer, transposed"),
+        *(
+            "unused by some",
+            "gradients in one memory",
+            "torch.float16",
+            "a trained criterion",
+        ),
+        *(
+            "a trained buffer",
+            "buffers of every dtype",
+            "overlapping buffer, transposed",
+        ),
     ],
     contrastive: ["clip"],
     batches: ["a codebook of 64 and 32 rows"],
 }
 QUICK_ON_RANKS = [
-    *((2, table, name, "engine") for table, names in ON_RANKS.items() for name in names),
+    *(
+        (2, table, name, "engine")
+        for table, names in ON_RANKS.items()
+        for name in names
+    ),
     *((size, module_cases, "tied", "engine") for size in (1, 3)),
     *((3, contrastive, "clip", runner) for runner in ("engine", "by cost")),
     (2, module_cases, "tied", "graphs"),
@@ -64,8 +90,13 @@ SLOW_ON_RANKS = [(2, weighted, name, "engine") for name in OTHERS]
 @pytest.mark.parametrize(
     ("size", "table", "name", "runner"),
     [
-        pytest.param(*run, id=identity_of(run[2], run[3], f"{run[0]}_ranks"), marks=marks)
-        for runs_on_ranks, marks in ((QUICK_ON_RANKS, ()), (SLOW_ON_RANKS, pytest.mark.slow))
+        pytest.param(
+            *run, id=identity_of(run[2], run[3], f"{run[0]}_ranks"), marks=marks
+        )
+        for runs_on_ranks, marks in (
+            (QUICK_ON_RANKS, ()),
+            (SLOW_ON_RANKS, pytest.mark.slow),
+        )
         for run in runs_on_ranks
     ],
 )

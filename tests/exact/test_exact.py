@@ -1,4 +1,6 @@
-"""A step gives the gradient, the loss and the training of the whole batch on one device."""
+"""A step gives the gradient, the loss and the training of the whole batch on one
+device.
+"""
 
 import copy
 
@@ -28,10 +30,15 @@ def test_training_is_that_of_one_device(devices, replicas, accum, rows):
     model = mlp()
     plain = copy.deepcopy(model)
     criterion = nn.CrossEntropyLoss()
-    ours, theirs = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    ours, theirs = (
+        torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain)
+    )
     with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
         for step, size in enumerate((rows, rows, 64, 1, rows)):
-            inputs, targets = randn(size, FEATURES, seed=step), randint(CLASSES, size, seed=step)
+            inputs, targets = (
+                randn(size, FEATURES, seed=step),
+                randint(CLASSES, size, seed=step),
+            )
             ours.zero_grad()
             theirs.zero_grad()
             loss = engine.forward_backward(inputs, targets, criterion)
@@ -46,7 +53,9 @@ def test_training_is_that_of_one_device(devices, replicas, accum, rows):
 
 @pytest.mark.contract
 def test_grad_tensors_are_kept_and_added_to_in_place(devices):
-    """Optimizers and flat-gradient tricks hold on to ``.grad``: it is added to, not replaced."""
+    """Optimizers and flat-gradient tricks hold on to ``.grad``: it is added to, not
+    replaced.
+    """
     model = mlp()
     batch = randn(6, FEATURES), randint(CLASSES, 6), nn.CrossEntropyLoss()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
@@ -54,8 +63,14 @@ def test_grad_tensors_are_kept_and_added_to_in_place(devices):
         held, once = [p.grad for p in model.parameters()], gradients(model)
         engine.forward_backward(*batch)
         assert_gradients(model, {name: 2 * gradient for name, gradient in once.items()})
-        assert all(p.grad is mine for p, mine in zip(model.parameters(), held, strict=True))
+        assert all(
+            p.grad is mine for p, mine in zip(model.parameters(), held, strict=True)
+        )
         copies = [gradient.clone() for gradient in held]
         model.zero_grad()
-        engine.forward_backward(randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss())
-    assert all(map(torch.equal, held, copies)), "a gradient handed out is not written any more"
+        engine.forward_backward(
+            randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss()
+        )
+    assert all(map(torch.equal, held, copies)), (
+        "a gradient handed out is not written any more"
+    )

@@ -1,6 +1,8 @@
-"""Models that people have, two steps each: parameters and gradients beside plain torch, float64.
+"""Models that people have, two steps each: parameters and gradients beside plain torch,
+float64.
 
-A loss is a mean over rows of all floating-point tensors of a model, so that no output goes unused.
+A loss is a mean over rows of all floating-point tensors of a model, so that no output
+goes unused.
 """
 
 import pytest
@@ -14,10 +16,17 @@ from scatterpar.batch import nested
 
 
 def criterion(output, _):
-    """A mean over rows: every element of every tensor counts, and each in its own way."""
-    found = [t for t in nested.leaves(output.to_tuple()) if isinstance(t, Tensor) and t.ndim]
+    """A mean over rows: every element of every tensor counts, and each
+    in its own way.
+    """
+    found = [
+        t for t in nested.leaves(output.to_tuple()) if isinstance(t, Tensor) and t.ndim
+    ]
     found = [t for t in found if t.is_floating_point()]
-    weights = [torch.linspace(0.5, 1.5, t[0].numel(), dtype=t.dtype).view_as(t[0]) for t in found]
+    weights = [
+        torch.linspace(0.5, 1.5, t[0].numel(), dtype=t.dtype).view_as(t[0])
+        for t in found
+    ]
     return sum(((t + 0.1) ** 2 * w).mean() for t, w in zip(found, weights, strict=True))
 
 
@@ -25,8 +34,8 @@ def words(text):
     return text.split()
 
 
-# What of the library's architectures takes text or images alone and is of a size to be built.
-# Left out: ViTMAE, which hides other patches in every pass.
+# What of the library's architectures takes text or images alone and is of a size to be
+# built. Left out: ViTMAE, which hides other patches in every pass.
 IN_FLOAT64 = words("""
     Afmoe Albert Apertus Arcee AriaText AXK2 Bamba Bart Beam Beit Bert BigBird BigBirdPegasus
     BioGpt BitNet Blenderbot BlenderbotSmall Bloom Camembert ChineseCLIPVision CLIPText
@@ -47,7 +56,8 @@ IN_FLOAT64 = words("""
     SwitchTransformers T5 Tapas Tipsv2Text Tipsv2Vision Ultrabert UMT5 VisualBert ViT VitDet
     ViTMSN XLM XLMRoberta XLMRobertaXL XLNet xLSTM Yoso Youtu
 """)
-# Part of these is computed in float32, whatever the model's dtype: a normalisation, a router.
+# Part of these is computed in float32, whatever the model's dtype: a normalisation, a
+# router.
 IN_FLOAT32 = words("""
     Aimv2Vision AXK1 BailingHybrid Cohere Cohere2 Cohere2Moe DeepseekV4 EmbeddingGemma2Text
     Flint Gemma Gemma2 Gemma3Text Gemma4UnifiedText GraniteSWA Helium HYV4 Kolibri1 Laguna
@@ -76,13 +86,19 @@ def test_two_steps_of_a_model_of_transformers(name):
             expected.backward()
             assert_close(loss, expected.detach(), "loss", relative)
             ours, theirs = (
-                {key: p.grad.to_dense() for key, p in m.named_parameters() if p.grad is not None}
+                {
+                    key: p.grad.to_dense()
+                    for key, p in m.named_parameters()
+                    if p.grad is not None
+                }
                 for m in both
             )
             assert ours.keys() == theirs.keys()
             scale = max(grad.abs().max() for grad in theirs.values())
             for key, grad in ours.items():
-                assert (grad - theirs[key]).abs().max() <= relative * scale, f"{key}.grad"
+                assert (grad - theirs[key]).abs().max() <= relative * scale, (
+                    f"{key}.grad"
+                )
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Hypothesis chooses batch, replicas, accumulation, dimension, and what outputs are made of."""
+"""Hypothesis chooses batch, replicas, accumulation, dimension, and what outputs are
+made of.
+"""
 
 import collections
 from dataclasses import make_dataclass
@@ -13,14 +15,24 @@ from torch import nn
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather
 
 # Shared, virtual, and any mixture of replicas that share a memory and such that do not.
-LAYOUTS = st.lists(st.sampled_from(["cpu", "cpu:0", "cpu:1", "cpu:2"]), min_size=1, max_size=4)
+LAYOUTS = st.lists(
+    st.sampled_from(["cpu", "cpu:0", "cpu:1", "cpu:2"]), min_size=1, max_size=4
+)
 CUTS = st.dictionaries(
-    st.sampled_from(["accum", "micro_batch_size"]), st.integers(1, 6), min_size=1, max_size=1
+    st.sampled_from(["accum", "micro_batch_size"]),
+    st.integers(1, 6),
+    min_size=1,
+    max_size=1,
 )
 
 
 @settings(max_examples=25)
-@given(devices=LAYOUTS, cut=CUTS, rows=st.integers(1, 12), dim=st.sampled_from([0, 1, -1, -2]))
+@given(
+    devices=LAYOUTS,
+    cut=CUTS,
+    rows=st.integers(1, 12),
+    dim=st.sampled_from([0, 1, -1, -2]),
+)
 def test_any_dimension(devices, cut, rows, dim):
     inputs, targets = (randn(rows, n).movedim(0, dim) for n in (FEATURES, CLASSES))
 
@@ -56,12 +68,16 @@ CONTAINERS = [
 
 
 def contained(parts):
-    """Functions of what the module computes: what it returns of that, in a container."""
+    """Functions of what the module computes: what it returns of that, in
+    a container.
+    """
 
     def make(container, parts):
         return lambda *values: container([part(*values) for part in parts])
 
-    return st.builds(make, st.sampled_from(CONTAINERS), st.lists(parts, min_size=1, max_size=3))
+    return st.builds(
+        make, st.sampled_from(CONTAINERS), st.lists(parts, min_size=1, max_size=3)
+    )
 
 
 OUTPUTS = st.recursive(st.sampled_from(LEAVES), contained, max_leaves=8)
@@ -70,7 +86,9 @@ OUTPUTS = st.recursive(st.sampled_from(LEAVES), contained, max_leaves=8)
 @settings(max_examples=60)
 @given(devices=LAYOUTS, cut=CUTS, rows=st.integers(1, 11), wrap=OUTPUTS)
 def test_any_output(devices, cut, rows, wrap):
-    """Types and rows are the module's, in inference and where the pair's outputs are gathered."""
+    """Types and rows are the module's, in inference and where the pair's outputs are
+    gathered.
+    """
     inputs = randn(rows, FEATURES)
     model = build(lambda: Returns(lambda *both: (both[0], wrap(*both)))).eval()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Eight replicas on one device or on eight: the same losses, parameters, buffers and draws."""
+"""Eight replicas on one device or on eight: the same losses, parameters, buffers and
+draws.
+"""
 
 import functools
 
@@ -21,10 +23,14 @@ LAYOUTS = ["00001111", "01234567", "00112234", "01111111"]
 
 
 def everything():
-    """Sizes that are odd: one after the other, weights would lie anywhere in their memory."""
+    """Sizes that are odd: one after the other, weights would lie anywhere in their
+    memory.
+    """
 
     def forward(m, inputs):
-        hidden = checkpoint(m.middle, m.first(inputs).transpose(1, 2), use_reentrant=False)
+        hidden = checkpoint(
+            m.middle, m.first(inputs).transpose(1, 2), use_reentrant=False
+        )
         return m.last(hidden.mean(2))
 
     layers = nn.Conv1d(33, 13, 2), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.3)
@@ -33,7 +39,9 @@ def everything():
 
 
 def trained(accum, whole_batch, layouts):
-    """All bits that training on these layouts, one after the other, leaves; all losses too."""
+    """All bits that training on these layouts, one after the other, leaves; all losses
+    too.
+    """
     torch.manual_seed(0)
     losses, states = [], None
     for part, layout in enumerate(layouts):
@@ -52,7 +60,9 @@ def trained(accum, whole_batch, layouts):
                 targets = randint(CLASSES, rows, seed=step)
                 optimizer.zero_grad()
                 losses.append(
-                    engine.forward_backward(inputs, targets, CRITERION, whole_batch=whole_batch)
+                    engine.forward_backward(
+                        inputs, targets, CRITERION, whole_batch=whole_batch
+                    )
                 )
                 optimizer.step()
         states = module.state_dict(), optimizer.state_dict(), torch.get_rng_state()
@@ -69,10 +79,16 @@ in_one_memory = functools.cache(lambda *given: trained(*given, [["cpu"] * 8]))
 @pytest.mark.contract
 @pairwise(layout=LAYOUTS, stops=[False, True], accum=[1, 3], whole_batch=[False, True])
 def test_the_bits_do_not_depend_on_the_layout(layout, stops, accum, whole_batch):
-    """Nor does it show that a run stopped on four devices and went on on another layout."""
+    """Nor does it show that a run stopped on four devices and went on on another
+    layout.
+    """
     device_ids = [f"cpu:{i}" for i in layout]
-    layouts = [[f"cpu:{i // 2}" for i in range(8)], device_ids] if stops else [device_ids]
+    layouts = (
+        [[f"cpu:{i // 2}" for i in range(8)], device_ids] if stops else [device_ids]
+    )
     expected = in_one_memory(accum, whole_batch)
     found = trained(accum, whole_batch, layouts)
     assert found.keys() == expected.keys()
-    assert not [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    assert not [
+        name for name, value in found.items() if not torch.equal(value, expected[name])
+    ]

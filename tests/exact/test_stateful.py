@@ -1,8 +1,9 @@
-"""An engine and a plain loop walk the same random path: steps, faults, edits, interrupts.
+"""An engine and a plain loop walk the same random path: steps, faults, edits,
+interrupts.
 
-The plain model takes every good step itself, one micro-batch after the other, on one device.
-After each rule all state is equal: parameters, gradients, buffers, the optimizer's state and
-the random generator; what failed has left no trace.
+The plain model takes every good step itself, one micro-batch after the other, on one
+device. After each rule all state is equal: parameters, gradients, buffers, the
+optimizer's state and the random generator; what failed has left no trace.
 """
 
 import os
@@ -36,8 +37,17 @@ RELATIVE = 1e-8  # rounding, carried along over some optimizer steps
 
 
 EDITS = (
-    *("slope = 0.5", "slope = 1.0", "slope = 2.0", "norm.momentum = 0.1", "norm.momentum = 0.5"),
-    *("blocks[0].weight.data.mul_(0.9)", "leave.bias.data = model.leave.bias.data + 0.1"),
+    *(
+        "slope = 0.5",
+        "slope = 1.0",
+        "slope = 2.0",
+        "norm.momentum = 0.1",
+        "norm.momentum = 0.5",
+    ),
+    *(
+        "blocks[0].weight.data.mul_(0.9)",
+        "leave.bias.data = model.leave.bias.data + 0.1",
+    ),
 )
 PLACES = ("forward", "criterion", "backward", "hook", "count")
 ERRORS = (ValueError, SystemExit, KeyboardInterrupt, torch.OutOfMemoryError)
@@ -72,7 +82,9 @@ def count(inputs, targets):
 
 
 def plain_step(model, plan, inputs, targets):
-    """The whole batch, one micro-batch after the other; buffers as replica 0 leaves them."""
+    """The whole batch, one micro-batch after the other; buffers as replica 0 leaves
+    them.
+    """
     before, kept = buffers_of(model), None
     for share in plan.shares:
         put_buffers(model, before)
@@ -91,13 +103,17 @@ class Walk(RuleBasedStateMachine):
     def begin(self, devices, accum):
         trap.disarm()
         self.model, self.plain = build(Walker), build(Walker)
-        self.engine = ScatterOnceParallel(self.model, accum, devices, verify=False)  # counts visits
+        # counts visits
+        self.engine = ScatterOnceParallel(self.model, accum, devices, verify=False)
         models = self.model, self.plain
-        self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in models]
+        self.optimizers = [
+            torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in models
+        ]
         self.random = torch.get_rng_state()
 
     def batch(self, rows, seed):
-        rows = max(rows, 2 * self.engine.accum * len(self.engine.device_ids))  # for BatchNorm
+        # for BatchNorm
+        rows = max(rows, 2 * self.engine.accum * len(self.engine.device_ids))
         return randn(rows, FEATURES, seed=seed), randint(CLASSES, rows, seed=seed)
 
     def both(self, change):
@@ -123,7 +139,9 @@ class Walk(RuleBasedStateMachine):
         if place == "backward" and not self.model.enter.weight.requires_grad:
             place = "forward"
         handle = self.model.leave.register_forward_hook(lambda *_: trap.count("hook"))
-        assert self.failed_step(place, after, lambda: raised, rows, count=count) is raised
+        assert (
+            self.failed_step(place, after, lambda: raised, rows, count=count) is raised
+        )
         handle.remove()
 
     @rule(after=st.integers(0, 2), rows=st.integers(6, 30), times=st.integers(1, 2))

@@ -1,4 +1,5 @@
-"""Many steps, many replicas, many threads: what a race would break once in a thousand steps.
+"""Many steps, many replicas, many threads: what a race would break once in a thousand
+steps.
 
 The interpreter's lock hides most races between threads that run Python. A free-threaded
 interpreter (docs/gpus.md) has none, and this is where they would show. Each test
@@ -13,7 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness.models import CLASSES, FEATURES
-from harness.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    randint,
+    randn,
+    whole_batch,
+)
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
@@ -45,10 +53,14 @@ def batch(kind):
 
 
 def test_closed_from_another_thread_at_any_moment(devices, steps):
-    """A step that is about to start once waited for workers that had just been told to end."""
+    """A step that is about to start once waited for workers that had just been told to
+    end.
+    """
     inputs, targets = batch(0)
     for number in range(steps):
-        engine = ScatterOnceParallel(build(lambda: nn.Linear(FEATURES, CLASSES)), 1, devices(3))
+        engine = ScatterOnceParallel(
+            build(lambda: nn.Linear(FEATURES, CLASSES)), 1, devices(3)
+        )
         engine.forward_backward(inputs, targets, LOSS)
         closer = threading.Timer(1e-5 * (number % 100), engine.close)
         closer.start()
@@ -66,7 +78,10 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
     def work(number):
         model = models[number]
         expected = {kind: whole_batch(model, *batch(kind), LOSS) for kind in range(3)}
-        pair, pair_criterion = DataParallelModel(model, devices(3)), DataParallelCriterion(LOSS)
+        pair, pair_criterion = (
+            DataParallelModel(model, devices(3)),
+            DataParallelCriterion(LOSS),
+        )
         with ScatterOnceParallel(model, 2, devices(3)) as engine:
             for step in range(steps):
                 inputs, targets = batch(step % 3)
@@ -81,4 +96,5 @@ def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
                     assert_gradients(model, expected[step % 3][1])
 
     with ThreadPoolExecutor(CALLERS) as pool:
-        list(pool.map(work, range(CALLERS), timeout=300))  # what they raise is raised here
+        # what they raise is raised here
+        list(pool.map(work, range(CALLERS), timeout=300))

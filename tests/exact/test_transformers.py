@@ -1,4 +1,6 @@
-"""Models of the transformers library, tiny and without weights to download, through the engine."""
+"""Models of the transformers library, tiny and without weights to download, through the
+engine.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ def gpt2():
 
 
 def causal_loss(logits, labels, vocab_size, **kwargs):
-    """The library's own, but in float64: it goes down to float32 whatever the model's dtype."""
+    """The library's own, but in float64: it goes down to float32 whatever the model's
+    dtype.
+    """
     return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
 
 
@@ -29,7 +33,9 @@ def token_ids(rows):
 
 
 def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):
-    """The library installs its hooks lazily: in shared dictionaries replicas stacked them."""
+    """The library installs its hooks lazily: in shared dictionaries replicas stacked
+    them.
+    """
     model = gpt2()
     ids = token_ids(6)
     batch = {"input_ids": ids, "labels": ids, "output_hidden_states": True}
@@ -44,7 +50,9 @@ def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):
         expected = model(**batch).hidden_states
     for share, output in enumerate(outputs):
         for layer, state in enumerate(output.hidden_states):
-            assert_close(state, expected[layer][share * 3 : share * 3 + 3], f"layer {layer}")
+            assert_close(
+                state, expected[layer][share * 3 : share * 3 + 3], f"layer {layer}"
+            )
 
 
 def test_gpt2_outputs_gather_to_the_library_s_type(devices):
@@ -59,12 +67,16 @@ def test_gpt2_outputs_gather_to_the_library_s_type(devices):
 
 
 def test_a_cache_of_keys_and_values_is_joined(devices):
-    """The output had a list of caches. As an input, every replica got the whole cache."""
+    """The output had a list of caches. As an input, every replica got
+    the whole cache.
+    """
     model = gpt2().eval()
     ids, more = token_ids(5), randint(VOCABULARY, 5, 2, seed=3)
     with ScatterOnceParallel(model, 2, devices(2)) as engine, torch.no_grad():
         for rows in (5, 1):
-            outputs = [call(input_ids=ids[:rows], use_cache=True) for call in (engine, model)]
+            outputs = [
+                call(input_ids=ids[:rows], use_cache=True) for call in (engine, model)
+            ]
             caches = [output.past_key_values for output in outputs]
             assert type(caches[0]) is type(caches[1])
             for mine, its in zip(*(cache.layers for cache in caches), strict=True):

@@ -1,9 +1,11 @@
-"""What is refused, with the error's type and key words: the lines of ``bad_inputs.txt``.
+"""What is refused, with the error's type and key words: the lines of
+``bad_inputs.txt``.
 
-A line is an expression, a type, and words of its text, with `` | `` between them. Without words the
-text is torch's own, or the user's. In an expression ``model`` is ``nn.Linear(4, 2)``, ``engine``
-has two replicas on the CPU, ``by_cost`` too, with ``micro_batch_cost=8``. ``x`` holds 6 rows of 4
-features, ``y`` 6 classes. The other names are in ``world``, or the package's.
+A line is an expression, a type, and words of its text, with `` | `` between them.
+Without words the text is torch's own, or the user's. In an expression ``model`` is
+``nn.Linear(4, 2)``, ``engine`` has two replicas on the CPU, ``by_cost`` too, with
+``micro_batch_cost=8``. ``x`` holds 6 rows of 4 features, ``y`` 6 classes. The other
+names are in ``world``, or the package's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from harness.oracle import seeded
 from torch import nn
 
 import scatterpar
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel, recipe
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    ScatterOnceParallel,
+    recipe,
+)
 
 _FILE = Path(__file__).with_suffix(".txt")
 
@@ -26,7 +33,11 @@ _FILE = Path(__file__).with_suffix(".txt")
 def world() -> dict[str, Any]:
     """The names that the rows of the table use."""
     with seeded():
-        model, inputs, labels = nn.Linear(4, 2), torch.randn(6, 4), torch.randint(2, (6,))
+        model, inputs, labels = (
+            nn.Linear(4, 2),
+            torch.randn(6, 4),
+            torch.randint(2, (6,)),
+        )
     model.weight.grad = torch.ones(2, 4)
     pair = DataParallelModel(model, ["cpu"] * 2)
     return {name: getattr(scatterpar, name) for name in scatterpar.__all__} | {
@@ -37,7 +48,9 @@ def world() -> dict[str, Any]:
         "Pair": DataParallelModel,
         "Judge": DataParallelCriterion,
         "engine": ScatterOnceParallel(model, 2, ["cpu"] * 2),
-        "by_cost": ScatterOnceParallel(model, device_ids=["cpu"] * 2, micro_batch_cost=8),
+        "by_cost": ScatterOnceParallel(
+            model, device_ids=["cpu"] * 2, micro_batch_cost=8
+        ),
         "x": inputs,
         "y": labels,
         "loss": nn.CrossEntropyLoss(),
@@ -56,12 +69,18 @@ def world() -> dict[str, Any]:
 
 
 def bad_inputs() -> list[list[str]]:
-    """Each expression, the name of the type of its error, and words of the error's text."""
-    return [line.split(" | ") for line in _FILE.read_text(encoding="utf-8").splitlines()]
+    """Each expression, the name of the type of its error, and words of the error's
+    text.
+    """
+    return [
+        line.split(" | ") for line in _FILE.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def attempt(expression: str) -> tuple[str, str, dict[str, Any]]:
-    """The name of the error's type, its text, and the names that the expression used."""
+    """The name of the error's type, its text, and the names that the
+    expression used.
+    """
     names = world()
     try:
         return "nothing", repr(eval(expression, names)), names

@@ -1,8 +1,8 @@
 """The states in which an interpreter may end, each in a process of its own.
 
-``python -m faults.exits`` imports torch once and forks a child for every state. One line of JSON
-each: name, exit code, and what was said on stderr. The finalisation leaves out the objects that are
-there before the fork.
+``python -m faults.exits`` imports torch once and forks a child for every state. One
+line of JSON each: name, exit code, and what was said on stderr. The finalisation leaves
+out the objects that are there before the fork.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ STATES = {  # the exit code, and how it is come to
     "Ctrl-C twice, a replica stuck": (
         -signal.SIGINT,
         "engine = make(); signal.signal(signal.SIGINT, hear)\n"
-        "threading.Thread(target=strike_twice, daemon=True).start(); step(engine, stuck)",
+        "threading.Thread(target=strike_twice, daemon=True).start(); step(engine, "
+        "stuck)",
     ),
     "sys.exit in a criterion": (9, "step(make(), lambda *_: sys.exit(9))"),
     "a step in a thread that goes on": (
@@ -61,7 +62,10 @@ STATES = {  # the exit code, and how it is come to
         "threading.Thread(target=step, args=(make(), slow)).start()",
     ),
     **{
-        number.name: (-number, f"engine = make(); later({number})\nwhile True: step(engine, slow)")
+        number.name: (
+            -number,
+            f"engine = make(); later({number})\nwhile True: step(engine, slow)",
+        )
         for number in (signal.SIGINT, signal.SIGTERM)
     },
     "a forked child": (
@@ -89,7 +93,11 @@ def main() -> str:
         pid, status = os.wait()
         name, log = children.pop(pid)
         log.seek(0)
-        found = {"name": name, "code": os.waitstatus_to_exitcode(status), "said": log.read()}
+        found = {
+            "name": name,
+            "code": os.waitstatus_to_exitcode(status),
+            "said": log.read(),
+        }
         print(json.dumps(found), flush=True)
     return ""
 

@@ -1,7 +1,8 @@
-"""Every fault, at every place, in the first, middle and last sub-step of first and last replica.
+"""Every fault, at every place, in the first, middle and last sub-step of first and last
+replica.
 
-See README.md. With ``pairs``, ``shared`` and ``virtual`` together have each place with each kind,
-each place at each moment, and each kind at each moment of a sub-step.
+See README.md. With ``pairs``, ``shared`` and ``virtual`` together have each place with
+each kind, each place at each moment, and each kind at each moment of a sub-step.
 """
 
 from __future__ import annotations
@@ -61,22 +62,34 @@ class Bench:
         self._expected: dict[tuple[str, bool], tuple[Subject, float, torch.Tensor]] = {}
 
     def back_to_start(self, module: Subject, *, accumulate: bool) -> None:
-        """Weights, buffers and random state of the start; gradients too, or none of them."""
+        """Weights, buffers and random state of the start; gradients too, or none of
+        them.
+        """
         for tensor, start in zip(_tensors(module), _tensors(self._start), strict=True):
             tensor.detach().copy_(start)
-        for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
+        for parameter, gradient in zip(
+            module.parameters(), self._gradients, strict=True
+        ):
             there = accumulate and gradient is not None
             parameter.grad = gradient.clone() if there else None
         torch.manual_seed(4)
 
-    def expected(self, place: Place, accumulate: bool) -> tuple[Subject, float, torch.Tensor]:
-        """The module, loss and random state after one step of an engine that never failed."""
+    def expected(
+        self, place: Place, accumulate: bool
+    ) -> tuple[Subject, float, torch.Tensor]:
+        """The module, loss and random state after one step of an engine that never
+        failed.
+        """
         if (place.name, accumulate) not in self._expected:
             twin = copy.deepcopy(self._start)
             with ScatterOnceParallel(twin, ACCUM, self.devices, verify=False) as engine:
                 self.back_to_start(twin, accumulate=accumulate)
                 loss = self.step(engine, place)
-                self._expected[place.name, accumulate] = (twin, loss, torch.get_rng_state())
+                self._expected[place.name, accumulate] = (
+                    twin,
+                    loss,
+                    torch.get_rng_state(),
+                )
         return self._expected[place.name, accumulate]
 
     def good_step(self, place: Place, accumulate: bool) -> list[str]:
@@ -85,10 +98,14 @@ class Bench:
         random_state = torch.get_rng_state()
         twin, expected_loss, expected_state = self.expected(place, accumulate)
         wrong = ["loss"] * (loss != expected_loss) + values_differ(twin, self.subject)
-        return wrong + ["random state"] * (not torch.equal(random_state, expected_state))
+        return wrong + ["random state"] * (
+            not torch.equal(random_state, expected_state)
+        )
 
     def step(self, engine: ScatterOnceParallel, place: Place) -> float:
-        """The loss of a good step; ``trap.visits`` is how often it came by a counted place."""
+        """The loss of a good step; ``trap.visits`` is how often it came by a counted
+        place.
+        """
         step = Step(*self.data)
         trap.arm(place.name, AssertionError, visit=-1)
         with place.prepare(engine.module, step, place.name):
@@ -125,7 +142,9 @@ def _judge_error(
     wrong = [] if "_spring" in frames else [f"the traceback ends in {frames[-1]}"]
     notes = getattr(error, "__notes__", [])
     if kind != "without notes" and "positions" in where:
-        begins = beginning_of_note(position[0], devices[position[0]], position[1], ACCUM)
+        begins = beginning_of_note(
+            position[0], devices[position[0]], position[1], ACCUM
+        )
         if [note.startswith(begins) for note in notes].count(True) != 1:
             wrong.append(f"notes: {notes}")
     return wrong
@@ -138,16 +157,22 @@ def _tensors(module: Subject) -> list[torch.Tensor]:
 def combinations(
     bench: Bench, layout: str, extent: str
 ) -> Iterator[tuple[Place, str, str, dict[str, Any]]]:
-    """Each place, kind and moment, or each pair of them, as words and as arguments of the trap."""
+    """Each place, kind and moment, or each pair of them, as words and as arguments of
+    the trap.
+    """
     turn = list(LAYOUTS).index(layout) % 2
     for i, place in enumerate(PLACES.values()):
         if place.counted:
             bench.step(bench.engine, place)
             last = trap.visits - 1
-            moments = {f"visit {visit}": {"visit": visit} for visit in {0, last // 2, last}}
+            moments = {
+                f"visit {visit}": {"visit": visit} for visit in {0, last // 2, last}
+            }
         else:
             moments = {
-                f"replica {replica}, sub-step {number}": {"positions": [(replica, number)]}
+                f"replica {replica}, sub-step {number}": {
+                    "positions": [(replica, number)]
+                }
                 for replica in (0, REPLICAS - 1)
                 for number in (0, ACCUM // 2, ACCUM - 1)
             }
@@ -157,25 +182,35 @@ def combinations(
                 }
         for j, kind in enumerate(KINDS):
             for k, (moment, where) in enumerate(moments.items()):
-                if extent == "all" or ((i + j) % len(moments) == k and (i + j) % 2 == turn):
+                if extent == "all" or (
+                    (i + j) % len(moments) == k and (i + j) % 2 == turn
+                ):
                     yield place, kind, moment, where
 
 
 def run(layout: str, extent: str = "all") -> Iterator[dict[str, Any]]:
     """Try combinations on one layout of replicas: ``"all"`` of them, or ``"pairs"``."""
     strays: list[str] = []
-    sys.unraisablehook = lambda raised: strays.append(f"unraisable {raised.exc_type.__name__}")
+    sys.unraisablehook = lambda raised: strays.append(
+        f"unraisable {raised.exc_type.__name__}"
+    )
     random.seed(0)
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
+    # on a busy machine OpenMP threads mostly wait for each other
+    torch.set_num_threads(1)
     bench = bench_on(layout)
-    for number, (place, kind, moment, where) in enumerate(combinations(bench, layout, extent)):
+    for number, (place, kind, moment, where) in enumerate(
+        combinations(bench, layout, extent)
+    ):
         faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
         bench.back_to_start(bench.subject, accumulate=number % 2 == 0)
         wrong = bench.bad_step(place, kind, **where)
-        wrong += [f"next step: {name}" for name in bench.good_step(place, number % 2 == 0)]
+        wrong += [
+            f"next step: {name}" for name in bench.good_step(place, number % 2 == 0)
+        ]
         wrong, strays[:] = wrong + strays, []
-        faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
+        # whoever reads may come to it much later
+        faulthandler.cancel_dump_traceback_later()
         tried = {"layout": layout, "place": place.name, "kind": kind, "moment": moment}
         yield tried | {"wrong": wrong}
 

@@ -1,8 +1,9 @@
-"""Ctrl-C in a step: the state is that of before it or of a whole one, and the next step is exact.
+"""Ctrl-C in a step: the state is that of before it or of a whole one, and the next step
+is exact.
 
-``python -m faults.interrupts LAYOUT TIMES [PLACE [FILES]]`` strikes between two instructions of the
-engine, or of these files of it. Real signals, which nearly always hit the long waits, are in
-``test_fault_interrupts.py``.
+``python -m faults.interrupts LAYOUT TIMES [PLACE [FILES]]`` strikes between two
+instructions of the engine, or of these files of it. Real signals, which nearly always
+hit the long waits, are in ``test_fault_interrupts.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ FIRST_LINE = "forward, first line"
 
 
 class At:
-    """Counts instructions of the engine, and interrupts before the one of a given number."""
+    """Counts instructions of the engine, and interrupts before the one of a given
+    number.
+    """
 
     def __init__(self, number: int, watched: tuple[str, ...] = WATCHED) -> None:
         self.number, self.watched = number, watched
@@ -66,9 +69,12 @@ def _is_under(frame: FrameType | None, *names: str) -> bool:
     return frame is not None
 
 
-def run(layout: str, times: str, name: str = FIRST_LINE, *files: str) -> Iterator[dict[str, Any]]:
+def run(
+    layout: str, times: str, name: str = FIRST_LINE, *files: str
+) -> Iterator[dict[str, Any]]:
     """Interrupt one step after another, each a little later."""
-    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
+    # on a busy machine OpenMP threads mostly wait for each other
+    torch.set_num_threads(1)
     bench, place = bench_on(layout), PLACES[name]
     watched = tuple(str(PACKAGE / file) for file in files) or WATCHED
     bench.back_to_start(bench.subject, accumulate=True)
@@ -86,7 +92,8 @@ def run(layout: str, times: str, name: str = FIRST_LINE, *files: str) -> Iterato
             except BaseException as error:
                 raised = type(error).__name__
         changed = differences(before, capture(bench.subject))
-        if at.forked:  # cut off, torch's fork_rng puts back what it found once the error is let go
+        # cut off, torch's fork_rng puts back what it found once the error is let go
+        if at.forked:
             changed = [path for path in changed if path != "torch's generator"]
         left = values_differ(whole, bench.subject)
         wrong = [] if raised == "KeyboardInterrupt" else [f"raised {raised}"]
@@ -94,9 +101,16 @@ def run(layout: str, times: str, name: str = FIRST_LINE, *files: str) -> Iterato
             wrong.append(f"half a step: {changed[:3]} changed, {left[:3]} did not")
         bench.back_to_start(bench.subject, accumulate=accumulate)
         wrong += [f"next step: {name}" for name in bench.good_step(place, accumulate)]
-        faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
-        if at.where != "nowhere":  # else this step executed fewer instructions than the counted one
-            yield {"layout": layout, "where": at.where, "whole": bool(changed), "wrong": wrong}
+        # whoever reads may come to it much later
+        faulthandler.cancel_dump_traceback_later()
+        # else this step executed fewer instructions than the counted one
+        if at.where != "nowhere":
+            yield {
+                "layout": layout,
+                "where": at.where,
+                "whole": bool(changed),
+                "wrong": wrong,
+            }
 
 
 if __name__ == "__main__":

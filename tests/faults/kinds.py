@@ -34,7 +34,9 @@ class Unnoted(Exception):
 KINDS: dict[str, Callable[[], BaseException]] = {
     "ValueError": lambda: ValueError("boom"),
     "StopIteration": lambda: StopIteration("early"),
-    "OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    "OutOfMemoryError": lambda: torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate"
+    ),
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
     "without a repr": Sulky,

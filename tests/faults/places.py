@@ -1,4 +1,6 @@
-"""Where a fault may strike: each place is a context that sets the scene for one step."""
+"""Where a fault may strike: each place is a context that sets the scene
+for one step.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ class Step:
     failed: bool = False
 
     def take(self, engine: ScatterOnceParallel) -> None:
-        engine.forward_backward(self.inputs, self.targets, self.criterion, **self.options)
+        engine.forward_backward(
+            self.inputs, self.targets, self.criterion, **self.options
+        )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Prepares the subject and the step; ``counted`` places are visited outside of sub-steps."""
+    """Prepares the subject and the step; ``counted`` places are visited outside of
+    sub-steps.
+    """
 
     name: str
     prepare: Callable[[Subject, Step, str], contextlib.AbstractContextManager[None]]
@@ -97,7 +103,9 @@ class Centred(nn.Module):
 @place("criterion, a module with buffers")
 def _module(subject: Subject, step: Step, name: str) -> Iterator[None]:
     whole = name.startswith("whole")
-    step.criterion = centred = Centred(name if whole else None).to(subject.enter.weight.device)
+    step.criterion = centred = Centred(name if whole else None).to(
+        subject.enter.weight.device
+    )
     step.options["whole_batch"] = whole
     yield
     if step.failed:

@@ -1,10 +1,11 @@
-"""Scripts in processes of their own; one that falls silent says where its threads are, and ends.
+"""Scripts in processes of their own; one that falls silent says where its threads are,
+and ends.
 
 How long a script takes depends on what else the machine does, so no total is limited.
 
-To import torch, with what an optimizer imports, takes three seconds of a core, and a fork next to
-nothing. So most are forked from a server that imports and does nothing else: no thread, no engine,
-no random number of one process is there in the next.
+To import torch, with what an optimizer imports, takes three seconds of a core, and a
+fork next to nothing. So most are forked from a server that imports and does nothing
+else: no thread, no engine, no random number of one process is there in the next.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _ABORT_SECONDS = 10.0  # to say where the threads are
 
 
 def environment() -> dict[str, str]:
-    """The environment of a script: the tests' modules and the package are importable."""
+    """The environment of a script: the tests' modules and the package
+    are importable.
+    """
     path = [os.environ.get("PYTHONPATH", ""), str(TESTS), str(TESTS.parent)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
@@ -43,10 +46,11 @@ def has_forks() -> bool:
 
 
 def fork_context() -> Any:
-    """Of `multiprocessing`: its processes are forked from the server, or start from nothing.
+    """Of `multiprocessing`: its processes are forked from the server, or start from
+    nothing.
 
-    The training tool's workers come from the same server. Where one of them was first, it has
-    imported less.
+    The training tool's workers come from the same server. Where one of them was first,
+    it has imported less.
     """
     if not has_forks():
         return multiprocessing.get_context("spawn")
@@ -70,8 +74,12 @@ def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment() | variables, **pipes)
 
 
-def finish(process: subprocess.Popen[str] | Forked, silence: float = SILENCE) -> Outcome:
-    """Wait for a process; one that is silent for too long is ended, and fails the test."""
+def finish(
+    process: subprocess.Popen[str] | Forked, silence: float = SILENCE
+) -> Outcome:
+    """Wait for a process; one that is silent for too long is ended, and
+    fails the test.
+    """
     said: dict[str, list[str]] = {"stdout": [], "stderr": []}
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name, pieces in said.items():
@@ -111,7 +119,9 @@ def run(*arguments: str, silence: float = SILENCE, **variables: str) -> Outcome:
 
 
 class Forked:
-    """Python with ``arguments``; has of a `subprocess.Popen` what it takes to wait for one."""
+    """Python with ``arguments``; has of a `subprocess.Popen` what it takes to wait for
+    one.
+    """
 
     def __init__(self, *arguments: str) -> None:
         context = fork_context()
@@ -123,7 +133,9 @@ class Forked:
         self.pid = self._process.pid
         for _, there in pipes:
             there.close()
-        self.stdout, self.stderr = (os.fdopen(os.dup(here.fileno())) for here, _ in pipes)
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(here.fileno())) for here, _ in pipes
+        )
 
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)

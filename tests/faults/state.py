@@ -1,4 +1,6 @@
-"""Everything that a failed step must leave alone: taken down, and compared bit for bit."""
+"""Everything that a failed step must leave alone: taken down, and
+compared bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ State = dict[str, tuple[Any, Any]]  # by path: the object itself, and what it he
 def capture(module: nn.Module, optimizer: Optimizer | None = None) -> State:
     """What ``module`` and its surroundings are now.
 
-    Objects are kept, so that none can be exchanged for another at the same address; values
-    are copied.
+    Objects are kept, so that none can be exchanged for another at the same address;
+    values are copied.
     """
     _let_abandoned_threads_leave()
     state: State = {}
@@ -35,7 +37,12 @@ def capture(module: nn.Module, optimizer: Optimizer | None = None) -> State:
         for i, own in enumerate(optimizer.state.values()):
             _note(state, f"optimizer.{i}", own)
         for i, group in enumerate(optimizer.param_groups):
-            _note(state, f"group.{i}", {k: v for k, v in group.items() if k != "params"}, False)
+            _note(
+                state,
+                f"group.{i}",
+                {k: v for k, v in group.items() if k != "params"},
+                False,
+            )
     _note(state, "torch's generator", torch.default_generator.get_state(), False)
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
@@ -49,7 +56,9 @@ def capture(module: nn.Module, optimizer: Optimizer | None = None) -> State:
 
 
 @contextlib.contextmanager
-def nothing_changes(*modules: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+def nothing_changes(
+    *modules: nn.Module, optimizer: Optimizer | None = None
+) -> Iterator[None]:
     """The body leaves the modules and their surroundings as they were, bit for bit."""
     before = [capture(module, optimizer) for module in modules]
     yield
@@ -58,7 +67,9 @@ def nothing_changes(*modules: nn.Module, optimizer: Optimizer | None = None) -> 
 
 
 def _let_abandoned_threads_leave() -> None:
-    """After two interrupts in one step, its threads keep torch's stand-in until they end."""
+    """After two interrupts in one step, its threads keep torch's stand-in until they
+    end.
+    """
     deadline = time.monotonic() + 60
     while torch.random.default_generator is not torch.default_generator:
         if time.monotonic() > deadline:
@@ -67,7 +78,9 @@ def _let_abandoned_threads_leave() -> None:
 
 
 def differences(before: State, after: State) -> list[str]:
-    """The paths that are not what they were: another object, another value, new or gone."""
+    """The paths that are not what they were: another object, another value, new or
+    gone.
+    """
     changed = list(before.keys() ^ after.keys())
     for path in before.keys() & after.keys():
         (thing, value), (thing_now, value_now) = before[path], after[path]
@@ -79,16 +92,22 @@ def differences(before: State, after: State) -> list[str]:
 
 
 def values_differ(one: nn.Module, other: nn.Module) -> list[str]:
-    """Names of parameters, gradients and buffers whose bits differ between two modules."""
+    """Names of parameters, gradients and buffers whose bits differ
+    between two modules.
+    """
     values, others = _values(one), _values(other)
-    return sorted(name for name in values if not _same(values[name], others.get(name, "missing")))
+    return sorted(
+        name for name in values if not _same(values[name], others.get(name, "missing"))
+    )
 
 
 def _values(module: nn.Module) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, parameter in module.named_parameters():
         values[name] = _frozen(parameter)
-        values[f"{name}.grad"] = None if parameter.grad is None else _frozen(parameter.grad)
+        values[f"{name}.grad"] = (
+            None if parameter.grad is None else _frozen(parameter.grad)
+        )
     return values | {name: _frozen(buffer) for name, buffer in module.named_buffers()}
 
 
@@ -97,7 +116,9 @@ def _note(state: State, path: str, value: Any, identity: bool = True) -> None:
     if isinstance(value, Tensor):
         state[path] = (thing, _frozen(value))
     elif isinstance(value, (dict, list, tuple, set)):
-        items: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
+        items: Iterable[Any] = (
+            value.items() if isinstance(value, dict) else enumerate(value)
+        )
         state[path] = (thing, len(value))
         for key, item in items:
             _note(state, f"{path}[{key!r}]", item, identity)

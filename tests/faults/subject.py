@@ -29,7 +29,9 @@ class Steps(torch.autograd.Function):
 
 
 class Subject(nn.Module):
-    """Draws random numbers, moves buffers, rebinds attributes: a half-done step would show."""
+    """Draws random numbers, moves buffers, rebinds attributes: a half-done step would
+    show.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Whatever the state: the interpreter ends within seconds, with its own code, without an abort."""
+"""Whatever the state: the interpreter ends within seconds, with its own code, without
+an abort.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``check_finite=True``: a loss that is NaN or infinite is refused before anything changes."""
+"""``check_finite=True``: a loss that is NaN or infinite is refused before anything
+changes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def criterion(output, targets):
 @pytest.mark.contract
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("replica", "number"), [(0, 0), (2, 1)])
-def test_names_replica_and_sub_step_and_changes_nothing(devices, replica, number, value):
+def test_names_replica_and_sub_step_and_changes_nothing(
+    devices, replica, number, value
+):
     model, ids = mlp(), devices(3)
     with ScatterOnceParallel(model, 3, ids, check_finite=True) as engine:
         engine.forward_backward(INPUTS, LABELS, criterion)

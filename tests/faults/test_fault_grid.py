@@ -1,7 +1,9 @@
-"""Whole or not at all: every fault, at every place, in first, middle and last sub-steps.
+"""Whole or not at all: every fault, at every place, in first, middle and last
+sub-steps.
 
-All combinations of a layout share one process; what a hanging one keeps from running has failed.
-Without ``-m slow`` each place meets each kind and each moment on one of two layouts.
+All combinations of a layout share one process; what a hanging one keeps from running
+has failed. Without ``-m slow`` each place meets each kind and each moment on one of two
+layouts.
 """
 
 from __future__ import annotations
@@ -17,22 +19,31 @@ from faults.processes import finish, start, start_forked
 
 pytestmark = pytest.mark.core
 
-LAYOUTS_TRIED = ["shared", "virtual", pytest.param("accelerator", marks=pytest.mark.slow)]
+LAYOUTS_TRIED = [
+    "shared",
+    "virtual",
+    pytest.param("accelerator", marks=pytest.mark.slow),
+]
 
 
-@pytest.fixture(scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.slow)]
+)
 def extent(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def found(request, extent):
-    """What was tried on each layout, all at once; on the simulated accelerator if it can be built.
+    """What was tried on each layout, all at once; on the simulated accelerator if it
+    can be built.
 
     It is loaded into an interpreter that has imported nothing yet.
     """
     scripts = {name: ("-m", "faults.grid", name, extent) for name in LAYOUTS}
-    there = {n: start_forked(*script) for n, script in scripts.items() if n != "accelerator"}
+    there = {
+        n: start_forked(*script) for n, script in scripts.items() if n != "accelerator"
+    }
     if extent == "all" and (built := request.getfixturevalue("simulated_accelerator")):
         there["accelerator"] = start(*scripts["accelerator"], **built)
     with ThreadPoolExecutor() as pool:
@@ -42,18 +53,25 @@ def found(request, extent):
 @pytest.fixture
 def outcome(found, layout):
     if layout not in found:
-        pytest.skip("tried with -m slow, and where there is g++ to build the simulated accelerator")
+        pytest.skip(
+            "tried with -m slow, and where there is g++ to build the simulated "
+            "accelerator"
+        )
     return found[layout]
 
 
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS_TRIED)
 def test_nothing_changes_and_the_next_step_is_exact(outcome, name):
-    results = [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")]
+    results = [
+        json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")
+    ]
     mine = [result for result in results if result["place"] == name]
     assert mine, f"never came to this place:\n{outcome.err}"
     bad = [result for result in mine if result["wrong"]]
-    wrong = [f"{one['kind']} in {one['moment']}: {', '.join(one['wrong'])}" for one in bad]
+    wrong = [
+        f"{one['kind']} in {one['moment']}: {', '.join(one['wrong'])}" for one in bad
+    ]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(mine)} do not hold:", *wrong])
 
 

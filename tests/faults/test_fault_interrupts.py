@@ -1,4 +1,6 @@
-"""Ctrl-C at any moment, twice too: prompt, whole or not at all, and the next step is exact."""
+"""Ctrl-C at any moment, twice too: prompt, whole or not at all, and the next step is
+exact.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,16 @@ from faults.processes import run, run_forked
 pytestmark = pytest.mark.core
 
 TWO_PASSES = "whole batch: forward, either pass"
-# A criterion of all rows draws in the main thread, from a generator that is put in there. An
-# interrupt in the middle of that left it in for good, or a lock taken.
+# A criterion of all rows draws in the main thread, from a generator that is put in
+# there. An interrupt in the middle of that left it in for good, or a lock taken.
 OF_GENERATORS = TWO_PASSES, "threads/generators.py"
 CASES = [  # the layout, how often Ctrl-C strikes, and where
-    *(("shared", 16), ("alone", 16), ("virtual", 14, TWO_PASSES), ("shared", 24, *OF_GENERATORS)),
+    *(
+        ("shared", 16),
+        ("alone", 16),
+        ("virtual", 14, TWO_PASSES),
+        ("shared", 24, *OF_GENERATORS),
+    ),
     *(
         pytest.param((layout, 160, *place), marks=pytest.mark.slow)
         for layout in ("shared", "virtual", "alone", "accelerator")
@@ -106,7 +113,9 @@ SHARED, ALONE, VIRTUAL = '["cpu"] * 2', '["cpu"]', '["cpu:0", "cpu:1"]'
 
 
 def visits_before(times, devices, pause):
-    """How many sub-steps had begun when Ctrl-C had come so often; the next step is exact."""
+    """How many sub-steps had begun when Ctrl-C had come so often; the next step is
+    exact.
+    """
     outcome = run_forked("-c", LONG.format(pause=pause, devices=devices, times=times))
     assert outcome.code == 0, outcome.err
     assert "terminate called" not in outcome.err
@@ -117,11 +126,15 @@ def visits_before(times, devices, pause):
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("devices", [SHARED, ALONE, pytest.param(VIRTUAL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [SHARED, ALONE, pytest.param(VIRTUAL, marks=pytest.mark.slow)]
+)
 def test_a_long_step_ends_at_its_next_sub_step(devices):
     assert visits_before(1, devices, "time.sleep(0.1)") < 60
 
 
-@pytest.mark.parametrize("devices", [VIRTUAL, pytest.param(SHARED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [VIRTUAL, pytest.param(SHARED, marks=pytest.mark.slow)]
+)
 def test_the_second_time_does_not_wait_for_a_replica_that_is_stuck(devices):
     assert visits_before(2, devices, "release.wait(1000)") == 2

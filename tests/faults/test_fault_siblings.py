@@ -20,7 +20,9 @@ SECONDS = 120
 
 
 def raised(calls, devices, kind, *, accum, rows):
-    """What a step of three replicas raises; ``calls`` gets the number of each share it begins."""
+    """What a step of three replicas raises; ``calls`` gets the number of each share it
+    begins.
+    """
     function = lambda module, inputs: module.linear(calls(inputs))  # noqa: E731
     model = build(lambda: Of(function, linear=nn.Linear(2, 1)))
     inputs = torch.arange(3.0 * rows, dtype=torch.float64).repeat(2, 1).T.contiguous()
@@ -32,7 +34,9 @@ def raised(calls, devices, kind, *, accum, rows):
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_siblings_stop_at_their_next_sub_step(devices, failing):
-    """A replica's first sub-step fails once every other replica is in its own first sub-step."""
+    """A replica's first sub-step fails once every other replica is in its own first
+    sub-step.
+    """
     accum, visits, barrier, error = 40, [], threading.Barrier(3), ValueError("boom")
 
     def meet(inputs):

@@ -1,4 +1,6 @@
-"""The trap: raises what it was armed with, at the place and in the sub-step it was set for."""
+"""The trap: raises what it was armed with, at the place and in the sub-step it was set
+for.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ BARRIER_SECONDS = 60.0
 class Trap:
     """Springs once per position, when a thread comes by.
 
-    The first column of the inputs holds the number of the row: by it a forward pass and what
-    follows in its thread know replica and sub-step. Places outside of them are counted instead.
+    The first column of the inputs holds the number of the row: by it a forward pass and
+    what follows in its thread know replica and sub-step. Places outside of them are
+    counted instead.
     """
 
     def __init__(self) -> None:
@@ -35,11 +38,20 @@ class Trap:
         positions: Sequence[Position] = (),
         visit: int | None = None,
     ) -> None:
-        """Raise ``error()`` at ``place``, at each of ``positions`` or at the given ``visit``."""
-        self.place, self.positions, self._make, self._visit = place, positions, error, visit
+        """Raise ``error()`` at ``place``, at each of ``positions`` or at the given
+        ``visit``.
+        """
+        self.place, self.positions, self._make, self._visit = (
+            place,
+            positions,
+            error,
+            visit,
+        )
         self.visits = 0
         self.sprung: dict[Position | int, BaseException] = {}
-        self._barrier = threading.Barrier(len(positions)) if len(positions) > 1 else None
+        self._barrier = (
+            threading.Barrier(len(positions)) if len(positions) > 1 else None
+        )
 
     def disarm(self) -> None:
         self.arm("nowhere", AssertionError)
@@ -54,7 +66,9 @@ class Trap:
                     self._thread.position = (share.replica, number)
 
     def follow(self, output: Tensor) -> None:
-        """Know the way into the backward pass too: accelerators' run in other threads."""
+        """Know the way into the backward pass too: accelerators' run in
+        other threads.
+        """
         position = self._thread.position
 
         def adopt(_: Tensor) -> None:
@@ -66,7 +80,11 @@ class Trap:
     def at(self, place: str) -> None:
         position = getattr(self._thread, "position", None)
         position = self._graph_tasks.get(torch._C._current_graph_task_id(), position)
-        if place != self.place or position not in self.positions or position in self.sprung:
+        if (
+            place != self.place
+            or position not in self.positions
+            or position in self.sprung
+        ):
             return
         if self._barrier is not None:
             self._barrier.wait(BARRIER_SECONDS)

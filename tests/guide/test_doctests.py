@@ -30,5 +30,7 @@ def test_examples(name):
         needed("fastai", "'.[fastai]'")
     if name.endswith((".lightning", ".metrics")):
         needed("lightning", "'.[lightning]'")
-    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    failed, _ = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.ELLIPSIS
+    )
     assert not failed

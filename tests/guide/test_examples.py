@@ -1,4 +1,6 @@
-"""The scripts in examples/: the original's lines and the engine's give the same curves."""
+"""The scripts in examples/: the original's lines and the engine's give
+the same curves.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from harness.pages import ROOT, example
 
 SHORT = {  # rows that are not divided evenly, and lines of which some are short
     "mnist": ["--epochs", "2"],
-    "word_language_model": ["--rows", "7", "--size", "8", "--length", "9", "--epochs", "2"],
+    "word_language_model": [
+        "--rows",
+        "7",
+        "--size",
+        "8",
+        "--length",
+        "9",
+        "--epochs",
+        "2",
+    ],
     "char_gpt": ["--rows", "7", "--size", "8", "--longest", "30"],
 }
 
@@ -46,7 +57,11 @@ PUBLIC = [*ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]
 @pytest.mark.parametrize("path", PUBLIC, ids=lambda path: path.stem)
 def test_scripts_and_notebooks_import_public_names_alone(path):
     source = path.read_text(encoding="utf-8")
-    modules = re.findall(r'^[\s"]*(?:from|import) (scatterpar[\w.]*)', source, re.MULTILINE)
+    modules = re.findall(
+        r'^[\s"]*(?:from|import) (scatterpar[\w.]*)', source, re.MULTILINE
+    )
     assert modules
     for module in modules:
-        assert re.fullmatch(r"scatterpar(\.recipe|\.integrations\.\w+)?", module), module
+        assert re.fullmatch(r"scatterpar(\.recipe|\.integrations\.\w+)?", module), (
+            module
+        )

@@ -15,7 +15,9 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NEEDS = {"3-two-gpus": "bitsandbytes"}
 # PyPI's torchvision, which transformers imports, fails beside torch's CPU build without this.
-STARTUP = "from scatterpar.train.data import library\nlibrary('torchvision')\ndel library\n"
+STARTUP = (
+    "from scatterpar.train.data import library\nlibrary('torchvision')\ndel library\n"
+)
 SECONDS = 600  # each takes less than a minute on two idle cores
 
 
@@ -28,7 +30,9 @@ def code_cells(path):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.loops] * (path.stem in NEEDS))
+        pytest.param(
+            path, id=path.stem, marks=[pytest.mark.loops] * (path.stem in NEEDS)
+        )
         for path in NOTEBOOKS
     ],
 )
@@ -44,7 +48,9 @@ def test_it_runs(path, tmp_path, monkeypatch):
     command = [sys.executable, FOLDER / "refresh.py", copied]
     found = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    assert [kinds(cell) for cell in code_cells(copied)] == [kinds(c) for c in code_cells(path)]
+    assert [kinds(cell) for cell in code_cells(copied)] == [
+        kinds(c) for c in code_cells(path)
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -63,6 +69,8 @@ def kinds(cell):
         if "font cache" in "".join(output.get("text", "")):
             continue  # matplotlib's, where it has to make one and that takes it five seconds
         kind = output.get("name") or next(iter(sorted(output.get("data", {}))), "error")
-        if not found or found[-1] != kind:  # a stream comes in as many pieces as it likes
+        if (
+            not found or found[-1] != kind
+        ):  # a stream comes in as many pieces as it likes
             found.append(kind)
     return found

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import scatterpar
 
 pytestmark = [pytest.mark.loops, pytest.mark.draws]  # loaders draw their seeds
-SNIPPETS = {t: blocks(text, "python") for t, text in sections("docs/other-loops.md").items()}
+SNIPPETS = {
+    t: blocks(text, "python") for t, text in sections("docs/other-loops.md").items()
+}
 SNIPPETS["first"] = blocks(read("docs/other-loops.md").partition("\n## ")[0], "python")
 IMAGES, LABELS = randn(53, 8), randint(3, 53)
 
@@ -71,7 +73,8 @@ def of_monai():
     return {"model": unet, "loader": DataLoader(rows, 4), "criterion": criterion}
 
 
-# Per section: the library, how many steps the snippet takes, and what it takes for granted.
+# Per section: the library, how many steps the snippet takes, and what it takes for
+# granted.
 LOOPS = {
     "first": ("torch", 1, dict),
     "Fabric": ("lightning_fabric", 2, of_fabric),
@@ -84,12 +87,22 @@ LOOPS = {
 
 
 @pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=needs(package)) for title, (package, *_) in LOOPS.items()]
+    "title",
+    [
+        pytest.param(title, marks=needs(package))
+        for title, (package, *_) in LOOPS.items()
+    ],
 )
 def test_each_gradient_of_a_loop_is_that_of_plain_torch(title, monkeypatch):
-    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)  # for those that import it
+    # for those that import it
+    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)
     _, steps, given = LOOPS[title]
-    names = {"nn": nn, "torch": torch, "criterion": nn.CrossEntropyLoss(), "model": network()}
+    names = {
+        "nn": nn,
+        "torch": torch,
+        "criterion": nn.CrossEntropyLoss(),
+        "model": network(),
+    }
     names |= {"images": IMAGES, "labels": LABELS, "ScatterOnceParallel": Checked}
     names |= {"device_ids": ["cpu:0", "cpu:1"], "device": torch.device("cpu")}
     names |= {"loader": DataLoader(TensorDataset(IMAGES, LABELS), 16)} | given()
@@ -157,12 +170,16 @@ for name, ours in torch.load(path).items():
     assert torch.allclose(ours, plain.state_dict()[name], rtol=1e-10)
 """
     path = f"path = {str(tmp_path / 'model.pt')!r}"
-    run_script(tmp_path, path, *SNIPPETS["Ray Train"], check, RAY_USAGE_STATS_ENABLED="0")
+    run_script(
+        tmp_path, path, *SNIPPETS["Ray Train"], check, RAY_USAGE_STATS_ENABLED="0"
+    )
 
 
 @needs("ultralytics")
 def test_ultralytics(tmp_path):
-    """Two epochs with the statistics of batch normalisation fixed; no test of the model."""
+    """Two epochs with the statistics of batch normalisation fixed; no test of the
+    model.
+    """
     from PIL import Image
 
     for folder in ("images", "labels"):

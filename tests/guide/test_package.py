@@ -34,7 +34,9 @@ def test_an_index_shows_what_the_readme_says():
 
 def test_the_api_pages_have_every_public_name():
     pages = read("docs/api.md")
-    documented = {*re.findall(r"auto(?:class|function):: scatterpar\.(\w+)$", pages, re.MULTILINE)}
+    documented = {
+        *re.findall(r"auto(?:class|function):: scatterpar\.(\w+)$", pages, re.MULTILINE)
+    }
     assert "automodule:: scatterpar.recipe\n   :members:" in pages
     assert documented | {*scatterpar.recipe.__all__} == {*scatterpar.__all__}
 

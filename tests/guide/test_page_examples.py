@@ -1,4 +1,6 @@
-"""The examples of the guide's pages run, and each of their gradients is that of plain torch."""
+"""The examples of the guide's pages run, and each of their gradients is that of plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ import scatterpar
 from scatterpar import Replicated, Rows, ScatterOnceParallel, count_labels
 
 PAGES = {
-    page: {title: blocks(text, "python") for title, text in sections(f"docs/{page}.md").items()}
+    page: {
+        title: blocks(text, "python")
+        for title, text in sections(f"docs/{page}.md").items()
+    }
     for page in ("batches", "contrastive", "losses", "recipes", "tasks")
 }
 for page in ("contrastive", "losses"):  # the snippets before the first heading
     PAGES[page][""] = blocks(read(f"docs/{page}.md").partition("\n## ")[0], "python")
-PAGES["contrastive"][""].reverse()  # the page shows the loss after the loop that uses it
+# the page shows the loss after the loop that uses it
+PAGES["contrastive"][""].reverse()
 
 IMAGES, LABELS = randn(25, 4), randint(3, 25)
 LOADER = list(zip(IMAGES.split(16), LABELS.split(16), strict=True))
@@ -57,7 +63,9 @@ def own_loss(model, input_ids, labels):
 
 def logits_and_loss(model, ids, labels):
     logits = scores_of(model, ids)
-    return logits, cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+    return logits, cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-1
+    )
 
 
 def logits_and_router(model, ids):
@@ -66,12 +74,18 @@ def logits_and_router(model, ids):
 
 def detect(model, images, targets):
     boxes = model.linear(torch.stack([image.mean((1, 2)) for image in images]))
-    pairs = [(b - t["boxes"]).square().mean() for b, t in zip(boxes, targets, strict=True)]
+    pairs = [
+        (b - t["boxes"]).square().mean() for b, t in zip(boxes, targets, strict=True)
+    ]
     return {"boxes": torch.stack(pairs).mean(), "size": boxes.square().mean()}
 
 
 def two_towers(model, one, other):
-    return normalize(model.body(one), dim=1), normalize(model.body(other), dim=1), model.scale
+    return (
+        normalize(model.body(one), dim=1),
+        normalize(model.body(other), dim=1),
+        model.scale,
+    )
 
 
 def clip():
@@ -96,7 +110,9 @@ def recurrent():
 
 def two_parts():
     body = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
-    return Of(lambda model, x: model.head(model.body(x)), body=body, head=nn.Linear(6, 3))
+    return Of(
+        lambda model, x: model.head(model.body(x)), body=body, head=nn.Linear(6, 3)
+    )
 
 
 class Speaker(nn.Module):
@@ -122,21 +138,27 @@ class Speaker(nn.Module):
         return [" ".join(str(i) for i in row if i) for row in ids.tolist()]
 
 
-# What a section takes for granted besides ``given``: ``model`` and other names of its snippets.
-# A function of no argument makes a module.
+# What a section takes for granted besides ``given``: ``model`` and other names of its
+# snippets. A function of no argument makes a module.
 GIVEN = {
     "Tensors without rows": {
-        "model": lambda: Of(lambda m, x, mask: m.linear(x @ mask), linear=nn.Linear(4, 4)),
+        "model": lambda: Of(
+            lambda m, x, mask: m.linear(x @ mask), linear=nn.Linear(4, 4)
+        ),
         "x": randn(4, 4),
         "labels": FEW[:4],
     },
     "Sequences of different lengths": {
-        "model": lambda: Of(lambda m, x: m.linear(x).sum(1), linear=nn.Linear(3, 4, bias=False)),
+        "model": lambda: Of(
+            lambda m, x: m.linear(x).sum(1), linear=nn.Linear(3, 4, bias=False)
+        ),
         "sequences": SEQUENCES,
         "labels": FEW,
     },
     "Packed sequences": {
-        "model": lambda: Of(lambda model, packed: model.rnn(packed)[1][0][0], rnn=nn.LSTM(3, 4)),
+        "model": lambda: Of(
+            lambda model, packed: model.rnn(packed)[1][0][0], rnn=nn.LSTM(3, 4)
+        ),
         "sequences": SEQUENCES,
         "labels": FEW,
     },
@@ -146,8 +168,13 @@ GIVEN = {
         "targets": [{"boxes": randn(n, 4, seed=n)} for n in LENGTHS],
     },
     "A window of batches": {
-        "model": lambda: language(lambda model, ids: model.head(model.words(ids).mean(1))),
-        "loader": [{"ids": randint(6, n, 5, seed=n), "labels": randint(6, n)} for n in (4, 3, 2)],
+        "model": lambda: language(
+            lambda model, ids: model.head(model.words(ids).mean(1))
+        ),
+        "loader": [
+            {"ids": randint(6, n, 5, seed=n), "labels": randint(6, n)}
+            for n in (4, 3, 2)
+        ],
         "count": None,
     },
     "Models that return `(logits, loss)`": {
@@ -155,7 +182,10 @@ GIVEN = {
         "ids": IDS,
         "labels": FOLLOWING.where(randn(5, 7) > 0, -1),
     },
-    "Auxiliary losses of a router": {"model": lambda: language(logits_and_router), **TEXTS},
+    "Auxiliary losses of a router": {
+        "model": lambda: language(logits_and_router),
+        **TEXTS,
+    },
     "A router's load balance": {"model": lambda: language(logits_and_router), **TEXTS},
     "The model computes the loss itself": {
         "language_model": lambda: language(own_loss),
@@ -171,7 +201,9 @@ GIVEN = {
         "sizes": randn(25, 2, seed=4),
     },
     "Several inputs: tuples and mappings": {
-        "model": lambda: Of(lambda m, images, depth: m.linear(images * depth), linear=classifier()),
+        "model": lambda: Of(
+            lambda m, images, depth: m.linear(images * depth), linear=classifier()
+        ),
         "depth": randn(25, 4, seed=3),
     },
     "Your own Dataset": {"features": IMAGES},
@@ -206,8 +238,14 @@ GIVEN = {
         "images": randn(9, 4),
         "found": [{"boxes": randn(n, 4, seed=n)} for n in (1, 3, 0, 2, 5, 1, 0, 0, 2)],
     },
-    "Truncated backpropagation through time": {"network": recurrent, "text": randint(7, 9, 13)},
-    "A teacher, and perceptual losses": {"student": classifier, "teacher": lambda: nn.Linear(4, 3)},
+    "Truncated backpropagation through time": {
+        "network": recurrent,
+        "text": randint(7, 9, 13),
+    },
+    "A teacher, and perceptual losses": {
+        "student": classifier,
+        "teacher": lambda: nn.Linear(4, 3),
+    },
     "Long sequences with checkpointing": {
         "layers": lambda: nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]),
         "sequences": randn(9, 6, 4),
@@ -233,7 +271,9 @@ GIVEN = {
         "pairs": two_views,
     },
     "Texts of different lengths": {
-        "model": lambda: Of(lambda model, ids: model.words(ids).mean(1), words=nn.Embedding(9, 4)),
+        "model": lambda: Of(
+            lambda model, ids: model.words(ids).mean(1), words=nn.Embedding(9, 4)
+        ),
         "batches": iter(randint(9, 6, length, seed=length) for length in (3, 5, 4, 7)),
         "spread": lambda found, _: (found @ found.T).logsumexp(1).mean(),
     },
@@ -246,8 +286,12 @@ GIVEN = {
 }
 # What a section's names must be at its end, besides the gradients.
 ENDS = {
-    "Evaluation": lambda n: n["right"] == (n["model"](IMAGES).argmax(1) == LABELS).sum(),
-    "Keep the outputs of a step": lambda n: torch.allclose(n["scores"], n["model"](IMAGES)),
+    "Evaluation": lambda n: (
+        n["right"] == (n["model"](IMAGES).argmax(1) == LABELS).sum()
+    ),
+    "Keep the outputs of a step": lambda n: torch.allclose(
+        n["scores"], n["model"](IMAGES)
+    ),
     "Generation and other work on all GPUs": lambda n: (
         n["tokens"].equal(n["model"].generate(n["batch"]["ids"]))
         and n["texts"] == n["model"].batch_decode(n["tokens"])
@@ -256,8 +300,10 @@ ENDS = {
     "Texts of unequal lengths": lambda n: torch.allclose(
         n["scores"], n["model"](n["pad"](n["texts"]))
     ),
-    "A GAN: two models, two optimizers": lambda n: (  # the critic is frozen in the last step
-        n["engine"].last_step.bytes["reduce"] == sum(p.nbytes for p in n["generator"].parameters())
+    # the critic is frozen in the last step
+    "A GAN: two models, two optimizers": lambda n: (
+        n["engine"].last_step.bytes["reduce"]
+        == sum(p.nbytes for p in n["generator"].parameters())
     ),
     # Each row's state follows its row: with a rate of zero it is that of one long text.
     "Truncated backpropagation through time": lambda n: torch.allclose(
@@ -271,19 +317,36 @@ ALL = [(page, title) for page in PAGES for title in PAGES[page] if title not in 
 
 @pytest.fixture
 def follow(monkeypatch, tmp_path):
-    """``follow(page, title, **names)`` runs the section's snippets. Returns their names."""
+    """``follow(page, title, **names)`` runs the section's snippets. Returns their
+    names.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)
     Checked.engines.clear()
 
     def run_section(page, title, **names):
         given = {"model": classifier, **GIVEN.get(title or page, {})}
-        made = {k for k, v in given.items() if callable(v) and not isinstance(v, nn.Module)}
+        made = {
+            k for k, v in given.items() if callable(v) and not isinstance(v, nn.Module)
+        }
         names = given | {name: build(given[name]) for name in made - {"spread"}} | names
-        common = {"nn": nn, "torch": torch, "scatterpar": scatterpar, "dtype": torch.float64}
-        common |= {"cross_entropy": cross_entropy, "mse_loss": mse_loss, "normalize": normalize}
+        common = {
+            "nn": nn,
+            "torch": torch,
+            "scatterpar": scatterpar,
+            "dtype": torch.float64,
+        }
+        common |= {
+            "cross_entropy": cross_entropy,
+            "mse_loss": mse_loss,
+            "normalize": normalize,
+        }
         common |= {"criterion": nn.CrossEntropyLoss(), "device": torch.device("cpu")}
-        common |= {"ScatterOnceParallel": Checked, "Rows": Rows, "Replicated": Replicated}
+        common |= {
+            "ScatterOnceParallel": Checked,
+            "Rows": Rows,
+            "Replicated": Replicated,
+        }
         rows = len(names["images"]) if "images" in names else 25
         common |= {"images": IMAGES, "labels": LABELS[:rows], "loader": LOADER}
         common["device_ids"] = ["cpu:0", "cpu:1"]
@@ -291,10 +354,16 @@ def follow(monkeypatch, tmp_path):
             if isinstance(value, nn.Module):
                 prefix = "" if name in ("model", "network") else f"{name}_"
                 rate = 0.0 if name == "network" else 0.1
-                common[f"{prefix}optimizer"] = torch.optim.SGD(value.parameters(), rate, 0.9)
+                common[f"{prefix}optimizer"] = torch.optim.SGD(
+                    value.parameters(), rate, 0.9
+                )
         names = common | names
-        for name in ("engine", "pairs", "texts"):  # engines that the page takes for granted
-            code, trained = "\n".join(PAGES[page][title]), names.get(name, names["model"])
+        # engines that the page takes for granted
+        for name in ("engine", "pairs", "texts"):
+            code, trained = (
+                "\n".join(PAGES[page][title]),
+                names.get(name, names["model"]),
+            )
             is_made = f"{name} = " in code or isinstance(trained, ScatterOnceParallel)
             if f"{name}." in code and not is_made and isinstance(trained, nn.Module):
                 names[name] = Checked(trained, 2, names["device_ids"])
@@ -320,7 +389,10 @@ def test_each_gradient_of_a_section_is_that_of_plain_torch(page, title, follow, 
     names = follow(page, title)
     code = "\n".join(PAGES[page][title])
     assert ("print(" in code) == bool(capsys.readouterr().out)
-    assert sum(engine.compared for engine in Checked.engines) or "forward_backward" not in code
+    assert (
+        sum(engine.compared for engine in Checked.engines)
+        or "forward_backward" not in code
+    )
     assert ENDS.get(title, lambda names: True)(names)
 
 
@@ -328,14 +400,21 @@ def test_each_gradient_of_a_section_is_that_of_plain_torch(page, title, follow, 
 def test_a_run_that_is_resumed_is_bit_for_bit_the_same_as_uninterrupted(follow):
     def train(epochs, seed):
         """A run with everything that a checkpoint has."""
-        net = build(lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)))
+        net = build(
+            lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+        )
         shuffle = torch.Generator()
         optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
-        data = DataLoader(TensorDataset(IMAGES, LABELS), 16, shuffle=True, generator=shuffle)
+        data = DataLoader(
+            TensorDataset(IMAGES, LABELS), 16, shuffle=True, generator=shuffle
+        )
         names = {"model": net, "shuffle": shuffle, "loader": data, "epochs": epochs}
         names |= {"optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu")}
-        names["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-        names["engine"] = ScatterOnceParallel(net, 2, ["cpu:0", "cpu:1"])  # dropout is no oracle
+        names["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=4
+        )
+        # dropout is no oracle
+        names["engine"] = ScatterOnceParallel(net, 2, ["cpu:0", "cpu:1"])
         Checked.engines.append(names["engine"])
         torch.manual_seed(seed)
         return follow("recipes", "Save and resume", **names)
@@ -347,17 +426,24 @@ def test_a_run_that_is_resumed_is_bit_for_bit_the_same_as_uninterrupted(follow):
     assert resumed["start"] == 2
     for name, tensor in uninterrupted["model"].state_dict().items():
         assert torch.equal(tensor, resumed["model"].state_dict()[name]), name
-    assert sorted(path.name for path in Path().iterdir()) == ["checkpoint.pt", "whole.pt"]
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "checkpoint.pt",
+        "whole.pt",
+    ]
 
 
 @pytest.mark.draws
 def test_an_epoch_that_is_resumed_has_each_row_once(follow):
-    dataset = TensorDataset(torch.arange(30.0)[:, None].double().expand(-1, 4), randint(3, 30))
+    dataset = TensorDataset(
+        torch.arange(30.0)[:, None].double().expand(-1, 4), randint(3, 30)
+    )
     names = follow("tasks", "Save and resume within an epoch", dataset=dataset)
     assert names["saved"]["at"]["done"] == 16
     seen = []
     names["model"].register_forward_pre_hook(lambda _, rows: seen.append(rows[0][:, 0]))
-    with ScatterOnceParallel(names["model"], device_ids=["cpu"], verify=False) as names["engine"]:
+    with ScatterOnceParallel(names["model"], device_ids=["cpu"], verify=False) as names[
+        "engine"
+    ]:
         names["train"](names["sampler"], steps=99)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
     assert torch.cat(seen).long().equal(order[16:])
@@ -368,25 +454,41 @@ def test_an_epoch_that_is_resumed_has_each_row_once(follow):
 @pytest.mark.draws
 def test_qlora(follow, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft, transformers = (
+        pytest.importorskip("peft"),
+        pytest.importorskip("transformers"),
+    )
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 40}
     with seeded():
         base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
     base.save_pretrained(tmp_path / "base")
     ids = randint(40, 7, 9)
-    folder, batch = tmp_path / "adapter", {"input_ids": ids, "labels": ids.where(ids % 3 > 0, -100)}
+    folder, batch = (
+        tmp_path / "adapter",
+        {"input_ids": ids, "labels": ids.where(ids % 3 > 0, -100)},
+    )
     of_peft = ("get_peft_model", "prepare_model_for_kbit_training", "LoraConfig")
     names = {name: getattr(peft, name) for name in of_peft}
-    names |= {n: getattr(transformers, n) for n in ("AutoModelForCausalLM", "BitsAndBytesConfig")}
+    names |= {
+        n: getattr(transformers, n)
+        for n in ("AutoModelForCausalLM", "BitsAndBytesConfig")
+    }
     names |= {"path": tmp_path / "base", "folder": folder, "loader": [batch]}
     names["count_labels"] = count_labels
     found = follow("recipes", "QLoRA on several GPUs", **names)
-    layers = [m for m in found["model"].modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    layers = [
+        m for m in found["model"].modules() if isinstance(m, bitsandbytes.nn.Linear4bit)
+    ]
     assert len(layers) == 7
     how = {"quantization_config": found["quantization"], "device_map": "cpu"}
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **how)
     plain.train()  # a CPU repacks 4-bit weights in evaluation mode
     assert_close(found["loss"], plain(**batch).loss.detach(), "loss", 1e-5)
     saved = peft.PeftModel.from_pretrained(plain, folder).train()
-    assert_close(saved(**batch).loss.detach(), found["model"](**batch).loss.detach(), "loss", 1e-5)
+    assert_close(
+        saved(**batch).loss.detach(),
+        found["model"](**batch).loss.detach(),
+        "loss",
+        1e-5,
+    )

@@ -27,10 +27,16 @@ DEBUG = list(sections("docs/debug.md").values())
 
 @pytest.fixture
 def debugged():
-    """``follow(section)`` runs its snippets with these names, and with an engine if asked."""
+    """``follow(section)`` runs its snippets with these names, and with an engine if
+    asked.
+    """
     model = build(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
     names = {"torch": torch, "ScatterOnceParallel": ScatterOnceParallel, "model": model}
-    names |= {"images": randn(64, 8), "labels": randint(3, 64), "criterion": cross_entropy}
+    names |= {
+        "images": randn(64, 8),
+        "labels": randint(3, 64),
+        "criterion": cross_entropy,
+    }
 
     def follow(section, with_engine=False):
         if with_engine:
@@ -80,14 +86,18 @@ SNIPPETS = {
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
     names, code = namespace() | {"ScatterOnceParallel": Checked}, SNIPPETS[name]
-    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)  # for those that import it
+    # for those that import it
+    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", Checked)
     if "engine." in code and "engine =" not in code:
         names["engine"] = Checked(names["model"], accum=2)
     if "process_group" in code:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
-        store = f"file://{tmp_path}/store"  # what torchrun tells by environment variables
-        code = code.replace('("gloo")', f'("gloo", init_method="{store}", rank=0, world_size=1)')
+        # what torchrun tells by environment variables
+        store = f"file://{tmp_path}/store"
+        code = code.replace(
+            '("gloo")', f'("gloo", init_method="{store}", rank=0, world_size=1)'
+        )
     run(code, names)
     compared = getattr(names.get("engine"), "compared", 0)
     assert compared or "engine.forward_backward" not in code
@@ -115,7 +125,10 @@ def test_the_plan_that_is_shown():
     assert f"```text\n{plan}\n```" in read("docs/how-it-works.md")
 
 
-THEIRS = "does not require grad|positional arguments|externally-managed|ensurepip|different Python"
+THEIRS = (
+    "does not require grad|positional "
+    "arguments|externally-managed|ensurepip|different Python"
+)
 THEIRS += "|more than 1 value|torchvision::|Could not import"
 
 

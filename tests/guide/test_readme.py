@@ -1,4 +1,6 @@
-"""The README does what it says: its lines run, its figures come out, its links lead somewhere."""
+"""The README does what it says: its lines run, its figures come out, its links lead
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ DIFFS = blocks(README, "diff") + blocks(read("docs/start.md"), "diff")
 
 
 def test_three_commands_that_install_with_the_tested_versions():
-    commands = re.findall(r"^python3 -m venv .*", f"{README}\n{CONTRIBUTING}", re.MULTILINE)
+    commands = re.findall(
+        r"^python3 -m venv .*", f"{README}\n{CONTRIBUTING}", re.MULTILINE
+    )
     assert len(commands) == 3
     for command in commands:
-        install = re.search(r"pip install -c constraints\.txt -e '\.\[(\w+)\]' && ", command)
+        install = re.search(
+            r"pip install -c constraints\.txt -e '\.\[(\w+)\]' && ", command
+        )
         assert install is not None
         assert install[1] in SETUP["options.extras_require"]
     assert commands[0].endswith("python -m scatterpar train")
@@ -28,7 +34,9 @@ def test_three_commands_that_install_with_the_tested_versions():
 
 def test_constraints_hold_what_the_extras_ask_for():
     listed = "\n".join(SETUP["options.extras_require"].values())
-    asked = set(re.findall(r"^([\w-]+)(?:\[\w+\])?>=", listed, re.MULTILINE)) | {"torch"}
+    asked = set(re.findall(r"^([\w-]+)(?:\[\w+\])?>=", listed, re.MULTILINE)) | {
+        "torch"
+    }
     pinned = re.findall(r"^([\w-]+)==", read("constraints.txt"), re.MULTILINE)
     assert asked == set(pinned)
 
@@ -38,7 +46,9 @@ def test_constraints_hold_what_the_extras_ask_for():
 def test_a_migration_keeps_the_gradient(number):
     after, plain = namespace(), namespace()
     after["dataset"] = TensorDataset(after["images"].cpu(), after["labels"].cpu())
-    run(f"from scatterpar import ScatterOnceParallel\n{side(DIFFS[number], '+')}", after)
+    run(
+        f"from scatterpar import ScatterOnceParallel\n{side(DIFFS[number], '+')}", after
+    )
     if "DistributedDataParallel" in DIFFS[number]:
         plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
     else:
@@ -69,14 +79,18 @@ def test_the_figures_are_those_of_the_benchmarks(monkeypatch):
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         path, _, heading = target.partition("#")
         if not target.startswith("https://"):
             there = page.parent / path if path else page
             assert there.exists(), target
-            assert not heading or heading in slugs(there.read_text(encoding="utf-8")), target
+            assert not heading or heading in slugs(there.read_text(encoding="utf-8")), (
+                target
+            )
 
 
 def slugs(text):

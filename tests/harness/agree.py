@@ -1,12 +1,13 @@
 """One question of many tests: is this what plain torch gives on one device?
 
-A ``Case`` says what is trained and on what, a runner says how, and ``agree`` takes the steps:
+A ``Case`` says what is trained and on what, a runner says how, and ``agree`` takes the
+steps:
 
     agree(Case(lambda: nn.Linear(FEATURES, CLASSES)), "engine", ["cpu:0", "cpu:1"])
 
-Three modules start alike. The runner trains ``module``. Plain torch trains ``twin`` on the whole
-batch: losses, gradients and parameters must be its. ``first`` sees only what replica 0 sees, in its
-micro-batches: buffers must be its.
+Three modules start alike. The runner trains ``module``. Plain torch trains ``twin`` on
+the whole batch: losses, gradients and parameters must be its. ``first`` sees only what
+replica 0 sees, in its micro-batches: buffers must be its.
 """
 
 import contextlib
@@ -42,7 +43,8 @@ from scatterpar.plan import make_plan
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 LAYOUTS = {
     "one": ["cpu"],
-    "mixed": ["cpu:0", "cpu:1", "cpu:0"],  # one replica shares the master's memory, one has its own
+    # one replica shares the master's memory, one has its own
+    "mixed": ["cpu:0", "cpu:1", "cpu:0"],
     "shared": ["cpu"] * 3,
     "virtual": ["cpu:0", "cpu:1", "cpu:2"],
     "elsewhere": ("cpu:1", torch.device("cpu:0"), "cpu:1"),
@@ -53,18 +55,19 @@ LAYOUTS = {
 class Case:
     """What is trained, and on what.
 
-    Attributes:
-        model: makes the module, the same one each time.
-        batch: inputs and targets.
-        criterion: makes the criterion for a module; ``None`` where that computes the loss.
-        plain: inputs and targets as plain torch takes them, if those of ``batch`` have markers.
-        changes: what a user does to the module before the second step, the third, …
-        accum: sub-steps. A model that reads what its forward pass has written takes 1: plain torch
+    Attributes: model: makes the module, the same one each time. batch: inputs and
+        targets. criterion: makes the criterion for a module; ``None`` where that
+        computes the loss. plain: inputs and targets as plain torch takes them, if those
+        of ``batch`` have markers. changes: what a user does to the module before the
+        second step, the third, … accum: sub-steps. A model that reads what its forward
+        pass has written takes 1: plain torch
             runs one.
-        by_share: each micro-batch is normalised on its own, or changes the state that the next one
-            finds, so plain torch takes them in turn, and begins each share with the same state.
+        by_share: each micro-batch is normalised on its own, or changes the state that
+            the next one finds, so plain torch takes them in turn, and begins each share
+            with the same state.
         relative: how far rounding may go.
-        keep_dtypes: the parameters stay in the dtypes that ``model`` gives them, not float64.
+        keep_dtypes: the parameters stay in the dtypes that ``model`` gives them, not
+            float64.
         options: further ones of ``forward_backward``, or of the pair's criterion.
         engine: further options of the engine.
         unless: runners that are not for this case.
@@ -115,7 +118,8 @@ class Case:
         return self.rows(range(self.count))
 
 
-# A runner yields two functions: one takes a step, the other is the plan of so many rows.
+# A runner yields two functions: one takes a step, the other is the plan of so many
+# rows.
 
 
 def make_engine(case, module, devices, **how):
@@ -125,7 +129,9 @@ def make_engine(case, module, devices, **how):
 
 @contextlib.contextmanager
 def by_engine(case, module, criterion, devices, *, how=None, by="", **more):
-    """``how``: more options of the engine. A check before each step leaves no trace in it."""
+    """``how``: more options of the engine. A check before each step leaves no trace in
+    it.
+    """
     options = case.options | more
     if "whole_batch" in more:  # the criterion has all terms
         options = {k: v for k, v in options.items() if k not in ("count", "reduction")}
@@ -153,7 +159,10 @@ def by_cost(case, *args):
 @contextlib.contextmanager
 def by_pair(case, module, criterion, devices):
     how = devices, case.engine.get("dim", 0)
-    model, loss_of = DataParallelModel(module, *how), DataParallelCriterion(criterion, *how)
+    model, loss_of = (
+        DataParallelModel(module, *how),
+        DataParallelCriterion(criterion, *how),
+    )
     inputs, targets = case.batch
 
     def step():
@@ -161,12 +170,16 @@ def by_pair(case, module, criterion, devices):
         loss.backward()
         return loss.detach()
 
-    yield step, lambda rows: make_plan(rows, [torch.device(device) for device in devices])
+    yield (
+        step,
+        lambda rows: make_plan(rows, [torch.device(device) for device in devices]),
+    )
 
 
 @contextlib.contextmanager
 def apart(by, case, module, criterion, devices):
-    """By an engine, or pair, of each step, whose operations may not mix tensors of two memories.
+    """By an engine, or pair, of each step, whose operations may not mix tensors of two
+    memories.
 
     The loss and the gradients are in the master's memory.
     """
@@ -180,8 +193,13 @@ def apart(by, case, module, criterion, devices):
             guarded(patch, *modules) as memories,
         ):
             loss = inner()
-            given = [tensor.grad for _, tensor in _trained(module) if tensor.grad is not None]
-            assert {memories.owner(tensor) for tensor in (loss, *given)} <= {master, None}
+            given = [
+                tensor.grad for _, tensor in _trained(module) if tensor.grad is not None
+            ]
+            assert {memories.owner(tensor) for tensor in (loss, *given)} <= {
+                master,
+                None,
+            }
             used = devices[: case.count]
             assert set(memories.checked) == {torch.device(device) for device in used}
         return loss
@@ -212,12 +230,15 @@ RUNNERS = {
 
 
 def runs(cases, quick, contract=()):
-    """Each case by each runner on each layout, as parameters of a test; few of them are not slow.
+    """Each case by each runner on each layout, as parameters of a test; few of them are
+    not slow.
 
-    ``quick`` has the runners of the default run, and for each the cases; none are all of them.
-    These run on mixed memories; with the engine on one replica, too. Other layouts are slow.
+    ``quick`` has the runners of the default run, and for each the cases; none are all
+    of them. These run on mixed memories; with the engine on one replica, too. Other
+    layouts are slow.
     """
-    layouts = {"engine": [*LAYOUTS], "pair": [*LAYOUTS][1:]}  # one replica of a pair is plain torch
+    # one replica of a pair is plain torch
+    layouts = {"engine": [*LAYOUTS], "pair": [*LAYOUTS][1:]}
     found = []
     for name, case in cases.items():
         for runner in case.only or RUNNERS:
@@ -225,12 +246,16 @@ def runs(cases, quick, contract=()):
                 continue
             for layout in layouts.get(runner, ["mixed"]):
                 is_quick = layout == "mixed" or (layout, runner) == ("one", "engine")
-                is_quick &= runner in quick and (not quick[runner] or name in quick[runner])
+                is_quick &= runner in quick and (
+                    not quick[runner] or name in quick[runner]
+                )
                 marks = [] if is_quick else [pytest.mark.slow]
                 if is_quick and runner in contract:
                     marks.append(pytest.mark.contract)
                 identity = identity_of(name, runner, layout)
-                found.append(pytest.param(case, runner, layout, id=identity, marks=marks))
+                found.append(
+                    pytest.param(case, runner, layout, id=identity, marks=marks)
+                )
     return found
 
 
@@ -240,11 +265,12 @@ def identity_of(name, *more):
 
 
 def agree(case, runner, devices, group=None):
-    """Steps of the runner, with the case's changes between them, are those of plain torch.
+    """Steps of the runner, with the case's changes between them, are those of plain
+    torch.
 
-    With a process ``group`` each rank calls it, and trains the engine on its part of the rows. What
-    was trained is returned, with its last gradients: all ranks must have the same bits.
-    ``devices``: a list, or the name of a layout.
+    With a process ``group`` each rank calls it, and trains the engine on its part of
+    the rows. What was trained is returned, with its last gradients: all ranks must have
+    the same bits. ``devices``: a list, or the name of a layout.
     """
     devices = LAYOUTS[devices] if isinstance(devices, str) else devices
     if runner == "inference":
@@ -274,7 +300,11 @@ def agree(case, runner, devices, group=None):
                 outputs_of(case, first, plan(rows_of_first).shares[0])
             if case.by_share:
                 shares = plan(case.count).shares
-                pieces = [each for share in shares for each in outputs_of(case, twin, share, start)]
+                pieces = [
+                    each
+                    for share in shares
+                    for each in outputs_of(case, twin, share, start)
+                ]
                 put_buffers(twin, buffers_of(first))
             else:
                 pieces = [(range(case.count), call(twin, case.all()[0]))]
@@ -284,9 +314,13 @@ def agree(case, runner, devices, group=None):
             loss = step()
             assert_close(loss, expected, "loss", case.relative)
             assert not loss.requires_grad
-            assert list(module.modules()) == children, "the user's module has other children"
+            assert list(module.modules()) == children, (
+                "the user's module has other children"
+            )
             _assert_same(case, module, twin, first)
-            for ours, theirs in zip(*map(_heads, (criterion, plain_criterion)), strict=True):
+            for ours, theirs in zip(
+                *map(_heads, (criterion, plain_criterion)), strict=True
+            ):
                 _assert_gradients(case, ours, theirs)
             if number % 2:  # gradients of two steps add up
                 for one in (module, twin):
@@ -294,18 +328,25 @@ def agree(case, runner, devices, group=None):
             for ours, theirs in zip(first.parameters(), twin.parameters(), strict=True):
                 ours.data.copy_(theirs)
     pairs = zip(nested.tensors(given.batch), nested.tensors(before), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs), "the caller's tensors were written"
-    gradients = [tensor.grad for _, tensor in _trained(module) if tensor.grad is not None]
+    assert all(torch.equal(*pair) for pair in pairs), (
+        "the caller's tensors were written"
+    )
+    gradients = [
+        tensor.grad for _, tensor in _trained(module) if tensor.grad is not None
+    ]
     return [tensor.detach().to_dense() for tensor in (*module.parameters(), *gradients)]
 
 
 def on_ranks(cases, name, size, runner="engine"):
-    """Ranks, each with a part of the rows, agree with plain torch, and have the same bits.
+    """Ranks, each with a part of the rows, agree with plain torch, and have the same
+    bits.
 
     ``cases`` is the module whose ``CASES`` have it: processes cannot be sent a case.
     """
     first, *others = run_on_ranks(size, _on_a_rank, cases, name, runner)
-    assert all(all(map(torch.equal, first, other)) for other in others), "other bits on one of them"
+    assert all(all(map(torch.equal, first, other)) for other in others), (
+        "other bits on one of them"
+    )
 
 
 def _on_a_rank(group, cases, name, runner):
@@ -327,21 +368,28 @@ def _agree_in_inference(case, devices):
 def buffers_of(module):
     """Copies of them, by name."""
     owners = [(f"{path}.".lstrip("."), owner) for path, owner in module.named_modules()]
-    found = {prefix + name: b for prefix, one in owners for name, b in one._buffers.items()}
-    return {name: None if b is None else b.detach().clone() for name, b in found.items()}
+    found = {
+        prefix + name: b for prefix, one in owners for name, b in one._buffers.items()
+    }
+    return {
+        name: None if b is None else b.detach().clone() for name, b in found.items()
+    }
 
 
 def put_buffers(module, values):
     """Rebind them to copies: what a graph has saved is not written."""
     for name, value in values.items():
         path, _, last = name.rpartition(".")
-        module.get_submodule(path)._buffers[last] = None if value is None else value.clone()
+        module.get_submodule(path)._buffers[last] = (
+            None if value is None else value.clone()
+        )
 
 
 def outputs_of(case, module, share, start=None):
     """Rows and output of each micro-batch of a share, from these buffers on.
 
-    Attributes that a forward pass rebinds are what they were afterwards: replicas have their own.
+    Attributes that a forward pass rebinds are what they were afterwards: replicas have
+    their own.
     """
     put_buffers(module, start or {})
     attributes = [(one, dict(vars(one))) for one in module.modules()]
@@ -354,7 +402,11 @@ def outputs_of(case, module, share, start=None):
 
 def _joined(pieces):
     rows, outputs = zip(*pieces, strict=True)
-    return nested.join_rows(list(outputs), 0, [*map(len, rows)]) if len(rows) > 1 else outputs[0]
+    return (
+        nested.join_rows(list(outputs), 0, [*map(len, rows)])
+        if len(rows) > 1
+        else outputs[0]
+    )
 
 
 def _plain_step(case, twin, pieces, criterion):
@@ -378,17 +430,27 @@ def _assert_same(case, module, twin, first):
     ours, theirs = (dict(one.named_buffers()) for one in (module, first))
     assert list(ours) == list(theirs)
     for name, buffer in ours.items():
-        limits = {"rtol": 0, "atol": 0, "msg": lambda words, name=name: f"buffer {name}: {words}"}
+        limits = {
+            "rtol": 0,
+            "atol": 0,
+            "msg": lambda words, name=name: f"buffer {name}: {words}",
+        }
         if buffer.dtype.is_floating_point:
             limits |= {"rtol": case.relative, "atol": 1e-14, "equal_nan": True}
         torch.testing.assert_close(buffer.detach(), theirs[name].detach(), **limits)
 
 
 def _assert_gradients(case, module, twin):
-    """Each gradient is there or not, of the same dtype, layout and strides, and the same."""
-    for (name, ours), (its, theirs) in zip(_trained(module), _trained(twin), strict=True):
+    """Each gradient is there or not, of the same dtype, layout and strides, and the
+    same.
+    """
+    for (name, ours), (its, theirs) in zip(
+        _trained(module), _trained(twin), strict=True
+    ):
         assert name == its
-        assert (ours.grad is None) == (theirs.grad is None), f"{name}: a gradient on one side only"
+        assert (ours.grad is None) == (theirs.grad is None), (
+            f"{name}: a gradient on one side only"
+        )
         if theirs.grad is not None:
             assert ours.grad.layout == theirs.grad.layout, name
             if theirs.grad.layout == torch.strided:
@@ -399,7 +461,11 @@ def _assert_gradients(case, module, twin):
 
 def _trained(module):
     named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, tensor) for name, tensor in named if tensor.requires_grad and tensor.is_leaf]
+    return [
+        (name, tensor)
+        for name, tensor in named
+        if tensor.requires_grad and tensor.is_leaf
+    ]
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
-"""Batches that are not tensors with rows alone, and cuts that are not even: ``CASES``, by name."""
+"""Batches that are not tensors with rows alone, and cuts that are not even: ``CASES``,
+by name.
+"""
 
 import torch
 from torch import nn
@@ -20,7 +22,9 @@ ROWS, SEVEN = randn(7, FEATURES), LABELS[:7]
 
 
 class Reader(nn.Module):
-    """The mean of a text's words; padding, which is word 9, changes nothing, if it is right."""
+    """The mean of a text's words; padding, which is word 9, changes nothing, if it is
+    right.
+    """
 
     def __init__(self):
         super().__init__()
@@ -40,7 +44,9 @@ class Tagger(Reader):
 
 
 class Jagged(Marker):
-    """A third marker: words of all texts in one tensor, and the number of words of each."""
+    """A third marker: words of all texts in one tensor, and the number of words of
+    each.
+    """
 
     def __init__(self, texts):
         self.contents = {"words": torch.cat(texts), "sizes": [*map(len, texts)]}
@@ -63,7 +69,9 @@ class Jagged(Marker):
 
 
 class Quantizer(nn.Module):
-    """Gives the code of every row, a flat list of tokens of every row, and its codebook."""
+    """Gives the code of every row, a flat list of tokens of every row, and its
+    codebook.
+    """
 
     def __init__(self):
         super().__init__()
@@ -78,7 +86,11 @@ class Quantizer(nn.Module):
 
 def of_codes(outputs, _):
     distances = (outputs["tokens"] @ outputs["codebook"].T).logsumexp(1)
-    return distances.std() + outputs["codes"].square().mean() + outputs["codebook"].std(0).sum()
+    return (
+        distances.std()
+        + outputs["codes"].square().mean()
+        + outputs["codebook"].std(0).sum()
+    )
 
 
 def pad(texts):
@@ -98,15 +110,23 @@ NESTED = {
 
 
 def window():
-    """Batches of other lengths each, the labels of each, and all of it as plain torch has it."""
+    """Batches of other lengths each, the labels of each, and all of it as plain torch
+    has it.
+    """
     batches = [randint(9, n, length, seed=n) for n, length in ((4, 5), (3, 2), (1, 3))]
     labels = [randint(CLASSES, len(batch), seed=len(batch)) for batch in batches]
-    return batches, labels, (pad([row for batch in batches for row in batch]), torch.cat(labels))
+    return (
+        batches,
+        labels,
+        (pad([row for batch in batches for row in batch]), torch.cat(labels)),
+    )
 
 
 def nested_targets(output, targets):
     classes, (soft,) = targets["classes"], targets["soft"]
-    return F.cross_entropy(output, classes) + targets["factor"] * F.cross_entropy(output, soft)
+    return F.cross_entropy(output, classes) + targets["factor"] * F.cross_entropy(
+        output, soft
+    )
 
 
 def without_rows(output, target):
@@ -132,7 +152,9 @@ WINDOWS = ("engine", "loss", "whole batch")  # a check takes one batch
 
 
 def texts(criterion=None, tagged=False, **more):
-    """Texts that each micro-batch pads on its own, with a label each or one per word."""
+    """Texts that each micro-batch pads on its own, with a label each or
+    one per word.
+    """
     given = {"criterion": lambda _: criterion} if criterion else {}
     return Case(
         Tagger if tagged else Reader,
@@ -154,7 +176,8 @@ CASES = {
     ),
     "the module's own losses": Case(
         lambda: Of(
-            lambda m, ids, labels: {"loss": F.cross_entropy(m.reader(ids), labels)}, reader=Reader()
+            lambda m, ids, labels: {"loss": F.cross_entropy(m.reader(ids), labels)},
+            reader=Reader(),
         ),
         ((PADDED, LABELS), LABELS),
         lambda _: lambda output, _: output["loss"],
@@ -168,10 +191,14 @@ CASES = {
     ),
     "tags": texts(tagged=True, only=BY_ROW),
     "tags, counted": texts(tagged=True, only=BY_ROW, options={"count": count_labels()}),
-    "another marker": Case(Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS),
+    "another marker": Case(
+        Reader, (Jagged(TEXTS), LABELS), plain=(PADDED, LABELS), only=OF_ROWS
+    ),
     "replicated, of the batch's size": Case(
         lambda: Of(
-            lambda m, rows, table, options: m.linear((rows + options["shift"]) @ table.mul_(2)),
+            lambda m, rows, table, options: m.linear(
+                (rows + options["shift"]) @ table.mul_(2)
+            ),
             linear=nn.Linear(7, CLASSES),
         ),
         ((randn(7, 7), Replicated(TABLE), Replicated({"shift": SHIFT})), SEVEN),
@@ -180,7 +207,10 @@ CASES = {
     ),
     **{
         f"a window of batches, {how}": Case(
-            Reader, (Rows.from_batches(WINDOW[0]), targets), plain=WINDOW[2], only=WINDOWS
+            Reader,
+            (Rows.from_batches(WINDOW[0]), targets),
+            plain=WINDOW[2],
+            only=WINDOWS,
         )
         for how, targets in (
             ("joined targets", WINDOW[2][1]),
@@ -189,7 +219,10 @@ CASES = {
     },
     "a window, ignored and weighted": Case(
         mlp,
-        (Rows.from_batches(ROWS.split([4, 3])), Rows.from_batches(IGNORED.split([4, 3]))),
+        (
+            Rows.from_batches(ROWS.split([4, 3])),
+            Rows.from_batches(IGNORED.split([4, 3])),
+        ),
         lambda _: nn.CrossEntropyLoss(weight=WEIGHTS),
         plain=(ROWS, IGNORED),
         only=WINDOWS,

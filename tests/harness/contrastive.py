@@ -18,7 +18,10 @@ def make_two_views(between=None):
         one, other = (m.last(m.between(m.first(view))) for view in (one, other))
         return {"one": one, "other": other, "scale": m.log_scale.exp()}
 
-    parts = {"first": nn.Linear(FEATURES, 7), "between": nn.Tanh() if between is None else between}
+    parts = {
+        "first": nn.Linear(FEATURES, 7),
+        "between": nn.Tanh() if between is None else between,
+    }
     scale = nn.Parameter(torch.tensor(0.7))
     return Of(forward, last=nn.Linear(7, EMBEDDING), log_scale=scale, **parts)
 
@@ -31,7 +34,9 @@ def nt_xent(outputs, labels):
     """SimCLR: each view finds the other one of its row among all."""
     n = len(labels)
     z = normalize(torch.cat([outputs["one"], outputs["other"]]), dim=1)
-    similarity = (z @ z.T / 0.5).masked_fill(torch.eye(2 * n, dtype=torch.bool), -torch.inf)
+    similarity = (z @ z.T / 0.5).masked_fill(
+        torch.eye(2 * n, dtype=torch.bool), -torch.inf
+    )
     return cross_entropy(similarity, torch.arange(2 * n).roll(n))
 
 

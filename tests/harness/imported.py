@@ -8,4 +8,5 @@ from faults import places, state  # noqa: F401
 import scatterpar  # noqa: F401
 
 gc.collect()
-gc.freeze()  # a collection would write to every object, and so copy its page in every fork
+# a collection would write to every object, and so copy its page in every fork
+gc.freeze()

@@ -1,8 +1,9 @@
-"""Virtual devices that behave like real ones: no operation may mix tensors of two memories.
+"""Virtual devices that behave like real ones: no operation may mix tensors of two
+memories.
 
-On GPUs torch refuses an operation on tensors of two devices. Virtual devices all lie in the
-host's memory, where torch sees no difference; this dispatch mode knows which memory each
-storage belongs to, and raises where a GPU would.
+On GPUs torch refuses an operation on tensors of two devices. Virtual devices all lie in
+the host's memory, where torch sees no difference; this dispatch mode knows which memory
+each storage belongs to, and raises where a GPU would.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ class MixedMemories(RuntimeError):
 
 
 class Memories:
-    """Which memory each storage belongs to; those that nobody claimed are the host's."""
+    """Which memory each storage belongs to; those that nobody claimed
+    are the host's.
+    """
 
     def __init__(self):
         self._owners = {}
@@ -64,7 +67,8 @@ class Memories:
 
 
 class Guard(TorchDispatchMode):
-    """Checks every operation of one thread, and claims what it makes for the memory it ran in.
+    """Checks every operation of one thread, and claims what it makes for the memory it
+    ran in.
 
     With ``host_too`` the host's memory counts as ``here``: the caller's thread may move
     tensors between the two with ``.to``, which on virtual devices leaves no trace.
@@ -76,7 +80,9 @@ class Guard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        memory = self.memories.check(func, (args, kwargs), self.here, host_too=self.host_too)
+        memory = self.memories.check(
+            func, (args, kwargs), self.here, host_too=self.host_too
+        )
         result = func(*args, **kwargs)
         fresh = [t for t in _tensors(result) if self.memories.owner(t) is None]
         self.memories.claim(fresh, memory)
@@ -92,17 +98,21 @@ def _storages(values):
         return [
             part.untyped_storage()
             for tensor in _tensors(values)
-            for part in ((tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,))
+            for part in (
+                (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+            )
             if part.device.type != "meta"
         ]
 
 
 @functools.cache
 def _make_operators():
-    """Make the Python object of every operator, which torch else makes when a mode first sees it.
+    """Make the Python object of every operator, which torch else makes when a mode
+    first sees it.
 
-    Of two threads that see it first at once, torch keeps one's object and frees the other's, to
-    which a pointer stays: a crash, about once in a thousand runs of these tests.
+    Of two threads that see it first at once, torch keeps one's object and frees the
+    other's, to which a pointer stays: a crash, about once in a thousand runs of these
+    tests.
     """
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
@@ -114,7 +124,9 @@ def _make_operators():
 
 @contextlib.contextmanager
 def guarded(monkeypatch, *modules):
-    """Virtual devices are apart from here on; ``modules`` are in the memory of ``cpu:0``."""
+    """Virtual devices are apart from here on; ``modules`` are in the memory of
+    ``cpu:0``.
+    """
     _make_operators()
     memories = Memories()
     master = torch.device("cpu:0")
@@ -147,9 +159,12 @@ def guarded(monkeypatch, *modules):
 
     monkeypatch.setattr(runtime, "use_device", guarded_on)
     monkeypatch.setattr(runtime, "empty", claimed_empty)
-    for module in [module for name, module in sys.modules.items() if name.startswith("scatterpar")]:
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith("scatterpar")
+    ]:
         for name, verb in (("to_device", claimed_copy), ("write", allowed_write)):
             if vars(module).get(name) in (to_device, write):
                 monkeypatch.setattr(module, name, verb)
-    with Guard(memories, master, host_too=True):  # the caller's thread: refresh, reduce, commit
+    # the caller's thread: refresh, reduce, commit
+    with Guard(memories, master, host_too=True):
         yield memories

@@ -23,8 +23,8 @@ _KNOWN = ("InductorSubproc", "subproc_worker_timer", "tqdm_monitor")
 def in_time(gone):
     """Whether ``gone()`` holds at once.
 
-    In a free-threaded interpreter: before long, since there an object that another thread drops
-    is freed when the thread that made it runs Python again.
+    In a free-threaded interpreter: before long, since there an object that another
+    thread drops is freed when the thread that made it runs Python again.
     """
     deadline = time.monotonic() + (10.0 if FREE_THREADED else 0.0)
     while not gone() and time.monotonic() < deadline:
@@ -57,12 +57,15 @@ def leaked_threads(before):
 
 
 def _threads_of_torchs_compiler():
-    """The pools that torch.compile makes once per process and never ends, and tqdm's monitor.
+    """The pools that torch.compile makes once per process and never ends, and tqdm's
+    monitor.
 
-    Known by what owns them, or by the names that torch gives those beside Triton's compiler, so
-    that a pool of anybody else's is still a leak.
+    Known by what owns them, or by the names that torch gives those beside Triton's
+    compiler, so that a pool of anybody else's is still a leak.
     """
-    pools = [getattr(sys.modules.get("torch.utils._functools"), "_prefetch_executor", None)]
+    pools = [
+        getattr(sys.modules.get("torch.utils._functools"), "_prefetch_executor", None)
+    ]
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None and inductor.AsyncCompile.pool.cache_info().currsize:
         pools.append(inductor.AsyncCompile.pool())
@@ -93,7 +96,8 @@ def globals_of_torch():
         "matmul precision": torch.get_float32_matmul_precision(),
         "stance of torch.compile": _stance(),
         "metadata of graphs": dict(fx_traceback.get_current_meta()),
-        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True)
+        is None,
         "torch.default_generator": id(torch.default_generator),
         "torch.random.default_generator": id(torch.random.default_generator),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
@@ -108,7 +112,8 @@ def globals_of_torch():
 
 def random_states():
     state = torch.default_generator.get_state()
-    content = ctypes.string_at(state.data_ptr(), state.numel())  # whatever mode was left on
+    # whatever mode was left on
+    content = ctypes.string_at(state.data_ptr(), state.numel())
     return {"torch": content, "random": random.getstate()}
 
 

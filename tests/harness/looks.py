@@ -1,4 +1,6 @@
-"""Programs for the tests of looks, in a few lines each, and what a step says of them."""
+"""Programs for the tests of looks, in a few lines each, and what a step
+says of them.
+"""
 
 import warnings
 
@@ -11,12 +13,18 @@ from harness.oracle import randint, randn, seeded
 from harness.weighted import classes
 
 ROWS, LENGTH = 24, 5
-INPUTS, VALUES, LABELS = randn(ROWS, FEATURES), randn(ROWS, CLASSES), randint(CLASSES, ROWS)
+INPUTS, VALUES, LABELS = (
+    randn(ROWS, FEATURES),
+    randn(ROWS, CLASSES),
+    randint(CLASSES, ROWS),
+)
 SEQUENCES = randn(ROWS, LENGTH, FEATURES)
 
 
 class Net(Of):
-    """Calls ``function(net, *inputs)``; has a linear layer, dropout, ``parts``, and attributes."""
+    """Calls ``function(net, *inputs)``; has a linear layer, dropout, ``parts``, and
+    attributes.
+    """
 
     def __init__(self, function, *parts, **attributes):
         layers = {"linear": nn.Linear(FEATURES, CLASSES), "drop": nn.Dropout(0.3)}
@@ -35,7 +43,9 @@ def loss_of(criterion, targets=classes, *, model=mlp, accum=3, **options):
 
 
 def case_of(model, inputs=INPUTS, targets=VALUES, accum=2, engine=None, **how):
-    """A case of a module, with the mean of squares unless ``how`` has another criterion."""
+    """A case of a module, with the mean of squares unless ``how`` has another
+    criterion.
+    """
     criterion = how.pop("criterion", F.mse_loss)
     batch, more = (inputs, targets), {"engine": engine or {}, "options": how}
     return Case(model, batch, lambda _: criterion, accum=accum, **more)
@@ -81,7 +91,9 @@ def counted(criterion):
 
 
 def assert_agreed(engine, step, looks=True):
-    """The first of two steps has a look (more calls), which agrees; without ``looks`` neither."""
+    """The first of two steps has a look (more calls), which agrees; without ``looks``
+    neither.
+    """
 
     def note(*_):
         Calls.number += 1

@@ -10,7 +10,8 @@ FEATURES, CLASSES = 5, 4
 def mlp(seed=0):
     """Rows of ``FEATURES`` to ``CLASSES`` logits."""
     return build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)), seed
+        lambda: nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)),
+        seed,
     )
 
 

@@ -61,11 +61,15 @@ def tied():
 def recurrent():
     lstm = nn.LSTM(FEATURES, 4, num_layers=2, batch_first=True, bidirectional=True)
     parts = {"lstm": lstm, "head": linear(8)}
-    return Of(lambda m, x: m.head(m.lstm(x[:, None].repeat(1, 3, 1))[0][:, -1]), **parts)
+    return Of(
+        lambda m, x: m.head(m.lstm(x[:, None].repeat(1, 3, 1))[0][:, -1]), **parts
+    )
 
 
 def unregistered_list():
-    """Submodules in plain lists, and the parent in one: registered elsewhere, or not at all."""
+    """Submodules in plain lists, and the parent in one: registered elsewhere, or not at
+    all.
+    """
 
     def forward(m, inputs):
         return m.head(m.hidden[0](m.order[0](inputs).tanh())) * m.head.parent[0].scale
@@ -85,20 +89,26 @@ def with_forward(model, forward):
 
 
 def overlapping():
-    """Writes a buffer in its forward pass, and reads what overlaps it: a buffer, an attribute."""
+    """Writes a buffer in its forward pass, and reads what overlaps it: a buffer, an
+    attribute.
+    """
 
     def forward(m, inputs):
         m.table += torch.arange(1, 1 + CLASSES)
         return m.linear(inputs) * (1 + m.other[1]) + m.row
 
     table = torch.rand(4, CLASSES, dtype=torch.float64)
-    model = with_buffers(Of(forward, linear=linear().double()), table=table, other=table.t())
+    model = with_buffers(
+        Of(forward, linear=linear().double()), table=table, other=table.t()
+    )
     model.row = table[2]
     return model
 
 
 def takes_more(m, rows, number, name, unused):
-    """A 0-dim tensor, which each sub-step gets anew and may write, and what holds no tensor."""
+    """A 0-dim tensor, which each sub-step gets anew and may write, and what holds no
+    tensor.
+    """
     assert number.shape == ()
     assert (name, unused) == ("n", [True, None, [], {}, ()])
     return m.linear(rows) * number.mul_(2)
@@ -109,10 +119,14 @@ def computes_its_own_gradient():
 
     def forward(m, inputs):
         inputs = inputs.detach().requires_grad_()
-        (forces,) = torch.autograd.grad(m.energy(inputs).sum(), inputs, create_graph=True)
+        (forces,) = torch.autograd.grad(
+            m.energy(inputs).sum(), inputs, create_graph=True
+        )
         return forces[:, :CLASSES]
 
-    return Of(forward, energy=nn.Sequential(linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1)))
+    return Of(
+        forward, energy=nn.Sequential(linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
+    )
 
 
 # --- parameters: dtypes, layouts, classes of their own ---
@@ -130,7 +144,9 @@ def conjugates():
 
 def of_complex():
     weight = nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex128))
-    return Of(lambda m, inputs: (inputs.to(torch.complex128) @ m.weight).abs(), weight=weight)
+    return Of(
+        lambda m, inputs: (inputs.to(torch.complex128) @ m.weight).abs(), weight=weight
+    )
 
 
 def several_dtypes():
@@ -178,7 +194,10 @@ def own_parameters():
         outputs = m.linear(inputs) + m.doubled.scaled()
         return outputs * (5 if isinstance(m.buffer, nn.Buffer) else 1)
 
-    parts = {"doubled": Doubled(torch.randn(CLASSES), 2.0), "buffer": nn.Buffer(torch.ones(()))}
+    parts = {
+        "doubled": Doubled(torch.randn(CLASSES), 2.0),
+        "buffer": nn.Buffer(torch.ones(())),
+    }
     return Of(forward, linear=linear(), **parts)
 
 
@@ -186,13 +205,16 @@ def blocks(use_reentrant):
     """Activation checkpointing."""
 
     def forward(m, inputs):
-        inputs = inputs + m.head.bias.sum() * 0  # the reentrant variant needs a gradient
+        # the reentrant variant needs a gradient
+        inputs = inputs + m.head.bias.sum() * 0
         for block in m.blocks:
             call = nn.Sequential(block, nn.Tanh())
             inputs = checkpoint(call, inputs, use_reentrant=use_reentrant)
         return m.head(inputs)
 
-    return Of(forward, blocks=nn.ModuleList([square() for _ in range(3)]), head=linear())
+    return Of(
+        forward, blocks=nn.ModuleList([square() for _ in range(3)]), head=linear()
+    )
 
 
 # --- gradients that are sparse, not there, in one memory, or of what was made of parameters ---
@@ -205,7 +227,9 @@ def sparse_tokens():
 
 
 def branches():
-    """Rows whose first feature is positive use one head, others the other; one is never used."""
+    """Rows whose first feature is positive use one head, others the other; one is never
+    used.
+    """
 
     def forward(m, inputs):
         positive = inputs[:, 0] > 0
@@ -226,7 +250,9 @@ def positive_first(rows, count):
 
 
 class InOneMemory(nn.Module):
-    """Two parameters whose gradients autograd puts in one memory, and a third it does not."""
+    """Two parameters whose gradients autograd puts in one memory, and a third it does
+    not.
+    """
 
     def __init__(self):
         super().__init__()
@@ -251,7 +277,10 @@ class Plus(torch.autograd.Function):
 
 
 def one_gradient_for_two():
-    parts = {name: nn.Parameter(randn(FEATURES, CLASSES, seed=n)) for n, name in enumerate("ab")}
+    parts = {
+        name: nn.Parameter(randn(FEATURES, CLASSES, seed=n))
+        for n, name in enumerate("ab")
+    }
     return Of(lambda m, inputs: inputs @ Plus.apply(m.a, m.b), **parts)
 
 
@@ -260,9 +289,14 @@ def one_gradient_for_two():
 
 def trained_buffer():
     """A buffer that requires grad, as it is: ``double()`` would make it no leaf."""
-    parts = {"linear": linear().double(), "constant": torch.full((CLASSES,), 0.5).double()}
+    parts = {
+        "linear": linear().double(),
+        "constant": torch.full((CLASSES,), 0.5).double(),
+    }
     model = Of(lambda m, x: m.linear(x) * m.scale + m.constant * m.scale.exp(), **parts)
-    return with_buffers(model, scale=torch.full((CLASSES,), 1.5).double().requires_grad_())
+    return with_buffers(
+        model, scale=torch.full((CLASSES,), 1.5).double().requires_grad_()
+    )
 
 
 def rebinds():
@@ -303,7 +337,9 @@ def of_every_dtype():
 
 
 def multiplies():
-    """A hook that closes over the module reads what forward set: it once read the user's module."""
+    """A hook that closes over the module reads what forward set: it once read the
+    user's module.
+    """
 
     def forward(m, rows):
         m.mask = rows.abs()[:, :CLASSES]
@@ -316,7 +352,9 @@ def multiplies():
 
 def penalised(model):
     """A criterion that reaches the model's own parameters."""
-    return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
+    return lambda output, targets: (
+        F.cross_entropy(output, targets) + model.weight.square().sum()
+    )
 
 
 def hooked_in_the_middle():
@@ -327,7 +365,9 @@ def hooked_in_the_middle():
 
 
 class Head(nn.Module):
-    """A loss with parameters and a buffer of its own: a classifier after the features."""
+    """A loss with parameters and a buffer of its own: a classifier after
+    the features.
+    """
 
     def __init__(self):
         super().__init__()
@@ -337,14 +377,20 @@ class Head(nn.Module):
         self.register_buffer("offset", randn(CLASSES, seed=6))
 
     def forward(self, output, targets):
-        return F.cross_entropy((output @ self.proxies + self.offset) / self.temperature, targets)
+        return F.cross_entropy(
+            (output @ self.proxies + self.offset) / self.temperature, targets
+        )
 
 
 def sharing(model):
-    """A criterion with a network of its own, one parameter of which is the model's too."""
+    """A criterion with a network of its own, one parameter of which is
+    the model's too.
+    """
     network = build(lambda: linear(CLASSES), 1)
     network.bias = model[-1].bias
-    return Of(lambda m, output, targets: F.cross_entropy(m.net(output), targets), net=network)
+    return Of(
+        lambda m, output, targets: F.cross_entropy(m.net(output), targets), net=network
+    )
 
 
 # --- all of them ---
@@ -364,23 +410,34 @@ MODELS = {
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "weight norm, old": lambda: nn.utils.weight_norm(linear()),
     "weight norm": lambda: parametrizations.weight_norm(linear()),
-    "SyncBatchNorm, eval": lambda: nn.Sequential(linear(), nn.SyncBatchNorm(CLASSES)).eval(),
-    "bags": lambda: nn.Sequential(Of(lambda _, x: x.abs().long()), nn.EmbeddingBag(99, CLASSES)),
+    "SyncBatchNorm, eval": lambda: nn.Sequential(
+        linear(), nn.SyncBatchNorm(CLASSES)
+    ).eval(),
+    "bags": lambda: nn.Sequential(
+        Of(lambda _, x: x.abs().long()), nn.EmbeddingBag(99, CLASSES)
+    ),
 }
 
 CASES = {
     **{name: Case(make) for name, make in MODELS.items()},
     "double backward": Case(computes_its_own_gradient, unless=("inference",)),
     "a hook that changes gradients": Case(hooked_in_the_middle),
-    "float64 that adds up in float32": Case(mlp, engine={"accumulate_dtype": torch.float32}),
+    "float64 that adds up in float32": Case(
+        mlp, engine={"accumulate_dtype": torch.float32}
+    ),
     "a number, and no tensors": Case(
         lambda: Of(takes_more, linear=linear()),
-        batch=((BATCH[0], torch.tensor(1.5).double(), "n", [True, None, [], {}, ()]), BATCH[1]),
+        batch=(
+            (BATCH[0], torch.tensor(1.5).double(), "n", [True, None, [], {}, ()]),
+            BATCH[1],
+        ),
     ),
     "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
     "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
     "checkpointing": Case(partial(blocks, use_reentrant=False)),
-    "checkpointing, reentrant": Case(partial(blocks, use_reentrant=True), unless=("check",)),
+    "checkpointing, reentrant": Case(
+        partial(blocks, use_reentrant=True), unless=("check",)
+    ),
     "fx": Case(lambda: torch.fx.symbolic_trace(small())),
     "complex": Case(of_complex, keep_dtypes=True),
     "conjugates": Case(conjugates),
@@ -391,7 +448,11 @@ CASES = {
             keep_dtypes=True,
             relative=relative,
         )
-        for dtype, relative in ((torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.half, 3e-3))
+        for dtype, relative in (
+            (torch.float32, 1e-5),
+            (torch.bfloat16, 0.03),
+            (torch.half, 3e-3),
+        )
     },
     "several dtypes": Case(several_dtypes, keep_dtypes=True, relative=1e-5),
     "layouts, torch.float32": Case(
@@ -402,15 +463,21 @@ CASES = {
         unless=("by cost",),  # rows that are selected are contiguous
     ),
     "own parameters": Case(own_parameters),
-    "looks at its parameters": Case(  # ``nn.DataParallel``'s replicas say that they have none
-        lambda: Of(lambda m, x: m.linear(x) + sum(map(torch.sum, m.parameters())), linear=linear())
+    # ``nn.DataParallel``'s replicas say that they have none
+    "looks at its parameters": Case(
+        lambda: Of(
+            lambda m, x: m.linear(x) + sum(map(torch.sum, m.parameters())),
+            linear=linear(),
+        )
     ),
     "changes between steps": Case(
         mlp,
         changes=[
             lambda model: setattr(model[0].weight, "data", randn(7, FEATURES, seed=8)),
             lambda model: model.__setitem__(1, nn.Sigmoid()),
-            lambda model: model.append(build(lambda: nn.Linear(CLASSES, CLASSES), seed=3)),
+            lambda model: model.append(
+                build(lambda: nn.Linear(CLASSES, CLASSES), seed=3)
+            ),
         ],
     ),
     "sparse gradients": Case(sparse_tokens, batch=TOKENS),
@@ -420,7 +487,9 @@ CASES = {
     "a criterion that writes to its targets": Case(
         mlp,
         batch=(BATCH[0], randn(9, CLASSES, seed=3)),
-        criterion=lambda _: lambda output, targets: ((output - targets.mul_(2)) ** 2).mean(),
+        criterion=lambda _: (
+            lambda output, targets: ((output - targets.mul_(2)) ** 2).mean()
+        ),
     ),
     "a trained criterion": Case(mlp, criterion=lambda _: Head()),
     "a criterion that shares a parameter": Case(mlp, criterion=sharing),
@@ -430,13 +499,18 @@ CASES = {
         mlp,
         changes=[
             lambda model: model[0].requires_grad_(False),
-            lambda model: (model[0].requires_grad_(True), model[2].bias.requires_grad_(False)),
+            lambda model: (
+                model[0].requires_grad_(True),
+                model[2].bias.requires_grad_(False),
+            ),
         ],
     ),
     "a penalty on the model": Case(  # refused unless the criterion is called once
         linear, criterion=penalised, only=("whole batch", "inference")
     ),
-    "batch norm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE),
+    "batch norm": Case(
+        lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE
+    ),
     "batch norm with another forward": Case(  # its statistics once stood still
         lambda: nn.Sequential(
             linear(), with_forward(nn.BatchNorm1d(CLASSES), lambda norm: norm.forward)

@@ -1,4 +1,6 @@
-"""The note on a user's error. Its words are in ``step/test_attempt.py`` and on pages alone."""
+"""The note on a user's error. Its words are in ``step/test_attempt.py`` and on pages
+alone.
+"""
 
 import torch
 
@@ -7,12 +9,14 @@ from scatterpar.step.attempt import note_replica
 
 
 def note_of(replica, device, sub_step=None, of=1, rows=(0,)):
-    """The note on an error of a replica, in a sub-step ``of`` so many, with these ``rows``.
+    """The note on an error of a replica, in a sub-step ``of`` so many, with these
+    ``rows``.
 
     Rows that are no ``range`` are those of a plan by cost.
     """
     spans = ((rows[0], rows[-1] + 1),) * of
-    error = Exception()  # not raised: it would keep the error that is handled at the moment
+    # not raised: it would keep the error that is handled at the moment
+    error = Exception()
     by_cost = () if isinstance(rows, range) else (tuple(rows),) * of
     share = Share(replica, torch.device(device), 0, 0, spans, by_cost)
     note_replica(share, sub_step).__exit__(None, error, None)

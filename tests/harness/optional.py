@@ -9,8 +9,8 @@ import pytest
 def needed(name, extra):
     """The module ``name``; skips the test's file if its package is not installed.
 
-    torchmetrics and fastai import torchvision, which is imported first: PyPI's does not import
-    beside torch's CPU build otherwise (docs/training-tool.md).
+    torchmetrics and fastai import torchvision, which is imported first: PyPI's does not
+    import beside torch's CPU build otherwise (docs/training-tool.md).
     """
     if find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"needs {extra}: docs/other-loops.md", allow_module_level=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 RELATIVE = 1e-10
-_ROUNDING = 1e-14  # where the exact value is zero: some rounding errors of numbers around one
+# where the exact value is zero: some rounding errors of numbers around one
+_ROUNDING = 1e-14
 
 
 @contextlib.contextmanager
@@ -26,7 +27,9 @@ def build(factory, seed=0):
 
 
 def randn(*shape, seed=1, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
 
 
 def randint(high, *shape, seed=2):
@@ -40,13 +43,19 @@ def call(module, inputs):
 
 
 def gradients(module):
-    """A copy of each parameter's gradient by name; tied parameters under each of their names."""
+    """A copy of each parameter's gradient by name; tied parameters under each of their
+    names.
+    """
     named = module.named_parameters(remove_duplicate=False)
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+    return {
+        name: None if p.grad is None else p.grad.detach().clone() for name, p in named
+    }
 
 
 def whole_batch(module, inputs, targets=None, criterion=None):
-    """The loss and the gradients of one whole-batch backward through a copy of ``module``."""
+    """The loss and the gradients of one whole-batch backward through a copy of
+    ``module``.
+    """
     twin = copy.deepcopy(module)
     twin.zero_grad()
     loss = loss_of(call(twin, inputs), targets, criterion)
@@ -73,13 +82,17 @@ def assert_close(actual, expected, name, relative=RELATIVE):
 
 
 def assert_alike(actual, expected, relative=RELATIVE):
-    """Of the same types and structure, with tensors that are close; all else is equal."""
+    """Of the same types and structure, with tensors that are close; all
+    else is equal.
+    """
     assert type(actual) is type(expected)
     if isinstance(expected, Tensor):
         assert not actual.requires_grad
         assert_close(actual, expected.detach(), "output", relative)
     elif isinstance(expected, dict) or is_dataclass(expected):
-        ours, theirs = (one if isinstance(one, dict) else vars(one) for one in (actual, expected))
+        ours, theirs = (
+            one if isinstance(one, dict) else vars(one) for one in (actual, expected)
+        )
         assert list(ours) == list(theirs)
         assert_alike([*ours.values()], [*theirs.values()], relative)
     elif isinstance(expected, (list, tuple)):
@@ -91,28 +104,42 @@ def assert_alike(actual, expected, relative=RELATIVE):
 
 
 def assert_gradients(module, expected, relative=RELATIVE):
-    """Each parameter's gradient, separately, is the expected one or is missing where it is."""
+    """Each parameter's gradient, separately, is the expected one or is missing where it
+    is.
+    """
     actual = gradients(module)
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         if gradient is None:
-            assert actual[name] is None, f"{name} has a gradient that the oracle has not"
+            assert actual[name] is None, (
+                f"{name} has a gradient that the oracle has not"
+            )
         else:
             assert actual[name] is not None, f"{name} has no gradient"
             assert_close(actual[name], gradient, name, relative)
 
 
 def assert_parameters(module, plain, relative=RELATIVE):
-    for (name, one), other in zip(module.named_parameters(), plain.parameters(), strict=True):
+    for (name, one), other in zip(
+        module.named_parameters(), plain.parameters(), strict=True
+    ):
         assert_close(one.detach(), other.detach(), name, relative)
 
 
 def assert_step(
-    engine, inputs, targets=None, criterion=None, *, plain=None, relative=RELATIVE, **options
+    engine,
+    inputs,
+    targets=None,
+    criterion=None,
+    *,
+    plain=None,
+    relative=RELATIVE,
+    **options,
 ):
     """One step of ``engine`` gives the whole batch's loss and gradients.
 
-    ``plain``: the inputs and targets as plain torch takes them, where the engine's have markers.
+    ``plain``: the inputs and targets as plain torch takes them, where the engine's have
+    markers.
     """
     whole = (inputs, targets) if plain is None else plain
     expected_loss, expected = whole_batch(engine.module, *whole, criterion)

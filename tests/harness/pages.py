@@ -1,4 +1,6 @@
-"""The pages of the guide as tests read them: their snippets, and what these take for granted."""
+"""The pages of the guide as tests read them: their snippets, and what these take for
+granted.
+"""
 
 import configparser
 import copy
@@ -38,7 +40,9 @@ def blocks(text, language):
 
 
 def sections(page):
-    """Each section of second order by its title; those without a snippet are left out."""
+    """Each section of second order by its title; those without a snippet
+    are left out.
+    """
     found = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
     titled = {section.partition("\n")[0]: section for section in found}
     return {title: text for title, text in titled.items() if blocks(text, "python")}
@@ -51,19 +55,32 @@ def namespace():
     labels = torch.randint(CLASSES, (64 * 16,), generator=generator)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+        model = nn.Sequential(
+            nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)
+        ).double()
     if torch.accelerator.is_available():
         model, images, labels = (x.to("cuda:0") for x in (model, images, labels))
     rows = {"images": images, "labels": labels, "device": images.device}
     rows |= {"device_ids": [images.device] * 2}
     rows |= {"loader": [(images, labels)], "dataset": TensorDataset(images, labels)}
-    names = {"torch": torch, "nn": nn, "scatterpar": scatterpar, "DataLoader": DataLoader}
-    names |= {"model": model, "net": copy.deepcopy(model), "criterion": nn.CrossEntropyLoss()}
+    names = {
+        "torch": torch,
+        "nn": nn,
+        "scatterpar": scatterpar,
+        "DataLoader": DataLoader,
+    }
+    names |= {
+        "model": model,
+        "net": copy.deepcopy(model),
+        "criterion": nn.CrossEntropyLoss(),
+    }
     return names | rows | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
 
 
 class Checked(scatterpar.ScatterOnceParallel):
-    """An engine that first compares the gradient of each step with that of plain torch."""
+    """An engine that first compares the gradient of each step with that
+    of plain torch.
+    """
 
     engines: ClassVar = []
     compared = 0

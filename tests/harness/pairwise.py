@@ -6,7 +6,8 @@ import pytest
 
 
 def pairwise(**factors):
-    """Parametrize with a product of which few are run by default, and all with ``-m slow``.
+    """Parametrize with a product of which few are run by default, and all with ``-m
+    slow``.
 
     In those few any two values of two factors meet.
     """
@@ -17,7 +18,9 @@ def pairwise(**factors):
 
 
 def all_pairs(factors):
-    """Combinations of the product, each time the one that has most pairs not met before."""
+    """Combinations of the product, each time the one that has most pairs not met
+    before.
+    """
     product = list(itertools.product(*factors.values()))
     missing = set().union(*map(_pairs, product))
     chosen = []

@@ -11,11 +11,20 @@ CLASSES = ("Trouser", "Bag", "Sandal")
 
 
 def write_folder(
-    folder, train=12, test=4, ending="png", size=(28, 28), classes=CLASSES, held_out="test"
+    folder,
+    train=12,
+    test=4,
+    ending="png",
+    size=(28, 28),
+    classes=CLASSES,
+    held_out="test",
 ):
     """Write train/CLASS and test/CLASS, with so many pictures of each class."""
     data = load()
-    for part, split, number in (("train", data.train, train), (held_out, data.test, test)):
+    for part, split, number in (
+        ("train", data.train, train),
+        (held_out, data.test, test),
+    ):
         for name in classes:
             place = folder / part / name
             place.mkdir(parents=True)
@@ -34,7 +43,11 @@ def truncate(file):
 
 
 def broken_folder(folder):
-    """A data set of JPEG files, the second of which is truncated, and that file's name."""
-    data = open_data(Options(data=str(write_folder(folder, ending="jpg", size=(60, 60)))))
+    """A data set of JPEG files, the second of which is truncated, and
+    that file's name.
+    """
+    data = open_data(
+        Options(data=str(write_folder(folder, ending="jpg", size=(60, 60))))
+    )
     truncate(Path(data.train[1][0]))
     return data, data.train[1][0]

@@ -1,4 +1,6 @@
-"""Ranks for tests: processes that start once, run what they are given, and end by themselves."""
+"""Ranks for tests: processes that start once, run what they are given, and end by
+themselves.
+"""
 
 import contextlib
 import functools
@@ -22,7 +24,8 @@ _ranks = []  # the processes, the ends of their pipes, and the folder of their s
 
 
 def run_on_ranks(size, case, *args):
-    """What ``case(group, *args)`` returns on each of the first ``size`` ranks of all tests.
+    """What ``case(group, *args)`` returns on each of the first ``size`` ranks of all
+    tests.
 
     The ranks are started again if they have ended, as idle ones do.
     """
@@ -33,7 +36,9 @@ def run_on_ranks(size, case, *args):
         pipe.send((size, case, args))
     answers = []
     for rank, pipe in enumerate(pipes):
-        assert pipe.poll(_REPLY_SECONDS), f"rank {rank} said nothing for {_REPLY_SECONDS} s"
+        assert pipe.poll(_REPLY_SECONDS), (
+            f"rank {rank} said nothing for {_REPLY_SECONDS} s"
+        )
         try:
             answers.append(pipe.recv())
         except EOFError:
@@ -61,8 +66,12 @@ def _serve(pipe, rank, store):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=_REPLY_SECONDS / 3)
     file = dist.FileStore(store, SIZE)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=SIZE, timeout=limit)
-    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in (1, 2, SIZE)}
+    dist.init_process_group(
+        "gloo", store=file, rank=rank, world_size=SIZE, timeout=limit
+    )
+    groups = {
+        size: dist.new_group(list(range(size)), timeout=limit) for size in (1, 2, SIZE)
+    }
     while pipe.poll(_IDLE_SECONDS):
         try:
             size, case, args = pipe.recv()
@@ -81,14 +90,28 @@ def failure(call, *args, **kwargs):
     try:
         call(*args, **kwargs)
     except BaseException as error:
-        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
+        return type(error).__name__, "\n".join(
+            [str(error), *getattr(error, "__notes__", ())]
+        )
     return None
 
 
 _COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+    *(
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+    ),
     *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
-    *("monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+    *(
+        "monitored_barrier",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+    ),
     *("isend", "irecv", "recv", "send", "batch_isend_irecv"),
 )
 
@@ -99,7 +122,9 @@ def Counted():
     calls = []
 
     def counted(name, original, *args, **kwargs):
-        tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), torch.empty(0))
+        tensor = next(
+            (arg for arg in args if isinstance(arg, torch.Tensor)), torch.empty(0)
+        )
         calls.append((name, tensor.dtype, tensor.nbytes))
         return original(*args, **kwargs)
 

@@ -1,4 +1,6 @@
-"""Runs of the training tool: what they recorded, and whether two are the same; a model for them."""
+"""Runs of the training tool: what they recorded, and whether two are the same; a model
+for them.
+"""
 
 import contextlib
 import json
@@ -18,7 +20,11 @@ class Small(nn.Module):
     def __init__(self, num_classes):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Flatten(), nn.AvgPool1d(4), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+            nn.Flatten(),
+            nn.AvgPool1d(4),
+            nn.Linear(196, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.2),
         )
         self.head = nn.Linear(8, num_classes)
 
@@ -32,7 +38,9 @@ class Stop(Exception):
 
 @contextlib.contextmanager
 def stop_after(monkeypatch, number):
-    """A run in the body ends once so many steps are recorded, before the next one is."""
+    """A run in the body ends once so many steps are recorded, before the
+    next one is.
+    """
     write = Metrics.write
 
     def stopping(self, kind, **fields):
@@ -46,10 +54,16 @@ def stop_after(monkeypatch, number):
 
 
 def wait_until(reached, folder):
-    """Wait for as long as files in ``folder`` keep changing: logs, records, checkpoints."""
+    """Wait for as long as files in ``folder`` keep changing: logs, records,
+    checkpoints.
+    """
     seen, heard = None, time.monotonic()
     while not reached():
-        found = [(str(path), path.stat().st_size) for path in folder.rglob("*") if path.is_file()]
+        found = [
+            (str(path), path.stat().st_size)
+            for path in folder.rglob("*")
+            if path.is_file()
+        ]
         if found != seen:
             seen, heard = found, time.monotonic()
         assert time.monotonic() - heard < SILENCE, f"silent for {SILENCE:g} s: {found}"
@@ -70,9 +84,13 @@ def steps(out):
 
 def differences(*both):
     """The places where the final checkpoints of two runs differ by a bit."""
-    ours, theirs = (dict(tree_leaves_with_path(torch.load(o / "checkpoint.pt"))) for o in both)
+    ours, theirs = (
+        dict(tree_leaves_with_path(torch.load(o / "checkpoint.pt"))) for o in both
+    )
     assert ours.keys() == theirs.keys()
-    return [keystr(path) for path, value in ours.items() if not _same(value, theirs[path])]
+    return [
+        keystr(path) for path, value in ours.items() if not _same(value, theirs[path])
+    ]
 
 
 def _same(one, other):
@@ -80,9 +98,13 @@ def _same(one, other):
 
 
 def assert_same_run(whole, parts, number):
-    """So many steps, each recorded once, with the same bits as in a run that nobody stopped."""
+    """So many steps, each recorded once, with the same bits as in a run that nobody
+    stopped.
+    """
     fields = "step", "epoch", "images", "learning_rate", "loss"
-    made = [[[r[field] for field in fields] for r in steps(out)] for out in (whole, parts)]
+    made = [
+        [[r[field] for field in fields] for r in steps(out)] for out in (whole, parts)
+    ]
     assert made[0] == made[1]
     assert len(made[0]) == number
     assert differences(whole, parts) == []

@@ -1,4 +1,6 @@
-"""Models of the transformers library, tiny, without dropout and without weights to download."""
+"""Models of the transformers library, tiny, without dropout and without weights to
+download.
+"""
 
 import pytest
 import torch
@@ -10,8 +12,16 @@ ROWS = 6
 _NAMES = [
     (50, "vocab_size"),
     (16, "hidden_size n_embd d_model dim embedding_size emb_dim"),
-    (2, "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers"),
-    (2, "decoder_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads"),
+    (
+        2,
+        "num_hidden_layers n_layer n_layers num_layers num_decoder_layers "
+        "encoder_layers",
+    ),
+    (
+        2,
+        "decoder_layers num_attention_heads n_head n_heads num_heads "
+        "encoder_attention_heads",
+    ),
     (2, "decoder_attention_heads num_key_value_heads"),
     (8, "head_dim d_kv"),
     (4, "rotary_dim"),
@@ -26,7 +36,11 @@ _NAMES = [
     # mixtures of experts
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
     (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
-    (12, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
+    (
+        12,
+        "moe_intermediate_size shared_expert_intermediate_size "
+        "shared_intermediate_size",
+    ),
     (1, "first_k_dense_replace n_group topk_group"),
     (8, "kv_lora_rank q_lora_rank v_head_dim"),
     (4, "qk_rope_head_dim qk_nope_head_dim"),
@@ -37,12 +51,16 @@ _NAMES = [
     (8, "linear_value_head_dim"),
     (4, "state_size ssm_state_size mamba_d_state chunk_size mamba_chunk_size"),
 ]
-SIZES = {name: size for size, names in _NAMES for name in names.split()} | {"use_cache": False}
+SIZES = {name: size for size, names in _NAMES for name in names.split()} | {
+    "use_cache": False
+}
 OFF = ("drop", "jitter")
 
 
 def tiny_config(name):
-    """The library's configuration with small sizes; skips where the library has no such model."""
+    """The library's configuration with small sizes; skips where the library has no such
+    model.
+    """
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, f"{name}Config", None)
     if kind is None or not hasattr(transformers, f"{name}Model"):
@@ -55,7 +73,8 @@ def tiny_config(name):
     for key, value in vars(config).items():
         if isinstance(value, float) and any(word in key for word in OFF):
             setattr(config, key, 0.0)
-    # The kernel that the library takes for experts, torch's grouped_mm, refuses float64.
+    # The kernel that the library takes for experts, torch's grouped_mm, refuses
+    # float64.
     config._experts_implementation = "eager"
     return config
 

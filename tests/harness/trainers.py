@@ -1,4 +1,6 @@
-"""Trainers for tests: small models of three kinds, their data, and a run of any Trainer."""
+"""Trainers for tests: small models of three kinds, their data, and a run of any
+Trainer.
+"""
 
 import contextlib
 import io
@@ -22,8 +24,17 @@ SAME = 1e-9
 LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 
 
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "hidden_size": 8}
-SMALL |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+SMALL = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "hidden_size": 8,
+}
+SMALL |= {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": 3,
+}
 
 
 def language_model(dropout=0.0):
@@ -72,7 +83,9 @@ def sentences(count):
 
 
 def images(count):
-    return [{"pixel_values": randn(3, 8, 8, seed=i), "labels": i % 3} for i in range(count)]
+    return [
+        {"pixel_values": randn(3, 8, 8, seed=i), "labels": i % 3} for i in range(count)
+    ]
 
 
 def padded(rows, kind="language"):
@@ -99,7 +112,9 @@ def tokenizer(**special):
     """Of the words that are the vocabulary's numbers."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0")
+        tokenizers.models.WordLevel(
+            {str(i): i for i in range(VOCABULARY)}, unk_token="0"
+        )
     )
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
@@ -110,7 +125,10 @@ def tokenizer(**special):
 def parameters(trainer):
     """Those of the model, and of losses that are modules."""
     losses = getattr(trainer, "loss", None)
-    parts = [trainer.model, nn.ModuleDict(losses) if isinstance(losses, dict) else losses]
+    parts = [
+        trainer.model,
+        nn.ModuleDict(losses) if isinstance(losses, dict) else losses,
+    ]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     return {name: p for module in modules for name, p in module.named_parameters()}
 
@@ -148,8 +166,15 @@ QUIET |= {"save_strategy": "no", "max_steps": 3}
 
 
 def arguments(folder, **options):
-    own = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "optim": "adamw_torch"}
-    return transformers.TrainingArguments(output_dir=str(folder), **QUIET | own | options)
+    own = {
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+        "optim": "adamw_torch",
+    }
+    return transformers.TrainingArguments(
+        output_dir=str(folder), **QUIET | own | options
+    )
 
 
 def quietly(call, *args, **kwargs):

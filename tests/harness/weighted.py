@@ -1,4 +1,6 @@
-"""Losses whose terms do not all count alike: ``LOSSES``, and with a batch ``CASES``, by name."""
+"""Losses whose terms do not all count alike: ``LOSSES``, and with a batch ``CASES``, by
+name.
+"""
 
 import torch
 from torch import nn
@@ -27,7 +29,9 @@ def padded(rows):
 
 
 def half_padded(rows):
-    """The first half is ignored: the mean of a share in it is 0 / 0, and its weight zero."""
+    """The first half is ignored: the mean of a share in it is 0 / 0, and its weight
+    zero.
+    """
     targets = classes(rows)
     targets[: (rows + 1) // 2] = -100
     return targets
@@ -42,7 +46,9 @@ def values(rows):
 
 
 class LogSoftmaxNLL(nn.NLLLoss):
-    """``nn.NLLLoss`` wants log-probabilities: take them inside, so that every case eats logits."""
+    """``nn.NLLLoss`` wants log-probabilities: take them inside, so that every case eats
+    logits.
+    """
 
     def forward(self, input, target):
         return super().forward(input.log_softmax(1), target)
@@ -59,7 +65,10 @@ LOSSES = {
     "ignore_index": (_ce(ignore_index=IGNORED), classes),
     "class weights": (_ce(weight=CLASS_WEIGHTS), classes),
     "class weights, padded": (_ce(weight=CLASS_WEIGHTS), padded),
-    "smoothing, class weights": (_ce(label_smoothing=0.2, weight=CLASS_WEIGHTS), classes),
+    "smoothing, class weights": (
+        _ce(label_smoothing=0.2, weight=CLASS_WEIGHTS),
+        classes,
+    ),
     "probabilities": (_ce(), probabilities),
     "a share without labels": (_ce(), half_padded),
     "nll, padded": (LogSoftmaxNLL, padded),
@@ -84,11 +93,15 @@ def masked_mean(output, targets):
 
 def case(name, rows):
     criterion, targets = LOSSES[name]
-    return Case(mlp, (randn(rows, FEATURES), targets(rows)), lambda _: criterion(), accum=3)
+    return Case(
+        mlp, (randn(rows, FEATURES), targets(rows)), lambda _: criterion(), accum=3
+    )
 
 
 def of_many_terms(name, rows=11, length=6):
-    """Targets of shape (rows, length): a row holds several terms, or padding in their place."""
+    """Targets of shape (rows, length): a row holds several terms, or padding in their
+    place.
+    """
     criterion, targets_of = LOSSES[name]
     targets = targets_of(rows * length).unflatten(0, (rows, length))
     if name == "probabilities":
@@ -97,7 +110,14 @@ def of_many_terms(name, rows=11, length=6):
     return Case(token_classifier, batch, lambda _: criterion(), accum=3)
 
 
-TERMS = ["mean", "padded", "class weights", "sum", "smoothing, class weights", "probabilities"]
+TERMS = [
+    "mean",
+    "padded",
+    "class weights",
+    "sum",
+    "smoothing, class weights",
+    "probabilities",
+]
 LENGTHS = randint(6, 13, seed=9) + 1
 MASK = (torch.arange(6) < LENGTHS[:, None]).double()
 
@@ -115,6 +135,8 @@ CASES = {
         token_classifier,
         (randint(11, 13, 6), {"ids": randint(CLASSES, 13, 6, seed=3), "mask": MASK}),
         lambda _: masked_mean,
-        options={"count": lambda given, targets: targets["mask"].sum() + 0 * given.sum()},
+        options={
+            "count": lambda given, targets: targets["mask"].sum() + 0 * given.sum()
+        },
     ),
 }

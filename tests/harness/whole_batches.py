@@ -1,4 +1,6 @@
-"""Criteria that see the outputs of all rows at once, and models of every kind for them."""
+"""Criteria that see the outputs of all rows at once, and models of every
+kind for them.
+"""
 
 from dataclasses import replace
 
@@ -33,7 +35,9 @@ def counted():
 
 
 def normed():
-    return nn.Sequential(nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
+    return nn.Sequential(
+        nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()
+    )
 
 
 class Tempered(nn.Module):
@@ -68,7 +72,11 @@ def everything():
             "constant": torch.ones(len(inputs), 2),
         }
 
-    return Of(forward, linear=nn.Linear(FEATURES, 4), log_scale=nn.Parameter(torch.tensor(0.2)))
+    return Of(
+        forward,
+        linear=nn.Linear(FEATURES, 4),
+        log_scale=nn.Parameter(torch.tensor(0.2)),
+    )
 
 
 def of_everything(outputs, _):
@@ -83,13 +91,17 @@ def of_everything(outputs, _):
 
 
 class Versions:
-    """As timm's JsdCrossEntropy: rows are three versions of pictures, one after another."""
+    """As timm's JsdCrossEntropy: rows are three versions of pictures, one after
+    another.
+    """
 
     num_splits = 3
 
     def __call__(self, output, targets):
         clean, *others = output.chunk(self.num_splits)
-        far = sum((other.softmax(1) - clean.softmax(1)).square().mean() for other in others)
+        far = sum(
+            (other.softmax(1) - clean.softmax(1)).square().mean() for other in others
+        )
         return cross_entropy(clean, targets[: len(clean)]) + far
 
 
@@ -104,14 +116,19 @@ def in_place(outputs, labels):
 
 
 def in_row_order(outputs, targets):
-    """Entries of batches of one size were once joined with each other, first with first."""
+    """Entries of batches of one size were once joined with each other, first with
+    first.
+    """
     rows, (factor,) = targets
     assert [*map(len, rows)] == [*range(1, 12)]
     return (outputs.sum(1) * torch.stack([row.sum() for row in rows]) * factor).sum()
 
 
 ENTRIES, FACTOR = [randn(length + 1) for length in range(11)], torch.tensor(2.0)
-PARTS = [(Rows(few), [Replicated(FACTOR)]) for few in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:])]
+PARTS = [
+    (Rows(few), [Replicated(FACTOR)])
+    for few in (ENTRIES[:4], ENTRIES[4:8], ENTRIES[8:])
+]
 
 
 def of_pairs(make, **more):
@@ -120,9 +137,13 @@ def of_pairs(make, **more):
 
 WHOLE = {
     "outputs of all kinds": Case(everything, ROWS, lambda _: of_everything),
-    "a criterion that writes": Case(linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place),
+    "a criterion that writes": Case(
+        linear, (ROWS[0], torch.arange(19) - 1), lambda _: in_place
+    ),
     "a closure": Case(
-        linear, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.bias.exp(), None)
+        linear,
+        ROWS,
+        lambda model: lambda outputs, _: pairs(outputs * model.bias.exp(), None),
     ),
     "a criterion with parameters and a queue": Case(
         linear, ROWS, lambda _: build(Tempered), accum=3
@@ -136,7 +157,9 @@ WHOLE = {
 }
 for accum in (1, 3):
     WHOLE |= {
-        f"statistics of a whole batch, {accum}": of_pairs(normed, by_share=True, accum=accum),
+        f"statistics of a whole batch, {accum}": of_pairs(
+            normed, by_share=True, accum=accum
+        ),
         f"counters, {accum}": of_pairs(counted, by_share=True, accum=accum),
     }
 CASES = {name: replace(case, only=("whole batch",)) for name, case in WHOLE.items()}

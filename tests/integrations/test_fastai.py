@@ -39,7 +39,9 @@ NEW = partial(ScatterOnce, ["cpu:0", "cpu:1"], accum=2)
 
 
 class Smooth(AvgSmoothLoss):
-    """fastai's own begins with a number in single precision, which it does not mix with others."""
+    """fastai's own begins with a number in single precision, which it does not mix with
+    others.
+    """
 
     def reset(self):
         self.count, self.val = 0, torch.zeros((), dtype=torch.float64)
@@ -49,18 +51,24 @@ class Smooth(AvgSmoothLoss):
         self.val = torch.lerp(learn.loss.detach().double(), self.val, self.beta)
 
 
-def learner(folder, *callbacks, loss_func=None, targets=None, dtype=torch.float64, **options):
+def learner(
+    folder, *callbacks, loss_func=None, targets=None, dtype=torch.float64, **options
+):
     """A small classifier of images of 4 x 4, with its data."""
     images = randn(ROWS, 1, 4, 4).to(dtype)
     targets = randint(CLASSES, ROWS) if targets is None else targets
     rows = [(images[i], targets[i]) for i in range(ROWS)]
     loaders = [DataLoader(rows, bs=12, drop_last=False), DataLoader(rows, bs=9)]
     with seeded(3):
-        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        )
     options = {"cbs": list(callbacks), "path": folder, **options}
     options |= {"metrics": accuracy if targets.ndim == 1 else None}
     loss = loss_func or nn.CrossEntropyLoss()
-    learn = Learner(DataLoaders(*loaders, device="cpu"), model.to(dtype), loss, **options)
+    learn = Learner(
+        DataLoaders(*loaders, device="cpu"), model.to(dtype), loss, **options
+    )
     learn.recorder.smooth_loss = Smooth()
     return learn
 
@@ -72,7 +80,9 @@ def fitted(learn, how=None, epochs=2):
 
 
 def assert_same(ours, stock, tolerance=SAME):
-    for one, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+    for one, other in zip(
+        ours.model.parameters(), stock.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
     for one, other in zip(ours.recorder.values, stock.recorder.values, strict=True):
         assert [*one] == pytest.approx([*other], rel=max(tolerance, 1e-6), nan_ok=True)
@@ -82,7 +92,10 @@ def assert_same(ours, stock, tolerance=SAME):
 
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 SINGLE = {"dtype": torch.float32, "opt_func": SGD, "tolerance": 1e-5}
-SIGMOID = {"loss_func": nn.BCEWithLogitsLoss(), "targets": randn(ROWS, CLASSES).sigmoid()}
+SIGMOID = {
+    "loss_func": nn.BCEWithLogitsLoss(),
+    "targets": randn(ROWS, CLASSES).sigmoid(),
+}
 IGNORED = randint(CLASSES, ROWS)
 IGNORED[3:20:2] = -100
 
@@ -123,15 +136,23 @@ RUNS = {
     "accumulation": {"callbacks": [partial(GradientAccumulation, 24)]},
     "several labels": SIGMOID,
     "ignored labels": {"targets": IGNORED},
-    "count": {"loss_func": halves, "own": {"count": lambda _, targets: (targets[0] > 0).sum()}},
-    "a sum of torch's": {"loss_func": nn.CrossEntropyLoss(reduction="sum"), "opt_func": SGD},
+    "count": {
+        "loss_func": halves,
+        "own": {"count": lambda _, targets: (targets[0] > 0).sum()},
+    },
+    "a sum of torch's": {
+        "loss_func": nn.CrossEntropyLoss(reduction="sum"),
+        "opt_func": SGD,
+    },
     "a sum": {"loss_func": total, "own": {"reduction": "sum"}},
     "discriminative rates": {
         "how": lambda learn: learn.fit_one_cycle(2, slice(1e-3, 1e-1)),
         "splitter": split,
     },
     "frozen": {"how": thaw, "splitter": split},
-    "learning rate finder": {"how": lambda learn: learn.lr_find(num_it=12, show_plot=False)},
+    "learning rate finder": {
+        "how": lambda learn: learn.lr_find(num_it=12, show_plot=False)
+    },
     "bfloat16": SINGLE | {"callbacks": [partial(Bfloat16, "bf16")], "tolerance": 3e-2},
     # fastai's losses are in single precision.
     **{
@@ -182,7 +203,10 @@ def test_what_is_saved_and_exported_is_the_model(tmp_path):
     assert ours.model is model
     assert ours.loss_func is loss_func
     assert "_do_one_batch" not in vars(ours)
-    assert torch.load(tmp_path / "models" / "model.pth").keys() == model.state_dict().keys()
+    assert (
+        torch.load(tmp_path / "models" / "model.pth").keys()
+        == model.state_dict().keys()
+    )
     ours.remove_cb(SaveModelCallback)
     ours.dls.new_empty = lambda: ours.dls  # as those of a DataBlock have
     ours.export("it.pkl")
@@ -207,7 +231,9 @@ def test_an_error_leaves_the_learner_as_it_was(event, tmp_path):
     raises = Raises(event, LookupError("a bug"))
     learn = learner(tmp_path, NEW(), raises)
     model, loss_func = learn.model, learn.loss_func
-    hook = model[1].register_forward_hook(raises.fail if event == "model" else lambda *_: None)
+    hook = model[1].register_forward_hook(
+        raises.fail if event == "model" else lambda *_: None
+    )
     with pytest.raises(LookupError, match="a bug"):
         fitted(learn)
     hook.remove()
@@ -225,9 +251,12 @@ class Doubles(Callback):
 
 
 @pytest.mark.parametrize(
-    ("callback", "words"), [(RNNCallback, "RNNCallback"), (Doubles, r"replaced learn\.pred")]
+    ("callback", "words"),
+    [(RNNCallback, "RNNCallback"), (Doubles, r"replaced learn\.pred")],
 )
-def test_callbacks_that_replicate_or_replace_the_prediction_are_refused(tmp_path, callback, words):
+def test_callbacks_that_replicate_or_replace_the_prediction_are_refused(
+    tmp_path, callback, words
+):
     with pytest.raises(ValueError, match=words):
         fitted(learner(tmp_path, NEW(), callback()))
 

@@ -1,4 +1,6 @@
-"""Lightning's Trainer with ScatterOnceStrategy beside the stock Trainer on one device."""
+"""Lightning's Trainer with ScatterOnceStrategy beside the stock Trainer
+on one device.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
 pytestmark = [
     pytest.mark.loops,
     pytest.mark.draws,
-    pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|isinstance|_check_fn):"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(num_workers|logging interval|isinstance|_check_fn):"
+    ),
     pytest.mark.filterwarnings("ignore::Warning:lightning"),
 ]
 
@@ -48,14 +52,20 @@ class Classifier(pl.LightningModule):
 
     def __init__(self, lr=0.05):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        )
         self.double()
         self.lr = lr
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
-        f1 = {"macro": MulticlassF1Score(CLASSES), "recall": MulticlassAccuracy(CLASSES)}
+        f1 = {
+            "macro": MulticlassF1Score(CLASSES),
+            "recall": MulticlassAccuracy(CLASSES),
+        }
         self.measures = MetricCollection(f1)
         self.auroc = AUROC("multiclass", num_classes=CLASSES)
-        self.many = nn.ModuleList([MeanSquaredError()])  # a metric of means inside of a list
+        # a metric of means inside of a list
+        self.many = nn.ModuleList([MeanSquaredError()])
         self.rows_seen = 0
         self.first = []
         self.ended = []
@@ -70,7 +80,9 @@ class Classifier(pl.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("sized", loss, batch_size=len(x), on_step=False, on_epoch=True)
         self.log("largest", scores.amax(), reduce_fx="max")
-        self.log("smallest", scores.amin(), reduce_fx=torch.min, on_step=False, on_epoch=True)
+        self.log(
+            "smallest", scores.amin(), reduce_fx=torch.min, on_step=False, on_epoch=True
+        )
         right = (scores.argmax(1) == y).sum().double()
         self.log_dict({"right": right, "rows": len(x)}, reduce_fx="sum", on_epoch=True)
         self.accuracy(scores, y)
@@ -81,10 +93,17 @@ class Classifier(pl.LightningModule):
         self.log("error", self.many[0], on_step=True, on_epoch=True)
         self.rows_seen += len(x)
         self.first.extend(x[:, 0].tolist())
-        return {"loss": loss, "scores": scores, "mean": scores.mean(), "batch_idx": batch_idx}
+        return {
+            "loss": loss,
+            "scores": scores,
+            "mean": scores.mean(),
+            "batch_idx": batch_idx,
+        }
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.ended.append({name: torch.as_tensor(v).detach() for name, v in outputs.items()})
+        self.ended.append(
+            {name: torch.as_tensor(v).detach() for name, v in outputs.items()}
+        )
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -101,11 +120,16 @@ class Classifier(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), self.lr)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
 
 
 def loader(batch_size=12, rows=ROWS):
-    return DataLoader(TensorDataset(randn(rows, FEATURES), randint(CLASSES, rows)), batch_size)
+    return DataLoader(
+        TensorDataset(randn(rows, FEATURES), randint(CLASSES, rows)), batch_size
+    )
 
 
 def made(kind=Classifier, **options):
@@ -115,7 +139,12 @@ def made(kind=Classifier, **options):
 
 def trainer(strategy=None, **options):
     """A Trainer with ``strategy``, or the stock one on one device."""
-    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "log_every_n_steps": 1}
+    plain = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+    }
     plain |= {"logger": mock.Mock(spec=Logger), "enable_checkpointing": False}
     plain |= {"enable_progress_bar": False, "enable_model_summary": False}
     own = {} if strategy is None else {"strategy": strategy}
@@ -136,7 +165,9 @@ def assert_same(ours, stock, tolerance=SAME):
     ours, stock = ours.state_dict(), stock.state_dict()
     assert ours.keys() == stock.keys()
     for name, one in ours.items():
-        torch.testing.assert_close(one, stock[name], rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            one, stock[name], rtol=tolerance, atol=tolerance, msg=name
+        )
 
 
 def assert_logged(ours, stock, tolerance=1e-6):
@@ -164,24 +195,36 @@ def kept(self, batch, batch_idx):
 
 RUNS = {
     "plain": {},
-    "accum auto": {"strategy": {"accum": "auto"}},  # memory suffices for one sub-step per replica
-    "a sum": {"kind": with_own(training_step=summed), "strategy": {"accum": 3, "reduction": "sum"}},
+    # memory suffices for one sub-step per replica
+    "accum auto": {"strategy": {"accum": "auto"}},
+    "a sum": {
+        "kind": with_own(training_step=summed),
+        "strategy": {"accum": 3, "reduction": "sum"},
+    },
     "clipping": {"gradient_clip_val": 0.05},
-    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "clipping by value": {
+        "gradient_clip_val": 0.01,
+        "gradient_clip_algorithm": "value",
+    },
     "accumulation": {"accumulate_grad_batches": 3},
     "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "overfit_batches": 2},
     "averages": {"callback": partial(EMAWeightAveraging, decay=0.5)},
     "stochastic averages": {
         "callback": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
     },
-    "stopping": {"callback": partial(EarlyStopping, "val_loss", mode="max", patience=1)},
+    "stopping": {
+        "callback": partial(EarlyStopping, "val_loss", mode="max", patience=1)
+    },
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_one_device(name, devices):
     options = dict(RUNS[name])
-    kind, how = options.pop("kind", Classifier), {"accum": 2} | options.pop("strategy", {})
+    kind, how = (
+        options.pop("kind", Classifier),
+        {"accum": 2} | options.pop("strategy", {}),
+    )
     ours, own = fitted(ScatterOnceStrategy(devices(2), **how), made(kind), **options)
     stock, one = fitted(None, made(kind), **options)
     assert own.world_size == 1
@@ -209,7 +252,10 @@ def test_validation_test_and_prediction_run_on_all_replicas(devices):
         results += own.test(module, loader(), verbose=False)
         return results, own.predict(module, loader())
 
-    (ours, predicted), (stock, expected) = run(ScatterOnceStrategy(devices(2), 2)), run()
+    (ours, predicted), (stock, expected) = (
+        run(ScatterOnceStrategy(devices(2), 2)),
+        run(),
+    )
     assert [*map(sorted, ours)] == [*map(sorted, stock)]
     for one, other in zip(ours, stock, strict=True):
         assert one == pytest.approx(other, rel=1e-6)
@@ -226,7 +272,9 @@ def test_a_run_goes_on_with_the_other(ours_first, tmp_path):
     _, own = fitted(strategy(ours_first), max_epochs=1)
     own.save_checkpoint(tmp_path / "it.ckpt")
     module, own = made(), trainer(strategy(not ours_first))
-    own.fit(module, loader(), loader(9), ckpt_path=tmp_path / "it.ckpt", weights_only=False)
+    own.fit(
+        module, loader(), loader(9), ckpt_path=tmp_path / "it.ckpt", weights_only=False
+    )
     assert own.current_epoch == 2
     assert_same(module, stock)
 
@@ -234,7 +282,9 @@ def test_a_run_goes_on_with_the_other(ours_first, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(precision, devices):
     scales = []
-    single = with_own(on_after_batch_transfer=lambda self, rows, _: (rows[0].float(), rows[1]))
+    single = with_own(
+        on_after_batch_transfer=lambda self, rows, _: (rows[0].float(), rows[1])
+    )
 
     def run(strategy):
         half = precision == "16-mixed"
@@ -252,10 +302,15 @@ def test_mixed_precision(precision, devices):
 def test_the_learning_rate_finder():
     def run(strategy):
         own, module = trainer(strategy), made()
-        found = Tuner(own).lr_find(module, loader(), num_training=12, early_stop_threshold=None)
+        found = Tuner(own).lr_find(
+            module, loader(), num_training=12, early_stop_threshold=None
+        )
         return found.results["loss"], found.suggestion(skip_begin=0, skip_end=0)
 
-    (ours, rate), (stock, expected) = run(ScatterOnceStrategy(["cpu"] * 2, 2)), run(None)
+    (ours, rate), (stock, expected) = (
+        run(ScatterOnceStrategy(["cpu"] * 2, 2)),
+        run(None),
+    )
     assert ours == pytest.approx(stock, rel=1e-5)
     assert rate == pytest.approx(expected)
 
@@ -268,7 +323,9 @@ def test_compiled_modules():
 
 
 class Tokens(Classifier):
-    """A mean over labels, some of which are ignored; a dict of rows, some of them texts."""
+    """A mean over labels, some of which are ignored; a dict of rows, some of them
+    texts.
+    """
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return {**batch, "x": 2 * batch["x"]}
@@ -333,7 +390,11 @@ class Correlates(Classifier):
     ("kind", "options", "words"),
     [
         (with_own(automatic_optimization=False), {}, "manual optimization"),
-        (with_own(training_step=lambda self, dataloader_iter: None), {}, "dataloader_iter"),
+        (
+            with_own(training_step=lambda self, dataloader_iter: None),
+            {},
+            "dataloader_iter",
+        ),
         (
             with_own(training_step=lambda self, batch, batch_idx: None),
             {},
@@ -361,11 +422,15 @@ class Normalised(Classifier):
 
 def test_batch_normalisation_is_told_once(recwarn):
     fitted(ScatterOnceStrategy(["cpu"] * 2), made(Normalised))
-    told = [str(one.message) for one in recwarn if "batch normalisation" in str(one.message)]
+    told = [
+        str(one.message) for one in recwarn if "batch normalisation" in str(one.message)
+    ]
     assert len(told) == 1
     assert 'buffers="batch"' in told[0]
     recwarn.clear()
-    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, buffers="batch"), made(Normalised))
+    ours, _ = fitted(
+        ScatterOnceStrategy(["cpu"] * 2, buffers="batch"), made(Normalised)
+    )
     assert not [one for one in recwarn if "batch normalisation" in str(one.message)]
     assert ours.net[1].num_batches_tracked == 8  # once a step
 
@@ -373,5 +438,7 @@ def test_batch_normalisation_is_told_once(recwarn):
 def test_the_page(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the Trainer writes checkpoints there
     (snippet,) = blocks(read("docs/lightning.md"), "python")
-    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False))
+    monkeypatch.setattr(
+        pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False)
+    )
     exec(snippet, {"module": made(), "loader": loader()})

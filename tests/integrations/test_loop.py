@@ -24,7 +24,8 @@ def test_a_list_with_an_entry_per_row_is_marked(entries):
 @pytest.mark.parametrize(
     "batch",
     [
-        [torch.zeros(2, 5), torch.zeros(2)],  # a loader's batch of two rows has two columns
+        # a loader's batch of two rows has two columns
+        [torch.zeros(2, 5), torch.zeros(2)],
         [torch.zeros(2, 5), ["a", "b"]],
         [{"x": torch.zeros(2)}, {"x": torch.zeros(2)}],  # two views
         [["a", "b"], ["c", "d"]],

@@ -1,4 +1,6 @@
-"""sentence-transformers' trainers, beside the stock ones on one device with the rows of a step."""
+"""sentence-transformers' trainers, beside the stock ones on one device with the rows of
+a step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from harness.trainers import (
 )
 from torch import nn
 
-pytest.importorskip("sentence_transformers", reason="pip install '.[sentence-transformers]'")
+pytest.importorskip(
+    "sentence_transformers", reason="pip install '.[sentence-transformers]'"
+)
 datasets = pytest.importorskip("datasets")
 
 import sentence_transformers as st  # noqa: E402
@@ -68,7 +72,9 @@ def saved(tmp_path_factory):
 
 def encoder(saved):
     with seeded():
-        return SentenceTransformer(modules=[Transformer(saved), Pooling(8)], device="cpu").double()
+        return SentenceTransformer(
+            modules=[Transformer(saved), Pooling(8)], device="cpu"
+        ).double()
 
 
 def scorer(saved, **options):
@@ -114,7 +120,10 @@ LOSSES = {
         PAIRS,
     ),
     "GIST": (lambda m: losses.GISTEmbedLoss(m, moved(copy.deepcopy(m))), PAIRS),
-    "MegaBatchMargin": (lambda m: losses.MegaBatchMarginLoss(m, mini_batch_size=4), PAIRS),
+    "MegaBatchMargin": (
+        lambda m: losses.MegaBatchMarginLoss(m, mini_batch_size=4),
+        PAIRS,
+    ),
     "BatchAllTriplet": (losses.BatchAllTripletLoss, CLASSES),
     "BatchHardTriplet": (losses.BatchHardTripletLoss, CLASSES),
     "OnlineContrastive": (losses.OnlineContrastiveLoss, BINARY),
@@ -130,12 +139,21 @@ LOSSES = {
 }
 
 
-def trained(cls, saved, folder, loss, rows, *, size, k=1, model=encoder, options=None, **extra):
+def trained(
+    cls, saved, folder, loss, rows, *, size, k=1, model=encoder, options=None, **extra
+):
     model = model(saved)
-    how = {"learning_rate": 0.1, "optim": "sgd"}  # Adam makes large steps of what is only rounding
+    # Adam makes large steps of what is only rounding
+    how = {"learning_rate": 0.1, "optim": "sgd"}
     how |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": k}
-    args = cls.training_args_class(output_dir=str(folder), **QUIET, **how, **(options or {}))
-    made = loss(model) if callable(loss) else {name: one(model) for name, one in loss.items()}
+    args = cls.training_args_class(
+        output_dir=str(folder), **QUIET, **how, **(options or {})
+    )
+    made = (
+        loss(model)
+        if callable(loss)
+        else {name: one(model) for name, one in loss.items()}
+    )
     with seeded():
         random.seed(0)
         trainer = cls(model=model, args=args, train_dataset=rows, loss=made, **extra)
@@ -155,10 +173,20 @@ LISTS = lambda: datasets.Dataset.from_dict(  # noqa: E731
 PAIR_LOSSES = {
     "BCE": (pair_losses.BinaryCrossEntropyLoss, BINARY),
     "MSE": (pair_losses.MSELoss, SCORED),
-    "MarginMSE": (pair_losses.MarginMSELoss, lambda: data(*"qpn", label=lambda i: i / 10)),
-    "MNRL": (lambda m: pair_losses.MultipleNegativesRankingLoss(m, num_negatives=2), TRIPLES),
+    "MarginMSE": (
+        pair_losses.MarginMSELoss,
+        lambda: data(*"qpn", label=lambda i: i / 10),
+    ),
+    "MNRL": (
+        lambda m: pair_losses.MultipleNegativesRankingLoss(m, num_negatives=2),
+        TRIPLES,
+    ),
     "CachedMNRL": (
-        partial(pair_losses.CachedMultipleNegativesRankingLoss, num_negatives=2, mini_batch_size=5),
+        partial(
+            pair_losses.CachedMultipleNegativesRankingLoss,
+            num_negatives=2,
+            mini_batch_size=5,
+        ),
         PAIRS,
     ),
     "Lambda": (pair_losses.LambdaLoss, LISTS),
@@ -223,10 +251,14 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_sees_all_rows_of_a_step(saved, tmp_path, name):
-    """Ours is the stock one, it moves the parameters, and both layouts give the same bits."""
+    """Ours is the stock one, it moves the parameters, and both layouts give the same
+    bits.
+    """
     loss, rows, options = RUNS[name]
     mine, stock = both(saved, tmp_path, loss, rows, **options)
-    assert_same_run(mine, stock, 1e-6 if name.startswith("scores") else SAME, logged=1e-4)
+    assert_same_run(
+        mine, stock, 1e-6 if name.startswith("scores") else SAME, logged=1e-4
+    )
     shared = ours(saved, tmp_path, loss, rows, layout="shared", **options)
     assert_same_bits(mine.model, shared.model)
     start = dict(options.get("model", encoder)(saved).named_parameters())
@@ -236,8 +268,12 @@ def test_a_run_sees_all_rows_of_a_step(saved, tmp_path, name):
 def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):
     extra = {"device_ids": LAYOUTS["virtual"], "whole_batch": False}
     rows = data("anchor", "positive", count=24)
-    mine = trained(ScatterOnceTrainer, saved, tmp_path, MNRL, rows, size=3, k=2, **extra)
-    stock = trained(st.SentenceTransformerTrainer, saved, tmp_path, MNRL, rows, size=3, k=4)
+    mine = trained(
+        ScatterOnceTrainer, saved, tmp_path, MNRL, rows, size=3, k=2, **extra
+    )
+    stock = trained(
+        st.SentenceTransformerTrainer, saved, tmp_path, MNRL, rows, size=3, k=4
+    )
     assert_same_run(mine, stock, logged=1e-4)
 
 
@@ -249,7 +285,9 @@ def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
             measured.append(float(model.encode(["1 2", "3"]).sum()))
             return {"measured": measured[-1]}
 
-    trainers = both(saved, tmp_path, MNRL, PAIRS, eval_dataset=PAIRS(), evaluator=Measures())
+    trainers = both(
+        saved, tmp_path, MNRL, PAIRS, eval_dataset=PAIRS(), evaluator=Measures()
+    )
     for trainer in trainers:
         trainer.args.per_device_eval_batch_size = 8
     mine, stock = (quietly(trainer.evaluate) for trainer in trainers)
@@ -257,14 +295,18 @@ def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
     assert measured[0] == pytest.approx(measured[1], rel=1e-6)
     trainers[0].save_model(str(tmp_path / "saved"))
     again = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
-    assert float(again.encode(["1 2", "3"]).sum()) == pytest.approx(measured[0], rel=1e-5)
+    assert float(again.encode(["1 2", "3"]).sum()) == pytest.approx(
+        measured[0], rel=1e-5
+    )
 
 
 def another(model):
     """A loss with a model of its own."""
 
     def loss(m, features, labels):
-        return sum(m.own(column)["sentence_embedding"].square().mean() for column in features)
+        return sum(
+            m.own(column)["sentence_embedding"].square().mean() for column in features
+        )
 
     return Of(loss, own=copy.deepcopy(model))
 
@@ -284,11 +326,16 @@ NEED_MORE = {
     "ContrastiveTensionLossInBatchNegatives": losses.ContrastiveTensionLossInBatchNegatives,
     "Matryoshka2dLoss": lambda m: losses.Matryoshka2dLoss(m, MNRL(m), [8, 4]),
     # Its own asks a hub.
-    "DenoisingAutoEncoderLoss": type("DenoisingAutoEncoderLoss", (losses.ContrastiveLoss,), {}),
+    "DenoisingAutoEncoderLoss": type(
+        "DenoisingAutoEncoderLoss", (losses.ContrastiveLoss,), {}
+    ),
 }
 ANOTHER = "needs a loss that calls the model which is trained.*pass whole_batch=False"
 REFUSED = [
-    *((loss, f"does not go together with {n}: it needs more of") for n, loss in NEED_MORE.items()),
+    *(
+        (loss, f"does not go together with {n}: it needs more of")
+        for n, loss in NEED_MORE.items()
+    ),
     (another, ANOTHER),
     (of_tokens, "asks for 'token_embeddings' of the model's outputs"),
 ]
@@ -297,7 +344,15 @@ REFUSED = [
 @pytest.mark.parametrize(("loss", "words"), REFUSED)
 def test_refused_by_name(saved, tmp_path, loss, words):
     with pytest.raises(ValueError, match=words):
-        trained(ScatterOnceTrainer, saved, tmp_path, loss, PAIRS(), size=3, device_ids=["cpu"] * 2)
+        trained(
+            ScatterOnceTrainer,
+            saved,
+            tmp_path,
+            loss,
+            PAIRS(),
+            size=3,
+            device_ids=["cpu"] * 2,
+        )
 
 
 def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
@@ -308,12 +363,18 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
             return super().forward(columns, labels[torch.tensor(order)], **options)
 
     how = {"size": 8, "model": scorer, "device_ids": LAYOUTS["shared"]}
-    with pytest.raises(ValueError, match="asked for the scores of other pairs the second time"):
-        trained(ScatterOnceCrossEncoderTrainer, saved, tmp_path, Shuffles, BINARY(), **how)
+    with pytest.raises(
+        ValueError, match="asked for the scores of other pairs the second time"
+    ):
+        trained(
+            ScatterOnceCrossEncoderTrainer, saved, tmp_path, Shuffles, BINARY(), **how
+        )
 
 
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
     script = example("embeddings")
-    monkeypatch.setattr("sys.argv", ["embeddings.py", "--tiny", "--output", str(tmp_path)])
+    monkeypatch.setattr(
+        "sys.argv", ["embeddings.py", "--tiny", "--output", str(tmp_path)]
+    )
     quietly(script.main)
     assert any(tmp_path.glob("*.json"))

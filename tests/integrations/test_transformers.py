@@ -1,4 +1,6 @@
-"""ScatterOnceTrainer beside the stock Trainer on one device, with the same total batch."""
+"""ScatterOnceTrainer beside the stock Trainer on one device, with the
+same total batch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def build(cls, folder, case, model=None, extra=None, **options):
     """A trainer of a case; ``extra`` beside the arguments' ``options``."""
     factory, data, collate = case
     args = arguments(folder, remove_unused_columns=False, **options)
-    given = {"data_collator": collate, "train_dataset": data(ROWS), "eval_dataset": data(7)}
+    given = {
+        "data_collator": collate,
+        "train_dataset": data(ROWS),
+        "eval_dataset": data(7),
+    }
     return cls(factory() if model is None else model, args, **given, **(extra or {}))
 
 
@@ -84,10 +90,12 @@ def beside(
     extra=None,
     **options,
 ):
-    """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows.
+    """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12
+    rows.
 
-    ``each``: further options of the one and of the other; ``extra``: of both, beside the arguments.
-    The 7 rows of an evaluation come in batches of 4: the last one counts with its rows.
+    ``each``: further options of the one and of the other; ``extra``: of both, beside
+    the arguments. The 7 rows of an evaluation come in batches of 4: the last one counts
+    with its rows.
     """
     model = case[0]() if model is None else model
     evaluated = [{"per_device_eval_batch_size": rows} for rows in (2, 4)]
@@ -129,7 +137,9 @@ class Streams(torch.utils.data.IterableDataset):
 
 
 class Loads:
-    """Loaders of its own, which follow the arguments: rows of a step, and of all replicas."""
+    """Loaders of its own, which follow the arguments: rows of a step, and of all
+    replicas.
+    """
 
     def loader(self, data, size):
         how = {"batch_size": size, "collate_fn": self.data_collator}
@@ -164,8 +174,12 @@ class IgnoresItems(nn.Module):
             self.words = nn.Embedding(31, 4).double()
         self.combine = combine
 
-    def forward(self, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs):
-        losses = self.words(input_ids).square().sum(-1)[..., 1:][labels[..., 1:] != -100]
+    def forward(
+        self, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
+    ):
+        losses = (
+            self.words(input_ids).square().sum(-1)[..., 1:][labels[..., 1:] != -100]
+        )
         return {"loss": self.combine(losses, num_items_in_batch), "logits": losses}
 
 
@@ -187,10 +201,16 @@ def unlabelled(rows):
 
 def clip(kind):
     text = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8}
-    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    text |= {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
     image = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     image |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=image)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=image
+    )
     with seeded():
         return getattr(transformers, f"{kind}Model")(config).double()
 
@@ -227,7 +247,9 @@ RUNS = {
     "sgd": {"optim": "sgd", "lr_scheduler_type": "cosine"},
     "empty cache": {"torch_empty_cache_steps": 1},  # it ended the first step on the CPU
     "workers": {"dataloader_num_workers": 1, "devices": LAYOUTS["shared"]},
-    "iterable": {"prepare": lambda trainer: setattr(trainer, "train_dataset", Streams())},
+    "iterable": {
+        "prepare": lambda trainer: setattr(trainer, "train_dataset", Streams())
+    },
     "compute_loss_func": {"extra": {"compute_loss_func": total}},
     "training_step": {"case": CLASSIFIER, "classes": with_and_without(Steps)},
     "loaders of its own": {"case": CLASSIFIER, "classes": with_and_without(Loads)},
@@ -237,9 +259,14 @@ RUNS = {
     "an auxiliary mean": shifting(
         lambda losses, items: losses.sum() / items + 0.1 * losses.sqrt().mean()
     ),
-    # The loss of such a row is NaN, which once hid that those of both rows combine by the rest.
+    # The loss of such a row is NaN, which once hid that those of both rows combine by
+    # the rest.
     "a row of which nothing counts": {
-        "case": (partial(IgnoresItems, lambda losses, items: losses.mean()), single_words, padded),
+        "case": (
+            partial(IgnoresItems, lambda losses, items: losses.mean()),
+            single_words,
+            padded,
+        ),
         "own": (3,),
         "whole": (6,),
     },
@@ -263,12 +290,16 @@ def test_a_run_is_that_of_one_device(tmp_path, recwarn, name):
 def unequal(count):
     """Sentences of one to eight words."""
     rows = sentences(count)
-    return [row | {"input_ids": row["input_ids"][: 1 + row["number"] % 8]} for row in rows]
+    return [
+        row | {"input_ids": row["input_ids"][: 1 + row["number"] % 8]} for row in rows
+    ]
 
 
 @pytest.mark.parametrize("case", [*[*CASES][:2], "token classifier"])
 def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
-    """Cut by length, and collated by themselves: parameters and logs are the stock Trainer's."""
+    """Cut by length, and collated by themselves: parameters and logs are the stock
+    Trainer's.
+    """
     padded = []
 
     def collate(rows):
@@ -276,7 +307,10 @@ def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
         return CASES[case][2](rows)
 
     cut = partial(ScatterOnceTrainer, micro_batch_cost=20)
-    how = {"classes": (cut, transformers.Trainer), "prepare": lambda trainer: padded.append([])}
+    how = {
+        "classes": (cut, transformers.Trainer),
+        "prepare": lambda trainer: padded.append([]),
+    }
     how["include_num_input_tokens_seen"] = "non_padding"
     mine, theirs = beside(tmp_path, (CASES[case][0], unequal, collate), **how)
     assert_same_run(mine, theirs)
@@ -290,9 +324,13 @@ def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
 def test_rows_without_a_length_cannot_be_cut_by_cost(tmp_path):
     case = CLASSIFIER[0], lambda count: [{"text": "a"}] * count, padded
     trainer = build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 9})
-    with pytest.raises(ValueError, match="length of each row's 'input_ids', the model's main"):
+    with pytest.raises(
+        ValueError, match="length of each row's 'input_ids', the model's main"
+    ):
         quietly(trainer.train)
-    with pytest.raises(ValueError, match="micro_batch_cost must be positive and finite, got 0"):
+    with pytest.raises(
+        ValueError, match="micro_batch_cost must be positive and finite, got 0"
+    ):
         build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 0})
 
 
@@ -303,14 +341,25 @@ def accuracy(prediction):
 
 def test_epochs_metrics_and_predictions(tmp_path):
     """With windows that are full: stock Trainers add up the others' means."""
-    case = language_model, lambda count: sentences({ROWS: 12, 7: 8}.get(count, count)), padded
-    how = {"whole": (6, 2), "num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"}
+    case = (
+        language_model,
+        lambda count: sentences({ROWS: 12, 7: 8}.get(count, count)),
+        padded,
+    )
+    how = {
+        "whole": (6, 2),
+        "num_train_epochs": 2,
+        "max_steps": -1,
+        "eval_strategy": "epoch",
+    }
     trainers = beside(tmp_path, case, extra={"compute_metrics": accuracy}, **how)
     assert_same_run(*trainers)
     assert any("eval_accuracy" in log for log in trainers[0].state.log_history)
     predictions = [quietly(trainer.predict, sentences(7)) for trainer in trainers]
     assert torch.equal(*(torch.tensor(p.label_ids) for p in predictions))
-    assert_close(*(torch.tensor(p.predictions) for p in predictions), "predictions", SAME)
+    assert_close(
+        *(torch.tensor(p.predictions) for p in predictions), "predictions", SAME
+    )
 
 
 def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
@@ -325,7 +374,9 @@ def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
 
 def test_bf16_autocast(tmp_path):
     """In the workers as in the caller: half precision's own rounding apart."""
-    trainers = beside(tmp_path, CLASSIFIER, model=sequence_classifier().float(), bf16=True)
+    trainers = beside(
+        tmp_path, CLASSIFIER, model=sequence_classifier().float(), bf16=True
+    )
     logs = [trainer.state.log_history for trainer in trainers]
     losses = [[log["loss"] for log in log if "loss" in log] for log in logs]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
@@ -345,7 +396,9 @@ def test_torch_compile_compiles_the_replicas(tmp_path):
 
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**127])
 def test_the_scaler_of_fp16(tmp_path, scale):
-    """Gradients come out scaled and are unscaled before they are clipped; overflow skips a step."""
+    """Gradients come out scaled and are unscaled before they are clipped; overflow
+    skips a step.
+    """
     model = sequence_classifier().float()
     with torch.no_grad():
         model.classifier.weight.mul_(1e3)  # gradients that overflow at the larger scale
@@ -377,12 +430,18 @@ class Outside(nn.Module):
 
 
 class Ranks(nn.Embedding):
-    """In-batch negatives are nearer to a sum: 12.5 was logged where the batches had 4.5 each."""
+    """In-batch negatives are nearer to a sum: 12.5 was logged where the batches had 4.5
+    each.
+    """
 
     def forward(self, input_ids, attention_mask):
         rows = (super().forward(input_ids) * attention_mask[..., None]).sum(1)
         negatives = torch.cat([rows.roll(1, 0), rows.roll(2, 1)]).detach()
-        return {"loss": nn.functional.cross_entropy(rows @ negatives.T, torch.arange(len(rows)))}
+        return {
+            "loss": nn.functional.cross_entropy(
+                rows @ negatives.T, torch.arange(len(rows))
+            )
+        }
 
 
 def starts(count):
@@ -393,10 +452,17 @@ def starts(count):
     ("make", "rows", "collate", "words"),
     [
         (Outside, starts, None, r"do not combine.*NaN for a single"),
-        (partial(Ranks, VOCABULARY, 4), sentences, unlabelled, "Trainer here: the losses of bat"),
+        (
+            partial(Ranks, VOCABULARY, 4),
+            sentences,
+            unlabelled,
+            "Trainer here: the losses of bat",
+        ),
     ],
 )
-def test_losses_that_do_not_combine_are_refused_each_time(tmp_path, make, rows, collate, words):
+def test_losses_that_do_not_combine_are_refused_each_time(
+    tmp_path, make, rows, collate, words
+):
     trainer = ours(tmp_path, (partial(oracle.build, make), rows, collate), **sizes(4))
     before = copy.deepcopy(trainer.model)
     for _ in range(2):
@@ -406,7 +472,9 @@ def test_losses_that_do_not_combine_are_refused_each_time(tmp_path, make, rows, 
 
 
 class Distills:
-    """Reaches its modules by attributes, counts on itself, and stores what it measures."""
+    """Reaches its modules by attributes, counts on itself, and stores
+    what it measures.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -414,7 +482,9 @@ class Distills:
         self.teachers = {"one": Of(judged, scale=scale)}
         self.tokens_seen = 0
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
         labels = inputs.pop("labels")
         self.tokens_seen += int(inputs["attention_mask"].sum())
         outputs = self.model(**inputs)
@@ -432,7 +502,9 @@ def judged(teacher, mask):
 
 @pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
 def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices):
-    """It reached the Trainer's own: another device's at once, and one module in two threads."""
+    """It reached the Trainer's own: another device's at once, and one module in two
+    threads.
+    """
 
     def train(trainer):
         mine = isinstance(trainer, ScatterOnceMixin) and devices[1] != "cpu"
@@ -448,7 +520,9 @@ def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices
 
 
 def test_batches_that_do_not_show_how_losses_combine_are_weighted_by_labels(tmp_path):
-    """No two batches of one row can be computed together, and the model ignores the items."""
+    """No two batches of one row can be computed together, and the model ignores the
+    items.
+    """
     model = IgnoresItems(lambda losses, items: losses.mean())
     model.loss_type = "ForCausalLM"
     with pytest.warns(UserWarning, match="do not show how the losses"):
@@ -461,7 +535,9 @@ def test_batches_that_do_not_show_how_losses_combine_are_weighted_by_labels(tmp_
 def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     """Three steps of the one, and one of the other, are four: saved within an epoch."""
     one = partial(ours, tmp_path, LANGUAGE, sharded=sharded, max_steps=4, **sizes(3, 2))
-    other = partial(build, transformers.Trainer, tmp_path, LANGUAGE, max_steps=4, **sizes(6, 2))
+    other = partial(
+        build, transformers.Trainer, tmp_path, LANGUAGE, max_steps=4, **sizes(6, 2)
+    )
     first, second = (other, one) if swapped else (one, other)
     quietly(first(save_strategy="steps", save_steps=3).train)
     resumed = second()
@@ -478,7 +554,9 @@ def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
 @pytest.mark.parametrize("given", [False, True])
 def test_a_sharded_optimizer_trains_again(tmp_path, given):
     options = {**sizes(3), "max_steps": 2, "max_grad_norm": 0.1}
-    trainers = [ours(tmp_path, LANGUAGE, sharded=flag, **options) for flag in (True, False)]
+    trainers = [
+        ours(tmp_path, LANGUAGE, sharded=flag, **options) for flag in (True, False)
+    ]
     for trainer in trainers:
         if given:
             trainer.optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
@@ -516,7 +594,9 @@ DETECTS = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a w
         (DETECTS, "loss_type", "ForObjectDetection"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch, words, name, value):
+def test_what_does_not_go_together_is_refused_by_name(
+    tmp_path, monkeypatch, words, name, value
+):
     args, model = arguments(tmp_path), language_model()
     holder = model if name in ("hf_device_map", "loss_type") else args
     computed = name in ("world_size", "device")

@@ -1,4 +1,6 @@
-"""TRL's trainers below the mixin, beside the stock ones, which compute in float32 in places."""
+"""TRL's trainers below the mixin, beside the stock ones, which compute in float32 in
+places.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ COMMON |= {"activation_checkpointing": False}
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # a thread
+    # a thread
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
 
 
 def tokens():
@@ -78,13 +81,20 @@ def scorer():
 LORA = lambda: adapted(language_model())  # noqa: E731
 CASES = {
     "SFT": ({}, language_model),
-    "SFT packed": ({"packing": True, "max_length": 12, "packing_strategy": "bfd"}, language_model),
+    "SFT packed": (
+        {"packing": True, "max_length": 12, "packing_strategy": "bfd"},
+        language_model,
+    ),
     "DPO": ({}, language_model),
     "DPO LoRA": ({}, LORA),
     "DPO LoRA recomputed": ({"activation_checkpointing": True}, LORA),
     "DPO ipo": ({"loss_type": ["ipo", "hinge"]}, language_model),
     "DPO exo": (
-        {"loss_type": "exo_pair", "label_smoothing": 0.1, "precompute_ref_log_probs": True},
+        {
+            "loss_type": "exo_pair",
+            "label_smoothing": 0.1,
+            "precompute_ref_log_probs": True,
+        },
         language_model,
     ),
     "Reward": ({"center_rewards_coefficient": 0.1}, scorer),
@@ -118,7 +128,11 @@ def build(name, folder, devices, **changes):
     if name in ("DPO", "DPO ipo", "KTO"):
         extra["ref_model"] = moved(language_model())
     with seeded():
-        given = {"args": args, "train_dataset": data_of(name), "processing_class": tokens()}
+        given = {
+            "args": args,
+            "train_dataset": data_of(name),
+            "processing_class": tokens(),
+        }
         return (mixed(cls) if devices else cls)(model=model(), **given, **extra)
 
 
@@ -128,22 +142,32 @@ def trained(name, folder, devices, around=None):
     few = range(min(6, len(trainer.train_dataset)))
     trainer.eval_dataset = trainer.train_dataset.select(few)
     trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
-    modules = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+    modules = [
+        m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None
+    ]
     with around(*modules) if around else contextlib.nullcontext(), seeded():
         quietly(trainer.train)
     return trainer
 
 
 COMPARED = {"loss", "grad_norm", "num_tokens", "learning_rate"}
-COMPARED |= {"rewards/margins", "rewards/accuracies", "min_reward", "mean_reward", "max_reward"}
+COMPARED |= {
+    "rewards/margins",
+    "rewards/accuracies",
+    "min_reward",
+    "mean_reward",
+    "max_reward",
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
-    """Ours is the stock one, it moves the parameters, and both layouts give the same bits.
+    """Ours is the stock one, it moves the parameters, and both layouts give the same
+    bits.
 
-    No replica touches another's memory, and an evaluation leaves what is counted as it was. It
-    raised ``KeyError`` (KTO, DPO); SFT's loss, a mean over other batches, was 5e-4 off.
+    No replica touches another's memory, and an evaluation leaves what is counted as it
+    was. It raised ``KeyError`` (KTO, DPO); SFT's loss, a mean over other batches, was
+    5e-4 off.
     """
     indexes_from_host = name in ("SFT packed", "KTO")  # as TRL may
     around = None if indexes_from_host else partial(guarded, monkeypatch)
@@ -163,16 +187,26 @@ def test_beside_the_stock_trainer(tmp_path, monkeypatch, name, recwarn):
     assert sum("eval_loss" in log for log in stock.state.log_history) == 3
     assert_same_bits(ours.model, trained(name, tmp_path, LAYOUTS["shared"]).model)
     (text,) = told
-    assert "evaluates on the first device, in batches of per_device_eval_batch_size=4" in text
+    assert (
+        "evaluates on the first device, in batches of per_device_eval_batch_size=4"
+        in text
+    )
     assert text.endswith("pass per_device_eval_batch_size=8")
     assert not others
 
 
-def other(kind, folder, devices, *, home=trl, model=language_model, rows=preferences, **extra):
+def other(
+    kind, folder, devices, *, home=trl, model=language_model, rows=preferences, **extra
+):
     """A trainer of any kind, with its config's defaults."""
     cls, config = getattr(home, f"{kind}Trainer"), getattr(home, f"{kind}Config")
-    given = {"args": config(output_dir=str(folder), **COMMON), "processing_class": tokens()}
-    return mixed(cls)(model=model(), device_ids=devices, train_dataset=rows(), **given, **extra)
+    given = {
+        "args": config(output_dir=str(folder), **COMMON),
+        "processing_class": tokens(),
+    }
+    return mixed(cls)(
+        model=model(), device_ids=devices, train_dataset=rows(), **given, **extra
+    )
 
 
 def experts():
@@ -185,10 +219,15 @@ REWARDS = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
 SFT_ROWS = {"rows": lambda: data_of("SFT")}
 UNKNOWN = "its loss is not known to be made up of its batches'"
 REFUSED = {
-    "KTO": (partial(build, "KTO", loss_type="kto"), "loss_type='kto' has terms over a whole"),
+    "KTO": (
+        partial(build, "KTO", loss_type="kto"),
+        "loss_type='kto' has terms over a whole",
+    ),
     **{
         f"DPO {kind}": (
-            partial(build, "DPO", loss_type=["sigmoid", kind] if kind == "sft" else kind),
+            partial(
+                build, "DPO", loss_type=["sigmoid", kind] if kind == "sft" else kind
+            ),
             f"loss_type='{kind}' has terms over a whole",
         )
         for kind in ("sft", "aot", "aot_unpaired", "bco_pair")
@@ -206,7 +245,10 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_losses_over_a_batch_are_refused_by_name(tmp_path, name):
     make, words = REFUSED[name]
-    words = f"ScatterOnceMixin does not go together with {name.split()[0]}Trainer here: {words}"
+    words = (
+        f"ScatterOnceMixin does not go together with {name.split()[0]}Trainer "
+        f"here: {words}"
+    )
     with pytest.raises(ValueError, match=words):
         make(tmp_path, ["cpu"] * 2)
 
@@ -219,12 +261,16 @@ def test_a_subclass_that_calls_its_base_is_refused_like_it(tmp_path, monkeypatch
             return super().compute_loss(*args, **kwargs)
 
     monkeypatch.setattr(trl, "KTOTrainer", Mine)
-    with pytest.raises(ValueError, match="Mine here: loss_type='kto' has terms over a whole"):
+    with pytest.raises(
+        ValueError, match="Mine here: loss_type='kto' has terms over a whole"
+    ):
         build("KTO", tmp_path, ["cpu"] * 2, loss_type="kto")
 
 
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
     script = example("dpo_lora")
-    monkeypatch.setattr("sys.argv", ["dpo_lora.py", "--tiny", "--output", str(tmp_path)])
+    monkeypatch.setattr(
+        "sys.argv", ["dpo_lora.py", "--tiny", "--output", str(tmp_path)]
+    )
     quietly(script.main)
     assert any(tmp_path.glob("*.json"))

@@ -1,4 +1,6 @@
-"""Run a module on the null CUDA, with values: ``python -m nullcuda scatterpar doctor``."""
+"""Run a module on the null CUDA, with values: ``python -m nullcuda
+scatterpar doctor``.
+"""
 
 from __future__ import annotations
 

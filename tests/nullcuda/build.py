@@ -1,10 +1,11 @@
 """Build the null CUDA beside an installed torch: ``python build.py SITE_PACKAGES``.
 
-torch's libraries say themselves which functions they need of which library, and under which symbol
-version. What ``runtime/`` and ``libraries/`` do not define becomes a stub that notes its name.
-torch looks for the libraries in ``nvidia/cu13/lib``, or for CUDA 12 in ``nvidia/cuda_runtime/lib``,
-and not before in other folders of the machine (its RPATH beats LD_LIBRARY_PATH), so that is where
-they go. The headers are beside them, from nvidia-cuda-runtime or nvidia-cuda-runtime-cu12.
+torch's libraries say themselves which functions they need of which library, and under
+which symbol version. What ``runtime/`` and ``libraries/`` do not define becomes a stub
+that notes its name. torch looks for the libraries in ``nvidia/cu13/lib``, or for CUDA
+12 in ``nvidia/cuda_runtime/lib``, and not before in other folders of the machine (its
+RPATH beats LD_LIBRARY_PATH), so that is where they go. The headers are beside them,
+from nvidia-cuda-runtime or nvidia-cuda-runtime-cu12.
 """
 
 from __future__ import annotations
@@ -42,18 +43,27 @@ def main(site_packages: Path) -> None:
 
 
 def undefined(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str]]:
-    """Functions that ``libraries`` take from others, by symbol version; the others' names."""
+    """Functions that ``libraries`` take from others, by symbol version; the others'
+    names.
+    """
     wanted: dict[str, set[str]] = defaultdict(set)
     sonames: set[str] = set()
     for library in libraries:
         symbols = subprocess.run(
-            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=False
+            ["nm", "-D", "--undefined-only", library],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         for line in symbols.stdout.splitlines():
             name, _, version = line.split()[-1].partition("@")
             wanted[version.lstrip("@")].add(name)
-        headers = subprocess.run(["readelf", "-d", library], capture_output=True, text=True)
-        needed = re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)[^\]]*)\]", headers.stdout)
+        headers = subprocess.run(
+            ["readelf", "-d", library], capture_output=True, text=True
+        )
+        needed = re.findall(
+            r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)[^\]]*)\]", headers.stdout
+        )
         sonames.update(needed)
     return wanted, sonames
 
@@ -82,7 +92,8 @@ class Build:
         stubs.write_text(
             "int null_not_done(const char *name);\n"
             + "".join(
-                f'int {name}(void) {{ return null_not_done("{name}"); }}\n' for name in missing
+                f'int {name}(void) {{ return null_not_done("{name}"); }}\n'
+                for name in missing
             )
         )
         print(f"{self._runtime}: {len(wanted)} functions, {len(missing)} of them fail")
@@ -91,7 +102,9 @@ class Build:
     def library(self, soname: str, wanted: dict[str, set[str]]) -> None:
         """A library above it: what is not written succeeds, and does nothing."""
         stem = soname.partition(".so")[0]
-        version = next((v for v in (soname, "NVSHMEM") if v in wanted and is_of(v, stem)), "")
+        version = next(
+            (v for v in (soname, "NVSHMEM") if v in wanted and is_of(v, stem)), ""
+        )
         names = set(wanted[version]) if version else set()
         if stem in UNVERSIONED:
             names |= {name for name in wanted[""] if re.match(UNVERSIONED[stem], name)}
@@ -111,9 +124,21 @@ class Build:
         self._compile(soname, [stubs, *sources], version=version, more=runtime)
 
     def _compile(
-        self, soname: str, sources: list[Path], version: str = "", more: list[str] | None = None
+        self,
+        soname: str,
+        sources: list[Path],
+        version: str = "",
+        more: list[str] | None = None,
     ) -> None:
-        command = ["gcc", "-O2", "-g", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}"]
+        command = [
+            "gcc",
+            "-O2",
+            "-g",
+            "-shared",
+            "-fPIC",
+            "-w",
+            f"-Wl,-soname,{soname}",
+        ]
         command += ["-Wl,-rpath,$ORIGIN", *self._includes]
         if version:
             script = self._generated / f"{soname}.map"
@@ -121,16 +146,33 @@ class Build:
             command.append(f"-Wl,--version-script={script}")
         target = self._out / soname
         target.unlink(missing_ok=True)
-        command += [*map(str, sources), "-o", str(target), *(more or []), "-lpthread", "-ldl"]
+        command += [
+            *map(str, sources),
+            "-o",
+            str(target),
+            *(more or []),
+            "-lpthread",
+            "-ldl",
+        ]
         subprocess.run(command, check=True)
 
     def _defined(self, source: Path) -> set[str]:
-        """The functions that a file of ours defines, by the names that CUDA's headers give them."""
+        """The functions that a file of ours defines, by the names that CUDA's headers
+        give them.
+        """
         target = self._generated / f"{source.stem}.o"
         command = ["gcc", "-c", "-w", *self._includes, str(source), "-o", str(target)]
         subprocess.run(command, check=True)
-        symbols = ["nm", "--defined-only", "--extern-only", "--format=posix", str(target)]
-        listed = subprocess.run(symbols, capture_output=True, text=True, check=True).stdout
+        symbols = [
+            "nm",
+            "--defined-only",
+            "--extern-only",
+            "--format=posix",
+            str(target),
+        ]
+        listed = subprocess.run(
+            symbols, capture_output=True, text=True, check=True
+        ).stdout
         return {line.split()[0] for line in listed.splitlines()}
 
 

@@ -36,14 +36,23 @@ class _Record(ctypes.Structure):
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The library; an ``AttributeError`` of its functions where the runtime is another one."""
-    library = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
+    """The library; an ``AttributeError`` of its functions where the runtime is another
+    one.
+    """
+    library = ctypes.CDLL(
+        f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
+    )
     library.null_kind.restype = ctypes.c_char_p
     for function in (library.null_count, library.null_bytes, library.null_shadow):
         function.restype = ctypes.c_uint64
     library.null_records.restype = ctypes.POINTER(_Record)
     place = ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64
-    library.null_access.argtypes = [ctypes.c_char_p, *place, ctypes.c_uint64, ctypes.c_int]
+    library.null_access.argtypes = [
+        ctypes.c_char_p,
+        *place,
+        ctypes.c_uint64,
+        ctypes.c_int,
+    ]
     return library
 
 
@@ -58,7 +67,9 @@ def is_null() -> bool:
 @cache
 def kinds() -> list[str]:
     """The names of what is counted."""
-    return [name.decode() for name in takewhile(bool, map(runtime().null_kind, count()))]
+    return [
+        name.decode() for name in takewhile(bool, map(runtime().null_kind, count()))
+    ]
 
 
 def reset() -> None:
@@ -68,12 +79,16 @@ def reset() -> None:
 
 def counts(device: int) -> Counter[str]:
     """How often each thing happened on a device since ``reset``."""
-    return Counter({kind: runtime().null_count(i, device) for i, kind in enumerate(kinds())})
+    return Counter(
+        {kind: runtime().null_count(i, device) for i, kind in enumerate(kinds())}
+    )
 
 
 def moved(device: int) -> Counter[str]:
     """How many bytes each kind of thing was about."""
-    return Counter({kind: runtime().null_bytes(i, device) for i, kind in enumerate(kinds())})
+    return Counter(
+        {kind: runtime().null_bytes(i, device) for i, kind in enumerate(kinds())}
+    )
 
 
 def has_context(device: int) -> bool:
@@ -87,17 +102,23 @@ def trace(on: bool) -> None:
 
 
 def hand_over(key: int) -> None:
-    """Tell the trace that whoever takes over this key later comes after what this thread knows."""
+    """Tell the trace that whoever takes over this key later comes after what this
+    thread knows.
+    """
     runtime().null_hand_over(ctypes.c_uint64(key), 0)
 
 
 def take_over(key: int) -> None:
-    """Tell the trace that this thread comes after those that have handed over this key."""
+    """Tell the trace that this thread comes after those that have handed
+    over this key.
+    """
     runtime().null_hand_over(ctypes.c_uint64(key), 1)
 
 
 def busy(count: int) -> None:
-    """Let each event and stream answer so many queries with "not ready" before it is."""
+    """Let each event and stream answer so many queries with "not ready"
+    before it is.
+    """
     runtime().null_busy(count)
 
 
@@ -111,7 +132,9 @@ def records() -> list[Record]:
     size, most = ctypes.c_uint64(), ctypes.c_uint64()
     found = runtime().null_records(ctypes.byref(size), ctypes.byref(most))
     if size.value > most.value:
-        raise RuntimeError(f"{size.value:,} records, and there is room for {most.value:,}")
+        raise RuntimeError(
+            f"{size.value:,} records, and there is room for {most.value:,}"
+        )
     names = kinds()
     return [
         Record(

@@ -1,4 +1,6 @@
-"""These tests need the null CUDA: ``tests/nullcuda/run`` makes it. Elsewhere they are left out."""
+"""These tests need the null CUDA: ``tests/nullcuda/run`` makes it. Elsewhere they are
+left out.
+"""
 
 from __future__ import annotations
 

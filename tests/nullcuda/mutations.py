@@ -1,11 +1,12 @@
-"""Is every wait needed? Each is taken out of a copy of the package, and a test has to fail.
+"""Is every wait needed? Each is taken out of a copy of the package, and a test has to
+fail.
 
     tests/nullcuda/run python -m nullcuda.mutations
 
-``TABLE`` says what is changed and what has to find it. Every line of the engine that waits has
-to be in it, so a new wait needs a test that fails without it; so do a synchronisation too many,
-memory that is let go of too early, and what graphs leave behind. ``trace.py`` waits to read times,
-in steps that are traced.
+``TABLE`` says what is changed and what has to find it. Every line of the engine that
+waits has to be in it, so a new wait needs a test that fails without it; so do a
+synchronisation too many, memory that is let go of too early, and what graphs leave
+behind. ``trace.py`` waits to read times, in steps that are traced.
 """
 
 from __future__ import annotations
@@ -20,9 +21,20 @@ from typing import NamedTuple
 from sabotage import ROOT, run_on_copy
 
 RACE = "accesses that nothing orders"
-ENGINE = (".", "devices", "replicas", "step", "threads", "verify", "pair", "distributed")
+ENGINE = (
+    ".",
+    "devices",
+    "replicas",
+    "step",
+    "threads",
+    "verify",
+    "pair",
+    "distributed",
+)
 # Not `Transfers.synchronize`, which waits by events of its own.
-WAITS = re.compile(r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_pinned\[0\])\.synchronize\(")
+WAITS = re.compile(
+    r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_pinned\[0\])\.synchronize\("
+)
 MEASURES = "scatterpar/trace.py"
 FILES = (
     "tests/nullcuda/test_the_path.py",
@@ -42,7 +54,8 @@ class Mutation(NamedTuple):
 
 
 def read(entry: str) -> Mutation:
-    """An entry of ``TABLE``: a line that says what, a patch, a test, and the words unless ``RACE``.
+    """An entry of ``TABLE``: a line that says what, a patch, a test, and the words
+    unless ``RACE``.
 
     A text without another one in its place becomes ``pass``.
     """
@@ -145,7 +158,9 @@ MUTATIONS = [read(entry) for entry in TABLE.strip().split("\n\n")]
 
 
 def main() -> None:
-    """Try all, or those whose words contain an argument, two at a time; say what found each."""
+    """Try all, or those whose words contain an argument, two at a time; say what found
+    each.
+    """
     wrong = faults_of_the_table()
     wanted = [m for m in MUTATIONS if all(word in m.what for word in sys.argv[1:])]
     with ThreadPoolExecutor(2) as pool:
@@ -157,23 +172,35 @@ def main() -> None:
 
 def sources() -> dict[Path, str]:
     """The files of the engine, relative to the repository."""
-    files = [file for room in ENGINE for file in (ROOT / "scatterpar" / room).glob("*.py")]
+    files = [
+        file for room in ENGINE for file in (ROOT / "scatterpar" / room).glob("*.py")
+    ]
     return {file.relative_to(ROOT): file.read_text() for file in sorted(files)}
 
 
 def faults_of_the_table() -> list[str]:
-    """Texts that are not once in the engine, and lines that wait and that nothing takes out."""
+    """Texts that are not once in the engine, and lines that wait and that nothing takes
+    out.
+    """
     texts, found = [text for mutation in MUTATIONS for text, _ in mutation.changes], []
     for text in texts:
         count = sum(source.count(text) for source in sources().values())
         if count != 1:
             found.append(f"{text!r} is {count} times in the engine: mend the table")
     for file, source in sources().items():
-        taken_out = [range(at, at + len(text)) for text in texts if (at := source.find(text)) >= 0]
+        taken_out = [
+            range(at, at + len(text))
+            for text in texts
+            if (at := source.find(text)) >= 0
+        ]
         for wait in WAITS.finditer(source):
-            if str(file) != MEASURES and not any(wait.start() in one for one in taken_out):
+            if str(file) != MEASURES and not any(
+                wait.start() in one for one in taken_out
+            ):
                 line = source.count("\n", 0, wait.start()) + 1
-                found.append(f"{file}:{line} waits, and nothing takes that out: mend the table")
+                found.append(
+                    f"{file}:{line} waits, and nothing takes that out: mend the table"
+                )
     return found
 
 

@@ -1,6 +1,8 @@
-"""For pytest on the null CUDA (``-p nullcuda.plugin``): values for all operators, races in none.
+"""For pytest on the null CUDA (``-p nullcuda.plugin``): values for all operators, races
+in none.
 
-With it every test runs under the race checker, and fails where it finds an unordered pair.
+With it every test runs under the race checker, and fails where it finds an unordered
+pair.
 """
 
 from __future__ import annotations
@@ -18,18 +20,23 @@ from scatterpar.threads.workers import Job, Workers
 _BUSY = 3  # queries of an event that find it not ready
 
 if not card.is_null():
-    raise RuntimeError("nullcuda.plugin is for the null CUDA: run it with tests/nullcuda/run")
+    raise RuntimeError(
+        "nullcuda.plugin is for the null CUDA: run it with tests/nullcuda/run"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    with warnings.catch_warnings(action="ignore"):  # torch notes that kernels are replaced
+    # torch notes that kernels are replaced
+    with warnings.catch_warnings(action="ignore"):
         values.install()
     card.busy(_BUSY)
     _tell_who_hands_work_over()
 
 
 def _tell_who_hands_work_over() -> None:
-    """The caller hands each job to the workers, and takes it over when they are through."""
+    """The caller hands each job to the workers, and takes it over when they are
+    through.
+    """
     begin, run, wait = Job.__init__, Job.run, Workers._wait
 
     @wraps(begin)
@@ -72,7 +79,9 @@ def _no_races():
     records = card.records()
     found = races(records)
     assert not found, f"accesses that nothing orders: {found[:6]}"
-    assert all(record.kind != "wrong_device" for record in records), "launched on a wrong card"
+    assert all(record.kind != "wrong_device" for record in records), (
+        "launched on a wrong card"
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,15 +1,17 @@
 """Accesses to the same bytes that nothing orders, found in a trace by vector clocks.
 
-Every stream has a clock, and so has the host. What a stream is given to do comes after what the
-host knew then: ``clock[stream]`` says for each other stream up to which of its operations this one
-waits. Events carry clocks from stream to stream, synchronisations to the host. Two accesses of one
-byte, of which one writes, must be ordered: on a real card the result may differ from run to run,
-while the values here, where everything is done at once, would never tell.
+Every stream has a clock, and so has the host. What a stream is given to do comes after
+what the host knew then: ``clock[stream]`` says for each other stream up to which of its
+operations this one waits. Events carry clocks from stream to stream, synchronisations
+to the host. Two accesses of one byte, of which one writes, must be ordered: on a real
+card the result may differ from run to run, while the values here, where everything is
+done at once, would never tell.
 
-Each thread of the host that is told to hand work over or take it over (the caller's and the
-engine's, ``plugin.py``) knows what it has waited for, and what was handed to it. All others, such
-as autograd's, count as knowing everything: who asks them to do what is not in the trace. What a
-query answers is known to all, since torch's allocators ask, and give memory to any thread.
+Each thread of the host that is told to hand work over or take it over (the caller's and
+the engine's, ``plugin.py``) knows what it has waited for, and what was handed to it.
+All others, such as autograd's, count as knowing everything: who asks them to do what is
+not in the trace. What a query answers is known to all, since torch's allocators ask,
+and give memory to any thread.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _Clock = dict[_Stream, int]
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders: what was done, and on which device and stream."""
+    """Two accesses that nothing orders: what was done, and on which
+    device and stream.
+    """
 
     first: str
     on: _Stream
@@ -58,7 +62,8 @@ class _Checker:
     def __init__(self) -> None:
         self.found: dict[Race, None] = {}
         self._all: _Clock = {}  # what every thread knows
-        self._own: dict[int, _Clock] = {}  # what each thread that takes part in hand-overs knows
+        # what each thread that takes part in hand-overs knows
+        self._own: dict[int, _Clock] = {}
         self._handed: defaultdict[int, _Clock] = defaultdict(dict)
         self._streams: defaultdict[_Stream, _Clock] = defaultdict(dict)
         self._events: dict[int, _Clock] = {}
@@ -74,7 +79,9 @@ class _Checker:
                     self._learn(thread, self._streams[stream])
             case "copy_in" | "copy_out" | "copy_within" | "copy_peer" | "fill":
                 self._begin(stream, thread)
-                if record.kind != "fill" and not (record.kind == "copy_in" and record.pageable):
+                if record.kind != "fill" and not (
+                    record.kind == "copy_in" and record.pageable
+                ):
                     self._access(record, stream, record.source, False)
                 if record.kind != "copy_out":
                     self._access(record, stream, record.address, True)
@@ -117,25 +124,33 @@ class _Checker:
         _join(self._own.get(thread, self._all), clock)
 
     def _begin(self, stream: _Stream, thread: int) -> None:
-        """A stream's next operation comes after all that the thread knows to be done."""
+        """A stream's next operation comes after all that the thread
+        knows to be done.
+        """
         clock = self._streams[stream]
         for known in self._known(thread):
             _join(clock, known)
         clock[stream] = clock.get(stream, 0) + 1
 
-    def _access(self, record: Record, stream: _Stream, address: int, writes: bool) -> None:
+    def _access(
+        self, record: Record, stream: _Stream, address: int, writes: bool
+    ) -> None:
         if not record.bytes:
             return
         what = record.name if record.kind in ("read", "write") else record.kind
         clock = self._streams[stream]
-        new = _Access(address, address + record.bytes, writes, stream, clock[stream], what)
+        new = _Access(
+            address, address + record.bytes, writes, stream, clock[stream], what
+        )
         for page in range(address >> _PAGE, (new.stop - 1 >> _PAGE) + 1):
             before = self._pages[page]
             kept = [old for old in before if not self._is_settled(old, new, clock)]
             self._pages[page] = [*kept, new]
 
     def _is_settled(self, old: _Access, new: _Access, clock: _Clock) -> bool:
-        """Whether nobody has to know of ``old`` any more, since ``new`` stands for it."""
+        """Whether nobody has to know of ``old`` any more, since ``new``
+        stands for it.
+        """
         if old.stop <= new.start or new.stop <= old.start:
             return False
         is_ordered = old.stream == new.stream or clock.get(old.stream, 0) >= old.tick

@@ -1,4 +1,6 @@
-"""The table of mutations is whole; ``python -m nullcuda.mutations`` tries whether tests fail."""
+"""The table of mutations is whole; ``python -m nullcuda.mutations`` tries whether tests
+fail.
+"""
 
 from __future__ import annotations
 

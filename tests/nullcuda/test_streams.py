@@ -1,4 +1,5 @@
-"""Which stream does what, how long memory lives that a copy writes, and what graphs leave behind.
+"""Which stream does what, how long memory lives that a copy writes, and what graphs
+leave behind.
 
 The race checker looks on in every test (``plugin.py``).
 """
@@ -40,12 +41,17 @@ def test_engines_take_their_streams_once(place):
             engine.forward_backward(*given, LOSS)
 
     kinds = ("copy_in", "copy_peer")
-    used = [{(r.device, r.stream) for r in traced(step) if r.kind in kinds} for _ in range(20)]
+    used = [
+        {(r.device, r.stream) for r in traced(step) if r.kind in kinds}
+        for _ in range(20)
+    ]
     assert all(each == used[0] for each in used[1:])
 
 
 def test_rows_that_are_not_pinned_are_staged():
-    """A copy from pageable memory keeps the host, and is no copy beside the computation."""
+    """A copy from pageable memory keeps the host, and is no copy beside the
+    computation.
+    """
     given = batch(place="cpu")
     with ScatterOnceParallel(network(), 4, [0, 1], verify=False) as engine:
         engine.forward_backward(*given, LOSS)
@@ -56,7 +62,9 @@ def test_rows_that_are_not_pinned_are_staged():
 
 
 def test_what_the_host_reads_has_arrived():
-    """A copy to pinned memory, as torch makes one that does not wait, would be read too early."""
+    """A copy to pinned memory, as torch makes one that does not wait, would be read too
+    early.
+    """
     values = torch.ones(4, device=CARD)
     records = traced(lambda: to_host([values]))
     assert [r.blocks for r in records if r.kind == "copy_out"] == [True]
@@ -67,7 +75,9 @@ def test_what_the_host_reads_has_arrived():
 
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_memory_that_a_copy_still_writes_is_not_given_out(is_dropped):
-    """Nobody waits for these rows: their tensor is dropped, and so is what asked for them."""
+    """Nobody waits for these rows: their tensor is dropped, and so is what asked for
+    them.
+    """
     source = torch.randn(2**20).pin_memory()
     torch.zeros(1, device=CARD)
     torch.cuda.synchronize(0)
@@ -108,7 +118,9 @@ def reads(m, x):
 
 
 def test_a_failed_capture_leaves_allocator_and_generator_as_they_were():
-    """Before torch 2.13 both stayed in the capture: no draws, and memory that never came back."""
+    """Before torch 2.13 both stayed in the capture: no draws, and memory that never
+    came back.
+    """
     model = Of(reads, body=nn.Linear(8, 8), dropout=nn.Dropout(0.5)).to(CARD)
     engine = ScatterOnceParallel(model, 4, [0], graphs=True, verify=False)
     with engine, pytest.warns(match="cannot be captured"):
@@ -120,4 +132,7 @@ def test_a_failed_capture_leaves_allocator_and_generator_as_they_were():
     del block
     torch.cuda.synchronize(0)
     assert torch.empty(200 << 20, dtype=torch.uint8, device=CARD).data_ptr() == place
-    assert set(torch.dropout(torch.ones(64, device=CARD), 0.5, True).tolist()) == {0.0, 2.0}
+    assert set(torch.dropout(torch.ones(64, device=CARD), 0.5, True).tolist()) == {
+        0.0,
+        2.0,
+    }

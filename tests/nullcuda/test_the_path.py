@@ -1,7 +1,8 @@
-"""What only torch's own CUDA path can show: what blocks, what is launched, what memory it takes.
+"""What only torch's own CUDA path can show: what blocks, what is launched, what memory
+it takes.
 
-Counted by the null runtime, in steps after the first. The bounds hold for any model; the figures
-themselves are on the page (README.md).
+Counted by the null runtime, in steps after the first. The bounds hold for any model;
+the figures themselves are on the page (README.md).
 """
 
 from __future__ import annotations
@@ -27,8 +28,15 @@ WAITS = ("stream_sync", "device_sync", "event_sync")
 
 def network():
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(16 * 64, 256), nn.ReLU(), nn.Linear(256, 4)).cuda(0)
+    layers = [
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+    ]
+    return nn.Sequential(
+        *layers, nn.Linear(16 * 64, 256), nn.ReLU(), nn.Linear(256, 4)
+    ).cuda(0)
 
 
 def batch(rows=64, place="pinned"):
@@ -57,8 +65,12 @@ def plain_loop(model):
     for _ in range(2):
         card.reset()
         model.zero_grad()
-        for rows_and_labels in zip(*(tensor.chunk(ACCUM) for tensor in given), strict=True):
-            x, y = (tensor.to("cuda:0", non_blocking=True) for tensor in rows_and_labels)
+        for rows_and_labels in zip(
+            *(tensor.chunk(ACCUM) for tensor in given), strict=True
+        ):
+            x, y = (
+                tensor.to("cuda:0", non_blocking=True) for tensor in rows_and_labels
+            )
             (LOSS(model(x), y) / ACCUM).backward()
     return card.counts(0)
 
@@ -92,7 +104,8 @@ def test_a_card_launches_what_a_plain_loop_launches_and_sends_each_byte_once(car
 
 @pytest.mark.parametrize("where", ["cuda:0", "cuda:1", "cuda:3"])
 def test_a_batch_that_a_card_has_just_been_told_to_compute(where):
-    """On a card of a replica, and on one that has none: who sends waits until it is there.
+    """On a card of a replica, and on one that has none: who sends waits until it is
+    there.
 
     The loss of such targets needs no look at them, which would wait for the card.
     """
@@ -116,11 +129,13 @@ def test_pinned_memory_may_be_written_after_inference():
     with ScatterOnceParallel(model, 2, [0]) as engine:
         for _ in range(2):
             engine.eval()(inputs, Replicated(scale))
-            card.host_writes(scale)  # the race checker asks whether a copy still reads it
+            # the race checker asks whether a copy still reads it
+            card.host_writes(scale)
 
 
 def test_the_host_waits_before_it_stages_more():
-    """What is not pinned is copied to memory that is: of two micro-batches, however many there are.
+    """What is not pinned is copied to memory that is: of two micro-batches, however
+    many there are.
 
     The host, which is faster than a card, waits for the copy of the last but one.
     """
@@ -139,11 +154,13 @@ def test_the_host_sleeps_until_the_losses_are_there():
 def script(code, **variables):
     """Run ``code`` in a process of its own, whose cards ``variables`` describe.
 
-    It ends without the interpreter's shutdown. Torch's CUDA build may abort there ("terminate
-    called without an active exception") right after a backward pass, in plain programs, too.
+    It ends without the interpreter's shutdown. Torch's CUDA build may abort there
+    ("terminate called without an active exception") right after a backward pass, in
+    plain programs, too.
     """
     start = (
-        "import torch\nfrom torch import nn\nfrom nullcuda import card, values\nvalues.install()\n"
+        "import torch\nfrom torch import nn\nfrom nullcuda import card, "
+        "values\nvalues.install()\n"
     )
     end = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
     done = run("-W", "ignore", "-c", start + code + end, silence=1800.0, **variables)
@@ -167,7 +184,9 @@ print(*[card.has_context(device) for device in range(4)])
 
 
 def test_the_fewest_sub_steps_that_fit_into_a_card():
-    """``accum="auto"`` meets torch's own allocator: with one sub-step fewer memory runs out."""
+    """``accum="auto"`` meets torch's own allocator: with one sub-step fewer memory runs
+    out.
+    """
     code = """
 from scatterpar import ScatterOnceParallel
 

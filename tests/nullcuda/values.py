@@ -1,13 +1,14 @@
-"""Numbers for the null CUDA: after a CUDA operator has run, its CPU twin fills in the values.
+"""Numbers for the null CUDA: after a CUDA operator has run, its CPU twin fills in the
+values.
 
-The CUDA kernel of torch runs first, with all that it allocates and launches; nothing computes. Then
-the operator is called again on CPU tensors that lie in the very same memory, and what it returns
-is written into what the first call returned. So branches on values, gradients and losses are right,
-while the allocator, the streams and the launches are torch's own. Each operator also tells the
-trace what it reads and writes.
+The CUDA kernel of torch runs first, with all that it allocates and launches; nothing
+computes. Then the operator is called again on CPU tensors that lie in the very same
+memory, and what it returns is written into what the first call returned. So branches on
+values, gradients and losses are right, while the allocator, the streams and the
+launches are torch's own. Each operator also tells the trace what it reads and writes.
 
-Not covered: cuDNN and cuBLAS themselves (off, or computed by the CPU's), fused cells of recurrent
-layers, sparse tensors, and kernels that other libraries launch.
+Not covered: cuDNN and cuBLAS themselves (off, or computed by the CPU's), fused cells of
+recurrent layers, sparse tensors, and kernels that other libraries launch.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from nullcuda import card
 __all__ = ["failures", "install"]
 
 
-# Operators that move no values (views, allocations, questions), beginnings of those that are not
-# covered, and those whose results have a size that depends on values: the CPU's twin says it first.
+# Operators that move no values (views, allocations, questions), beginnings of those
+# that are not covered, and those whose results have a size that depends on values: the
+# CPU's twin says it first.
 _SHAPES, _NOT_COVERED, _SIZED_BY_VALUES = (
     tuple(text.split())
     for text in (
@@ -48,7 +50,8 @@ _SHAPES, _NOT_COVERED, _SIZED_BY_VALUES = (
 )
 
 failures: dict[str, str] = {}  # operators without a twin that were called, and why
-_graphs: dict[int, list[Callable[[int, int], None]]] = {}  # by the stream that captures one
+# by the stream that captures one
+_graphs: dict[int, list[Callable[[int, int], None]]] = {}
 _inside = threading.local()  # an operator that another one calls is part of it
 _library = torch.library.Library("aten", "IMPL")
 
@@ -61,7 +64,8 @@ def install() -> None:
         base, _, overload = rest.partition(".")
         if namespace != "aten" or base in _SHAPES or base.startswith(_NOT_COVERED):
             continue
-        if not (has(name, "CUDA") or name == "aten::copy_"):  # copy_ has one for all devices
+        # copy_ has one for all devices
+        if not (has(name, "CUDA") or name == "aten::copy_"):
             continue
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
             continue
@@ -75,7 +79,9 @@ def install() -> None:
 
 
 class _Graph(torch.cuda.CUDAGraph):
-    """A graph that also keeps, and calls again, what the CPU computes in the place of kernels."""
+    """A graph that also keeps, and calls again, what the CPU computes in the place of
+    kernels.
+    """
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         self._device = torch.cuda.current_device()
@@ -95,7 +101,9 @@ class _Graph(torch.cuda.CUDAGraph):
 
 
 def remove() -> None:
-    """Take the twins away: from now on nothing computes, and nothing costs the host more."""
+    """Take the twins away: from now on nothing computes, and nothing costs the host
+    more.
+    """
     _library._destroy()
     card.runtime().null_moves(0)
     torch.cuda.CUDAGraph = _Graph.__base__
@@ -119,7 +127,9 @@ class _Twin:
         self._name = str(operator).encode()
         arguments = self._schema.arguments
         self._tensors = [i for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
-        self._draws = any(a.name == "generator" for a in arguments) or base == "native_dropout"
+        self._draws = (
+            any(a.name == "generator" for a in arguments) or base == "native_dropout"
+        )
 
     @property
     def __name__(self) -> str:
@@ -129,11 +139,19 @@ class _Twin:
         args = _with_tensors(args, self._tensors)
         device = _device_of(args, kwargs)
         if self._base in _SIZED_BY_VALUES and not self._schema.is_mutable:
-            found = self._operator(*tree_map(_as_cpu, args), **tree_map(_as_cpu, kwargs))
-            return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, found)
+            found = self._operator(
+                *tree_map(_as_cpu, args), **tree_map(_as_cpu, kwargs)
+            )
+            return tree_map(
+                lambda x: x.to(device) if isinstance(x, Tensor) else x, found
+            )
         if getattr(_inside, "one", False):
             return self._kernel.call_boxed(keys, *args, **kwargs)
-        graph = _graphs.get(torch._C._cuda_getCurrentRawStream(device.index)) if _graphs else None
+        graph = (
+            _graphs.get(torch._C._cuda_getCurrentRawStream(device.index))
+            if _graphs
+            else None
+        )
         draws = self._draws and graph is None
         generator = _host_generator(device, args, kwargs) if draws else None
         _inside.one = True
@@ -154,7 +172,9 @@ class _Twin:
         self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Any
     ) -> Any:
         try:
-            values = self._values(tree_map(_as_cpu, args), tree_map(_as_cpu, kwargs), generator)
+            values = self._values(
+                tree_map(_as_cpu, args), tree_map(_as_cpu, kwargs), generator
+            )
             if self._schema.is_mutable:
                 return out
             if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
@@ -173,9 +193,15 @@ class _Twin:
                 return _dropout(generator, *on_cpu)
             return self._operator(*on_cpu, **named)
 
-    def _again(self, out: Any, args: Any, kwargs: Any, number: int) -> Callable[[int, int], None]:
-        """What computes the values at every launch of the graph that is being captured."""
-        on_cpu, named, target = (tree_map(_as_cpu, value) for value in (args, kwargs, out))
+    def _again(
+        self, out: Any, args: Any, kwargs: Any, number: int
+    ) -> Callable[[int, int], None]:
+        """What computes the values at every launch of the graph that is
+        being captured.
+        """
+        on_cpu, named, target = (
+            tree_map(_as_cpu, value) for value in (args, kwargs, out)
+        )
         ranges = list(self._ranges(args, kwargs, out))
 
         def again(seed: int, offset: int) -> None:
@@ -188,7 +214,9 @@ class _Twin:
 
         return again
 
-    def _ranges(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[_Range]:
+    def _ranges(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Iterator[_Range]:
         """What this operator reads and writes."""
         arguments = {a.name: a.alias_info for a in self._schema.arguments}
         for name, value in (*zip(arguments, args, strict=False), *kwargs.items()):
@@ -201,10 +229,13 @@ class _Twin:
         """Into the trace: bytes that are read or written, on the current stream."""
         for device, start, bytes, writes in ranges:
             stream = torch._C._cuda_getCurrentRawStream(device)
-            card.runtime().null_access(self._name, device, stream, start, bytes, int(writes))
+            card.runtime().null_access(
+                self._name, device, stream, start, bytes, int(writes)
+            )
 
 
-_Range = tuple[int, int, int, bool]  # device, start, bytes, and whether they are written
+# device, start, bytes, and whether they are written
+_Range = tuple[int, int, int, bool]
 
 
 def _ranges_of(value: Any, writes: bool) -> Iterator[_Range]:
@@ -213,7 +244,9 @@ def _ranges_of(value: Any, writes: bool) -> Iterator[_Range]:
         is_one = isinstance(leaf, Tensor) and leaf.device.type == "cuda"
         if is_one and leaf.layout == torch.strided and leaf.numel():
             steps = zip(leaf.shape, leaf.stride(), strict=True)
-            size = (1 + sum((count - 1) * stride for count, stride in steps)) * leaf.itemsize
+            size = (
+                1 + sum((count - 1) * stride for count, stride in steps)
+            ) * leaf.itemsize
             yield leaf.device.index, leaf.data_ptr(), size, writes
 
 
@@ -227,7 +260,9 @@ def _as_cpu(value: Any) -> Any:
         raise NotImplementedError("sparse tensors have no values here")
     storage = value.untyped_storage()
     if not storage.nbytes():
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device="cpu"
+        )
     where = storage.data_ptr() + card.runtime().null_shadow()
     memory = (ctypes.c_char * storage.nbytes()).from_address(where)
     bytes = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
@@ -239,19 +274,26 @@ def _fill(out: Any, values: Any) -> None:
     if isinstance(out, (tuple, list)):
         for one, value in zip(out, values, strict=True):
             _fill(one, value)
-    elif isinstance(out, Tensor) and values.numel():  # a normalisation in eval mode saves none
+    # a normalisation in eval mode saves none
+    elif isinstance(out, Tensor) and values.numel():
         if out.shape != values.shape:
-            raise RuntimeError(f"the shapes are {tuple(out.shape)} and {tuple(values.shape)}")
+            raise RuntimeError(
+                f"the shapes are {tuple(out.shape)} and {tuple(values.shape)}"
+            )
         _as_cpu(out).copy_(values)
 
 
 def _with_tensors(args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
-    """The dispatcher hands over Python numbers where tensors are expected: they are made again."""
+    """The dispatcher hands over Python numbers where tensors are expected: they are
+    made again.
+    """
     made = list(args)
     for i in places:
         if i < len(args) and isinstance(args[i], (int, float, complex)):
             like = next((a.dtype for a in args if isinstance(a, Tensor)), None)
-            made[i] = torch.tensor(args[i], dtype=_dtype_of(args[i], like), device="cpu")
+            made[i] = torch.tensor(
+                args[i], dtype=_dtype_of(args[i], like), device="cpu"
+            )
     return tuple(made)
 
 
@@ -259,7 +301,9 @@ def _dtype_of(number: complex, like: torch.dtype | None) -> torch.dtype | None:
     if like is None or isinstance(number, bool) or like == torch.bool:
         return None
     fits = isinstance(number, int) or like.is_complex
-    return like if fits or (like.is_floating_point and isinstance(number, float)) else None
+    return (
+        like if fits or (like.is_floating_point and isinstance(number, float)) else None
+    )
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
@@ -269,7 +313,9 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _host_generator(device: torch.device, args: Any, kwargs: dict[str, Any]) -> torch.Generator:
+def _host_generator(
+    device: torch.device, args: Any, kwargs: dict[str, Any]
+) -> torch.Generator:
     """Numbers that depend on the seed and the offset of the card's generator alone."""
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
     generator = given[0] if given else torch.cuda.default_generators[device.index]
@@ -277,7 +323,9 @@ def _host_generator(device: torch.device, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _seeded(seed: int, offset: int, number: int = 0) -> torch.Generator:
-    mixed = (seed * 1_000_003 + offset * 7_919 + number * 104_729 + 17) & 0x7FFF_FFFF_FFFF_FFFF
+    mixed = (
+        seed * 1_000_003 + offset * 7_919 + number * 104_729 + 17
+    ) & 0x7FFF_FFFF_FFFF_FFFF
     return torch.Generator().manual_seed(mixed)
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import copy
 
-from harness.oracle import assert_close, assert_gradients, build, call, gradients, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    call,
+    gradients,
+    whole_batch,
+)
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel
@@ -47,12 +54,16 @@ class Pair:
 
 
 def assert_alike(make, program, device_ids, criterion=None):
-    """``program(pair)`` gives what ``program(plain)`` does: the tensors it returns, and gradients.
+    """``program(pair)`` gives what ``program(plain)`` does: the tensors it returns, and
+    gradients.
 
     ``criterion`` makes the criterion; else that is a cross entropy.
     """
     criterion = criterion or nn.CrossEntropyLoss
-    pair, plain = Pair(build(make), criterion(), device_ids), Plain(build(make), criterion())
+    pair, plain = (
+        Pair(build(make), criterion(), device_ids),
+        Plain(build(make), criterion()),
+    )
     found, expected = (program(one) or () for one in (pair, plain))
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert_close(ours.detach(), theirs.detach(), f"tensor {number}")

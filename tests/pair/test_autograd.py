@@ -1,4 +1,5 @@
-"""The pair is a part of autograd's graph: backward is the user's, and does what it always does.
+"""The pair is a part of autograd's graph: backward is the user's, and does what it
+always does.
 
 Each ``program`` runs twice; every kind of loss is in ``exact/test_cases.py``.
 """
@@ -26,7 +27,9 @@ def frozen():
 
     def forward(m, inputs):
         copied = copy.deepcopy(m.linear)
-        assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in copied.parameters())
+        assert all(
+            p.is_leaf and isinstance(p, nn.Parameter) for p in copied.parameters()
+        )
         return m.linear(inputs) * copied.requires_grad_(False)(inputs)
 
     return Of(forward, linear=linear())
@@ -35,7 +38,9 @@ def frozen():
 def two_heads():
     heads = {name: nn.Linear(6, CLASSES) for name in ("first", "second", "never")}
     heads["body"] = nn.Linear(FEATURES, 6)
-    return Of(lambda m, x: [head(m.body(x).tanh()) for head in (m.first, m.second)], **heads)
+    return Of(
+        lambda m, x: [head(m.body(x).tanh()) for head in (m.first, m.second)], **heads
+    )
 
 
 def first_head():
@@ -101,11 +106,17 @@ def a_part_is_copied_in_the_forward_pass(of):
 
 @program(two_heads, first_head)
 def hooks_run_once_with_the_whole_gradient(of):
-    """Those of parameters that the loss does not reach do not run, as in plain torch."""
+    """Those of parameters that the loss does not reach do not run, as in
+    plain torch.
+    """
     hooked, accumulated = {}, []
     for name, parameter in of.module.named_parameters():
-        parameter.register_hook(lambda g, name=name: hooked.setdefault(name, []).append(g))
-        parameter.register_post_accumulate_grad_hook(lambda p, n=name: accumulated.append(n))
+        parameter.register_hook(
+            lambda g, name=name: hooked.setdefault(name, []).append(g)
+        )
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, n=name: accumulated.append(n)
+        )
     of.loss(*BATCH).backward()
     assert sorted(hooked) == sorted(accumulated)
     assert {name.split(".")[0] for name in hooked} == {"body", "first"}

@@ -1,4 +1,6 @@
-"""The pair: outputs, losses, buffers, context and errors; its backward pass is in test_autograd."""
+"""The pair: outputs, losses, buffers, context and errors; its backward pass is in
+test_autograd.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ INPUTS, _ = BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
 
 @pytest.mark.parametrize(
-    ("replicas", "rows", "sizes"), [(4, 9, [3, 2, 2, 2]), (4, 3, [1, 1, 1]), (None, 9, None)]
+    ("replicas", "rows", "sizes"),
+    [(4, 9, [3, 2, 2, 2]), (4, 3, [1, 1, 1]), (None, 9, None)],
 )
 def test_one_entry_per_replica_used(devices, replicas, rows, sizes):
     model = mlp()
@@ -41,11 +44,17 @@ def test_one_entry_per_replica_used(devices, replicas, rows, sizes):
 def test_keyword_inputs_and_parts_without_rows(devices):
     def forward(m, inputs, *, scale, extra, options):
         assert scale.ndim == 0
-        return m.linear(inputs) * scale + extra["deep"][0] * options["factor"], len(inputs)
+        return m.linear(inputs) * scale + extra["deep"][0] * options["factor"], len(
+            inputs
+        )
 
     model = Of(forward, linear=linear())
     extra = {"deep": [randn(9, CLASSES)]}
-    call = {"scale": torch.tensor(2.0).double(), "extra": extra, "options": {"factor": 3}}
+    call = {
+        "scale": torch.tensor(2.0).double(),
+        "extra": extra,
+        "options": {"factor": 3},
+    }
     outputs = DataParallelModel(model, devices(4))(INPUTS, **call)
     expected, _ = model(INPUTS, **call)
     output, rows = gather(outputs, "cpu")
@@ -81,7 +90,10 @@ def test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows():
 
 
 def test_a_batch_that_is_all_ignored_is_no_nan(devices):
-    pair, batch = Pair(mlp(), nn.CrossEntropyLoss(), devices(4)), (INPUTS, torch.full((9,), -100))
+    pair, batch = (
+        Pair(mlp(), nn.CrossEntropyLoss(), devices(4)),
+        (INPUTS, torch.full((9,), -100)),
+    )
     loss = pair.loss(*batch)
     assert loss.item() == 0
     loss.backward()
@@ -94,11 +106,17 @@ def test_a_batch_that_is_all_ignored_is_no_nan(devices):
 
 
 def test_modes_reach_the_replicas_and_buffers_do_not_change_in_eval(devices):
-    """Nor are they written with what they had: a graph of the user's own may need them."""
-    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(1.0))).eval()
+    """Nor are they written with what they had: a graph of the user's own
+    may need them.
+    """
+    model = build(
+        lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(1.0))
+    ).eval()
     before = copy.deepcopy(model.state_dict())
     expected = model(INPUTS)
-    assert_close(torch.cat(DataParallelModel(model, devices(4))(INPUTS)), expected, "outputs")
+    assert_close(
+        torch.cat(DataParallelModel(model, devices(4))(INPUTS)), expected, "outputs"
+    )
     expected.square().sum().backward()
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
 
@@ -109,7 +127,10 @@ def test_modes_reach_the_replicas_and_buffers_do_not_change_in_eval(devices):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_grad_there_is_no_graph_and_statistics_move(devices, mode):
     model, twin = (build(lambda: nn.BatchNorm1d(FEATURES)) for _ in "ab")
-    pair, inferring = Pair(model, nn.CrossEntropyLoss(), devices(4)), mode is torch.inference_mode
+    pair, inferring = (
+        Pair(model, nn.CrossEntropyLoss(), devices(4)),
+        mode is torch.inference_mode,
+    )
     with mode():
         outputs = pair.model(INPUTS)
         loss = pair.criterion(outputs, BATCH[1])
@@ -121,7 +142,9 @@ def test_without_grad_there_is_no_graph_and_statistics_move(devices, mode):
 
 
 def test_nothing_of_a_forward_survives_its_outputs(devices, by_reference_counts_alone):
-    """Replicas are not kept, and go with the graph, without waiting for the collector."""
+    """Replicas are not kept, and go with the graph, without waiting for
+    the collector.
+    """
     alive = []
 
     def forward(m, inputs):
@@ -142,7 +165,9 @@ def test_nothing_of_a_forward_survives_its_outputs(devices, by_reference_counts_
 
 @pytest.mark.parametrize("part", ["model", "criterion"])
 def test_the_user_s_exception_object_traceback_and_a_note(devices, part):
-    """The lowest replica's, with a note of the other; buffers stay, and the next call works."""
+    """The lowest replica's, with a note of the other; buffers stay, and the next call
+    works.
+    """
     firsts, raised, devices = {float(INPUTS[row, 0]) for row in (3, 7)}, [], devices(4)
 
     def fails(m, output, targets=None):
@@ -154,7 +179,9 @@ def test_the_user_s_exception_object_traceback_and_a_note(devices, part):
 
     module = with_buffers(Of(fails), calls=torch.zeros(()))
     model = DataParallelModel(module if part == "model" else nn.Identity(), devices)
-    criterion = DataParallelCriterion(nn.L1Loss() if part == "model" else module, devices)
+    criterion = DataParallelCriterion(
+        nn.L1Loss() if part == "model" else module, devices
+    )
     with nothing_changes(module), pytest.raises(ArithmeticError) as caught:
         criterion(model(INPUTS), INPUTS)
     assert caught.value in raised
@@ -171,7 +198,10 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_hang(devices, part):
     wrapper = [kind(Of(lambda *_: wrapper[0](*given)), devices(3))]
     outputs = DataParallelModel(nn.Identity(), devices(3))(INPUTS)
     given = (INPUTS,) if part == "model" else (outputs, INPUTS)
-    words = rf"this {kind.__name__} is in the middle of a step: another cannot start from inside"
+    words = (
+        rf"this {kind.__name__} is in the middle of a step: another cannot start "
+        r"from inside"
+    )
     with pytest.raises(RuntimeError, match=words):
         wrapper[0](*given)
     wrapper.clear()

@@ -21,12 +21,16 @@ CRITERION = nn.CrossEntropyLoss()
 
 def normalised():
     return build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+        )
     )
 
 
 def after_share(model, rows, accum):
-    """The buffers of a copy of the model that saw these rows in ``accum`` micro-batches."""
+    """The buffers of a copy of the model that saw these rows in ``accum``
+    micro-batches.
+    """
     twin = copy.deepcopy(model)
     for piece in BATCH[0][rows].tensor_split(accum):
         twin(piece)
@@ -42,7 +46,9 @@ def assert_buffers(model, expected):
 @pytest.mark.contract
 @pytest.mark.parametrize("accum", [1, 2])
 def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
-    """On a real GPU or a virtual one: the same kernels on the same rows, so the same bits."""
+    """On a real GPU or a virtual one: the same kernels on the same rows, so the same
+    bits.
+    """
     model = normalised()
     expected = after_share(model, slice(4), accum)
     held = dict(model.named_buffers())
@@ -54,11 +60,15 @@ def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
     with ScatterOnceParallel(model, accum, device_ids) as engine:
         engine.forward_backward(*batch, CRITERION)
     assert_buffers(model, expected)
-    assert all(buffer is held[name] for name, buffer in model.named_buffers()), "rebound"
+    assert all(buffer is held[name] for name, buffer in model.named_buffers()), (
+        "rebound"
+    )
 
 
 def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
-    """A buffer taken from the batch must not alias it: the next batch may overwrite it in place."""
+    """A buffer taken from the batch must not alias it: the next batch may overwrite it
+    in place.
+    """
 
     def forward(m, inputs):
         m.last = inputs
@@ -75,7 +85,9 @@ def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
 
 @pytest.mark.parametrize("training", ["nothing", "one layer", "everything"])
 def test_inference_moves_statistics_as_a_module_does(devices, training):
-    """Under no_grad a training-mode forward is allowed (to re-estimate statistics): it counts."""
+    """Under no_grad a training-mode forward is allowed (to re-estimate statistics): it
+    counts.
+    """
     model = normalised().train(training == "everything")
     model[1].train(training != "nothing")
     expected = after_share(model, slice(4), 1)
@@ -88,17 +100,24 @@ def test_inference_moves_statistics_as_a_module_does(devices, training):
 
 
 def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
-    """Buffers of a replica once shared one version counter, so that autograd refused this."""
+    """Buffers of a replica once shared one version counter, so that autograd refused
+    this.
+    """
 
     def forward(m, inputs):
         outputs = m.norm(inputs)
         m.queue.copy_(outputs.detach()[:2])
         return outputs
 
-    parts = {"norm": nn.BatchNorm1d(FEATURES), "queue": nn.Buffer(torch.zeros(2, FEATURES))}
+    parts = {
+        "norm": nn.BatchNorm1d(FEATURES),
+        "queue": nn.Buffer(torch.zeros(2, FEATURES)),
+    }
     model = build(lambda: Of(forward, **parts))
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(randn(8, FEATURES), criterion=lambda out, _: out.square().mean())
+        engine.forward_backward(
+            randn(8, FEATURES), criterion=lambda out, _: out.square().mean()
+        )
         assert model.queue.any()
 
 
@@ -112,7 +131,9 @@ REGISTRATIONS = {
 @pytest.mark.parametrize("act", REGISTRATIONS)
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_buffer_that_a_forward_pass_registers_is_refused(devices, act, whole):
-    """Each replica would register one of its own; a failed step once left one behind as None."""
+    """Each replica would register one of its own; a failed step once left one behind as
+    None.
+    """
 
     def forward(m, inputs):
         m.calls += 1
@@ -120,9 +141,13 @@ def test_a_buffer_that_a_forward_pass_registers_is_refused(devices, act, whole):
             REGISTRATIONS[act](m)
         return m.linear(inputs)
 
-    model = build(lambda: Of(forward, linear=linear(), shown=nn.Buffer(torch.ones(())), calls=0))
+    model = build(
+        lambda: Of(forward, linear=linear(), shown=nn.Buffer(torch.ones(())), calls=0)
+    )
     with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
-        with pytest.raises(ValueError, match=r"registers or deletes buffers \((new|shown|none)\)"):
+        with pytest.raises(
+            ValueError, match=r"registers or deletes buffers \((new|shown|none)\)"
+        ):
             engine.forward_backward(*BATCH, CRITERION, whole_batch=whole)
         assert [*model._buffers] == ["shown"]
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,4 +1,6 @@
-"""Frozen weights that hold other tensors, as bitsandbytes' do, or consist of them, as torchao's."""
+"""Frozen weights that hold other tensors, as bitsandbytes' do, or consist of them, as
+torchao's.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def quantised(name, linear):
         kind, _, twice = name.partition(" ")
         layer = layers.Linear4bit(*size, compute_dtype=torch.float32)
         layer.weight = layers.Params4bit(
-            linear.weight.data, quant_type=kind, compress_statistics=bool(twice), module=layer
+            linear.weight.data,
+            quant_type=kind,
+            compress_statistics=bool(twice),
+            module=layer,
         )
     layer.bias = linear.bias
     return layer.to("cpu")
@@ -64,13 +69,17 @@ def size(tensors):
 
 
 def on_cards(model, device):
-    """``model`` on an accelerator that torch does not know, to which 4-bit weights have no copy."""
+    """``model`` on an accelerator that torch does not know, to which 4-bit weights have
+    no copy.
+    """
     layers = pytest.importorskip("bitsandbytes").nn
     for part in model.modules():
         weight = getattr(part, "weight", None)
         if isinstance(weight, layers.Params4bit):
             held = weight.quant_state.as_dict().items()
-            state = {name: v.to(device) if torch.is_tensor(v) else v for name, v in held}
+            state = {
+                name: v.to(device) if torch.is_tensor(v) else v for name, v in held
+            }
             part.weight = layers.Params4bit.from_prequantized(
                 weight.data, state, device=torch.device(device), module=part
             )
@@ -78,9 +87,14 @@ def on_cards(model, device):
 
 
 def quantised_qwen(folder, bits):
-    """A tiny Qwen2 that ``from_pretrained`` quantises, with adapters of peft, checkpointed."""
+    """A tiny Qwen2 that ``from_pretrained`` quantises, with adapters of peft,
+    checkpointed.
+    """
     pytest.importorskip("bitsandbytes")
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft, transformers = (
+        pytest.importorskip("peft"),
+        pytest.importorskip("transformers"),
+    )
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
     how = {"load_in_8bit": True}
@@ -91,13 +105,16 @@ def quantised_qwen(folder, bits):
         config = transformers.Qwen2Config(**sizes, **heads)
         transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=transformers.BitsAndBytesConfig(**how), device_map="cpu"
+            folder,
+            quantization_config=transformers.BitsAndBytesConfig(**how),
+            device_map="cpu",
         )
         checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
         model = peft.prepare_model_for_kbit_training(model, **checkpointing)
         lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4)
         model = peft.get_peft_model(model, lora)
-        for name, parameter in model.named_parameters():  # zero at first: no gradient for the other
+        # zero at first: no gradient for the other
+        for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.05)
     return model.train()
@@ -108,7 +125,9 @@ VIRTUAL = ["cpu:0", "cpu:1"]
 
 
 class State:
-    """What the numbers of a packed weight mean; ``inner`` is another one, for double scales."""
+    """What the numbers of a packed weight mean; ``inner`` is another one, for double
+    scales.
+    """
 
     def __init__(self, scale, inner=None):
         self.scale, self.inner, self.blocksize = scale, inner, 64
@@ -126,7 +145,9 @@ class Packed(nn.Parameter):
 class PackedLinear(nn.Module):
     def __init__(self):
         super().__init__()
-        packed = torch.Tensor._make_subclass(Packed, torch.arange(32).view(4, 8).to(torch.uint8))
+        packed = torch.Tensor._make_subclass(
+            Packed, torch.arange(32).view(4, 8).to(torch.uint8)
+        )
         packed.quant_state = State(randn(4, 1), State(randn(1)))
         self.weight, self.quant_state, packed.layer = packed, packed.quant_state, self
         self.adapter = nn.Linear(8, 4, dtype=torch.float64)
@@ -142,7 +163,9 @@ class PackedLinear(nn.Module):
 class Composite(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(TwoTensor(randn(4, 8), randn(4, 8)), requires_grad=False)
+        self.weight = nn.Parameter(
+            TwoTensor(randn(4, 8), randn(4, 8)), requires_grad=False
+        )
         self.adapter = nn.Linear(8, 4, dtype=torch.float64)
 
     def forward(self, x):
@@ -158,14 +181,18 @@ def tensors_of(module):
 CASES = pytest.mark.parametrize("kind", [PackedLinear, Composite])
 
 
-@pytest.mark.parametrize("runner", ["check", "whole batch", "compiled", "pair", "inference"])
+@pytest.mark.parametrize(
+    "runner", ["check", "whole batch", "compiled", "pair", "inference"]
+)
 @CASES
 def test_ways_to_take_a_step(kind, runner):
     agree(Case(kind, SMALL, lambda _: MSE), runner, "mixed")
 
 
 @CASES
-def test_the_gradient_of_adapters_is_exact_and_what_is_frozen_is_sent_once(kind, devices):
+def test_the_gradient_of_adapters_is_exact_and_what_is_frozen_is_sent_once(
+    kind, devices
+):
     model = build(kind)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         assert_step(engine, *SMALL, MSE)
@@ -175,7 +202,9 @@ def test_the_gradient_of_adapters_is_exact_and_what_is_frozen_is_sent_once(kind,
             tensors_of(model)[-1].add_(1)
         assert_step(engine, *SMALL, MSE)
         others = len(set(engine.device_ids)) - 1
-        assert engine.last_step.bytes["replicate"] == others * tensors_of(model)[-1].nbytes
+        assert (
+            engine.last_step.bytes["replicate"] == others * tensors_of(model)[-1].nbytes
+        )
 
 
 def packed_of_floats():
@@ -207,12 +236,16 @@ def test_one_that_is_trained_later_is_refused_until_it_is_frozen(make, words):
 def test_a_buffer_made_of_other_tensors_is_refused():
     model = build(lambda: nn.Linear(8, 4))
     model.register_buffer("table", TwoTensor(randn(4, 8), randn(4, 8)))
-    with pytest.raises(TypeError, match=r"'table', a TwoTensor, .* frozen parameters of this kind"):
+    with pytest.raises(
+        TypeError, match=r"'table', a TwoTensor, .* frozen parameters of this kind"
+    ):
         ScatterOnceParallel(model, 2, VIRTUAL)
 
 
 def words_for_a_dtensor(group):
-    """The error for a frozen parameter that is a part of a tensor of several processes."""
+    """The error for a frozen parameter that is a part of a tensor of
+    several processes.
+    """
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.size(),))
     whole = torch.distributed.tensor.distribute_tensor(randn(4, 8), mesh)
     model = nn.Linear(8, 4)
@@ -223,7 +256,8 @@ def words_for_a_dtensor(group):
 
 
 def test_a_frozen_dtensor_is_refused():
-    for words in run_on_ranks(3, words_for_a_dtensor):  # all: each numbers the groups that it makes
+    # all: each numbers the groups that it makes
+    for words in run_on_ranks(3, words_for_a_dtensor):
         assert "'weight', a DTensor" in words
         assert ".full_tensor()" in words
 
@@ -232,7 +266,9 @@ def test_another_state_is_followed():
     model = build(PackedLinear)
     with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
         assert_step(engine, *SMALL, MSE)
-        model.weight.quant_state = model.quant_state = State(randn(4, 1), State(randn(1)))
+        model.weight.quant_state = model.quant_state = State(
+            randn(4, 1), State(randn(1))
+        )
         assert_step(engine, *SMALL, MSE)
         model.quant_state.inner.scale = randn(1, seed=9)
         assert_step(engine, *SMALL, MSE)
@@ -246,7 +282,10 @@ def test_layers_of_libraries_are_exact_and_only_adapters_are_sent_again(layer):
     with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1", "cpu:0", "cpu:2"]) as engine:
         for step in range(3):
             assert_step(engine, *BATCH, MSE, relative=1e-5)
-            sent, adapters = engine.last_step.bytes["replicate"], size(trained(model)) * 2
+            sent, adapters = (
+                engine.last_step.bytes["replicate"],
+                size(trained(model)) * 2,
+            )
             assert sent == adapters if step else sent >= adapters
             optimizer.step()
 
@@ -263,25 +302,43 @@ def test_weights_of_4_bits_on_cards(layer, number):
     card = torch.accelerator.current_accelerator().type
     plain, model = adapted(layer), on_cards(adapted(layer), f"{card}:0")
     squares(plain(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 2, [f"{card}:{i}" for i in range(number)]) as engine:
+    with ScatterOnceParallel(
+        model, 2, [f"{card}:{i}" for i in range(number)]
+    ) as engine:
         engine.forward_backward(*BATCH, squares)
         for found, expected in zip(trained(model), trained(plain), strict=True):
             assert_close(found.grad.cpu(), expected.grad, "gradient", 1e-5)
         torch.optim.SGD(trained(model), lr=0.1).step()
         model.zero_grad()
         engine.forward_backward(*BATCH, squares)
-        assert engine.last_step.bytes["replicate"] == size(trained(model)) * (number - 1)
+        assert engine.last_step.bytes["replicate"] == size(trained(model)) * (
+            number - 1
+        )
 
 
 @pytest.mark.loops
 def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
-    """Operators there refuse tensors of two devices, which virtual devices on the CPU do not."""
+    """Operators there refuse tensors of two devices, which virtual devices on the CPU
+    do not.
+    """
     pytest.importorskip("bitsandbytes")
     if not simulated_accelerator:
         pytest.skip("there is no g++ to build it")
-    # Else bitsandbytes compiles what it runs on accelerators that it does not know: minutes.
-    variables = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", **simulated_accelerator}
-    chosen = "-p", "simulated", "-p", "no:cacheprovider", "-k", "test_weights_of_4_bits_on_cards"
+    # Else bitsandbytes compiles what it runs on accelerators that it does not know:
+    # minutes.
+    variables = {
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        **simulated_accelerator,
+    }
+    chosen = (
+        "-p",
+        "simulated",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "test_weights_of_4_bits_on_cards",
+    )
     outcome = run("-m", "pytest", *chosen, __file__, **variables)
     assert outcome.code == 0, outcome.out
     assert "4 passed" in outcome.out
@@ -290,7 +347,9 @@ def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
 @pytest.mark.loops
 @pytest.mark.parametrize("bits", [4, 8])
 def test_qlora_of_a_pretrained_model(bits, tmp_path, devices):
-    """Checkpointed activations, computed in bfloat16; Qwen's frozen biases are cast in forward."""
+    """Checkpointed activations, computed in bfloat16; Qwen's frozen biases are cast in
+    forward.
+    """
     model, ids = quantised_qwen(tmp_path, bits), randint(50, 6, 9)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     plain = copy.deepcopy(model)

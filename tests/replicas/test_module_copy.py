@@ -1,4 +1,6 @@
-"""What modules may be, do and return that one device would take, or that is told in words."""
+"""What modules may be, do and return that one device would take, or that is told in
+words.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import pytest
 import torch
 from harness.isolation import guarded
 from harness.models import CLASSES, FEATURES, Of, Returns, linear, mlp
-from harness.oracle import assert_close, assert_step, build, randint, randn, seeded, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_step,
+    build,
+    randint,
+    randn,
+    seeded,
+    whole_batch,
+)
 from harness.weighted import CLASS_WEIGHTS, classes
 from torch import nn
 from torch.nn import functional as F
@@ -21,7 +31,9 @@ CRITERION = nn.CrossEntropyLoss()
 
 pytestmark = [
     pytest.mark.core,
-    pytest.mark.filterwarnings(*(f"ignore:{words}" for words in ("Sparse", ".*quantize", ".*jit"))),
+    pytest.mark.filterwarnings(
+        *(f"ignore:{words}" for words in ("Sparse", ".*quantize", ".*jit"))
+    ),
 ]
 
 
@@ -49,15 +61,22 @@ def quantised():
 
 
 REFUSED = {
-    "slots": (lambda: Slotted(FEATURES, CLASSES), "class Slotted of a module has __slots__"),
-    "a sparse buffer": (holding(nn.Module.register_buffer, sparse), "'table', a spars.*Repl"),
+    "slots": (
+        lambda: Slotted(FEATURES, CLASSES),
+        "class Slotted of a module has __slots__",
+    ),
+    "a sparse buffer": (
+        holding(nn.Module.register_buffer, sparse),
+        "'table', a spars.*Repl",
+    ),
     "a quantised buffer": (
         holding(nn.Module.register_buffer, quantised),
         r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr",
     ),
     "TorchScript": (
         holding(setattr, lambda: torch.jit.script(nn.Tanh())),
-        r"cannot be replicated, since its child 'table' is a TorchScript module, .* torch.jit was",
+        r"cannot be replicated, since its child 'table' is a TorchScript module, .* "
+        r"torch.jit was",
     ),
     "a generator as output": (
         lambda: Returns(lambda logits, _: {"logits": (row for row in logits)}),
@@ -68,7 +87,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("runner", [ScatterOnceParallel, DataParallelModel])
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_replicas_cannot_hold_or_return_is_refused_with_the_way_out(devices, case, runner):
+def test_what_replicas_cannot_hold_or_return_is_refused_with_the_way_out(
+    devices, case, runner
+):
     make, words = REFUSED[case]
     with pytest.raises(TypeError, match=words):
         runner(build(make).eval(), device_ids=devices(2))(BATCH[0])
@@ -92,7 +113,9 @@ def test_zero_grad_in_forward_does_not_wipe_earlier_sub_steps(devices):
 
 def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
     with seeded():
-        module = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(CLASSES)).double()
+        module = nn.Sequential(
+            nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(CLASSES)
+        ).double()
     words = r"uninitialised lazy parameter, '0.weight': call the module once"
     with ScatterOnceParallel(module, 2, devices(2)) as engine:
         with pytest.raises(RuntimeError, match=words):
@@ -122,7 +145,9 @@ MAKERS = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_parameters_that_a_forward_pass_makes_are_refused_by_name(devices, kind, whole_batch):
+def test_parameters_that_a_forward_pass_makes_are_refused_by_name(
+    devices, kind, whole_batch
+):
     model, words = build(MAKERS[kind]), r"creates the parameter 'head\.weight'"
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         for _ in range(2):
@@ -149,9 +174,12 @@ def weighted(output, targets, options, scale=1.0):
 
 CRITERIA = {
     "nested": functools.partial(
-        functools.partial(weighted, options={"weight": CLASS_WEIGHTS.clone()}), scale=3.0
+        functools.partial(weighted, options={"weight": CLASS_WEIGHTS.clone()}),
+        scale=3.0,
     ),
-    "a module": functools.partial(nn.CrossEntropyLoss(CLASS_WEIGHTS.clone(), reduction="sum")),
+    "a module": functools.partial(
+        nn.CrossEntropyLoss(CLASS_WEIGHTS.clone(), reduction="sum")
+    ),
 }
 
 
@@ -179,7 +207,8 @@ def test_they_are_sent_once_and_follow_what_is_written_into_them():
     with ScatterOnceParallel(mlp(), 2, ["cpu:0", "cpu:1"]) as engine:
         engine.forward_backward(*LABELLED, F.cross_entropy)
         assert_step(engine, *LABELLED, criterion)
-        assert engine.last_step.bytes["replicate"] == weight.numel() * 8  # all else is there
+        # all else is there
+        assert engine.last_step.bytes["replicate"] == weight.numel() * 8
         assert_step(engine, *LABELLED, criterion)
         assert engine.last_step.bytes["replicate"] == 0
         weight[0] = 7.0
@@ -198,7 +227,9 @@ def test_a_bound_tensor_that_is_trained_gets_its_gradient(devices):
 
 
 def test_what_a_closure_brings_along_is_named(devices):
-    """It cannot be moved; so the error says what it is, where it is, and what to write instead."""
+    """It cannot be moved; so the error says what it is, where it is, and what to write
+    instead.
+    """
     weight, few = CLASS_WEIGHTS.to("meta"), CLASS_WEIGHTS[:3]
 
     def notes_on(criterion):
@@ -209,14 +240,19 @@ def test_what_a_closure_brings_along_is_named(devices):
 
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         (said,) = notes_on(lambda o, t: F.cross_entropy(o, t, weight=weight))
-        assert "the criterion uses 'weight' on meta, but this replica computes on cpu" in said
+        assert (
+            "the criterion uses 'weight' on meta, but this replica computes on cpu"
+            in said
+        )
         assert "bind it with functools.partial(criterion, weight=weight)" in said
         assert all(parameter.grad is None for parameter in engine.parameters())
         assert not notes_on(lambda o, t: F.cross_entropy(o, t, weight=few))
 
 
 def test_a_class_adds_to_its_replicas_by_torchs_protocol():
-    """``nn.DataParallel`` makes replicas by this method; ``nn.RNNBase`` overrides it."""
+    """``nn.DataParallel`` makes replicas by this method; ``nn.RNNBase``
+    overrides it.
+    """
 
     class Marked(nn.Linear):
         def _replicate_for_data_parallel(self):
@@ -228,5 +264,9 @@ def test_a_class_adds_to_its_replicas_by_torchs_protocol():
             assert self.is_marked
             return super().forward(x)
 
-    with ScatterOnceParallel(build(lambda: Marked(2, 2)), 1, ["cpu"] * 2, verify=False) as engine:
-        engine.forward_backward(torch.ones(4, 2).double(), torch.ones(4, 2).double(), nn.MSELoss())
+    with ScatterOnceParallel(
+        build(lambda: Marked(2, 2)), 1, ["cpu"] * 2, verify=False
+    ) as engine:
+        engine.forward_backward(
+            torch.ones(4, 2).double(), torch.ones(4, 2).double(), nn.MSELoss()
+        )

@@ -1,4 +1,6 @@
-"""A forward pass that writes parameters is refused by name; the error says if values are lost."""
+"""A forward pass that writes parameters is refused by name; the error says if values
+are lost.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,8 @@ MODELS = {
     "exchange": (lambda: writer(exchange), ROWS, "head.weight"),
     "the last row": (lambda: writer(exchange, with_the_last_row), ROWS, "head.weight"),
 }
-IN_PLACE = {"max_norm", "clip", "decay_data"}  # what they overwrite in the user's module is lost
+# what they overwrite in the user's module is lost
+IN_PLACE = {"max_norm", "clip", "decay_data"}
 
 
 @contextlib.contextmanager
@@ -111,13 +114,20 @@ WAYS = {
 
 
 def words(name, lost):
-    outcome = "no gradient was added, .* values are lost" if lost else "nothing was changed"
-    return rf"writes the parameter '{name}'( \(and \d more\))?, .*{outcome}; .*register_buffer"
+    outcome = (
+        "no gradient was added, .* values are lost" if lost else "nothing was changed"
+    )
+    return (
+        rf"writes the parameter '{name}'( \(and \d more\))?, .*{outcome}; "
+        r".*register_buffer"
+    )
 
 
 @contextlib.contextmanager
 def refused(name, *modules, lost=False):
-    """The body's error has this name, and says if values are lost. All others are as before."""
+    """The body's error has this name, and says if values are lost. All others are as
+    before.
+    """
     before = [capture(module) for module in modules]
     with pytest.raises(RuntimeError, match=words(name, lost)):
         yield
@@ -146,9 +156,13 @@ def casts(weight):
 def test_a_write_in_the_second_pass_alone_is_refused_too(devices):
     model = build(lambda: writer(decay_data, the_second_time()))
     options = {"how": {"verify": False}, "whole_batch": True}
-    # Which replica writes first, and so whether values of the user's module are lost, is timing.
+    # Which replica writes first, and so whether values of the user's module are lost,
+    # is timing.
     words = "writes the parameter 'head.weight'"
-    with by_engine(model, devices(2), **options) as run, pytest.raises(RuntimeError, match=words):
+    with (
+        by_engine(model, devices(2), **options) as run,
+        pytest.raises(RuntimeError, match=words),
+    ):
         run(ROWS)
 
 
@@ -174,7 +188,10 @@ def test_a_step_that_fails_otherwise_notes_it(devices, case):
     def boom(output, targets):
         raise ArithmeticError("boom")
 
-    with by_engine(model, devices(2), 1) as run, pytest.raises(ArithmeticError) as caught:
+    with (
+        by_engine(model, devices(2), 1) as run,
+        pytest.raises(ArithmeticError) as caught,
+    ):
         run(inputs, boom)
     assert re.search(words(name, case in IN_PLACE), str(caught.value.__notes__))
     assert bool(differences(before, capture(model))) <= (case in IN_PLACE)

@@ -82,7 +82,9 @@ def swap_class(model):
 def sets(path, make):
     """Rebinds what is there to what ``make`` makes, of the model."""
     *parents, name = path.split(".")
-    return lambda model: setattr(model.get_submodule(".".join(parents)), name, make(model))
+    return lambda model: setattr(
+        model.get_submodule(".".join(parents)), name, make(model)
+    )
 
 
 def layer(*sizes, seed, **options):
@@ -93,7 +95,9 @@ CHANGES = {
     "edit data": edit_data,
     "rebind data as a view": rebind_data_as_a_view,
     "rebind a buffer": sets("offset", lambda _: randn(6, seed=9)),
-    "replace a parameter": sets("head.bias", lambda _: nn.Parameter(randn(CLASSES, seed=10))),
+    "replace a parameter": sets(
+        "head.bias", lambda _: nn.Parameter(randn(CLASSES, seed=10))
+    ),
     "remove a parameter": sets("head.bias", lambda _: None),
     "transpose strides": lambda model: setattr(
         model.first.weight, "data", model.first.weight.data.T.contiguous().T
@@ -113,13 +117,17 @@ CHANGES = {
     "replace it by one of the same shape": sets("first", layer(FEATURES, 6, seed=14)),
     "swap layers": swap_layers,
     "tie weights": sets("blocks.0.weight", lambda model: model.blocks[1].weight),
-    "register a buffer": lambda model: model.register_buffer("extra", randn(6, seed=15)),
+    "register a buffer": lambda model: model.register_buffer(
+        "extra", randn(6, seed=15)
+    ),
     "delete a buffer": delete_buffer,
     "add a pre-hook": lambda model: model.head.register_forward_pre_hook(
         lambda module, args: (args[0] + 1,)
     ),
     "swap the class": swap_class,
-    "replace a forward": sets("head.forward", lambda _: lambda hidden: hidden[:, :CLASSES] * 2),
+    "replace a forward": sets(
+        "head.forward", lambda _: lambda hidden: hidden[:, :CLASSES] * 2
+    ),
 }
 KEEP_THE_LOSS = {"freeze", "freeze and thaw", "transpose strides"}
 
@@ -127,7 +135,8 @@ KEEP_THE_LOSS = {"freeze", "freeze and thaw", "transpose strides"}
 pytestmark = pytest.mark.core
 
 CRITERION = nn.CrossEntropyLoss()
-MIXED = ["cpu:0", "cpu:1", "cpu:0"]  # one replica shares the master's memory, one has its own
+# one replica shares the master's memory, one has its own
+MIXED = ["cpu:0", "cpu:1", "cpu:0"]
 
 
 @pytest.mark.contract
@@ -146,7 +155,9 @@ def test_the_next_step_obeys(change):
 def written():
     """Its output depends on an attribute and a frozen parameter."""
     frozen = nn.Parameter(torch.zeros(CLASSES), requires_grad=False)
-    return Written(lambda m, x: m.linear(x) * m.scale + m.frozen, linear=linear(), frozen=frozen)
+    return Written(
+        lambda m, x: m.linear(x) * m.scale + m.frozen, linear=linear(), frozen=frozen
+    )
 
 
 class Written(Of):
@@ -165,7 +176,9 @@ def delete_or_set(delete):
 
 
 def write_frozen(model, value):
-    """Another number for each class: cross entropy does not see a number that all have."""
+    """Another number for each class: cross entropy does not see a number
+    that all have.
+    """
     model.frozen.detach().copy_(torch.linspace(0.0, value, CLASSES))
 
 
@@ -175,7 +188,9 @@ WRITES = {
     "in the dictionary": lambda model, value: vars(model).update(scale=value),
     "past the module": lambda model, value: object.__setattr__(model, "scale", value),
     "delete it": delete_or_set(lambda model: delattr(model, "scale")),
-    "take it from the dictionary": delete_or_set(lambda model: vars(model).pop("scale")),
+    "take it from the dictionary": delete_or_set(
+        lambda model: vars(model).pop("scale")
+    ),
     "a frozen parameter": write_frozen,
 }
 
@@ -183,9 +198,11 @@ WRITES = {
 @pytest.mark.contract
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_every_write_is_followed_however_often(write):
-    """From Python 3.13 on attributes lie beside the dictionary, and its watcher hears of no write.
+    """From Python 3.13 on attributes lie beside the dictionary, and its watcher hears
+    of no write.
 
-    What Python does with a write may change once it has run a few times: so there are many.
+    What Python does with a write may change once it has run a few times: so there are
+    many.
     """
     model = build(written)
     model.scale = 2.0
@@ -205,10 +222,14 @@ def test_a_criterion_that_changes(devices):
         for change in (
             lambda: None,
             lambda: criterion.weight.__setitem__(0, 9.0),
-            lambda: setattr(criterion, "weight", torch.tensor([0.1, 0.2, 0.3, 4.0]).double()),
+            lambda: setattr(
+                criterion, "weight", torch.tensor([0.1, 0.2, 0.3, 4.0]).double()
+            ),
             lambda: setattr(criterion, "label_smoothing", 0.3),
             lambda: setattr(criterion, "weight", None),  # from now on without state
-            lambda: criterion.register_forward_hook(lambda module, args, loss: loss * 2),
+            lambda: criterion.register_forward_hook(
+                lambda module, args, loss: loss * 2
+            ),
         ):
             change()
             losses.add(assert_step(engine, *BATCH, criterion).item())
@@ -235,15 +256,24 @@ def test_replicas_are_those_of_now(devices):
 
 
 def test_recurrent_weights_lie_as_cudnn_wants_them():
-    """As the master's, that ``flatten_parameters`` has put together from the start of a storage."""
+    """As the master's, that ``flatten_parameters`` has put together from the start of a
+    storage.
+    """
     lstm = build(lambda: nn.LSTM(5, 3))
 
     def weights_of(layer):  # matrices first
-        return [w for _, w in sorted(layer.named_parameters(), key=lambda item: "bias" in item[0])]
+        return [
+            w
+            for _, w in sorted(
+                layer.named_parameters(), key=lambda item: "bias" in item[0]
+            )
+        ]
 
     weights = weights_of(lstm)
     flat = torch.cat([weight.detach().flatten() for weight in weights])
-    for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+    for weight, part in zip(
+        weights, flat.split([w.numel() for w in weights]), strict=True
+    ):
         weight.data = part.view_as(weight)
     with ScatterOnceParallel(lstm, 1, ["cpu:0", "cpu:1"]) as engine:
         start = engine.replicas[1].weight_ih_l0.untyped_storage().data_ptr()
@@ -269,7 +299,9 @@ def caches(m, inputs):
 
 
 def freezes(m, inputs):
-    """Its evaluation turns gradients off; the user turns them on, where the master's never went."""
+    """Its evaluation turns gradients off; the user turns them on, where the master's
+    never went.
+    """
     if not m.training:
         m.linear.requires_grad_(False)
     return m.linear(inputs)
@@ -299,26 +331,34 @@ def scales(m, inputs):
 
 
 def flattens(m, inputs):
-    """Exchanges storages as ``flatten_parameters`` does: replicas kept the first step's weights."""
+    """Exchanges storages as ``flatten_parameters`` does: replicas kept the first step's
+    weights.
+    """
     for parameter in m.parameters():
         parameter.data = parameter.data.clone()
     return m.linear(inputs)
 
 
 def grows(m, inputs):
-    """A buffer that a forward pass lets grow could not be refreshed in the next step."""
+    """A buffer that a forward pass lets grow could not be refreshed in
+    the next step.
+    """
     m.seen.data = torch.cat([m.seen, m.seen.new_ones(1)])
     return m.linear(inputs) * len(m.seen)
 
 
 def scaled(m, inputs):
-    """Multiplies by what it finds on its tensors: replicas once kept that of the first step."""
+    """Multiplies by what it finds on its tensors: replicas once kept that of the first
+    step.
+    """
     factors = [getattr(tensor, "scale", 1.0) for tensor in (m.linear.bias, m.factor)]
     return m.linear(inputs) * factors[0] * factors[1]
 
 
 def hook(module):
-    module.handle = module[0].register_forward_hook(lambda module, args, output: output * 2)
+    module.handle = module[0].register_forward_hook(
+        lambda module, args, output: output * 2
+    )
 
 
 def attribute(name, value):
@@ -335,15 +375,23 @@ FOLLOWED = {
     "numbers and flags": Case(
         of(scales, scale=None), changes=[*(attribute("scale", s) for s in SCALES)]
     ),
-    "a hook, taken off": Case(mlp, changes=[hook, lambda module: module.handle.remove()]),
+    "a hook, taken off": Case(
+        mlp, changes=[hook, lambda module: module.handle.remove()]
+    ),
     "storages that a forward pass exchanges": Case(of(flattens)),
     "a buffer that grows": Case(of(grows, seen=nn.Buffer(torch.ones(1))), accum=1),
     **{
         f"an attribute of {name}": Case(
             of(scaled, factor=nn.Buffer(torch.ones(CLASSES))),
-            changes=[lambda m, f=find, v=value: setattr(f(m), "scale", v) for value in ATTRIBUTES],
+            changes=[
+                lambda m, f=find, v=value: setattr(f(m), "scale", v)
+                for value in ATTRIBUTES
+            ],
         )
-        for name, find in {"bias": lambda m: m.linear.bias, "a buffer": lambda m: m.factor}.items()
+        for name, find in {
+            "bias": lambda m: m.linear.bias,
+            "a buffer": lambda m: m.factor,
+        }.items()
     },
 }
 

@@ -1,20 +1,24 @@
 """A simulated accelerator, for machines without one.
 
-Its devices are in host memory, and torch treats them as real: each thread has its own streams and
-current device, backward passes run in a thread per device, each device has its own generator, and
-the CPU's generators are refused. It exposes these errors, as CUDA does:
+Its devices are in host memory, and torch treats them as real: each thread has its own
+streams and current device, backward passes run in a thread per device, each device has
+its own generator, and the CPU's generators are refused. It exposes these errors, as
+CUDA does:
 
-- Work waits in the queue of its stream, and by default runs as late as possible: when the host
-  synchronises, reads a value or waits for a copy, or when another stream waits for an event.
-- Fresh memory, the target of a copy under way, and freed memory that another stream still
-  reads hold poison: NaN in floats, -1 in integers.
+- Work waits in the queue of its stream, and by default runs as late as possible: when
+  the host synchronises, reads a value or waits for a copy, or when another stream waits
+  for an event.
+- Fresh memory, the target of a copy under way, and freed memory that another stream
+  still reads hold poison: NaN in floats, -1 in integers.
 - Copies from pinned memory read it when they run; pageable memory is staged at once.
 - Operators refuse tensors of two devices, and of host and device but for 0-dim ones.
 - What goes wrong in a kernel is raised at the next synchronisation.
-- A stream that captures a graph runs nothing; the host and other streams must not wait for it.
+- A stream that captures a graph runs nothing; the host and other streams must not wait
+for it.
 
-`control` switches each of these and counts what happens. As a pytest plugin (``-p simulated``,
-with ``PYTHONPATH=tests``) it is there for a whole run: a process cannot get rid of it again.
+`control` switches each of these and counts what happens. As a pytest plugin (``-p
+simulated``, with ``PYTHONPATH=tests``) it is there for a whole run: a process cannot
+get rid of it again.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from simulated import control
 __all__ = ["LIBRARY", "NAME", "build", "load", "load_built"]
 
 NAME = "simulated"
-LIBRARY = "SIMULATED_ACCELERATOR"  # the environment variable that says where it was built
+# the environment variable that says where it was built
+LIBRARY = "SIMULATED_ACCELERATOR"
 _SOURCE = Path(__file__).with_name("accelerator.cpp")
 
 
@@ -69,7 +74,9 @@ def load(library: Path) -> None:
     module.device = torch.accelerator.device_index
     module.current_device = torch.accelerator.current_device_index
     module.get_rng_state = lambda device=NAME: operators.get_rng_state(index(device))
-    module.set_rng_state = lambda state, device=NAME: operators.set_rng_state(state, index(device))
+    module.set_rng_state = lambda state, device=NAME: operators.set_rng_state(
+        state, index(device)
+    )
     module.manual_seed_all = manual_seed_all
     module.CUDAGraph, module.graph_pool_handle = control.Graph, lambda: None
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]

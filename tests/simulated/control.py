@@ -1,7 +1,9 @@
-"""What the simulated accelerator does, and what it has done: for tests, and by the environment.
+"""What the simulated accelerator does, and what it has done: for tests, and by the
+environment.
 
-Environment variables, each for a whole process: ``SIMULATED_ORDER``, ``late`` (the default),
-``eager``, or ``random:SEED``; ``SIMULATED_DEVICES``, how many there are, at most 8, 4 by default.
+Environment variables, each for a whole process: ``SIMULATED_ORDER``, ``late`` (the
+default), ``eager``, or ``random:SEED``; ``SIMULATED_DEVICES``, how many there are, at
+most 8, 4 by default.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def ordered(order: str) -> Body:
 
 def broken_link(source: int, target: int, copies: str) -> Body:
     """Copies from one device to another are ``dropped`` or ``altered``."""
-    return _changed(partial(_simulated.set_link, source, target), _COPIES.index(copies), 0)
+    return _changed(
+        partial(_simulated.set_link, source, target), _COPIES.index(copies), 0
+    )
 
 
 def incomplete() -> Body:
@@ -67,12 +71,15 @@ def limited(index: int, size: int) -> Body:
 
 
 def paced(link: float, memory: float) -> Body:
-    """Copies over a link, and a device's memory, move so many bytes per second; see ``seconds``."""
+    """Copies over a link, and a device's memory, move so many bytes per second; see
+    ``seconds``.
+    """
     return _changed(lambda pace: _simulated.set_pace(*pace), (link, memory), (0.0, 0.0))
 
 
 def seconds() -> float:
-    """What cards of the pace that was set would have taken for what they were given since.
+    """What cards of the pace that was set would have taken for what they were given
+    since.
 
     The host's own work takes no time, but a thread of it waits where it synchronises.
     """
@@ -81,17 +88,23 @@ def seconds() -> float:
 
 
 def fail_kernel(index: int, number: int = 1) -> None:
-    """Let a kernel of one device fail, the next or a later one: at its synchronisation."""
+    """Let a kernel of one device fail, the next or a later one: at its
+    synchronisation.
+    """
     _simulated.fail_kernel(index, number)
 
 
 def lose(index: int) -> None:
-    """Let nothing work on a device, as after a kernel's assertion, until ``found_again`` ends."""
+    """Let nothing work on a device, as after a kernel's assertion, until
+    ``found_again`` ends.
+    """
     _simulated.set_lost(index, True)
 
 
 def found_again() -> Body:
-    """After the body, devices that it has lost work again, which no card's process can do."""
+    """After the body, devices that it has lost work again, which no card's process can
+    do.
+    """
 
     def find(_: object) -> None:
         for index in range(torch.accelerator.device_count()):
@@ -113,7 +126,9 @@ class Graph:
         if self._number:
             _simulated.forget_graph(self._number)
 
-    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(
+        self, pool: object = None, capture_error_mode: str = "global"
+    ) -> None:
         """From here on the current stream of the current device captures."""
         _simulated.capture_begin()
 
@@ -147,7 +162,9 @@ class Counters:
 
 
 def host_seconds() -> tuple[float, float]:
-    """CPU seconds that went into anything but simulating: of the calling thread, and of all."""
+    """CPU seconds that went into anything but simulating: of the calling thread, and of
+    all.
+    """
     mine, everyone = _simulated.own_nanoseconds()
     return time.thread_time() - 1e-9 * mine, time.process_time() - 1e-9 * everyone
 

@@ -44,7 +44,9 @@ def failing_engine(device_ids, **options):
     ("row", "accum", "sub_step", "rows"),
     [(0, 3, 0, range(3)), (4, 3, 1, range(3, 5)), (6, 7, 6, range(6, 7))],
 )
-def test_a_note_names_consecutive_rows(devices, whole_batch, row, accum, sub_step, rows):
+def test_a_note_names_consecutive_rows(
+    devices, whole_batch, row, accum, sub_step, rows
+):
     engine = failing_engine(devices(2), accum=accum)
     note = note_on(engine, row, whole_batch=whole_batch)
     assert note == note_of(0, devices(2)[0], sub_step, accum, rows)
@@ -86,7 +88,9 @@ def test_memory_that_runs_out_has_a_remedy_if_rows_can_be_divided(accum):
 
 
 def test_a_constant_loss_of_some_rows_has_a_remedy():
-    """A batch has objects, a micro-batch may have none; one loss of the batch has a graph."""
+    """A batch has objects, a micro-batch may have none; one loss of the batch has a
+    graph.
+    """
 
     def criterion(outputs, is_object):
         return outputs[is_object].sum() if is_object.any() else torch.zeros(())

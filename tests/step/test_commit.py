@@ -1,4 +1,6 @@
-"""What a commit writes, and that it writes all or nothing: gradients, hooks on them, buffers."""
+"""What a commit writes, and that it writes all or nothing: gradients, hooks on them,
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from faults.state import nothing_changes
 from harness.agree import BATCH
 from harness.models import CLASSES, FEATURES, Of, linear, mlp
 from harness.module_cases import InOneMemory, branches, positive_first
-from harness.oracle import assert_close, assert_gradients, build, gradients, randn, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    gradients,
+    randn,
+    whole_batch,
+)
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
@@ -91,7 +100,9 @@ def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices)
 
     model = build(lambda: Of(forward, linear=linear()))
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        losses = [engine.forward_backward(*BATCH, nn.CrossEntropyLoss()) for _ in range(3)]
+        losses = [
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss()) for _ in range(3)
+        ]
     assert not model.linear._forward_hooks
     assert torch.equal(losses[0], losses[2])
 
@@ -100,7 +111,9 @@ class Late(InOneMemory):
     """Sub-steps that use neither of the two that share memory come first."""
 
     def forward(self, inputs):
-        return self.linear(inputs) if (inputs[:, 0] > 0).all() else super().forward(inputs)
+        return (
+            self.linear(inputs) if (inputs[:, 0] > 0).all() else super().forward(inputs)
+        )
 
 
 @pytest.mark.contract
@@ -120,7 +133,9 @@ def test_gradients_that_share_memory_and_arrive_late(devices):
 
 @pytest.mark.contract
 def test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises(devices):
-    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+    model = build(
+        lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
+    )
 
     def fails(_):
         raise ArithmeticError("a hook")
@@ -149,17 +164,25 @@ KEPT = {
 
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_what_a_module_made_of_its_parameters_is_not_trained_silently(devices, kind, whole_batch):
+def test_what_a_module_made_of_its_parameters_is_not_trained_silently(
+    devices, kind, whole_batch
+):
     """Replicas have copies of it, whose gradient once went nowhere."""
     model = Of(uses, linear=linear(), other=linear(1))
     model.kept = KEPT[kind](model)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        with pytest.raises(ValueError, match=r"computed from parameters.*compute it in forward"):
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), whole_batch=whole_batch)
+        with pytest.raises(
+            ValueError, match=r"computed from parameters.*compute it in forward"
+        ):
+            engine.forward_backward(
+                *BATCH, nn.CrossEntropyLoss(), whole_batch=whole_batch
+            )
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such timers here")
+@pytest.mark.skipif(
+    not hasattr(signal, "setitimer"), reason="there are no such timers here"
+)
 def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
     """As those of time limits do; in the commit, above all."""
 
@@ -171,7 +194,8 @@ def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
 
     def ring(gradient):
         os.kill(os.getpid(), signal.SIGALRM)
-        for _ in range(1000):  # the interpreter comes to handlers between its instructions
+        # the interpreter comes to handlers between its instructions
+        for _ in range(1000):
             pass
         rung.append(gradient)
 
@@ -179,7 +203,10 @@ def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
     model.weight.register_hook(ring)
     before = signal.signal(signal.SIGALRM, end)
     try:
-        with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine, pytest.raises(TimeIsOver):
+        with (
+            ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine,
+            pytest.raises(TimeIsOver),
+        ):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
         assert signal.getsignal(signal.SIGALRM) is end
     finally:

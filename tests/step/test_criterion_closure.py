@@ -1,4 +1,6 @@
-"""What functions close over: networks that only a criterion reaches, the model in its own hook."""
+"""What functions close over: networks that only a criterion reaches, the model in its
+own hook.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread_an_operation
 
 def all_of(*named):
     """Gradients of several modules, by their number and name."""
-    return {f"{i}.{k}": g for i, one in enumerate(named) for k, g in gradients(one).items()}
+    return {
+        f"{i}.{k}": g for i, one in enumerate(named) for k, g in gradients(one).items()
+    }
 
 
 # --- parameters that only the criterion reaches ---
@@ -85,8 +89,12 @@ ARRIVES = r"a gradient arrives at {}, which is no replica's: bind .* functools\.
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_gradient_that_arrives_there_is_refused_in_whatever_step(devices, net, holder):
-    """It was trained on one memory only; on two GPUs it failed. A reference is no gradient."""
+def test_a_gradient_that_arrives_there_is_refused_in_whatever_step(
+    devices, net, holder
+):
+    """It was trained on one memory only; on two GPUs it failed. A reference is no
+    gradient.
+    """
     model, loss, is_trained = mlp(), HOLDERS[holder](net), [False] * 20 + [True, False]
 
     def criterion(output, targets):
@@ -135,11 +143,15 @@ def test_the_error_names_what_it_arrives_at(devices, kind):
     refused = pytest.raises(ValueError, match=ARRIVES.format(name))
     with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine, refused:
         engine.forward_backward(INPUTS, TARGETS, make(model, net))
-    assert all(parameter.grad is None for one in (model, net) for parameter in one.parameters())
+    assert all(
+        parameter.grad is None for one in (model, net) for parameter in one.parameters()
+    )
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_whole_batch_trains_a_network_of_a_closure_once_and_failures_leave_it(devices, net, holder):
+def test_whole_batch_trains_a_network_of_a_closure_once_and_failures_leave_it(
+    devices, net, holder
+):
     model, twin, plain = mlp(), mlp(), build(square)
     F.mse_loss(plain(twin(INPUTS)), TARGETS).backward()
     loss, fails = HOLDERS[holder](net), [True]
@@ -178,7 +190,9 @@ def test_a_second_try_starts_anew(devices):
     found = []
     for accum in ("auto", 2):
         model = Of(runs_out, linear=linear())
-        net = build(lambda: nn.Sequential(square(), nn.BatchNorm1d(CLASSES))).requires_grad_(False)
+        net = build(
+            lambda: nn.Sequential(square(), nn.BatchNorm1d(CLASSES))
+        ).requires_grad_(False)
         with ScatterOnceParallel(model, accum, devices(3), verify=False) as engine:
             engine.forward_backward(INPUTS, TARGETS, Task(net).loss)
         found.append(gradients(model))
@@ -189,8 +203,12 @@ def test_a_second_try_starts_anew(devices):
 @pytest.mark.contract
 @pytest.mark.parametrize("of", ["teacher", "master"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_statistics_and_generators_that_a_criterion_moved_are_put_back(devices, of, whole):
-    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
+def test_statistics_and_generators_that_a_criterion_moved_are_put_back(
+    devices, of, whole
+):
+    model = build(
+        lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+    )
     teacher = copy.deepcopy(model) if of == "teacher" else model
     generator, calls = torch.Generator().manual_seed(3), []
     before = generator.get_state()
@@ -213,7 +231,9 @@ def test_statistics_and_generators_that_a_criterion_moved_are_put_back(devices, 
 
 
 def test_a_network_in_an_object_of_the_model_is_trained_by_no_replica():
-    """It was, in one memory. Replicas share the object, and no optimizer finds the network."""
+    """It was, in one memory. Replicas share the object, and no optimizer finds the
+    network.
+    """
     held = Task(linear())
     model = Of(lambda m, x: m.linear(x) + m.held.net(x), linear=linear(), held=held)
     words = ARRIVES.format("a parameter of shape .*")
@@ -235,10 +255,15 @@ def contrast(held):
     return lambda o, t: F.cross_entropy(held.net * o @ o.T, t.argmax(1))
 
 
-SHARED = {  # a network that only the criterion reaches, the criterion, words of the error
+# a network that only the criterion reaches, the criterion, words of the error
+SHARED = {
     "closed over": (scale, contrast, None),
     "in a reentrant checkpoint": (square, checkpointed, None),
-    "in slots": (scale, lambda net: contrast(Slots(net.net)), "the criterion reaches a parameter"),
+    "in slots": (
+        scale,
+        lambda net: contrast(Slots(net.net)),
+        "the criterion reaches a parameter",
+    ),
 }
 
 
@@ -258,10 +283,11 @@ def on_each_rank(group, case):
 
 @pytest.mark.parametrize("case", SHARED)
 def test_ranks_count_a_network_that_all_of_them_reach_once(case):
-    """Each rank had the gradient of its own rows, or added its own copy of the same gradient.
+    """Each rank had the gradient of its own rows, or added its own copy of the same
+    gradient.
 
-    The graph does not show what a reentrant checkpoint has inside, so the criterion is searched.
-    What is hidden in slots cannot be told apart.
+    The graph does not show what a reentrant checkpoint has inside, so the criterion is
+    searched. What is hidden in slots cannot be told apart.
     """
     make, criterion_of, words = SHARED[case]
     model, net = mlp(), build(make)
@@ -280,8 +306,12 @@ def test_ranks_count_a_network_that_all_of_them_reach_once(case):
 
 
 def test_what_they_close_over_is_followed(devices):
-    """A module is a replica's, also if it becomes another one; all else is the user's own."""
-    model = build(lambda: nn.ModuleList([nn.Linear(FEATURES, CLASSES) for _ in range(2)]))
+    """A module is a replica's, also if it becomes another one; all else is the user's
+    own.
+    """
+    model = build(
+        lambda: nn.ModuleList([nn.Linear(FEATURES, CLASSES) for _ in range(2)])
+    )
     chosen, holder, scale = model[0], {"scale": 1.0}, 1.0
     model.forward = lambda rows: chosen(rows) * holder["scale"] * scale
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
@@ -316,7 +346,9 @@ TAKEN = "another engine is in the middle of a step that trains this Sequential"
 
 @pytest.mark.contract
 def test_two_engines_on_one_module_in_two_threads(devices):
-    """The second is refused while the first is inside: its gradient was lost, or counted often."""
+    """The second is refused while the first is inside: its gradient was lost, or
+    counted often.
+    """
     model, inside, release = mlp(), threading.Event(), threading.Event()
     _, expected = whole_batch(model, INPUTS, TARGETS, F.mse_loss)
 
@@ -329,7 +361,9 @@ def test_two_engines_on_one_module_in_two_threads(devices):
         ScatterOnceParallel(model, 2, devices(2), verify=False) as one,
         ScatterOnceParallel(model, 1, devices(2), verify=False) as other,
     ):
-        first = threading.Thread(target=one.forward_backward, args=(INPUTS, TARGETS, slow))
+        first = threading.Thread(
+            target=one.forward_backward, args=(INPUTS, TARGETS, slow)
+        )
         first.start()
         assert inside.wait(60)
         with pytest.raises(RuntimeError, match=f"{TAKEN}.* give each thread a copy"):

@@ -1,4 +1,6 @@
-"""Gradients add up in a wider dtype than they are kept in, with one rounding at the end."""
+"""Gradients add up in a wider dtype than they are kept in, with one rounding at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import pytest
 import torch
 from harness.batches import LABELS
 from harness.models import CLASSES, FEATURES, Of, Returns, mlp
-from harness.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    randint,
+    randn,
+    whole_batch,
+)
 from harness.rank_processes import Counted, run_on_ranks
 from torch import nn
 
@@ -26,7 +35,9 @@ def add_ones(model, rows, accum=1, device_ids=None, dtype=torch.bfloat16, **opti
     """Add the gradient of a sum of ones: the number of rows, if nothing is lost."""
     with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
         ones = torch.ones(rows, 1, dtype=dtype)
-        engine.forward_backward(ones, criterion=lambda out, _: out.sum(), reduction="sum")
+        engine.forward_backward(
+            ones, criterion=lambda out, _: out.sum(), reduction="sum"
+        )
 
 
 @pytest.mark.contract
@@ -34,7 +45,13 @@ def add_ones(model, rows, accum=1, device_ids=None, dtype=torch.bfloat16, **opti
 def test_512_ones_add_up_to_512_and_are_added_to_what_is_there(device_ids):
     model = one_weight()
     for expected in (512, 1024):
-        add_ones(model, 512, 512 // len(device_ids), device_ids, accumulate_dtype=torch.float32)
+        add_ones(
+            model,
+            512,
+            512 // len(device_ids),
+            device_ids,
+            accumulate_dtype=torch.float32,
+        )
         assert model.weight.grad.dtype == torch.bfloat16
         assert model.weight.grad.item() == expected
 
@@ -42,9 +59,14 @@ def test_512_ones_add_up_to_512_and_are_added_to_what_is_there(device_ids):
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_sum_is_rounded_once(device_ids, dtype):
-    """Every element is the float64 sum of the micro-batches' own gradients, rounded once."""
+    """Every element is the float64 sum of the micro-batches' own gradients, rounded
+    once.
+    """
     model = build(lambda: nn.Linear(16, 8)).to(dtype)
-    inputs, targets = randn(SUBSTEPS, 16).to(dtype), randn(SUBSTEPS, 8, seed=3).to(dtype)
+    inputs, targets = (
+        randn(SUBSTEPS, 16).to(dtype),
+        randn(SUBSTEPS, 8, seed=3).to(dtype),
+    )
     exact = torch.zeros(8, 16, dtype=torch.float64)
     for x, y in zip(inputs.split(1), targets.split(1), strict=True):
         model.zero_grad()
@@ -91,7 +113,9 @@ INPUTS = randn(11, FEATURES)
 def test_one_ratio_holds_for_all_micro_batches(devices):
     """Rows that have two entries each were joined with rows that have one."""
     ragged = Of(lambda _, rows: rows.repeat(2, 1) if len(rows) > 4 else rows).eval()
-    refused = pytest.raises(ValueError, match="those of 5 and 4 rows, cannot be joined along dim=0")
+    refused = pytest.raises(
+        ValueError, match="those of 5 and 4 rows, cannot be joined along dim=0"
+    )
     with ScatterOnceParallel(ragged, 1, devices(2)) as engine, refused:
         engine(randn(9, FEATURES))
 
@@ -99,8 +123,12 @@ def test_one_ratio_holds_for_all_micro_batches(devices):
 @pytest.mark.contract
 @pytest.mark.parametrize("rows", [[4, 4, 3], [1, 1]], ids=str)
 def test_return_outputs(devices, rows):
-    """One entry per replica that had rows, on its device: detached, in the module's types."""
-    model = build(lambda: Returns(lambda y, x: {"logits": y, "mean": y.mean(), "tag": "t"}))
+    """One entry per replica that had rows, on its device: detached, in the module's
+    types.
+    """
+    model = build(
+        lambda: Returns(lambda y, x: {"logits": y, "mean": y.mean(), "tag": "t"})
+    )
     inputs, targets = INPUTS[: sum(rows)], randint(CLASSES, sum(rows))
 
     def criterion(output, targets):
@@ -108,8 +136,11 @@ def test_return_outputs(devices, rows):
 
     expected = model(inputs)["logits"].detach()
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        loss, outputs = engine.forward_backward(inputs, targets, criterion, return_outputs=True)
-        engine.forward_backward(inputs * 2, targets, criterion)  # does not write to these outputs
+        loss, outputs = engine.forward_backward(
+            inputs, targets, criterion, return_outputs=True
+        )
+        # does not write to these outputs
+        engine.forward_backward(inputs * 2, targets, criterion)
     assert loss.shape == ()
     assert isinstance(outputs, tuple)
     assert [len(output["logits"]) for output in outputs] == rows
@@ -117,13 +148,19 @@ def test_return_outputs(devices, rows):
         assert output["tag"] == "t"
         assert not output["logits"].requires_grad
         assert_close(output["logits"], part, "logits")
-        assert_close(output["mean"], part.mean(), "0-dim, averaged with the rows as weights")
+        assert_close(
+            output["mean"], part.mean(), "0-dim, averaged with the rows as weights"
+        )
 
 
 def test_outputs_without_rows_are_not_joined(devices):
     """They were, in the order of the pieces: which is that of no row."""
     # A word model that flattens time and rows into one dimension.
-    model = build(lambda: Of(lambda m, x: m.rnn(x)[0].flatten(0, 1), rnn=nn.RNN(FEATURES, CLASSES)))
+    model = build(
+        lambda: Of(
+            lambda m, x: m.rnn(x)[0].flatten(0, 1), rnn=nn.RNN(FEATURES, CLASSES)
+        )
+    )
     rows, targets = randn(4, 6, FEATURES), randint(CLASSES, 4, 6)
 
     def loss(output, targets):
@@ -133,7 +170,9 @@ def test_outputs_without_rows_are_not_joined(devices):
         return output.unflatten(0, (4, -1)).argmax(-1)
 
     with ScatterOnceParallel(model, 2, devices(2), dim=1) as engine:
-        words = r"outputs of shapes \(8, 4\).* of 2 .*rows, cannot be joined along dim=1.*"
+        words = (
+            r"outputs of shapes \(8, 4\).* of 2 .*rows, cannot be joined along dim=1.*"
+        )
         with pytest.raises(ValueError, match=words + "return_outputs=function"):
             engine.forward_backward(rows, targets, loss, return_outputs=True)
         assert all(p.grad is None for p in model.parameters())
@@ -156,6 +195,8 @@ def test_return_outputs_keeps_what_a_function_makes_of_them(devices):
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         _, kept = engine.forward_backward(*batch, return_outputs=keep)
     assert_gradients(model, expected)
-    assert torch.equal(torch.cat([k["right"] for k in kept]), model(INPUTS[:7]).argmax(1))
+    assert torch.equal(
+        torch.cat([k["right"] for k in kept]), model(INPUTS[:7]).argmax(1)
+    )
     assert kept[0]["largest"].shape == ()
     assert graphs == [(False, False)] * 4

@@ -16,7 +16,10 @@ from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
-INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"
+INSIDE = (
+    "this engine is in the middle of a step: another cannot start from inside a "
+    "criterion"
+)
 
 
 @pytest.mark.parametrize("line", bad_inputs(), ids=lambda line: line[0])
@@ -144,7 +147,9 @@ print(codes)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_forked_children_compute_at_once_with_what_they_make():
-    """One in four once crashed: two threads made autograd's engine anew at the same time."""
+    """One in four once crashed: two threads made autograd's engine anew at the same
+    time.
+    """
     outcome = run_forked("-c", FORKED)
     assert (outcome.code, outcome.out) == (0, f"{[0] * 8}\n"), outcome.err
 
@@ -160,11 +165,16 @@ def test_torchscript_may_be_what_a_criterion_calls():
 
 
 @pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
-@pytest.mark.parametrize("walk", [nn.Module.train, lambda m: m.to("cpu"), nn.Module.state_dict])
+@pytest.mark.parametrize(
+    "walk", [nn.Module.train, lambda m: m.to("cpu"), nn.Module.state_dict]
+)
 def test_an_engine_that_is_a_child_of_its_own_module_is_named(make, walk):
     model = linear()
     model.engine = make(model, device_ids=["cpu"] * 2)
-    words = rf"Linear has the {make.__name__} that wraps it as a child .* in a list, self.eng"
+    words = (
+        rf"Linear has the {make.__name__} that wraps it as a child .* in a list, "
+        r"self.eng"
+    )
     with pytest.raises(ValueError, match=words):
         walk(model)
 

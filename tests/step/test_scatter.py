@@ -1,4 +1,6 @@
-"""Rows arrive micro-batch by micro-batch, one ahead of the computation, every byte once."""
+"""Rows arrive micro-batch by micro-batch, one ahead of the computation, every byte
+once.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.devices.transfers import Transfers
 
 ROWS, FEATURES, CLASSES = 37, 8, 3
-VIRTUAL = ["cpu:0", "cpu:1", "cpu:2"]  # the first is not the host either: all shares have to cross
+# the first is not the host either: all shares have to cross
+VIRTUAL = ["cpu:0", "cpu:1", "cpu:2"]
 LOSS = nn.CrossEntropyLoss()
 
 
 @pytest.fixture
 def room(monkeypatch):
-    """How many rows a device takes at once; how often it had none, and how often it copied."""
+    """How many rows a device takes at once; how often it had none, and how often it
+    copied.
+    """
     room, copied = SimpleNamespace(rows=4, refused=0, copies=0), Transfers.copy
 
     def refusing(transfers, tensor, device, phase):
@@ -45,7 +50,9 @@ def room(monkeypatch):
 
 
 def net():
-    return build(lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)))
+    return build(
+        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+    )
 
 
 def batch(rows=ROWS):
@@ -61,7 +68,10 @@ def test_shares_need_no_more_room_than_their_sub_steps(room, accum):
     """They were scattered whole, whatever a fixed accum was."""
     model = net()
     inputs, targets = batch()
-    with ScatterOnceParallel(model, accum, VIRTUAL) as engine, warnings.catch_warnings():
+    with (
+        ScatterOnceParallel(model, accum, VIRTUAL) as engine,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         assert_step(engine, inputs, targets, LOSS)
         report = engine.last_step
@@ -83,7 +93,9 @@ def test_the_next_rows_set_out_before_these_are_computed(room):
 
     model = build(lambda: Of(forward, linear=nn.Linear(FEATURES, CLASSES)))
     with ScatterOnceParallel(model, 4, ["cpu:1"], verify=False) as engine:
-        engine.forward_backward(randn(8, FEATURES), None, lambda output, _: output.square().mean())
+        engine.forward_backward(
+            randn(8, FEATURES), None, lambda output, _: output.square().mean()
+        )
     assert seen == [2, 3, 4, 4]
 
 
@@ -93,7 +105,9 @@ def of_pairs(outputs, _):
 
 @pytest.mark.parametrize("of", ["the criterion", "the second pass"])
 def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(monkeypatch, of):
-    """Where it does not, it crosses twice, and is counted twice; later steps begin so."""
+    """Where it does not, it crosses twice, and is counted twice; later
+    steps begin so.
+    """
     copied, copies = Transfers.copy, []
 
     def remembering(transfers, tensor, device, phase):
@@ -120,7 +134,10 @@ def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(monkeypatch,
     inputs, _ = batch(24)
     loss, expected = whole_batch(model, inputs, None, of_pairs)
     model.most = 6
-    with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine, warnings.catch_warnings():
+    with (
+        ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         for tries in (4, 0):  # 1, 2 and 3 sub-steps, and 4 with all rows kept
             found = engine.forward_backward(inputs, None, criterion, whole_batch=True)

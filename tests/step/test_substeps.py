@@ -34,7 +34,9 @@ def test_one_replica_steps_in_the_thread_of_the_caller():
 
 @pytest.mark.contract
 def test_micro_batches_without_terms_still_run_forward(devices):
-    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+    model = build(
+        lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
+    )
     targets = torch.full((12,), -100)
     targets[0] = 1
     with ScatterOnceParallel(model, 3, devices(1)) as engine:
@@ -48,7 +50,9 @@ SUBSTEPS = 16
 
 
 def calls(work):
-    """How many functions ``work()`` calls in this thread, those written in C among them."""
+    """How many functions ``work()`` calls in this thread, those written in C among
+    them.
+    """
     found = Counter()
 
     def note(frame, event, argument):
@@ -66,14 +70,24 @@ def calls(work):
 
 
 def per_substep(work):
-    """What one sub-step more adds to ``work(substeps)``, whose first call may prepare things."""
+    """What one sub-step more adds to ``work(substeps)``, whose first call may prepare
+    things.
+    """
     work(SUBSTEPS), work(2 * SUBSTEPS)
-    return (calls(lambda: work(2 * SUBSTEPS)) - calls(lambda: work(SUBSTEPS))) / SUBSTEPS
+    return (
+        calls(lambda: work(2 * SUBSTEPS)) - calls(lambda: work(SUBSTEPS))
+    ) / SUBSTEPS
 
 
 def test_a_substep_calls_few_functions_besides_the_model_and_its_backward_pass():
-    model, inputs, targets = linear(), randn(2 * SUBSTEPS, FEATURES), randint(CLASSES, 2 * SUBSTEPS)
-    engines = {n: ScatterOnceParallel(model, n, ["cpu"]) for n in (SUBSTEPS, 2 * SUBSTEPS)}
+    model, inputs, targets = (
+        linear(),
+        randn(2 * SUBSTEPS, FEATURES),
+        randint(CLASSES, 2 * SUBSTEPS),
+    )
+    engines = {
+        n: ScatterOnceParallel(model, n, ["cpu"]) for n in (SUBSTEPS, 2 * SUBSTEPS)
+    }
 
     def plain(substeps):
         for row in range(substeps):

@@ -24,15 +24,21 @@ BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 LOSS = nn.CrossEntropyLoss()
 
 
-def asked(devices, question, context=contextlib.nullcontext, *, inference=False, count=3):
-    """The answers in ``count`` workers, one call each, in a step or inference in the context."""
+def asked(
+    devices, question, context=contextlib.nullcontext, *, inference=False, count=3
+):
+    """The answers in ``count`` workers, one call each, in a step or inference in the
+    context.
+    """
     answers = []
 
     def answer(logits, _):
         answers.append((threading.current_thread().name, question()))
         return logits
 
-    with ScatterOnceParallel(build(lambda: Returns(answer)), 1, devices(count)) as engine:
+    with ScatterOnceParallel(
+        build(lambda: Returns(answer)), 1, devices(count)
+    ) as engine:
         engine.train(not inference)
         with context():
             engine(BATCH[0]) if inference else engine.forward_backward(*BATCH, LOSS)
@@ -52,7 +58,8 @@ def of_autocast():
 def test_autocast_dtype_without_its_cache(devices, dtype, cache):
     """Torch's ``parallel_apply`` loses the dtype: bfloat16 turns into float16 there.
 
-    One cache served the process: a weight used twice was cast once or twice, as timing fell.
+    One cache served the process: a weight used twice was cast once or twice, as timing
+    fell.
     """
     with torch.autocast("cpu", dtype=dtype, cache_enabled=cache):
         assert asked(devices, of_autocast) == [(True, dtype, False)] * 3
@@ -64,14 +71,18 @@ def of_gradients():
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext]
+)
 def test_inference_builds_no_graph_and_is_in_the_caller_s_mode(devices, mode):
     expected = False, mode is torch.inference_mode
     assert asked(devices, of_gradients, mode, inference=True) == [expected] * 3
 
 
 def test_training_works_after_inference_mode(devices):
-    """Replicas built or refreshed under inference mode must still be fit for training."""
+    """Replicas built or refreshed under inference mode must still be fit
+    for training.
+    """
     with torch.inference_mode():  # a module that is made there can infer
         model = mlp().eval()
         with ScatterOnceParallel(model, 2, devices(3)) as engine:
@@ -99,12 +110,15 @@ def test_default_dtype_and_device(devices):
 
 @pytest.mark.parametrize("mode", [BaseTorchDispatchMode, BaseTorchFunctionMode])
 def test_a_mode_that_replicas_lack_is_told(devices, mode, recwarn):
-    for device_ids in (["cpu"], devices(3)):  # a single replica computes in the caller's thread
+    # a single replica computes in the caller's thread
+    for device_ids in (["cpu"], devices(3)):
         assert not recwarn.list
         with ScatterOnceParallel(linear(), 2, device_ids) as engine, mode():
             assert_step(engine, *BATCH, LOSS)
     (warning,) = recwarn.list
-    assert str(warning.message).startswith(f"{mode.__name__}: active in the caller's thread")
+    assert str(warning.message).startswith(
+        f"{mode.__name__}: active in the caller's thread"
+    )
 
 
 @pytest.mark.contract
@@ -125,7 +139,10 @@ def test_contextvars(devices):
 
 def test_saved_tensors_hooks(devices):
     """Every worker packs what it saves, and unpacks it for its backward."""
-    calls, replicas = set(), [f"scatterpar replica {i}, {d}" for i, d in enumerate(devices(3))]
+    calls, replicas = (
+        set(),
+        [f"scatterpar replica {i}, {d}" for i, d in enumerate(devices(3))],
+    )
 
     def noted(kind, tensor):
         calls.add((threading.current_thread().name, kind))

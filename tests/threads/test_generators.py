@@ -1,4 +1,6 @@
-"""Random numbers: reproducible to the bit, different in every replica, and nobody else's."""
+"""Random numbers: reproducible to the bit, different in every replica, and nobody
+else's.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from functools import partial
 import pytest
 import torch
 from harness.models import CLASSES, FEATURES, Returns, mlp
-from harness.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    gradients,
+    randint,
+    randn,
+)
 from pair.common import Pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +35,8 @@ by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
 
 
 class Noisy(nn.Module):
-    """Dropout that writes down which mask each row got, by a row number in the first feature.
+    """Dropout that writes down which mask each row got, by a row number in the first
+    feature.
 
     Drawn again under checkpointing, a row must get the mask that it got before.
     """
@@ -57,12 +67,17 @@ class Noisy(nn.Module):
         rows, inputs = numbered[:, 0].long(), numbered[:, 1:]
         if self.use_reentrant is None:
             return self.head(self.block(rows, inputs))
-        inputs = inputs.detach().requires_grad_()  # the reentrant variant needs one such input
-        return self.head(checkpoint(self.block, rows, inputs, use_reentrant=self.use_reentrant))
+        # the reentrant variant needs one such input
+        inputs = inputs.detach().requires_grad_()
+        return self.head(
+            checkpoint(self.block, rows, inputs, use_reentrant=self.use_reentrant)
+        )
 
 
 def dropout_model():
-    return build(lambda: nn.Sequential(*mlp()[:2], nn.Dropout(0.5), nn.Linear(7, CLASSES)))
+    return build(
+        lambda: nn.Sequential(*mlp()[:2], nn.Dropout(0.5), nn.Linear(7, CLASSES))
+    )
 
 
 def equal(one, other):
@@ -77,7 +92,9 @@ def _no_masks():
 
 @contextlib.contextmanager
 def training(runner, model, device_ids, accum=2, criterion=LOSS):
-    """``step(inputs, targets, seed)``: the loss and gradients of a step that begins without any."""
+    """``step(inputs, targets, seed)``: the loss and gradients of a step that begins
+    without any.
+    """
 
     def by_pair(*batch):
         loss = pair.loss(*batch)
@@ -100,14 +117,20 @@ def training(runner, model, device_ids, accum=2, criterion=LOSS):
     else:
         with ScatterOnceParallel(model, accum, device_ids) as engine:
             joined = runner == "whole batch"
-            run = partial(engine.forward_backward, criterion=criterion, whole_batch=joined)
+            run = partial(
+                engine.forward_backward, criterion=criterion, whole_batch=joined
+            )
             yield step
 
 
 @pytest.mark.parametrize("runner", ["engine", "pair", "whole batch"])
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
-def test_gradients_are_those_of_the_masks_that_were_drawn(devices, use_reentrant, runner):
-    """Replay the very masks on one device: a recomputation with others would show here."""
+def test_gradients_are_those_of_the_masks_that_were_drawn(
+    devices, use_reentrant, runner
+):
+    """Replay the very masks on one device: a recomputation with others
+    would show here.
+    """
     model, twin = build(lambda: Noisy(use_reentrant)), build(Noisy)
     with training(runner, model, devices(4), 3) as step:
         for seed in range(3):
@@ -127,7 +150,9 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(devices, use_reentrant
 @pytest.mark.contract
 @by_both
 @pytest.mark.parametrize("criterion_draws", [False, True])
-def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices, runner, criterion_draws):
+def test_the_seed_decides_the_step_on_an_engine_that_ran_before(
+    devices, runner, criterion_draws
+):
     def criterion(output, targets):
         return LOSS(nn.functional.dropout(output, 0.5), targets)
 
@@ -138,7 +163,9 @@ def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices, runner,
         assert equal(first, step(seed=7))
         assert not equal(first, other)
         torch.manual_seed(1)
-        assert len({step()[0].item() for _ in range(6)}) == 6, "without a new seed they differ"
+        assert len({step()[0].item() for _ in range(6)}) == 6, (
+            "without a new seed they differ"
+        )
 
 
 @by_both
@@ -146,7 +173,11 @@ def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, run
     """If only replica 1 drew, the next step must not draw the same again."""
 
     def of_the_last(logits, inputs):
-        return logits * torch.rand_like(logits) if (inputs[-1] == INPUTS[-1]).all() else logits
+        return (
+            logits * torch.rand_like(logits)
+            if (inputs[-1] == INPUTS[-1]).all()
+            else logits
+        )
 
     with training(runner, build(lambda: Returns(of_the_last)), devices(2), 1) as step:
         assert step(seed=1)[0] != step()[0]
@@ -172,8 +203,13 @@ def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
     expected = []
     for _ in range(2):
         plain.zero_grad()
-        for inputs, targets in zip(INPUTS.chunk(accum), LABELS.chunk(accum), strict=True):
-            (nn.functional.cross_entropy(plain(inputs), targets) * (len(inputs) / ROWS)).backward()
+        for inputs, targets in zip(
+            INPUTS.chunk(accum), LABELS.chunk(accum), strict=True
+        ):
+            (
+                nn.functional.cross_entropy(plain(inputs), targets)
+                * (len(inputs) / ROWS)
+            ).backward()
         expected += [p.grad.clone() for p in plain.parameters()]
     assert equal(found, [*expected, torch.rand(3)])
 
@@ -205,14 +241,18 @@ WAYS = [
     lambda x: torch.randperm(x.numel()).view(x.shape),
     lambda x: torch.multinomial(torch.ones(x.shape), x.shape[1]),
     lambda x: torch.distributions.Gamma(torch.ones_like(x), 1.0).sample(),
-    lambda x: nn.functional.scaled_dot_product_attention(*[x.detach()[None]] * 3, dropout_p=0.5)[0],
+    lambda x: nn.functional.scaled_dot_product_attention(
+        *[x.detach()[None]] * 3, dropout_p=0.5
+    )[0],
 ]
 
 
 @pytest.mark.parametrize("draw", WAYS)
 def test_every_way_to_draw(devices, draw):
     """Same seed same bits, another seed other bits."""
-    model = build(lambda: Returns(lambda logits, _: logits * draw(logits).to(logits.dtype)))
+    model = build(
+        lambda: Returns(lambda logits, _: logits * draw(logits).to(logits.dtype))
+    )
     with training("engine", model, devices(3)) as step:
         first, other, again = (step(seed=seed) for seed in (1, 2, 1))
     assert equal(first, again)
@@ -220,10 +260,14 @@ def test_every_way_to_draw(devices, draw):
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_a_generator_of_the_user_s_own_is_not_exchanged_for_the_replica_s(devices, replicas):
+def test_a_generator_of_the_user_s_own_is_not_exchanged_for_the_replica_s(
+    devices, replicas
+):
     own, before, states = torch.Generator(), torch.get_rng_state(), []
     draws = lambda logits, _: logits * torch.rand(CLASSES, generator=own).double()  # noqa: E731
-    with training("engine", build(lambda: Returns(draws)), devices(replicas), 1) as step:
+    with training(
+        "engine", build(lambda: Returns(draws)), devices(replicas), 1
+    ) as step:
         for _ in range(2):
             own.manual_seed(4)
             step()

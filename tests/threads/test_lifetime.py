@@ -26,7 +26,9 @@ BATCH = randn(12, FEATURES), randint(CLASSES, 12)
 
 
 def workers():
-    return [t for t in threading.enumerate() if t.name.startswith("scatterpar replica ")]
+    return [
+        t for t in threading.enumerate() if t.name.startswith("scatterpar replica ")
+    ]
 
 
 def step(engine, criterion=LOSS, **options):
@@ -69,7 +71,8 @@ LIVES = {
 def test_no_thread_tensor_or_cycle_is_left(devices, by_reference_counts_alone, life):
     """The cyclic collector is off, and finds nothing afterwards."""
     model = mlp()
-    LIVES[life](ScatterOnceParallel(mlp(), 2, devices(2)))  # what torch makes once, is made
+    # what torch makes once, is made
+    LIVES[life](ScatterOnceParallel(mlp(), 2, devices(2)))
     gc.collect()
     gc.freeze()
     tensors = count_tensors()
@@ -109,7 +112,9 @@ def test_close_twice_and_close_before_use(devices):
     assert workers() == []
 
 
-def test_an_engine_outlives_the_thread_that_used_it_and_follows_where_its_module_moves(devices):
+def test_an_engine_outlives_the_thread_that_used_it_and_follows_where_its_module_moves(
+    devices,
+):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         thread = threading.Thread(target=step, args=(engine,))
         thread.start()
@@ -119,13 +124,16 @@ def test_an_engine_outlives_the_thread_that_used_it_and_follows_where_its_module
             engine.to(dtype).zero_grad()
             assert_step(engine, inputs.to(dtype), targets, LOSS, relative=relative)
         engine.to("meta")
-        with pytest.raises(ValueError, match=r"must be on device_ids\[0\], which is cpu.* on meta"):
+        with pytest.raises(
+            ValueError, match=r"must be on device_ids\[0\], which is cpu.* on meta"
+        ):
             step(engine)
 
 
-# What the workers made and the caller dropped is freed before anybody needs the memory. With the
-# interpreter's lock whoever drops an object last frees it. Without it the thread that made it does,
-# when it runs Python again: an idle worker, a tenth of a second later.
+# What the workers made and the caller dropped is freed before anybody needs the memory.
+# With the interpreter's lock whoever drops an object last frees it. Without it the
+# thread that made it does, when it runs Python again: an idle worker, a tenth of a
+# second later.
 
 
 def alive(outputs):
@@ -153,13 +161,16 @@ def no_memory(_):
 def fail_twice(hidden):
     try:
         no_memory(hidden)
-    except RuntimeError as error:  # whose traceback alone has this call, and so ``hidden``
+    # whose traceback alone has this call, and so ``hidden``
+    except RuntimeError as error:
         raise RuntimeError("CUDA error: out of memory") from error
 
 
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("name", ["a step", "outputs kept", "inference"])
-def test_a_call_leaves_what_it_returns_and_no_more(devices, by_reference_counts_alone, name, accum):
+def test_a_call_leaves_what_it_returns_and_no_more(
+    devices, by_reference_counts_alone, name, accum
+):
     with ScatterOnceParallel(mlp(), accum, devices(3)) as engine:
         for _ in range(2):  # what is made once, is made
             LIVES[name](engine)
@@ -178,8 +189,14 @@ def test_a_call_leaves_what_it_returns_and_no_more(devices, by_reference_counts_
 @pytest.mark.parametrize(
     ("fails", "use"),
     [
-        *((fails, step) for fails in (no_memory, fail_twice, lambda x: x.register_hook(no_memory))),
-        *((no_memory, use) for use in (partial(step, whole_batch=True), LIVES["inference"])),
+        *(
+            (fails, step)
+            for fails in (no_memory, fail_twice, lambda x: x.register_hook(no_memory))
+        ),
+        *(
+            (no_memory, use)
+            for use in (partial(step, whole_batch=True), LIVES["inference"])
+        ),
     ],
 )
 def test_an_error_of_memory_that_is_kept_keeps_no_activations(

@@ -1,7 +1,8 @@
 """Which replicas compute at once when there are more of them than cores.
 
-Four replicas of a tiny model once took four times as long on two cores as one thread would: in
-every operator they took the GIL from each other. So those that a core is there for go first.
+Four replicas of a tiny model once took four times as long on two cores as one thread
+would: in every operator they took the GIL from each other. So those that a core is
+there for go first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 pytestmark = pytest.mark.core
 
 REPLICAS, SECONDS = 4, 120
-NUMBERED = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
+NUMBERED = (
+    torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
+)
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -54,7 +57,9 @@ def calls(function):
 
 
 class Watch:
-    """Counts the threads that dwell at once; one for all replicas, as an object with a lock is."""
+    """Counts the threads that dwell at once; one for all replicas, as an object with a
+    lock is.
+    """
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -81,7 +86,10 @@ def test_short_work_keeps_to_the_cores(devices, cores, patience):
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
         engine.forward_backward(NUMBERED, criterion=mean)
     assert watch.most <= cores
-    names = [f"scatterpar replica {i}, {device}" for i, device in enumerate(devices(REPLICAS))]
+    names = [
+        f"scatterpar replica {i}, {device}"
+        for i, device in enumerate(devices(REPLICAS))
+    ]
     assert sorted(watch.threads) == names
 
 
@@ -123,7 +131,9 @@ def test_when_all_fail_the_first_replica_speaks(devices, cores):
 
 
 def test_closed_while_some_wait_for_their_turn(devices, cores, monkeypatch):
-    """The threads' end once overtook the calls that were still to come: nobody ever ended."""
+    """The threads' end once overtook the calls that were still to come: nobody ever
+    ended.
+    """
     monkeypatch.setattr(scatterpar.threads.workers, "_EXIT_SECONDS", 0.5)
     watch = Watch()
     model = calls(lambda _: watch.dwell())
@@ -172,14 +182,18 @@ def take_a_step(function, device_ids=("cpu", "cpu")):
 
 
 def test_a_custom_function_under_vmap(devices):
-    take_a_step(lambda layer, rows: torch.vmap(Doubled.apply)(layer.linear(rows)), devices(3))
+    take_a_step(
+        lambda layer, rows: torch.vmap(Doubled.apply)(layer.linear(rows)), devices(3)
+    )
 
 
 @pytest.mark.slow
 def test_control_flow_is_refused_unless_there_is_one_replica():
     model = of(branching)
     with ScatterOnceParallel(model, 2, ["cpu"] * 2, verify=False) as engine:
-        with pytest.raises(RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"):
+        with pytest.raises(
+            RuntimeError, match=r"^cond: .* use one replica, or .* torch.where"
+        ):
             engine.forward_backward(randn(11, 4), criterion=mean)
         assert model.linear.weight.grad is None
     take_a_step(branching, ["cpu"])
@@ -203,12 +217,17 @@ def test_an_operator_that_is_registered_later():
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_dropout_under_vmap(randomness):
     dropped = torch.vmap(nn.functional.dropout, randomness=randomness)
-    model, rows = of(lambda layer, rows: dropped(layer.linear(rows))), torch.ones(12, 4).double()
+    model, rows = (
+        of(lambda layer, rows: dropped(layer.linear(rows))),
+        torch.ones(12, 4).double(),
+    )
     with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
         found = []
         for _ in range(2):
             torch.manual_seed(7)
-            found.append(engine.forward_backward(rows, criterion=mean, return_outputs=True)[1])
+            found.append(
+                engine.forward_backward(rows, criterion=mean, return_outputs=True)[1]
+            )
     assert all(map(torch.equal, *found)), "the same seed, the same masks"
     rows_differ = [len(output.ne(0).unique(dim=0)) > 1 for output in found[0]]
     assert rows_differ == [randomness == "different"] * 2

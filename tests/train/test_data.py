@@ -1,4 +1,6 @@
-"""Images: the included ones, and pictures in files: found, varied, and read ahead by workers."""
+"""Images: the included ones, and pictures in files: found, varied, and read ahead by
+workers.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_a_folder_of_pictures_is_two_lists_and_the_names_of_classes(folder):
 def test_names_of_files_are_kept_whatever_they_are():
     listed = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg", "n01/n01_17.JPEG"]
     files = Files([(name, label) for label, name in enumerate(listed)])
-    assert [files[row] for row in range(4)] == [(name, row) for row, name in enumerate(listed)]
+    assert [files[row] for row in range(4)] == [
+        (name, row) for row, name in enumerate(listed)
+    ]
 
 
 @pytest.mark.pictures
@@ -84,11 +88,18 @@ def test_a_folder_that_lacks_pictures_is_refused(tmp_path):
     (tmp_path / "train" / "Bag" / "notes.txt").touch()
     assert len(opened(tmp_path).train) == 6
     (tmp_path / "train" / "Hat").mkdir()
-    refused(r"train lacks pictures: Found no valid file for the classes Hat.*\.jpg, ", tmp_path)
+    refused(
+        r"train lacks pictures: Found no valid file for the classes Hat.*\.jpg, ",
+        tmp_path,
+    )
     (tmp_path / "train" / "Hat").rmdir()
     shutil.rmtree(tmp_path / "train")
-    (tmp_path / "train" / "photos").mkdir(parents=True)  # as of --data one level too high
-    refused(r"train needs a folder for each class, two at least; it has \['photos'\]", tmp_path)
+    # as of --data one level too high
+    (tmp_path / "train" / "photos").mkdir(parents=True)
+    refused(
+        r"train needs a folder for each class, two at least; it has \['photos'\]",
+        tmp_path,
+    )
 
 
 @pytest.mark.pictures
@@ -109,7 +120,11 @@ def test_classes_without_a_split_are_split_as_val_says(tmp_path):
 @pytest.mark.parametrize(
     ("words", "data", "options"),
     [
-        ("embedded: it is used as it is: --image_size is for", "embedded", {"image_size": 32}),
+        (
+            "embedded: it is used as it is: --image_size is for",
+            "embedded",
+            {"image_size": 32},
+        ),
         ("embedded: it is used as it is: --val is for", "embedded", {"val": 0.1}),
         ("torch/absent: Unknown torchvision dataset absent", "torch/absent", {}),
         ("it has images to test on; leave out --val", "torch/absent", {"val": 0.1}),
@@ -122,9 +137,12 @@ def test_what_a_set_of_pictures_is_not_is_one_line(folder, words, data, options)
 
 @pytest.mark.pictures
 @pytest.mark.parametrize(
-    ("size", "given", "side"), [((300, 260), None, 224), ((40, 32), None, 32), ((40, 32), 20, 20)]
+    ("size", "given", "side"),
+    [((300, 260), None, 224), ((40, 32), None, 32), ((40, 32), 20, 20)],
 )
-def test_pictures_are_brought_to_224_pixels_or_their_own_fewer(tmp_path, size, given, side):
+def test_pictures_are_brought_to_224_pixels_or_their_own_fewer(
+    tmp_path, size, given, side
+):
     write_folder(tmp_path, train=1, test=1, size=size, ending="jpg")
     assert opened(tmp_path, image_size=given).image_shape == (3, side, side)
 
@@ -147,7 +165,9 @@ def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
 
 @pytest.mark.pictures
 def test_torchvisions_sets_are_found_by_name(tmp_path):
-    """Fashion-MNIST, of which only the included test images are there, under both names."""
+    """Fashion-MNIST, of which only the included test images are there, under both
+    names.
+    """
     raw, tensors = tmp_path / "FashionMNIST" / "raw", load().train.tensors
     words = rf"Dataset not found.*--data-root {tmp_path}; --download fetches it"
     refused(f"torch/fashion_mnist: {words}", "torch/fashion_mnist", data_root=tmp_path)
@@ -157,7 +177,11 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
             target = raw / file.name.replace("t10k", part).removesuffix(".gz")
             target.write_bytes(gzip.decompress(file.read_bytes()))
     data = opened("torch/fashion_mnist", augment="none", data_root=tmp_path)
-    assert (len(data.train), len(data.test), data.class_names[0]) == (10_000, 10_000, "T-shirt/top")
+    assert (len(data.train), len(data.test), data.class_names[0]) == (
+        10_000,
+        10_000,
+        "T-shirt/top",
+    )
     found = read(data, range(6))
     assert torch.equal(found.labels, tensors[1][:6])
     assert torch.equal(found.images[:, :1], tensors[0][:6])
@@ -203,7 +227,9 @@ def requests(batch=70, epochs=2):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_requests_may_come_than_the_first_ones(folder, workers):
     data, rows = opened(folder, workers=workers), torch.arange(120)
-    first, second = ([Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30))
+    first, second = (
+        [Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30)
+    )
     with Feed(data, iter(first)) as feed:
         assert feed.take()[0].rows.tolist() == rows[:50].tolist()
         feed.request(second)
@@ -216,7 +242,10 @@ def test_other_requests_may_come_than_the_first_ones(folder, workers):
 @pytest.mark.pictures
 def test_a_broken_picture_is_left_out_with_its_label(tmp_path):
     data, file = broken_folder(tmp_path)
-    data.options, rows = replace(data.options, workers=1, skip_broken=1), torch.arange(36)
+    data.options, rows = (
+        replace(data.options, workers=1, skip_broken=1),
+        torch.arange(36),
+    )
     with Feed(data, [Request(TRAIN, rows), Request(TRAIN, rows[1:2])]) as feed:
         (_, found), (_, nothing) = feed.take(), feed.take()
         assert feed.broken == {file: 2}
@@ -249,7 +278,9 @@ def test_a_killed_worker_is_said_in_words(folder):
 )
 def test_any_number_of_workers_reads_the_same(folder, augmentation):
     def everything(workers, seed=1, **options):
-        with Feed(opened(folder, workers=workers, seed=seed, **options), requests()) as feed:
+        with Feed(
+            opened(folder, workers=workers, seed=seed, **options), requests()
+        ) as feed:
             return [feed.take()[1] for _ in requests()]
 
     alone, (plain, *_) = everything(0, **augmentation), everything(0, seed=0)

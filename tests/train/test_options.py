@@ -23,7 +23,9 @@ pytestmark = pytest.mark.draws
         ("--batch", "Missing value for argument '--batch'"),
     ],
 )
-def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, arguments, words):
+def test_an_argument_that_cannot_be_read_is_said_beside_its_help(
+    capsys, arguments, words
+):
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
     assert caught.value.code == 2
@@ -33,21 +35,39 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--warmup-epochs 9 --epochs 9", "--drop-at and --epochs must rise, and are [9, 9]"),
-        ("--accum 4", "there is no --accum: removed in 0.3.0; --micro-batch-size N sets the"),
-        ("--batch_size 64", "there is no --batch_size: the images of a step are --batch N,"),
+        (
+            "--warmup-epochs 9 --epochs 9",
+            "--drop-at and --epochs must rise, and are [9, 9]",
+        ),
+        (
+            "--accum 4",
+            "there is no --accum: removed in 0.3.0; --micro-batch-size N sets the",
+        ),
+        (
+            "--batch_size 64",
+            "there is no --batch_size: the images of a step are --batch N,",
+        ),
         ("--batch 0", "--batch: 0 is not above zero"),
         ("--base-lr inf", "--base-lr: inf is not above zero"),
         ("--momentum 1", "--momentum: 1.0 is not below 1"),
         ("--drop-at 2 0", "must rise, and are [1, 2, 0, 5]"),
         ("--devices gpu", "'gpu' is not a device"),
-        ("--data /no/such --val 0.1", "/no/such: there is no folder with train/ and test/"),
+        (
+            "--data /no/such --val 0.1",
+            "/no/such: there is no folder with train/ and test/",
+        ),
         ("--config /no/such.toml", "--config /no/such.toml cannot be read: "),
         ("--model resnet18", "--model resnet18: neither cnn nor timm:NAME"),
         ("--pretrained", "--pretrained is for timm:NAME"),
         ("--resume", "checkpoint.pt; --out names the folder of the run"),
-        ("--out /dev/null/runs", "--out: /dev/null/runs/metrics.jsonl cannot be written"),
-        ("--batch auto --devices cpu", "there is one: name its device twice, --devices cpu,cpu"),
+        (
+            "--out /dev/null/runs",
+            "--out: /dev/null/runs/metrics.jsonl cannot be written",
+        ),
+        (
+            "--batch auto --devices cpu",
+            "there is one: name its device twice, --devices cpu,cpu",
+        ),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(
@@ -62,11 +82,23 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
 
 def test_options_come_from_a_file_and_those_of_the_line_after_it(tmp_path, capsys):
     file = tmp_path / "run.toml"
-    text = 'epochs = 9\ndrop_at = [3, 6]\nbatch = "auto"\ncompile = true\ndownload = false\n'
+    text = (
+        'epochs = 9\ndrop_at = [3, 6]\nbatch = "auto"\ncompile = true\ndownload = '
+        "false\n"
+    )
     file.write_text(text + 'clip = 0.5\ndevices = "cpu:0,cpu:1"\n')
     given = parse(["--epochs", "12", "--config", str(file), "--clip", "2"])
-    assert (given.epochs, given.drop_at, given.batch, given.clip) == (12, (3, 6), "auto", 2.0)
-    assert (given.compile, given.download, given.devices) == (True, False, ("cpu:0,cpu:1",))
+    assert (given.epochs, given.drop_at, given.batch, given.clip) == (
+        12,
+        (3, 6),
+        "auto",
+        2.0,
+    )
+    assert (given.compile, given.download, given.devices) == (
+        True,
+        False,
+        ("cpu:0,cpu:1",),
+    )
     file.write_text("epoch = 9\n")
     with pytest.raises(SystemExit):
         parse([f"--config={file}"])
@@ -109,9 +141,14 @@ def test_the_version_is_said_and_a_wrong_command_refused(capsys):
         assert command(arguments) == 0
         said = f"scatterpar {scatterpar.__version__}, torch {torch.__version__}\n"
         assert capsys.readouterr().out == said
-    for arguments, words in ([], "a command is missing"), (["tain"], "there is no command 'tain'"):
+    for arguments, words in (
+        ([], "a command is missing"),
+        (["tain"], "there is no command 'tain'"),
+    ):
         assert command(arguments) == 2
-        assert re.fullmatch(f"scatterpar: error: {words}.*usage: .*\n", capsys.readouterr().err)
+        assert re.fullmatch(
+            f"scatterpar: error: {words}.*usage: .*\n", capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("package", ["tqdm", "tyro"])

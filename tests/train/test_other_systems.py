@@ -1,6 +1,8 @@
-"""What can be told of Windows and macOS without them: a Python that lacks what they lack.
+"""What can be told of Windows and macOS without them: a Python that lacks what they
+lack.
 
-Folders have spaces and backslashes in their names. docs/limits.md says what that does not show.
+Folders have spaces and backslashes in their names. docs/limits.md says what that does
+not show.
 """
 
 from __future__ import annotations
@@ -74,11 +76,18 @@ def python(tmp_path):
     environment |= {"PYTHONUTF8": "0", "PYTHONWARNDEFAULTENCODING": "1"}
 
     def run(*arguments: str, code: int = 0) -> str:
-        how = {"cwd": here, "env": environment, "timeout": SECONDS, "capture_output": True}
+        how = {
+            "cwd": here,
+            "env": environment,
+            "timeout": SECONDS,
+            "capture_output": True,
+        }
         command = [sys.executable, *arguments]
         found = subprocess.run(command, encoding="utf-8", check=False, **how)
         assert found.returncode == code, found.stdout + found.stderr
-        warned = [line for line in found.stderr.splitlines() if "EncodingWarning" in line]
+        warned = [
+            line for line in found.stderr.splitlines() if "EncodingWarning" in line
+        ]
         ours = [line for line in warned if "site-packages" not in line]
         assert not [line for line in ours if "scatterpar" in line], ours
         return found.stdout
@@ -96,7 +105,14 @@ def test_the_doctor_and_the_tool(python):
     words = python("-m", "scatterpar", "doctor", "--json", "what it found.json")
     assert "fine: the gradient" in words
     assert (python.folder / "what it found.json").exists()
-    small = ["--model", "harness.runs:Small", "--devices", "cpu:0,cpu:1", "--epochs", "1"]
+    small = [
+        "--model",
+        "harness.runs:Small",
+        "--devices",
+        "cpu:0,cpu:1",
+        "--epochs",
+        "1",
+    ]
     python("-m", "scatterpar", "train", *small, "--out", "a run")
     python("-m", "scatterpar", "train", *small, "--resume", "--out", "a run")
     assert (python.folder / "a run" / "checkpoint.pt").exists()

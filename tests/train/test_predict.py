@@ -23,7 +23,16 @@ def folder(tmp_path_factory):
 def finished(folder, tmp_path_factory):
     """A run that has learned its three classes."""
     out = tmp_path_factory.mktemp("out") / "run"
-    options = ["--data", str(folder), "--batch", "48", "--epochs", "6", "--base-lr", "0.1"]
+    options = [
+        "--data",
+        str(folder),
+        "--batch",
+        "48",
+        "--epochs",
+        "6",
+        "--base-lr",
+        "0.1",
+    ]
     options += ["--devices", "cpu:0,cpu:1", *ALONE, "--augment", "none", "--ema", "0.5"]
     with torch.random.fork_rng():
         assert command(["train", *options, "--out", str(out)]) == 0
@@ -41,23 +50,37 @@ def accuracy(found):
 
 
 def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
-    found = predicted(capsys, finished / "best.pt", folder / "test", "--top", "2", *ALONE)
+    found = predicted(
+        capsys, finished / "best.pt", folder / "test", "--top", "2", *ALONE
+    )
     assert [row["file"] for row in found] == sorted(row["file"] for row in found)
     assert len(found) == 24
     assert accuracy(found) == torch.load(finished / "best.pt")["accuracy"] > 0.8
     for row in found:
         assert 1 >= float(row["score"]) >= float(row["score_2"]) >= 0
     out = tmp_path / "found.csv"  # a folder of a run is its best.pt
-    options = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "2", "--workers", "1", "--out"]
+    options = [
+        "--devices",
+        "cpu:0,cpu:1",
+        "--micro-batch-size",
+        "2",
+        "--workers",
+        "1",
+        "--out",
+    ]
     assert predicted(capsys, finished, folder / "test", *options, out) == []
     rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert [(r["file"], r["class"]) for r in rows] == [(r["file"], r["class"]) for r in found]
+    assert [(r["file"], r["class"]) for r in rows] == [
+        (r["file"], r["class"]) for r in found
+    ]
     one = folder / "test" / found[5]["file"]
     (alone,) = predicted(capsys, finished, one, "--top", "2", *ALONE)
     assert alone == found[5] | {"file": one.name}
 
 
-def test_predict_takes_the_averaged_weights_of_a_checkpoint(folder, finished, tmp_path, capsys):
+def test_predict_takes_the_averaged_weights_of_a_checkpoint(
+    folder, finished, tmp_path, capsys
+):
     last = predicted(capsys, finished / "checkpoint.pt", folder / "test", *ALONE)
     assert accuracy(last) == records(finished, "epoch")[-1]["test_accuracy"]
 
@@ -65,14 +88,27 @@ def test_predict_takes_the_averaged_weights_of_a_checkpoint(folder, finished, tm
 @pytest.mark.slow
 def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, capsys):
     """The default run's model, of MNIST-family data, takes one channel."""
-    options = ["--epochs", "1", "--devices", "cpu", "--base-lr", "0.05", "--batch", "512"]
+    options = [
+        "--epochs",
+        "1",
+        "--devices",
+        "cpu",
+        "--base-lr",
+        "0.05",
+        "--batch",
+        "512",
+    ]
     assert command(["train", *options, "--out", str(tmp_path)]) == 0
     found = predicted(capsys, tmp_path, folder / "train", *ALONE)
     assert accuracy(found) > 2 / 3
 
 
 def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
-    best, other, name = finished / "best.pt", tmp_path / "other.pt", "harness.runs:Small"
+    best, other, name = (
+        finished / "best.pt",
+        tmp_path / "other.pt",
+        "harness.runs:Small",
+    )
     state = torch.load(best)
     state["about"]["model"] = name
     torch.save(state, other)
@@ -83,7 +119,11 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
         ("empty lacks pictures", best, tmp_path / "empty"),
         ("absent.png is not here", best, tmp_path / "absent.png"),
         ("is not a checkpoint that can be read", folder / "absent.pt", folder),
-        (f"code from elsewhere: give --model {name} if it may be called", other, folder),
+        (
+            f"code from elsewhere: give --model {name} if it may be called",
+            other,
+            folder,
+        ),
         (f"does not fit {name}", other, folder / "test", "--model", name),
         ("cannot be read as an image: .*truncated", best, broken, *ALONE),
     ):

@@ -49,11 +49,19 @@ class Evil:
     [
         ({"format": 4, "model": Evil()}, "not a checkpoint that can be read: "),
         (None, "not a checkpoint that can be read"),
-        ({"weights": torch.zeros(1)}, "a checkpoint of another program or version, which"),
-        ({"format": 3}, "a checkpoint of scatterpar 0.2, which scatterpar 0.3 cannot read: use"),
+        (
+            {"weights": torch.zeros(1)},
+            "a checkpoint of another program or version, which",
+        ),
+        (
+            {"format": 3},
+            "a checkpoint of scatterpar 0.2, which scatterpar 0.3 cannot read: use",
+        ),
     ],
 )
-def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(tmp_path, capsys, content, words):
+def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(
+    tmp_path, capsys, content, words
+):
     path = tmp_path / FILE
     torch.save(content, path) if content else path.write_bytes(b"torn")
     with pytest.raises(UsageError, match=f"checkpoint.pt is {words}"):
@@ -63,7 +71,9 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(tmp_path, caps
 
 def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
     with Metrics(tmp_path / "new" / "metrics.jsonl") as metrics:
-        metrics.write("step", step=1, loss=float("nan"), seconds={"scatter": float("inf")})
+        metrics.write(
+            "step", step=1, loss=float("nan"), seconds={"scatter": float("inf")}
+        )
     lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == metrics.records
     assert metrics.records[0]["loss"] is None
@@ -71,7 +81,9 @@ def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
 
 
 def test_a_session_keeps_the_steps_before_it_and_no_torn_line(tmp_path, monkeypatch):
-    """TensorBoard drops steps from `purge_step` on: a resumed run once lost its last step."""
+    """TensorBoard drops steps from `purge_step` on: a resumed run once lost its last
+    step.
+    """
     purged, scalars = [], []
 
     def writer(folder, purge_step):
@@ -92,4 +104,8 @@ def test_a_session_keeps_the_steps_before_it_and_no_torn_line(tmp_path, monkeypa
         metrics.write("step", step=3, loss=0.25)
     assert purged == [1, 3]
     assert scalars[-2:] == [("step/loss", 0.5, 3), ("step/loss", 0.25, 3)]
-    assert [json.loads(s)["loss"] for s in path.read_text().splitlines()] == [0.5, 0.5, 0.25]
+    assert [json.loads(s)["loss"] for s in path.read_text().splitlines()] == [
+        0.5,
+        0.5,
+        0.25,
+    ]

@@ -1,4 +1,6 @@
-"""Whole runs: what they report, and how they are stopped, break, and go on bit for bit."""
+"""Whole runs: what they report, and how they are stopped, break, and go
+on bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,46 @@ from scatterpar.train import training
 from scatterpar.train.run import main
 
 pytestmark = pytest.mark.draws
-HAS_PICTURES = find_spec("torchvision") is not None  # else the included images, without workers
-OPTIONS = ["--batch", "24" if HAS_PICTURES else "1639", "--epochs", "4", "--devices", "cpu:0,cpu:1"]
-OPTIONS += ["--micro-batch-size", "6" if HAS_PICTURES else "410", "--ema", "0.9", "--clip", "1"]
+# else the included images, without workers
+HAS_PICTURES = find_spec("torchvision") is not None
+OPTIONS = [
+    "--batch",
+    "24" if HAS_PICTURES else "1639",
+    "--epochs",
+    "4",
+    "--devices",
+    "cpu:0,cpu:1",
+]
+OPTIONS += [
+    "--micro-batch-size",
+    "6" if HAS_PICTURES else "410",
+    "--ema",
+    "0.9",
+    "--clip",
+    "1",
+]
 OPTIONS += ["--label-smoothing", "0.1", "--model", f"{__name__}:Slow"]
 STEPS = 4 * 5
-QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--micro-batch-size", "12"]
+QUICK = [
+    "--batch",
+    "48",
+    "--epochs",
+    "3",
+    "--devices",
+    "cpu:0,cpu:1",
+    "--micro-batch-size",
+    "12",
+]
 QUICK += ["--model", "harness.runs:Small"]
 PLAIN = ["--workers", "0", "--augment", "none"]
-EMBEDDED = ["--model", "harness.runs:Small", "--epochs", "1", "--micro-batch-size", "128"]
+EMBEDDED = [
+    "--model",
+    "harness.runs:Small",
+    "--epochs",
+    "1",
+    "--micro-batch-size",
+    "128",
+]
 
 
 class Slow(Small):
@@ -82,19 +115,38 @@ def whole(folder, tmp_path_factory):
     """The folder of a run that nobody stopped."""
     out = tmp_path_factory.mktemp("whole")
     with torch.random.fork_rng():
-        assert main(["--data", str(folder), *OPTIONS, "--workers", "0", "--out", str(out)]) == 0
+        assert (
+            main(["--data", str(folder), *OPTIONS, "--workers", "0", "--out", str(out)])
+            == 0
+        )
     return out
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGINT,
+        signal.SIGTERM,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_leaves_no_process_and_goes_on_bit_for_bit(
     folder, whole, tmp_path, capsys, number
 ):
-    """By the line that it prints: what was typed, and a word more. Other workers may read."""
+    """By the line that it prints: what was typed, and a word more. Other workers may
+    read.
+    """
     out = tmp_path / "out"
-    words = ["train", "--data", str(folder), *OPTIONS, "--checkpoint-every", "2", "--out", str(out)]
+    words = [
+        "train",
+        "--data",
+        str(folder),
+        *OPTIONS,
+        "--checkpoint-every",
+        "2",
+        "--out",
+        str(out),
+    ]
     process = start_forked("-m", "scatterpar", *words, "--workers", "2")
     wait_until(lambda: len(steps(out)) >= 6, tmp_path)
     others = psutil.Process(process.pid).children(recursive=True)
@@ -112,14 +164,21 @@ def test_a_stopped_run_leaves_no_process_and_goes_on_bit_for_bit(
         assert re.search(r"test accuracy: \d", ended.out)
         assert (out / "curves.png").exists()
         assert records(out, "summary")[0]["ending"] == said
-        found = re.search(r"saved after step (\d+); this goes on from there:\n  (.*)\n", ended.out)
+        found = re.search(
+            r"saved after step (\d+); this goes on from there:\n  (.*)\n", ended.out
+        )
         assert int(found[1]) == made < STEPS
         assert shlex.split(found[2])[-1] == "--resume"
     assert command([*words, "--workers", "0", "--resume"]) == 0
     assert_same_run(whole, out, STEPS)
-    (said,) = re.findall(r"finished after .* (\d+\.\d) s in 2 sessions", capsys.readouterr().out)
+    (said,) = re.findall(
+        r"finished after .* (\d+\.\d) s in 2 sessions", capsys.readouterr().out
+    )
     assert float(said) >= sum(r["seconds_whole"] for r in steps(out)) - 0.1
-    assert [start["options"]["resume"] for start in records(out, "run")] == [False, True]
+    assert [start["options"]["resume"] for start in records(out, "run")] == [
+        False,
+        True,
+    ]
 
 
 def is_running(process):
@@ -133,15 +192,28 @@ def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
     before = {file: file.read_bytes() for file in whole.iterdir()}
     words = ["--data", str(folder), *OPTIONS, "--out", str(whole)]
     for more, code, said in (
-        (["--resume"], 0, "finished before, after 4 epochs and 20 steps; --out starts a new run"),
+        (
+            ["--resume"],
+            0,
+            "finished before, after 4 epochs and 20 steps; --out starts a new run",
+        ),
         ([], 2, "checkpoint.pt: --resume goes on from it, another --out starts anew"),
-        (["--resume", "--seed", "1"], 2, "is of a run with --seed 0, not 1: pass --seed 0"),
+        (
+            ["--resume", "--seed", "1"],
+            2,
+            "is of a run with --seed 0, not 1: pass --seed 0",
+        ),
     ):
         capsys.readouterr()
         assert main([*words, *more]) == code
         assert said in "".join(capsys.readouterr())
     assert {file: file.read_bytes() for file in whole.iterdir()} == before
-    assert records(whole, "run")[0].keys() >= {"command", "devices", "options", "versions"}
+    assert records(whole, "run")[0].keys() >= {
+        "command",
+        "devices",
+        "options",
+        "versions",
+    }
 
 
 @pytest.mark.parametrize(
@@ -149,12 +221,20 @@ def test_a_finished_run_stays_as_it_is(folder, whole, capsys):
 )
 def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
     options = ["--model", f"{__name__}:Stuck", "--batch", "1024", "--devices", "cpu"]
-    options += ["--micro-batch-size", "1024", "--checkpoint-every", "1", "--out", str(tmp_path)]
+    options += [
+        "--micro-batch-size",
+        "1024",
+        "--checkpoint-every",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     process = start_forked("-m", "scatterpar", "train", *options)
     while process.stdout.readline() != "stuck\n":
         pass
     process.send_signal(number)
-    while "again: ending now" not in process.stderr.readline():  # else two might be seen as one
+    # else two might be seen as one
+    while "again: ending now" not in process.stderr.readline():
         pass
     process.send_signal(number)
     assert finish(process).code == 128 + number
@@ -172,9 +252,14 @@ def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
     truncate(file)
     assert train(folder, out, "--workers", "0") == 2
     printed = capsys.readouterr().err
-    assert re.search(rf"error: {file} cannot be read as an image: image file is trunc", printed)
+    assert re.search(
+        rf"error: {file} cannot be read as an image: image file is trunc", printed
+    )
     number = len(steps(out))
-    assert f"; the checkpoint after step {number} is kept: --resume goes on from it" in printed
+    assert (
+        f"; the checkpoint after step {number} is kept: --resume goes on from it"
+        in printed
+    )
     assert torch.load(out / "checkpoint.pt")["position"]["step"] == number
     file.write_bytes(content)
     assert train(folder, out, "--resume") == 0
@@ -183,10 +268,15 @@ def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
 
 @pytest.mark.pictures
 def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
-    folder, out = write_folder(tmp_path / "data", train=40, test=8, ending="jpg"), tmp_path / "out"
+    folder, out = (
+        write_folder(tmp_path / "data", train=40, test=8, ending="jpg"),
+        tmp_path / "out",
+    )
     for part in ("train", "test"):
         truncate(min((folder / part / "Sandal").iterdir()))
-    assert train(folder, tmp_path / "first", "--skip-broken", "1", "--workers", "0") == 2
+    assert (
+        train(folder, tmp_path / "first", "--skip-broken", "1", "--workers", "0") == 2
+    )
     assert "(--skip-broken 2 or more leaves it out)" in capsys.readouterr().err
     assert train(folder, out, "--skip-broken", "2", "--workers", "0") == 0
     printed = capsys.readouterr()
@@ -210,11 +300,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, capsys, monkeypatch,
     options += ["--checkpoint-every", "2", "--resume"]
     with monkeypatch.context() as patch:
         owner = record_module if where == "metrics.jsonl" else record_module.torch
-        patch.setattr(owner, "print" if where == "metrics.jsonl" else "save", full, raising=False)
+        patch.setattr(
+            owner, "print" if where == "metrics.jsonl" else "save", full, raising=False
+        )
         capsys.readouterr()
         assert main(options) == 2
     printed = capsys.readouterr().err
-    assert re.search(rf"error: --out: .*{where} cannot be written: No space left on dev", printed)
+    assert re.search(
+        rf"error: --out: .*{where} cannot be written: No space left on dev", printed
+    )
     assert "the checkpoint after step 4 is kept: --resume goes on from it" in printed
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     assert not list(tmp_path.glob("*.part"))
@@ -223,11 +317,20 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, capsys, monkeypatch,
 
 
 def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
-    options = ["--model", f"{__name__}:Diverging", "--epochs", "2", "--devices", "cpu:0"]
+    options = [
+        "--model",
+        f"{__name__}:Diverging",
+        "--epochs",
+        "2",
+        "--devices",
+        "cpu:0",
+    ]
     options += ["--batch", "4096", "--micro-batch-size", "4096", "--out", str(tmp_path)]
     assert main(options) == 1
     printed = capsys.readouterr().out
-    assert re.search(r"training diverged \(.*\); a lower --base-lr may help; stopped", printed)
+    assert re.search(
+        r"training diverged \(.*\); a lower --base-lr may help; stopped", printed
+    )
     assert "stopped after 0 of 2 epochs, 1 steps" in printed
     assert "test accuracy: not measured, no epoch was finished" in printed
 
@@ -235,7 +338,10 @@ def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
     assert main([]) == 2
-    assert "start it without torchrun (for several machines: docs/" in capsys.readouterr().err
+    assert (
+        "start it without torchrun (for several machines: docs/"
+        in capsys.readouterr().err
+    )
 
 
 # --- what a run does and says ---
@@ -249,7 +355,10 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
     monkeypatch.setattr(tool, "_LINE_SECONDS", 0.0)
     devices = ["--devices", "cpu:0,cpu:1", "--batch", "1024"]
     assert main([*EMBEDDED, *devices, "--out", str(tmp_path)]) == 0
-    printed, accuracy = capsys.readouterr(), torch.load(tmp_path / "best.pt")["accuracy"]
+    printed, accuracy = (
+        capsys.readouterr(),
+        torch.load(tmp_path / "best.pt")["accuracy"],
+    )
     for words in (
         f"writing to {tmp_path}\n",
         "cpu:1   512:1024  4 x 128",
@@ -263,8 +372,16 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
     line = r"^epoch 1/1, 25%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d left$"
     assert re.search(line, printed.out, re.MULTILINE)
     assert printed.err == ""  # a bar is for terminals
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["run", *["step"] * 8, "epoch", "summary"]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["kind"] for line in lines] == [
+        "run",
+        *["step"] * 8,
+        "epoch",
+        "summary",
+    ]
     assert lines[1]["images"] == 1024
     assert lines[1]["bytes"]["scatter"] == 1024 * (28 * 28 + 8)
     assert lines[-1]["test_accuracy"] == lines[-2]["test_accuracy"] == accuracy
@@ -274,7 +391,16 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
 @pytest.mark.pictures
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     options = ["--optimizer", "adamw", "--autocast", "float16", "--channels-last"]
-    options += ["--base-lr", "0.003", "--drop-at", "1", "2", "--warmup-epochs", "0", *PLAIN]
+    options += [
+        "--base-lr",
+        "0.003",
+        "--drop-at",
+        "1",
+        "2",
+        "--warmup-epochs",
+        "0",
+        *PLAIN,
+    ]
     assert train(folder, tmp_path, *options) == 0
     printed = capsys.readouterr().out
     rates = [r["learning_rate"] for r in steps(tmp_path)]
@@ -284,7 +410,9 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     assert state["scaler"]["scale"] > 0
     assert "cpu:0   0:20" in printed
     assert re.search(r"images/s, waiting \d+%", printed)
-    assert best["accuracy"] == max(r["test_accuracy"] for r in records(tmp_path, "epoch"))
+    assert best["accuracy"] == max(
+        r["test_accuracy"] for r in records(tmp_path, "epoch")
+    )
     assert best["model"].keys() == Small(3).state_dict().keys()
 
 
@@ -292,12 +420,26 @@ def test_how_the_engine_works_is_said_to_it(tmp_path):
     refused = mock.patch.object(training, "ScatterOnceParallel", side_effect=KeyError)
     with refused as engine, pytest.raises(KeyError):
         main([*EMBEDDED, "--devices", "cpu,cpu", "--compile", "--out", str(tmp_path)])
-    given = {"buffers": "batch", "measure_noise": False, "compile": True, "micro_batch_size": 128}
+    given = {
+        "buffers": "batch",
+        "measure_noise": False,
+        "compile": True,
+        "micro_batch_size": 128,
+    }
     assert given.items() <= engine.call_args.kwargs.items()
 
 
 def test_the_average_is_what_is_tested_and_kept(tmp_path):
-    options = ["--devices", "cpu", "--batch", "4096", "--ema", "0.5", "--out", str(tmp_path)]
+    options = [
+        "--devices",
+        "cpu",
+        "--batch",
+        "4096",
+        "--ema",
+        "0.5",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*EMBEDDED, *options]) == 0
     state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
     assert int(state["average"]["n_averaged"]) == 2

@@ -1,4 +1,6 @@
-"""The model, its optimizer and devices; order, rate, a step, the test, and the batch that grows."""
+"""The model, its optimizer and devices; order, rate, a step, the test, and the batch
+that grows.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ pytestmark = pytest.mark.draws
 GREY = (1, 28, 28)
 ROWS, EPOCHS = 4096, 3
 GROWING = ["--batch", "auto", "--model", "harness.runs:Small", "--epochs", str(EPOCHS)]
-GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05", "--micro-batch-size", "256"]
+GROWING += [
+    "--devices",
+    "cpu:0,cpu:1",
+    "--base-lr",
+    "0.05",
+    "--micro-batch-size",
+    "256",
+]
 
 
 class Toy(nn.Sequential):
@@ -46,7 +55,10 @@ class Toy(nn.Sequential):
 
 def toy_data(rows=10):
     images = (torch.arange(rows * 4) % 251).to(torch.uint8).view(rows, 1, 2, 2)
-    split, pixel = TensorDataset(images, torch.arange(rows) % 2), torch.full((1,), 100.0)
+    split, pixel = (
+        TensorDataset(images, torch.arange(rows) % 2),
+        torch.full((1,), 100.0),
+    )
     return Source("toy", split, split, ("even", "odd"), (1, 2, 2), pixel, pixel)
 
 
@@ -56,10 +68,19 @@ def toy():
     with contextlib.ExitStack() as engines:
 
         def toy_training(*more, rows=10):
-            options = ["--model", f"{__name__}:Toy", "--batch", "4", "--micro-batch-size", "1"]
+            options = [
+                "--model",
+                f"{__name__}:Toy",
+                "--batch",
+                "4",
+                "--micro-batch-size",
+                "1",
+            ]
             options += ["--momentum", "0", "--weight-decay", "0", "--base-lr", "30"]
             devices = [torch.device("cpu", i) for i in range(2)]
-            made = Training(parse([*options, "--epochs", "2", *more]), toy_data(rows), devices)
+            made = Training(
+                parse([*options, "--epochs", "2", *more]), toy_data(rows), devices
+            )
             engines.enter_context(made.engine)
             return made
 
@@ -91,9 +112,17 @@ def test_training_is_that_of_a_plain_loop(toy):
         reference.step()
         request, batch = feed.take()
         assert torch.equal(request.rows, rows)
-        assert training.step(len(rows), batch).loss == pytest.approx(loss.item(), rel=1e-5)
-    assert (training.position.consumed, training.epoch, training.position.step) == (10, 1, 3)
-    for ours, theirs in zip(training.model.parameters(), plain.parameters(), strict=True):
+        assert training.step(len(rows), batch).loss == pytest.approx(
+            loss.item(), rel=1e-5
+        )
+    assert (training.position.consumed, training.epoch, training.position.step) == (
+        10,
+        1,
+        3,
+    )
+    for ours, theirs in zip(
+        training.model.parameters(), plain.parameters(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -115,7 +144,14 @@ def test_evaluation_counts_every_row_the_same_in_uneven_batches(toy):
 def test_the_rate_is_that_of_torchs_schedulers(toy, warmup, drops):
     """They count steps; the tool counts images."""
     epochs, a_step = 6, 4  # updates of an epoch
-    options = ["--batch", "256", "--epochs", str(epochs), "--warmup-epochs", str(warmup)]
+    options = [
+        "--batch",
+        "256",
+        "--epochs",
+        str(epochs),
+        "--warmup-epochs",
+        str(warmup),
+    ]
     options += ["--base-lr", "0.1", *(["--drop-at", *map(str, drops)] if drops else [])]
     training = toy(*options, rows=1024)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -126,14 +162,18 @@ def test_the_rate_is_that_of_torchs_schedulers(toy, warmup, drops):
         number = warmup * a_step
         scheduler = gradual_warmup(optimizer, number, 0.1 / (number + 1), scheduler)
     for _ in range(epochs * a_step):
-        assert training.rate() == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
+        assert training.rate() == pytest.approx(
+            optimizer.param_groups[0]["lr"], abs=1e-9
+        )
         optimizer.step()
         scheduler.step()
         training.position.consumed += 256
 
 
 def test_the_default_batch_leaves_an_epoch_enough_steps():
-    """A folder of 480 pictures was one batch of 4096, and one of 379 had batches of 4."""
+    """A folder of 480 pictures was one batch of 4096, and one of 379 had
+    batches of 4.
+    """
     sizes = [default_batch(images) for images in (30, 379, 480, 8192, 204_799, 10**7)]
     assert sizes == [32, 32, 32, 128, 2048, 4096]
 
@@ -144,8 +184,13 @@ def test_the_default_batch_leaves_an_epoch_enough_steps():
 @pytest.mark.parametrize(
     ("images", "batch", "scale", "after"),
     [
-        *[(60_000, 256, 511.9, 256), (60_000, 256, 512.0, 512), (60_000, 512, 100.0, 512)],
-        *[(8192, 512, 1e9, 1024), (8191, 512, 1e9, 512), (100, 100, 1e9, 100)],  # eight steps
+        *[
+            (60_000, 256, 511.9, 256),
+            (60_000, 256, 512.0, 512),
+            (60_000, 512, 100.0, 512),
+        ],
+        # eight steps
+        *[(8192, 512, 1e9, 1024), (8191, 512, 1e9, 512), (100, 100, 1e9, 100)],
         (60_000, 256, math.nan, 256),  # nothing is known
     ],
 )
@@ -186,21 +231,28 @@ def test_a_run_follows_the_noise_scale_that_it_measures(grown):
     assert batches[0] == 256 < batches[-1]
     for number, (batch, following) in enumerate(itertools.pairwise(batches), 1):
         scale = [r["noise_scale"] for r in made if r["epoch"] == number][-1]
-        assert following == (2 * batch if scale >= 2 * batch and 16 * batch <= ROWS else batch)
+        assert following == (
+            2 * batch if scale >= 2 * batch and 16 * batch <= ROWS else batch
+        )
     for number, batch in enumerate(batches, 1):
         sizes = [r["images"] for r in made if r["epoch"] == number]
         assert sizes == [batch] * (ROWS // batch)
         rate = next(r["learning_rate"] for r in made if r["epoch"] == number)
         cosine = 0.5 * (1 + math.cos(math.pi * (number - 1) / EPOCHS))
         assert rate == pytest.approx(0.05 * cosine * batch / 256)
-    words = r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on"
+    words = (
+        r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on"
+    )
     assert re.search(words, printed)
 
 
-def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, monkeypatch):
+def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(
+    grown, tmp_path, monkeypatch
+):
     whole = grown[0]
     small = sum(record["images"] == 256 for record in steps(whole))
-    for last, more in (  # before the growth, in the middle of the epoch after it, and to the end
+    # before the growth, in the middle of the epoch after it, and to the end
+    for last, more in (
         (small, ["--checkpoint-every", "1"]),
         (small + 3, ["--checkpoint-every", "1", "--resume"]),
         (ROWS, ["--resume"]),
@@ -239,7 +291,9 @@ def test_a_model_and_an_optimizer_of_timms(tmp_path):
     model = build_model("timm:test_vit", (1, 32, 32), 7)  # for grey images of that size
     assert model.network.patch_embed.proj.in_channels == 1
     assert model.network.pos_embed.shape[1] == 1 + 2 * 2
-    optimizer = make_optimizer(model, parse(["--optimizer", "lamb", "--base-lr", "0.1"]))
+    optimizer = make_optimizer(
+        model, parse(["--optimizer", "lamb", "--base-lr", "0.1"])
+    )
     assert type(optimizer).__name__ == "Lamb"
     assert [group["weight_decay"] for group in optimizer.param_groups] == [5e-4, 0.0]
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
@@ -251,7 +305,9 @@ def test_a_model_and_an_optimizer_of_timms(tmp_path):
 
 @pytest.mark.pictures
 @pytest.mark.parametrize(("shape", "channels"), [(GREY, 1), ((3, 28, 28), 3)])
-def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(shape, channels):
+def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(
+    shape, channels
+):
     """No network: what timm is asked for is looked at."""
     models = library("timm.models")
     net = models.create_model("test_resnet", num_classes=7, in_chans=channels)
@@ -272,7 +328,10 @@ def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(shape,
         (f"{__name__}:Zoo.failing", "RuntimeError: no luck"),
         (f"{__name__}:Zoo.dictionary", "ValueError: no signature found"),
         (f"{__name__}:Zoo.wrong", r"RuntimeError: .*\(with an image \(1, 28, 28\)\)"),
-        (f"{__name__}:Zoo.flat", r"a score for each of 10 classes; of one image it makes \(1, 3\)"),
+        (
+            f"{__name__}:Zoo.flat",
+            r"a score for each of 10 classes; of one image it makes \(1, 3\)",
+        ),
     ],
 )
 def test_a_name_that_leads_to_no_model_is_one_line(name, words):
@@ -292,7 +351,9 @@ def test_a_name_that_leads_to_no_model_is_one_line(name, words):
 def test_each_device_has_a_replica(monkeypatch, gpus, given, chosen):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: gpu
+    )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     assert [str(d) for d in choose_devices(given)] == chosen
     with pytest.raises(UsageError, match=r"^--devices: cuda:2 is not here"):

@@ -1,4 +1,6 @@
-"""``engine.check``: the gradient beside that of a plain whole-batch backward, without a trace."""
+"""``engine.check``: the gradient beside that of a plain whole-batch backward, without a
+trace.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,30 @@ def test_a_difference_is_measured_and_has_a_meaning(devices):
         assert report.passed
         assert report.worst < 1e-10
         assert report.parameter in dict(engine.module.named_parameters())
-        end = f"difference {report.worst:.2e}, in {report.parameter}: only rounding differs"
+        end = (
+            f"difference {report.worst:.2e}, in {report.parameter}: only rounding "
+            "differs"
+        )
         assert str(report).endswith(f"{end} (limit 1e-10).")
         report = engine.check(INPUTS, padded(ROWS), lam)
         assert not report.passed
         assert 0.01 < report.worst < 10
-        assert "NOT the same (limit 1e-10). The loss is no mean over rows" in str(report)
+        assert "NOT the same (limit 1e-10). The loss is no mean over rows" in str(
+            report
+        )
         assert str(report).endswith("its padding or on other rows: mask the padding.")
         assert "count=" in str(report)
         assert engine.check(INPUTS, padded(ROWS), lam, count=count_labels()).passed
         assert not engine.check(INPUTS, padded(ROWS), LOSS, reduction="sum").passed
-        report = engine.check(INPUTS[:6], None, lambda o, t: o.sum())  # a mean of 6 sums of a row
+        # a mean of 6 sums of a row
+        report = engine.check(INPUTS[:6], None, lambda o, t: o.sum())
         assert report.worst == pytest.approx(5 / 6)
 
 
 class Everything(Classifier):
-    """All that a forward pass can leave behind: statistics, attributes, random numbers."""
+    """All that a forward pass can leave behind: statistics, attributes,
+    random numbers.
+    """
 
     def __init__(self, drop=0.5):
         super().__init__()
@@ -58,7 +68,9 @@ class Everything(Classifier):
 
 
 def test_it_leaves_no_trace(devices):
-    """Not in buffers, gradients or random state; and no hook that steps an optimizer runs."""
+    """Not in buffers, gradients or random state; and no hook that steps an optimizer
+    runs.
+    """
     model = build(Everything)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ran = []
@@ -75,7 +87,9 @@ def test_it_leaves_no_trace(devices):
     assert ran == []
 
 
-@pytest.mark.parametrize(("drop", "words"), [(0.5, "drew random numbers"), (0, "Batch norm")])
+@pytest.mark.parametrize(
+    ("drop", "words"), [(0.5, "drew random numbers"), (0, "Batch norm")]
+)
 def test_what_no_two_passes_share_is_named(drop, words):
     with ScatterOnceParallel(build(lambda: Everything(drop)), 2, ["cpu"] * 2) as engine:
         report = engine.check(INPUTS, classes(ROWS), LOSS)

@@ -1,4 +1,6 @@
-"""One look: what it sees in later batches, what rounding changes, and how cuDNN computes it."""
+"""One look: what it sees in later batches, what rounding changes, and how cuDNN
+computes it.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ class Tokens(nn.Module):
 
 
 def words(pad, length=6):
-    """Token rows; ``pad`` is a word of the vocabulary like any other, and they may have none."""
+    """Token rows; ``pad`` is a word of the vocabulary like any other, and they may have
+    none.
+    """
     ids = randint(11, 16, length, seed=3)
     ids[:, -1] = (ids[:, -2] + 1) % 11
     if pad is not None:
-        return ids.masked_fill(torch.arange(length) >= (torch.arange(16) % 5 + 1)[:, None], pad)
+        return ids.masked_fill(
+            torch.arange(length) >= (torch.arange(16) % 5 + 1)[:, None], pad
+        )
     ids = ids.where(ids != 5, 6)
     ids[0, 0], ids[1, 0] = 0, 10
     return ids
@@ -92,7 +98,11 @@ def test_a_new_function_at_an_old_address_is_another_criterion():
         for _ in range(2):
             step(engine, lambda o, t, w=None: F.cross_entropy(o, t, w), classes(ROWS))
             with pytest.raises(ValueError, match="count="):
-                step(engine, lambda o, t, w=CLASS_WEIGHTS: F.cross_entropy(o, t, w), classes(ROWS))
+                step(
+                    engine,
+                    lambda o, t, w=CLASS_WEIGHTS: F.cross_entropy(o, t, w),
+                    classes(ROWS),
+                )
 
 
 # --- cuDNN's search, of which each empties the caches of all devices ---
@@ -123,13 +133,17 @@ def test_looks_let_cudnn_search_no_kernels_for_their_sizes():
             use()
             assert torch.backends.cudnn.benchmark
             assert {size for size, is_searched in Seen.sizes if is_searched} == {rows}
-            assert {size for size, is_searched in Seen.sizes if not is_searched} - {rows}
+            assert {size for size, is_searched in Seen.sizes if not is_searched} - {
+                rows
+            }
 
 
 # --- rounding is no reason, and no excuse ---
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "bfloat16", "float16", "autocast"]
+)
 @pytest.mark.parametrize("halved", [False, True])
 def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, halved):
     def loss(output, targets):
@@ -147,7 +161,9 @@ def test_the_tolerance_follows_the_coarsest_dtype_inside_the_criterion(dtype, ha
 
 
 def test_autocast_hides_no_difference():
-    """Of 60 such steps 20 were not refused: off by 40 %, which rounding could have been."""
+    """Of 60 such steps 20 were not refused: off by 40 %, which rounding could have
+    been.
+    """
 
     def spread(output, _):
         return (output.float() - output.float().mean(0)).square().mean()
@@ -155,13 +171,20 @@ def test_autocast_hides_no_difference():
     for seed in (2, 7, 9):
         with seeded(seed), torch.autocast("cpu", torch.bfloat16):
             model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-            engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2, micro_batch_size=4)
-            with engine, pytest.raises(ValueError, match="compares rows with each other"):
+            engine = ScatterOnceParallel(
+                model, device_ids=["cpu"] * 2, micro_batch_size=4
+            )
+            with (
+                engine,
+                pytest.raises(ValueError, match="compares rows with each other"),
+            ):
                 step(engine, spread, None, torch.randn(32, 5))
 
 
 def by_rows(logits, inputs):
-    """Kernels whose error depends on the size of the batch, as with TF32, and in convolutions."""
+    """Kernels whose error depends on the size of the batch, as with TF32, and in
+    convolutions.
+    """
     return F.mse_loss(logits * (1 + 1e-3 * (len(inputs) % 7) / 7), inputs[:, :CLASSES])
 
 
@@ -173,13 +196,17 @@ def student(logits, inputs):
 
 @pytest.mark.parametrize("loss", [by_rows, student])
 def test_what_rounds_is_no_reason(loss):
-    with ScatterOnceParallel(build(lambda: Returns(loss)).float(), 3, ["cpu"]) as engine:
+    with ScatterOnceParallel(
+        build(lambda: Returns(loss)).float(), 3, ["cpu"]
+    ) as engine:
         engine.forward_backward(INPUTS.float())
 
 
 @pytest.mark.parametrize("size", [0.02, 1.0])
 def test_rounding_that_opens_a_relu_of_one_row_is_no_reason(size):
-    """Networks in float32 were refused: a ReLU at zero was open for many rows at once alone."""
+    """Networks in float32 were refused: a ReLU at zero was open for many rows at once
+    alone.
+    """
 
     def at_zero(net, inputs):
         rounded = net.edge * (1 + torch.finfo(torch.float32).eps * (len(inputs) > 8))
@@ -189,7 +216,9 @@ def test_rounding_that_opens_a_relu_of_one_row_is_no_reason(size):
     inputs[5] = 1
     model = build(net(at_zero, edge=nn.Parameter(torch.ones(())))).float()
     with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
-        assert_agreed(engine, lambda: step(engine, F.mse_loss, torch.ones(24, CLASSES), inputs))
+        assert_agreed(
+            engine, lambda: step(engine, F.mse_loss, torch.ones(24, CLASSES), inputs)
+        )
 
 
 def test_what_differs_each_time_is_no_reason():
@@ -201,5 +230,7 @@ def test_what_differs_each_time_is_no_reason():
 
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
         step(engine, drifts, VALUES)
-        with pytest.warns(UserWarning, match="could not check.*.it gives another result each time"):
+        with pytest.warns(
+            UserWarning, match="could not check.*.it gives another result each time"
+        ):
             step(engine, drifts, VALUES)

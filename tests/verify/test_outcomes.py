@@ -1,7 +1,8 @@
 """What a step says of a program: refused, told, or silent because it is right.
 
-Each program is one that somebody wrote, or that our own advice leads to. Most of those in
-``REFUSED`` and ``TOLD`` gave another gradient than plain torch, by up to 200 %, without a word.
+Each program is one that somebody wrote, or that our own advice leads to. Most of those
+in ``REFUSED`` and ``TOLD`` gave another gradient than plain torch, by up to 200 %,
+without a word.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def compares(output, _):
 
 
 def penalised(share):
-    """A sum over rows, and a penalty on weights: all of it, silently added in each micro-batch."""
+    """A sum over rows, and a penalty on weights: all of it, silently added in each
+    micro-batch.
+    """
 
     def of(model):
         def loss(output, targets, model):
@@ -85,12 +88,16 @@ def penalised(share):
 
 
 def without_first():
-    """The mean of a micro-batch without labels, and of another one, is also their sum."""
+    """The mean of a micro-batch without labels, and of another one, is
+    also their sum.
+    """
     return classes(ROWS).where(torch.arange(ROWS) > 0, -100)
 
 
 class OwnLoss(nn.Module):
-    """A token classifier with the loss inside, as language models have it: labels are shifted."""
+    """A token classifier with the loss inside, as language models have it: labels are
+    shifted.
+    """
 
     def __init__(self, *layers):
         super().__init__()
@@ -103,7 +110,9 @@ class OwnLoss(nn.Module):
 
 
 def at_its_start():
-    """With a head of zeros all losses are the same, whatever the weights; gradients tell."""
+    """With a head of zeros all losses are the same, whatever the weights; gradients
+    tell.
+    """
     model = OwnLoss()
     head = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
     nn.init.zeros_(head.weight), nn.init.zeros_(head.bias)
@@ -111,7 +120,10 @@ def at_its_start():
 
 
 def tokens(rows=12, length=6):
-    ids, labels = randint(11, rows, length, seed=5), randint(CLASSES, rows, length, seed=6)
+    ids, labels = (
+        randint(11, rows, length, seed=5),
+        randint(CLASSES, rows, length, seed=6),
+    )
     padding = torch.arange(length) >= (torch.arange(rows) % length + 1)[:, None]
     return {"ids": ids, "labels": labels.masked_fill(padding, -100)}
 
@@ -137,7 +149,9 @@ COUNT = "count=scatterpar.count_labels"
 SUM = 'It seems to be a sum: pass reduction="sum".*count=.*whole_batch='
 MEAN = 'seems to be a mean over rows: pass reduction="mean", without count='
 SHIFTED = r"count=scatterpar.count_labels\(shifted=True\)"
-COUPLED = "compares rows with each other.*pass whole_batch=True.*mean of one loss per row"
+COUPLED = (
+    "compares rows with each other.*pass whole_batch=True.*mean of one loss per row"
+)
 BY_ROWS = r"count=lambda inputs, targets: len\(targets\)(?!.*pass reduction=.mean)"
 REPEATED = torch.tensor([1, 1, 1, 2, 2, 3] * 3 + [3, 3, 3, 2, 1, 2])
 
@@ -148,17 +162,25 @@ class Focal(nn.CrossEntropyLoss):
 
 
 def positives(output, labels):
-    """A focal loss divided by the positives: micro-batches of negatives were dropped."""
+    """A focal loss divided by the positives: micro-batches of negatives
+    were dropped.
+    """
     each = F.binary_cross_entropy_with_logits(output, labels, reduction="none")
     return each.sum() / labels.sum().clamp(min=1)
 
 
 def hardest(output, targets):
-    return F.cross_entropy(output, targets, reduction="none").topk(min(12, len(output)))[0].mean()
+    return (
+        F.cross_entropy(output, targets, reduction="none")
+        .topk(min(12, len(output)))[0]
+        .mean()
+    )
 
 
 def sum_of_means(output, targets):
-    """As cross entropy and a Dice loss: advice that fitted roughly led to the next refusal."""
+    """As cross entropy and a Dice loss: advice that fitted roughly led to the next
+    refusal.
+    """
     return in_a_def(output, targets) + 0.05 * output.pow(2).mean().sqrt()
 
 
@@ -182,7 +204,9 @@ OWN = torch.Generator().manual_seed(3)
 
 
 def with_own_generator(output, targets):
-    """Only torch's own numbers were the same for every row: right losses were warned of."""
+    """Only torch's own numbers were the same for every row: right losses were warned
+    of.
+    """
     noise = torch.randn(output.shape, generator=OWN, dtype=output.dtype)
     return F.mse_loss(output + noise, targets)
 
@@ -196,13 +220,17 @@ LANGUAGE_MODELS = {
 
 
 def with_balance(net, rows):
-    """The load balance of a mixture of experts, which compares the rows of the micro-batch."""
+    """The load balance of a mixture of experts, which compares the rows of the
+    micro-batch.
+    """
     gates = net.linear(net.drop(rows)).softmax(-1)
     return gates, (gates.mean(0) ** 2).sum()
 
 
 def with_router(net, rows):
-    """What the experts get on average has an entry for each of them, and none for a row."""
+    """What the experts get on average has an entry for each of them, and none for a
+    row.
+    """
     return net.linear(rows), net.linear(rows).softmax(-1).mean(0)
 
 
@@ -215,7 +243,9 @@ def balanced(output, targets):
 
 
 def first_of_each(net, rows, lengths):
-    return net.linear(torch.stack([row[:n].sum(0) for row, n in zip(rows, lengths, strict=False)]))
+    return net.linear(
+        torch.stack([row[:n].sum(0) for row, n in zip(rows, lengths, strict=False)])
+    )
 
 
 LABELLED = INPUTS, LABELS
@@ -240,13 +270,17 @@ def with_gradients(model):
     def criterion(output, targets):
         loss, own = F.cross_entropy(output, targets), [*model.parameters()]
         found = torch.autograd.grad(loss, own, allow_unused=True, create_graph=True)
-        return loss + sum(gradient.square().sum() for gradient in found if gradient is not None)
+        return loss + sum(
+            gradient.square().sum() for gradient in found if gradient is not None
+        )
 
     return criterion
 
 
 LEFT_BEHIND = {  # auxiliary losses were dropped; penalties by parameters found nothing
-    "attributes": lambda m: lambda output, targets: F.cross_entropy(output, targets) + m.aux,
+    "attributes": lambda m: (
+        lambda output, targets: F.cross_entropy(output, targets) + m.aux
+    ),
     "gradients by parameters": with_gradients,
 }
 
@@ -259,14 +293,22 @@ def leaving(net, rows):
 REPLICA = "leads to the module.*in plain torch, but.*on a replica"
 
 REFUSED: dict[str, tuple[Case, str]] = {
-    "ignored labels in a lambda": (loss_of(lambda o, t: F.cross_entropy(o, t), padded), COUNT),
+    "ignored labels in a lambda": (
+        loss_of(lambda o, t: F.cross_entropy(o, t), padded),
+        COUNT,
+    ),
     "class weights, then a mean": (loss_of(Focal(CLASS_WEIGHTS), LABELS), BY_ROWS),
     "a sum in a lambda": (loss_of(lambda o, t: added_up(o, t)), SUM),
     "a mean that is called a sum": (loss_of(in_a_def, reduction="sum"), MEAN),
-    "a wrong count": (loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()), MEAN),
+    "a wrong count": (
+        loss_of(nn.MSELoss(), VALUES, count=lambda i, t: t.abs().sum()),
+        MEAN,
+    ),
     "rows compared with each other": (loss_of(compares), COUPLED),
     "the hardest rows": (
-        case_of(mlp, randn(48, FEATURES), randint(CLASSES, 48), criterion=hardest, accum=4),
+        case_of(
+            mlp, randn(48, FEATURES), randint(CLASSES, 48), criterion=hardest, accum=4
+        ),
         COUPLED,
     ),
     "a penalty beside a sum": (
@@ -287,15 +329,25 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     # Two micro-batches that held as many of it once agreed, and stood for all others.
     "a label in a closure": (loss_of(leaves_out(2), REPEATED, accum=8), "count="),
-    "a label in a helper": (loss_of(with_helper, REPEATED, accum=8), r"count_labels\(2\)"),
+    "a label in a helper": (
+        loss_of(with_helper, REPEATED, accum=8),
+        r"count_labels\(2\)",
+    ),
     "in a module": (own_loss(OwnLoss, tokens()), SHIFTED),
-    # The mask once stood for the labels: count_labels(0, shifted=True), which was then refused.
-    "beside a mask": (own_loss(Masked, {"mask": (L != -100).long(), **tokens()}), SHIFTED),
+    # The mask once stood for the labels: count_labels(0, shifted=True), which was then
+    # refused.
+    "beside a mask": (
+        own_loss(Masked, {"mask": (L != -100).long(), **tokens()}),
+        SHIFTED,
+    ),
     "labels that collate makes": (
         own_loss(OwnLoss, Rows([*zip(IDS, L, strict=True)], collated)),
         SHIFTED,
     ),
-    "labels under a key": (loss_of(by_key, {"y": padded(ROWS)}), r"count_labels\(key='y'\)"),
+    "labels under a key": (
+        loss_of(by_key, {"y": padded(ROWS)}),
+        r"count_labels\(key='y'\)",
+    ),
     "in a module at its start": (own_loss(at_its_start, tokens()), "count="),
     "dropout": (loss_of(with_dropout, VALUES), SUM),
     **{
@@ -312,11 +364,18 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     # Its gradient was off by a factor of 12: each row's entries were joined as rows.
     "experts' entries of micro-batches of one row": (
-        case_of(net(with_router), accum=ROWS, criterion=balanced_at_once, whole_batch=True),
+        case_of(
+            net(with_router), accum=ROWS, criterion=balanced_at_once, whole_batch=True
+        ),
         "not in the order of the rows.*one entry per row",
     ),
     "a number that forward computes from its rows": (
-        case_of(net(with_balance), criterion=balanced, engine={"verify": False}, whole_batch=True),
+        case_of(
+            net(with_balance),
+            criterion=balanced,
+            engine={"verify": False},
+            whole_batch=True,
+        ),
         "another one for each micro-batch.*in the criterion",
     ),
     **{
@@ -328,14 +387,26 @@ REFUSED: dict[str, tuple[Case, str]] = {
     },
     **{
         f"{name}, left behind{', whole_batch' * whole}": (
-            Case(EXPERT, LABELLED, of, accum=1 + 2 * whole, options={"whole_batch": whole}),
-            f"{REPLICA}.*an auxiliary loss.*Return it.*count=, reduction= or whole_batch=.*verify=",
+            Case(
+                EXPERT,
+                LABELLED,
+                of,
+                accum=1 + 2 * whole,
+                options={"whole_batch": whole},
+            ),
+            f"{REPLICA}.*an auxiliary loss.*Return it.*count=, reduction= or "
+            "whole_batch=.*verify=",
         )
         for name, of in LEFT_BEHIND.items()
         for whole in (False, True)
     },
-    "an entry of a list that is empty on the user's module": (  # the error was an IndexError
-        Case(net(leaving, kept=[]), LABELLED, lambda m: lambda o, t: m.kept[0] + in_a_def(o, t)),
+    # the error was an IndexError
+    "an entry of a list that is empty on the user's module": (
+        Case(
+            net(leaving, kept=[]),
+            LABELLED,
+            lambda m: lambda o, t: m.kept[0] + in_a_def(o, t),
+        ),
         "but an error on a replica.*gradients by your own",
     ),
 }
@@ -351,9 +422,15 @@ def test_a_wrong_gradient_is_told_before_anything_changes(devices, name):
     next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
     # Of one replica all parts are its own sub-steps.
     replicas = 1 if name == "the hardest rows" or "left behind" in name else 2
-    with ScatterOnceParallel(model, case.accum, devices(replicas), **case.engine) as engine:
+    with ScatterOnceParallel(
+        model, case.accum, devices(replicas), **case.engine
+    ) as engine:
         for _ in range(2):
-            with seeded(0), nothing_changes(model), pytest.raises(ValueError, match=words):
+            with (
+                seeded(0),
+                nothing_changes(model),
+                pytest.raises(ValueError, match=words),
+            ):
                 train(engine, case)
 
 
@@ -412,7 +489,8 @@ TOLD: dict[str, tuple[Case, str]] = {
     ),
     "a queue of MoCo's": (
         case_of(Queue, accum=3),
-        "the buffer 'queue', the attribute 'calls', the attribute 'last': at each of the 6",
+        "the buffer 'queue', the attribute 'calls', the attribute 'last': at each of "
+        "the 6",
     ),
     "a queue, one sub-step per replica": (  # the counter is one device's
         case_of(Queue, accum=1),
@@ -442,13 +520,17 @@ def ctc(output, targets):
 
 
 def masked_by_python(net, rows):
-    """As some models mask time steps in training: row by row, with the host's numbers."""
+    """As some models mask time steps in training: row by row, with the
+    host's numbers.
+    """
     keep = [[random.random() > 0.3 for _ in row] for row in rows]
     return net.linear(rows * torch.tensor(keep))
 
 
 def masked_by_numpy(net, rows):
-    return net.linear(rows * torch.from_numpy(np.random.default_rng().random(rows.shape)))
+    return net.linear(
+        rows * torch.from_numpy(np.random.default_rng().random(rows.shape))
+    )
 
 
 def recomputes(net, rows):
@@ -471,7 +553,9 @@ def fills(net, rows):
 
 
 def penalising(model):
-    """A criterion that is a module, holds the model, and asks for no more than its weights."""
+    """A criterion that is a module, holds the model, and asks for no more than its
+    weights.
+    """
 
     def penalised(own, output, targets):
         penalty = sum(p.square().sum() for p in own.model.parameters())
@@ -486,7 +570,9 @@ def buffer(size):
 
 ZERO = torch.zeros(0)
 STEADY = {  # none of them moves state
-    "a table that grows once": lambda: Net(rotates, table=buffer(0), length=0, angles=ZERO),
+    "a table that grows once": lambda: Net(
+        rotates, table=buffer(0), length=0, angles=ZERO
+    ),
     "a buffer that is filled once": lambda: Net(fills, table=buffer(FEATURES)),
 }
 
@@ -496,7 +582,9 @@ SILENT = {
     "ignored labels, counted": loss_of(in_a_def, padded, count=count_labels()),
     "a sum in a partial function": loss_of(partial(F.cross_entropy, reduction="sum")),
     "a sum that is called one": loss_of(added_up, reduction="sum"),
-    "writes into what it is given": loss_of(lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))),
+    "writes into what it is given": loss_of(
+        lambda o, t: F.cross_entropy(o.mul_(2), t.clamp_(0))
+    ),
     "a penalty that is shared out": penalised(share=True),
     "one row without a label, counted": loss_of(
         in_a_def, without_first(), accum=8, count=count_labels()
@@ -505,12 +593,16 @@ SILENT = {
     "dropout": loss_of(with_dropout, VALUES, reduction="sum"),
     "numbers from one's own generator": loss_of(with_own_generator, VALUES),
     **{
-        f"a language model with {name}, counted": own_loss(make, tokens(), count=COUNT_SHIFTED)
+        f"a language model with {name}, counted": own_loss(
+            make, tokens(), count=COUNT_SHIFTED
+        )
         for name, make in LANGUAGE_MODELS.items()
     },
     "masked by Python": case_of(net(masked_by_python)),
     "masked by NumPy": case_of(net(masked_by_numpy)),
-    "a reentrant checkpoint": case_of(net(recomputes, partial(nn.Linear, FEATURES, FEATURES))),
+    "a reentrant checkpoint": case_of(
+        net(recomputes, partial(nn.Linear, FEATURES, FEATURES))
+    ),
     "padding": case_of(
         net(lambda net, rows: net.linear(rows.sum(1))),
         Rows(
@@ -548,7 +640,9 @@ SILENT = {
 def test_it_is_silent(devices, name):
     case = SILENT[name]
     with (
-        ScatterOnceParallel(case.build(), case.accum, devices(2), **case.engine) as engine,
+        ScatterOnceParallel(
+            case.build(), case.accum, devices(2), **case.engine
+        ) as engine,
         seeded(0),
     ):
         for _ in range(9 if "whole_batch" in case.options else 4):
@@ -560,7 +654,9 @@ def test_it_is_silent(devices, name):
 
 @pytest.mark.filterwarnings("error")
 def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices):
-    """It was another replica's in 1 to 5 of 20 steps, without a word. In turn, it is exact."""
+    """It was another replica's in 1 to 5 of 20 steps, without a word. In turn, it is
+    exact.
+    """
     model, box = mlp(), {}
 
     def hook(_, __, output):
@@ -572,7 +668,9 @@ def test_what_a_hook_fills_is_read_by_the_replica_that_filled_it(devices):
 
     model[0].register_forward_hook(hook)
     with ScatterOnceParallel(model, 3, devices(3)) as engine:
-        with pytest.warns(UserWarning, match="criterion.*reads what forward passes leave behind"):
+        with pytest.warns(
+            UserWarning, match="criterion.*reads what forward passes leave behind"
+        ):
             engine.forward_backward(INPUTS, LABELS, criterion)
         for _ in range(4):
             assert_step(engine, INPUTS, LABELS, criterion)

@@ -1,4 +1,6 @@
-"""Which steps and rows are looked at, if switches, numbers and words of a program change."""
+"""Which steps and rows are looked at, if switches, numbers and words of a program
+change.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from scatterpar import ScatterOnceParallel, count_labels
 
 def mean_or_std(net, rows, mode="plain"):
     compares = net.compares or mode == "std"
-    return net.linear(rows).std(0).sum() if compares else net.linear(rows).square().mean()
+    return (
+        net.linear(rows).std(0).sum() if compares else net.linear(rows).square().mean()
+    )
 
 
 def by_switch(engine, step):
@@ -31,12 +35,18 @@ def by_word(_, step):
 
 
 def with_number(number):
-    return INPUTS, VALUES, lambda o, t: o.std(0).sum() if number >= 10 else F.mse_loss(o, t)
+    return (
+        INPUTS,
+        VALUES,
+        lambda o, t: o.std(0).sum() if number >= 10 else F.mse_loss(o, t),
+    )
 
 
 @dataclass
 class Loop:
-    """The user's own training loop: its method is the criterion, and it holds the engine."""
+    """The user's own training loop: its method is the criterion, and it holds the
+    engine.
+    """
 
     engine: Any
     weight: float

@@ -1,4 +1,6 @@
-"""Looks and failed steps leave no trace; entries of rows are joined in their order, or refused."""
+"""Looks and failed steps leave no trace; entries of rows are joined in their order, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def two_views(net, rows):
 
 
 def engine_of(are_stacked, accum, places):
-    return ScatterOnceParallel(build(net(two_views, are_stacked=are_stacked)), accum, places)
+    return ScatterOnceParallel(
+        build(net(two_views, are_stacked=are_stacked)), accum, places
+    )
 
 
 NO_ORDER = r"not in the order of the rows.*torch.stack"
@@ -38,10 +42,14 @@ def spread(output, _):
 
 
 def test_two_views_are_joined_or_refused(devices):
-    """The loss of SimCLR was 5.081, and is 3.378: views of other micro-batches lay between."""
+    """The loss of SimCLR was 5.081, and is 3.378: views of other micro-batches lay
+    between.
+    """
     with engine_of(True, 3, devices(2)) as engine:
         assert_step(engine, INPUTS, None, spread, whole_batch=True)
-        assert_step(engine, TWO, None, spread, plain=(INPUTS[:2], None), whole_batch=True)
+        assert_step(
+            engine, TWO, None, spread, plain=(INPUTS[:2], None), whole_batch=True
+        )
         with torch.no_grad():
             assert_close(engine(INPUTS), engine.module(INPUTS), "output")
     with engine_of(False, 1, devices(2)) as engine:
@@ -52,7 +60,9 @@ def test_two_views_are_joined_or_refused(devices):
 
 
 def test_equal_entries_of_rows_are_no_codebook(devices):
-    """Of 96 entries came 16. Four masks for each picture, flat, are all background at first."""
+    """Of 96 entries came 16. Four masks for each picture, flat, are all background at
+    first.
+    """
     model = build(net(lambda net, rows: net.linear(rows).flatten()))
     nn.init.zeros_(model.linear.weight), nn.init.zeros_(model.linear.bias)
     with ScatterOnceParallel(model, 3, devices(2)) as engine:
@@ -73,9 +83,13 @@ def test_labels_that_are_all_ignored_are_told(devices):
     """torch's loss is NaN, and the engine's was 0.0 without a word."""
     with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
         with pytest.warns(UserWarning, match="all are ignored.*NaN"):
-            loss = engine.forward_backward(INPUTS, LABELS * 0 - 100, nn.CrossEntropyLoss())
+            loss = engine.forward_backward(
+                INPUTS, LABELS * 0 - 100, nn.CrossEntropyLoss()
+            )
         assert loss.item() == 0
-        assert all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
+        assert all(
+            p.grad is None or not p.grad.any() for p in engine.module.parameters()
+        )
 
 
 def normed():
@@ -96,7 +110,9 @@ def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buff
     loss_with(twin)(twin(INPUTS), VALUES).backward()
     with ScatterOnceParallel(model, 1, ["cpu"], buffers=buffers) as engine:
         model.norm.requires_grad_(whole_batch)  # else only replicas are trained
-        engine.forward_backward(INPUTS, VALUES, loss_with(model), whole_batch=whole_batch)
+        engine.forward_backward(
+            INPUTS, VALUES, loss_with(model), whole_batch=whole_batch
+        )
     for name, expected in twin.named_buffers():
         assert torch.equal(dict(model.named_buffers())[name], expected), name
 
@@ -114,7 +130,12 @@ class Counts:
     seen, array, queue, slots, history = 0, np.zeros(3), Queue(), Slots(), []
 
     def __init__(self, reduction="mean"):
-        self.reduced, self.calls, self.steps, self.slots.calls = reduction, 0, torch.zeros(()), 0
+        self.reduced, self.calls, self.steps, self.slots.calls = (
+            reduction,
+            0,
+            torch.zeros(()),
+            0,
+        )
 
     def __call__(self, output, targets):
         type(self).seen += 1

@@ -1,4 +1,6 @@
-"""Looks: when the engine has one, that it leaves no trace, what it costs, and false alarms."""
+"""Looks: when the engine has one, that it leaves no trace, what it costs, and false
+alarms.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,18 @@ ALL_WAYS = 'count=.*reduction="sum".*whole_batch=True'
 
 
 def test_a_refusal_does_not_wear_off(devices):
-    """The ninth call of a cell that was refused eight times went through, four times too large."""
+    """The ninth call of a cell that was refused eight times went through, four times
+    too large.
+    """
     with ScatterOnceParallel(mlp(), 4, devices(1)) as engine:
         for number in range(21):
             if number == 20:
                 step(engine, F.mse_loss, VALUES)  # another kind
             refused = pytest.raises(ValueError, match='reduction="sum"')
             with nothing_changes(engine.module), refused:
-                engine.forward_backward(INPUTS, VALUES, lambda o, t: ((o - t) ** 2).sum())
+                engine.forward_backward(
+                    INPUTS, VALUES, lambda o, t: ((o - t) ** 2).sum()
+                )
 
 
 @pytest.mark.parametrize("factor", [1.0, float("nan")])
@@ -74,8 +80,11 @@ def one_micro_batch_each(group):
     with ScatterOnceParallel(mlp(), 1, ["cpu"], process_group=group) as engine:
         for _ in range(2):
             try:
-                engine.forward_backward(INPUTS[:rows], VALUES[:rows], lambda o, t: squares(o, t))
-            except (ValueError, RuntimeError) as error:  # the other rank's, by its words
+                engine.forward_backward(
+                    INPUTS[:rows], VALUES[:rows], lambda o, t: squares(o, t)
+                )
+            # the other rank's, by its words
+            except (ValueError, RuntimeError) as error:
                 said.append(str(error))
         engine.forward_backward(INPUTS[:rows], VALUES[:rows], squares, reduction="sum")
         return said, [p.grad is None for p in engine.module.parameters()]
@@ -117,7 +126,9 @@ class Fed(nn.Module):
 
 
 def with_its_own_backward(output, targets):
-    """The eighth step had the gradients that its look had computed on a few rows, too."""
+    """The eighth step had the gradients that its look had computed on a
+    few rows, too.
+    """
     output.square().mean().backward(retain_graph=True)
     return F.cross_entropy(output, targets)
 
@@ -129,7 +140,10 @@ LOOKED_AT = {
     "keeps a state": Fed(),
     "a backward pass of its own": with_its_own_backward,
 }
-UNTOLD = {"NaN": lambda o, t: (o * float("nan")).std(), "no gradient": lambda o, t: (o * 0).std()}
+UNTOLD = {
+    "NaN": lambda o, t: (o * float("nan")).std(),
+    "no gradient": lambda o, t: (o * 0).std(),
+}
 
 
 @pytest.mark.contract
@@ -138,7 +152,8 @@ UNTOLD = {"NaN": lambda o, t: (o * float("nan")).std(), "no gradient": lambda o,
 @pytest.mark.parametrize("case", [*LOOKED_AT, *UNTOLD])
 def test_a_look_leaves_no_trace(devices, case):
     """The same bits as without looking, everywhere; nothing fails."""
-    replicas = 1 if "Python" in case or "NumPy" in case else 2  # these draw in any order
+    # these draw in any order
+    replicas = 1 if "Python" in case or "NumPy" in case else 2
     states = []
     for verify in (False, True):
         criterion = copy.deepcopy({**LOOKED_AT, **UNTOLD}[case])
@@ -152,7 +167,9 @@ def test_a_look_leaves_no_trace(devices, case):
             else:
                 one(), one()
         kept = [p.grad.nan_to_num().tolist() for p in engine.module.parameters()]
-        kept += [b.tolist() for b in criterion.buffers()] if case == "keeps a state" else []
+        kept += (
+            [b.tolist() for b in criterion.buffers()] if case == "keeps a state" else []
+        )
         drawn = leak_checks.random_states(), np.random.get_state()[1].tolist()
         states.append((engine.last_step.bytes, engine.last_step.messages, kept, drawn))
     assert states[0] == states[1]
@@ -216,7 +233,8 @@ def test_a_look_takes_some_micro_batches_once_then_a_few_rows_then_nothing():
 def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch):
     """A look by one replica alone waited at the barrier for ever.
 
-    What the others restored was what the first one's look had left, if they ended after it.
+    What the others restored was what the first one's look had left, if they ended after
+    it.
     """
     monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 1.0)
     barrier = threading.Barrier(3)

@@ -1,4 +1,6 @@
-"""These tests need Vulkan devices: ``tests/vulkan/run`` makes them. Elsewhere they are left out."""
+"""These tests need Vulkan devices: ``tests/vulkan/run`` makes them. Elsewhere they are
+left out.
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""For pytest on Vulkan devices (``-p vulkan.plugin``): leaves out what these cannot have."""
+"""For pytest on Vulkan devices (``-p vulkan.plugin``): leaves out what these cannot
+have.
+"""
 
 from __future__ import annotations
 

@@ -25,14 +25,18 @@ def test_there_are_two_devices_without_streams():
 
 def test_the_pair_on_two_devices_and_graphs_are_refused_in_words():
     model = nn.Linear(8, 3).to("vulkan")
-    with pytest.raises(ValueError, match="vulkan:0 has no events, which autograd needs"):
+    with pytest.raises(
+        ValueError, match="vulkan:0 has no events, which autograd needs"
+    ):
         DataParallelModel(model, TWO)
     with pytest.raises(ValueError, match="captures no graphs"):
         ScatterOnceParallel(model, 1, TWO, graphs=True)
 
 
 def test_the_doctor_ends_and_finds_nothing_wrong(monkeypatch):
-    """It timed as many rows as on GPUs, and copied 256 MiB: ten minutes were not enough."""
+    """It timed as many rows as on GPUs, and copied 256 MiB: ten minutes were not
+    enough.
+    """
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
     monkeypatch.setattr(training, "BUDGET", 0)
     assert scatterpar.doctor(TWO).passed

@@ -32,7 +32,9 @@ pytestmark = [
     pytest.mark.nullcuda,
     pytest.mark.vulkan,
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator is here"),
+    pytest.mark.skipif(
+        not torch.accelerator.is_available(), reason="no accelerator is here"
+    ),
 ]
 ROWS, FEATURES, CLASSES = 37, 8, 3
 PLACES = [[0], [0, 0], [0, 0, 0], [0, 1], [0, 1, 0, 1], [0, 1, 2, 3]]
@@ -72,7 +74,9 @@ def gradients(model):
 
 
 def assert_close(found, expected, rtol=1e-10, atol=1e-12):
-    found, expected = ([each.cpu() for each in tensors] for tensors in (found, expected))
+    found, expected = (
+        [each.cpu() for each in tensors] for tensors in (found, expected)
+    )
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
@@ -84,7 +88,9 @@ def moved(place, *tensors):
     """These tensors in pageable or pinned memory, or on the first card."""
     if place == "pinned":
         return [tensor.pin_memory() for tensor in tensors]
-    return [tensor.to(f"{kind()}:0" if place == "device" else "cpu") for tensor in tensors]
+    return [
+        tensor.to(f"{kind()}:0" if place == "device" else "cpu") for tensor in tensors
+    ]
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
@@ -143,7 +149,9 @@ WAYS = {
 
 
 def overwrite(tensor):
-    """What a caller does whose call has ended. The race checker of the null CUDA hears of it."""
+    """What a caller does whose call has ended. The race checker of the null CUDA hears
+    of it.
+    """
     tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
     if card.is_null():
         card.host_writes(tensor)
@@ -174,7 +182,9 @@ def test_on_the_users_stream_of_every_device(device_ids, way):
 
 
 def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
-    """Nothing reads the caller's memory any more, though the next rows were under way."""
+    """Nothing reads the caller's memory any more, though the next rows
+    were under way.
+    """
     model, *batch = problem()
     batch, seen = moved("pinned", *batch), []
 
@@ -215,7 +225,8 @@ def test_autocast_reaches_every_replica(device_ids):
         seen.append(scores.dtype)
         return LOSS(scores, labels)
 
-    engine = ScatterOnceParallel(model, 2, device_ids, verify=False)  # it would be seen too
+    # it would be seen too
+    engine = ScatterOnceParallel(model, 2, device_ids, verify=False)
     with engine, torch.autocast(kind(), torch.float16):
         engine.forward_backward(inputs, targets, criterion)
     assert seen == [torch.float16] * 2 * len(device_ids)
@@ -223,8 +234,12 @@ def test_autocast_reaches_every_replica(device_ids):
 
 
 @pytest.mark.parametrize("factor", [1, 0.5])
-def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids, factor):
-    """Autograd's thread hands the gradients over, after the step, and before what comes next."""
+def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(
+    device_ids, factor
+):
+    """Autograd's thread hands the gradients over, after the step, and before what comes
+    next.
+    """
     model, *batch = problem()
     plain = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
@@ -257,7 +272,9 @@ def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids,
 def states_of(devices):
     """Of the generators of devices that have these numbers."""
     module = torch.get_device_module(kind())
-    return [module.get_rng_state(torch.device(kind(), index)) for index in sorted(devices)]
+    return [
+        module.get_rng_state(torch.device(kind(), index)) for index in sorted(devices)
+    ]
 
 
 def checkpointed(inner, reentrant):
@@ -268,11 +285,15 @@ def checkpointed(inner, reentrant):
 
 
 def remembers(where, reentrant):
-    """Dropout by hand, on the card or the host, checkpointed unless ``reentrant`` is ``None``."""
+    """Dropout by hand, on the card or the host, checkpointed unless ``reentrant`` is
+    ``None``.
+    """
 
     def drop(_, features):
         device = "cpu" if where == "host" else features.device
-        return features * (torch.rand(features.shape, device=device) < 0.5).to(features.device)
+        return features * (torch.rand(features.shape, device=device) < 0.5).to(
+            features.device
+        )
 
     return Of(drop) if reentrant is None else checkpointed(Of(drop), reentrant)
 
@@ -280,7 +301,11 @@ def remembers(where, reentrant):
 def of_pairs(scores, labels):
     """A loss of all pairs of rows, which draws too."""
     scores = nn.functional.dropout(scores, 0.2)
-    return ((scores @ scores.T).tanh() - (labels[:, None] == labels).double()).square().mean()
+    return (
+        ((scores @ scores.T).tanh() - (labels[:, None] == labels).double())
+        .square()
+        .mean()
+    )
 
 
 CRITERIA = {
@@ -294,7 +319,9 @@ CRITERIA = {
 @pytest.mark.parametrize("loss", CRITERIA)
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_checkpointing_draws_the_same_numbers_again(device_ids, where, loss):
-    """Backward passes run in threads of torch's own, which belong to no replica by themselves."""
+    """Backward passes run in threads of torch's own, which belong to no replica by
+    themselves.
+    """
     criterion, options = CRITERIA[loss]
     found = []
     for reentrant in (None, True, False):
@@ -354,13 +381,17 @@ def test_by_default_every_accelerator_has_a_replica():
     with ScatterOnceParallel(model) as engine:
         assert engine.device_ids == tuple(torch.device(kind(), i) for i in range(count))
         assert_step(engine, *batch, LOSS, plain=moved("device", *batch))
-        assert [next(r.parameters()).device for r in engine.replicas] == list(engine.device_ids)
+        assert [next(r.parameters()).device for r in engine.replicas] == list(
+            engine.device_ids
+        )
 
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("pretended"), RuntimeError(CUBLAS)])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("pretended"), RuntimeError(CUBLAS)]
+)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_memory_that_runs_out(device_ids, where, error, monkeypatch):
     """Backward passes run, and fail, in threads of torch's own.
@@ -391,9 +422,13 @@ def test_memory_that_runs_out(device_ids, where, error, monkeypatch):
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_statistics_of_the_whole_batch(device_ids, reentrant):
-    """Checkpoints compute anew in the threads of autograd, which counts nothing twice."""
+    """Checkpoints compute anew in the threads of autograd, which counts
+    nothing twice.
+    """
     inner = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh())
-    model, inputs, targets = problem(inner if reentrant is None else checkpointed(inner, reentrant))
+    model, inputs, targets = problem(
+        inner if reentrant is None else checkpointed(inner, reentrant)
+    )
     twin = copy.deepcopy(model)
     with ScatterOnceParallel(model, 2, device_ids, buffers="batch") as engine:
         engine.forward_backward(inputs, targets, LOSS)
@@ -404,7 +439,9 @@ def test_statistics_of_the_whole_batch(device_ids, reentrant):
 # ---- an optimizer on all cards ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor]
+)
 def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
     model, *batch = problem(dtype=torch.float32)
     twin = copy.deepcopy(model)
@@ -422,7 +459,9 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"whole_batch": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"reduction": "sum"}, {"whole_batch": True}], ids=str
+)
 def test_replicas_on_different_cards_launch_beside_each_other(options):
     cards = torch.accelerator.device_count()
     barrier = threading.Barrier(cards)

@@ -1,7 +1,8 @@
-"""What goes unseen on an accelerator that is quick: these need the simulated one's controls.
+"""What goes unseen on an accelerator that is quick: these need the simulated one's
+controls.
 
-``test_simulated.py`` runs them in every order of the simulated streams. The first ones hold
-the simulation itself to what CUDA does.
+``test_simulated.py`` runs them in every order of the simulated streams. The first ones
+hold the simulation itself to what CUDA does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from simulated import NAME, control
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from scatterpar import DataParallelCriterion, DataParallelModel, Rows, ScatterOnceParallel
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    ScatterOnceParallel,
+)
 from scatterpar.devices import coalescing, fingerprints
 
 pytestmark = [
@@ -55,11 +61,15 @@ def synchronize():
 def assert_near(model, expected, **tolerances):
     """Its gradients are these."""
     found = [parameter.grad.cpu() for parameter in model.parameters()]
-    torch.testing.assert_close(found, [gradient.cpu() for gradient in expected], **tolerances)
+    torch.testing.assert_close(
+        found, [gradient.cpu() for gradient in expected], **tolerances
+    )
 
 
 def test_the_simulation_is_as_harsh_as_a_card(late):
-    """Or what follows could not fail: order, copies that read late, memory that ends."""
+    """Or what follows could not fail: order, copies that read late,
+    memory that ends.
+    """
     other, ones = torch.Stream(FIRST), torch.ones(4, device=FIRST)
     with other:
         assert (ones + 1).cpu().isnan().all()
@@ -82,12 +92,15 @@ LATE = [
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "number"), [(*how, number) for *how, few in LATE for number in few]
+    ("options", "arguments", "number"),
+    [(*how, number) for *how, few in LATE for number in few],
 )
 def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(
     late, options, arguments, number
 ):
-    """Before the launch of a graph, in it, after it; in first passes and in second ones."""
+    """Before the launch of a graph, in it, after it; in first passes and in second
+    ones.
+    """
     model, *batch = problem()
     with ScatterOnceParallel(model, device_ids=[FIRST, SECOND], **options) as engine:
         step = functools.partial(engine.forward_backward, *batch, LOSS, **arguments)
@@ -107,7 +120,9 @@ def test_a_kernel_that_fails_late_names_its_replica_and_leaves_no_trace(
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=str)
 def test_the_users_error_arrives_though_its_device_is_lost(late, index, options):
-    """After a kernel's assertion nothing can be put back, which is a note on the error."""
+    """After a kernel's assertion nothing can be put back, which is a
+    note on the error.
+    """
 
     def step(number):
         """The number of forward passes on the device, which is lost in one of them."""
@@ -130,7 +145,9 @@ def test_the_users_error_arrives_though_its_device_is_lost(late, index, options)
         with control.found_again(), pytest.raises(IndexError) as caught:
             step(number)
         notes.append("".join(caught.value.__notes__))
-    assert all(beginning_of_note(index, (FIRST, SECOND)[index]) in noted for noted in notes)
+    assert all(
+        beginning_of_note(index, (FIRST, SECOND)[index]) in noted for noted in notes
+    )
     assert any("could not be put back" in noted for noted in notes)
 
 
@@ -153,7 +170,9 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_option_needs_float64_on_the_device(name, dtype):
-    """Neither MPS nor the smaller XPUs have it; an operator that makes some is refused here."""
+    """Neither MPS nor the smaller XPUs have it; an operator that makes some is refused
+    here.
+    """
     layers = [nn.BatchNorm1d(16)] if dtype == torch.float32 else []
     loss = nn.CrossEntropyLoss(WEIGHTS.to(FIRST, dtype), ignore_index=1)
     model, inputs, targets = problem(*layers, nn.Dropout(0.1), dtype=dtype)
@@ -192,7 +211,9 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
     most = 3 + 2 + (step == "count" and place == "device")
     options = {"device_ids": [FIRST, SECOND, FIRST], "check_finite": step == "finite"}
     with ScatterOnceParallel(model, 4, **options) as engine:
-        take = functools.partial(engine.forward_backward, *given, **ARGUMENTS.get(step, {}))
+        take = functools.partial(
+            engine.forward_backward, *given, **ARGUMENTS.get(step, {})
+        )
         for _ in range(8):  # checks the links, and in all of these steps the loss
             take()
         for move in (lambda: None, optimizer.step, optimizer.step):
@@ -223,7 +244,9 @@ def of_bare_weights():
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices):
-    """Three times and more it was: flat copies to send, to receive, and of gradients at the end."""
+    """Three times and more it was: flat copies to send, to receive, and of gradients at
+    the end.
+    """
     chunk = 2**16
     monkeypatch.setattr(coalescing, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(fingerprints, "_WORDS", chunk // 40)
@@ -244,7 +267,9 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
                 (0.5 * engine.loss(rows)).backward()
             else:
                 engine.forward_backward(rows)
-            master, *others = (torch.accelerator.max_memory_allocated(i) for i in range(devices))
+            master, *others = (
+                torch.accelerator.max_memory_allocated(i) for i in range(devices)
+            )
             assert master <= (2 + (step == "kept")) * size + room, step
             assert max(others) <= 2 * size + room, step
             if step == "first":
@@ -253,17 +278,24 @@ def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices)
 
 @pytest.mark.parametrize("by", [test_accelerator.by_engine, test_accelerator.by_pair])
 @pytest.mark.parametrize("kind", ["dropped", "altered"])
-@pytest.mark.parametrize("way", [(0, 1), (1, 0), (2, 3)], ids=["out", "back", "broadcast"])
+@pytest.mark.parametrize(
+    "way", [(0, 1), (1, 0), (2, 3)], ids=["out", "back", "broadcast"]
+)
 def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind, by):
-    """Broken peer access says nothing: the gradient was simply wrong (pytorch #84803)."""
+    """Broken peer access says nothing: the gradient was simply wrong
+    (pytorch #84803).
+    """
     model, *batch = test_accelerator.problem()
     expected_loss, expected = whole_batch(model, *batch)
     batch = moved("device", *batch)  # a batch on a card crosses that way too
     source, target = (f"{NAME}:{i}" for i in way)
-    devices = range(max(way) + 1)  # of four devices the third sends parameters to the fourth
+    # of four devices the third sends parameters to the fourth
+    devices = range(max(way) + 1)
     take = functools.partial(by, model, devices, *batch, lambda _: None)
     with control.broken_link(*way, kind):
-        with pytest.warns(UserWarning, match=f"from {source} to {target} arrived corrupted"):
+        with pytest.warns(
+            UserWarning, match=f"from {source} to {target} arrived corrupted"
+        ):
             take()
         model.zero_grad()
         loss = take()
@@ -273,7 +305,9 @@ def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind, 
 
 @pytest.fixture
 def two_backends(monkeypatch):
-    """A group of one rank: gloo on the host, and on the device a library that sends nothing."""
+    """A group of one rank: gloo on the host, and on the device a library that sends
+    nothing.
+    """
     name = "nowhere"
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
     if not hasattr(dist.Backend, name.upper()):
@@ -285,22 +319,30 @@ def two_backends(monkeypatch):
             extended_api=True,
             devices=[NAME],
         )
-    dist.init_process_group(f"cpu:gloo,{NAME}:{name}", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        f"cpu:gloo,{NAME}:{name}", store=dist.HashStore(), rank=0, world_size=1
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_flags_and_counts_go_through_the_host_and_gradients_do_not(two_backends, monkeypatch):
+def test_flags_and_counts_go_through_the_host_and_gradients_do_not(
+    two_backends, monkeypatch
+):
     """Where a rank is lost NCCL ends the process, and gloo raises."""
     sent = []
     whole = dist.all_reduce
 
     def all_reduce(tensor, group):
-        sent.append((tensor.device.type, tensor.dtype, tensor.numel() * tensor.element_size()))
+        sent.append(
+            (tensor.device.type, tensor.dtype, tensor.numel() * tensor.element_size())
+        )
         whole(tensor, group=group)
 
     model, inputs, targets = problem()
-    with ScatterOnceParallel(model, 2, [FIRST, SECOND], process_group=two_backends) as engine:
+    with ScatterOnceParallel(
+        model, 2, [FIRST, SECOND], process_group=two_backends
+    ) as engine:
         monkeypatch.setattr(dist, "all_reduce", all_reduce)
         engine.forward_backward(inputs, targets, LOSS)
         (where, _, size), *large = sent
@@ -322,11 +364,18 @@ def wide_problem():
         inputs, targets = torch.randn(MANY, WIDE), torch.randint(CLASSES, (MANY,))
     expected = copy.deepcopy(model).double()
     nn.CrossEntropyLoss()(expected(inputs.double()), targets).backward()
-    return model.to(FIRST), inputs, targets, [p.grad.float() for p in expected.parameters()]
+    return (
+        model.to(FIRST),
+        inputs,
+        targets,
+        [p.grad.float() for p in expected.parameters()],
+    )
 
 
 def test_fingerprints_of_devices_without_streams_are_compared_on_the_host(monkeypatch):
-    """One side of the comparison was copied to the device: every step on Vulkan failed."""
+    """One side of the comparison was copied to the device: every step on
+    Vulkan failed.
+    """
     monkeypatch.setattr(fingerprints, "has_streams", lambda _: False)
     model, *batch = problem()
     _, expected = whole_batch(model, *batch)
@@ -340,7 +389,9 @@ def test_fingerprints_of_devices_without_streams_are_compared_on_the_host(monkey
 @pytest.mark.parametrize("accum", [16, "auto"])
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
-    """Half of the batch is 1 MiB, and the second device has room for a quarter of that."""
+    """Half of the batch is 1 MiB, and the second device has room for a
+    quarter of that.
+    """
     model, inputs, targets, expected = wide_problem()
     size = inputs.nbytes + targets.nbytes
     inputs, targets = moved(place, inputs, targets)
@@ -352,15 +403,22 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
             warnings.simplefilter("ignore")
             for _ in range(4):
                 engine.forward_backward(inputs, targets, LOSS)
-                inputs.add_(1).sub_(1)  # the step has ended: the caller's memory is the caller's
+                # the step has ended: the caller's memory is the caller's
+                inputs.add_(1).sub_(1)
         assert engine.last_step.retries == 0
-        assert engine.last_step.bytes["scatter"] == size // (2 if place == "device" else 1)
-        assert_near(model, [4 * gradient for gradient in expected], rtol=1e-4, atol=1e-5)
+        assert engine.last_step.bytes["scatter"] == size // (
+            2 if place == "device" else 1
+        )
+        assert_near(
+            model, [4 * gradient for gradient in expected], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
-    """One after the other they took the sum of both, and from the host so much for each card."""
+    """One after the other they took the sum of both, and from the host so much for each
+    card.
+    """
     monkeypatch.setattr(fingerprints, "_WORDS", 1024)
     model, inputs, targets, _ = wide_problem()
     size, speed = inputs.nbytes // 2, 1e9
@@ -388,14 +446,23 @@ def ragged(module, rows):
 
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_rows_of_small_tensors_arrive_whole_from_any_memory(late, place):
-    """On a card, packing them is work of a stream for which their copy does not wait."""
+    """On a card, packing them is work of a stream for which their copy
+    does not wait.
+    """
     with seeded():
         model = Of(ragged, linear=nn.Linear(8, 4)).to(FIRST)
-        rows, targets = [torch.randn(1 + i % 3, 8) for i in range(16)], torch.arange(16) % 4
-    loss = nn.functional.cross_entropy(model([row.to(FIRST) for row in rows]), targets.to(FIRST))
+        rows, targets = (
+            [torch.randn(1 + i % 3, 8) for i in range(16)],
+            torch.arange(16) % 4,
+        )
+    loss = nn.functional.cross_entropy(
+        model([row.to(FIRST) for row in rows]), targets.to(FIRST)
+    )
     expected = torch.autograd.grad(loss, list(model.parameters()))
     with ScatterOnceParallel(model, 2, [FIRST, SECOND], verify=False) as engine:
         for _ in range(2):
             model.zero_grad()
-            engine.forward_backward(Rows(moved(place, *rows)), targets, nn.CrossEntropyLoss())
+            engine.forward_backward(
+                Rows(moved(place, *rows)), targets, nn.CrossEntropyLoss()
+            )
             assert_near(model, expected)

@@ -11,17 +11,32 @@ from simulated import control
 
 TESTS = [
     str(Path(__file__).parent / name)
-    for name in ("test_accelerator.py", "test_harsh_accelerator.py", "../../test_graphs.py")
+    for name in (
+        "test_accelerator.py",
+        "test_harsh_accelerator.py",
+        "../../test_graphs.py",
+    )
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["late", "eager", "random:1"])
-def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(simulated_accelerator, order):
+def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(
+    simulated_accelerator, order
+):
     if not simulated_accelerator:
         pytest.skip("there is no g++ to build it")
     variables = {control.ORDER: order, "OMP_NUM_THREADS": "1"}  # its tensors are small
-    arguments = ("-m", "pytest", "-p", "simulated", "-p", "no:cacheprovider", "-q", *TESTS)
+    arguments = (
+        "-m",
+        "pytest",
+        "-p",
+        "simulated",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        *TESTS,
+    )
     outcome = run(*arguments, **simulated_accelerator, **variables)
     assert outcome.code == 0, outcome.out
     passed = re.search(r"(\d+) passed", outcome.out)

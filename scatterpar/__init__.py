@@ -5,6 +5,8 @@ exactly and fast.
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from scatterpar.version import __version__ as __version__
+
 if TYPE_CHECKING:  # ``as``: type checkers take the names as exported
     from scatterpar.batch.markers import Replicated as Replicated
     from scatterpar.batch.markers import Rows as Rows
@@ -24,8 +26,6 @@ if TYPE_CHECKING:  # ``as``: type checkers take the names as exported
     from scatterpar.report import StepReport as StepReport
     from scatterpar.sharded import ShardedOptimizer as ShardedOptimizer
     from scatterpar.step.loss_weights import count_labels as count_labels
-
-__version__ = "0.3.0"
 
 # A name is imported when it is first used, so that each capability can be deleted with
 # its file and the other names still work.

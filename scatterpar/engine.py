@@ -63,9 +63,9 @@ from scatterpar.torch_private import unwrapped
 from scatterpar.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from scatterpar.auto_accum import AutoAccum
     from scatterpar.distributed.ranks import Ranks
-    from scatterpar.trace import Trace
+    from scatterpar.options.auto_accum import AutoAccum
+    from scatterpar.options.trace import Trace
     from scatterpar.verify.gradient_check import GradientCheck
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
@@ -185,7 +185,7 @@ class ScatterOnceParallel(Wrapper):
         self.check_finite, self.measure_noise = check_finite, measure_noise
         self.verify, self.graphs = verify, graphs
         if compile is not None:
-            from scatterpar.compiled import compile_fn_from
+            from scatterpar.replicas.compiled import compile_fn_from
 
             compile_fn = compile_fn_from(compile) or compile_fn
         self._compile_fn = compile_fn
@@ -202,7 +202,7 @@ class ScatterOnceParallel(Wrapper):
         """Make the add-ons that keep their state when the engine is copied."""
         self._auto_accum: AutoAccum | None = None
         if self.accum == "auto":
-            from scatterpar.auto_accum import AutoAccum
+            from scatterpar.options.auto_accum import AutoAccum
 
             self._auto_accum = AutoAccum()
         self._ranks: Ranks | None = None
@@ -220,7 +220,7 @@ class ScatterOnceParallel(Wrapper):
         self._workers = Workers(self.device_ids, "this engine")
         policy: StatisticsPolicy | None = None
         if self.buffer_policy == "batch":
-            import scatterpar.batch_statistics as policy
+            import scatterpar.replicas.batch_statistics as policy
         dtype, compile_fn = self.accumulate_dtype, self._compile_fn
         options = ReplicaOptions(dtype, policy, compile_fn, _make_compiler)
         self._replicas = Replicas(self.device_ids, options)
@@ -235,7 +235,7 @@ class ScatterOnceParallel(Wrapper):
         )
         self._one_pass = Schedule()
         if self.graphs is not False:
-            from scatterpar.graphs import Captured
+            from scatterpar.options.cuda_graphs import Captured
 
             self._one_pass = Captured(
                 self.graphs,
@@ -246,7 +246,7 @@ class ScatterOnceParallel(Wrapper):
             )
         self._noise: Any = None  # the add-on
         if self.measure_noise:
-            import scatterpar.noise as add_on
+            import scatterpar.options.gradient_noise as add_on
 
             add_on.check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
             self._noise = add_on
@@ -442,7 +442,7 @@ class ScatterOnceParallel(Wrapper):
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
-        from scatterpar.two_passes import TwoPasses
+        from scatterpar.options.whole_batch import TwoPasses
 
         return TwoPasses(call, self._ranks, self.graphs)
 
@@ -506,7 +506,7 @@ class ScatterOnceParallel(Wrapper):
         ``costs``.
         """
         if self.micro_batch_cost is not None or costs is not None:
-            from scatterpar.costs import plan_by_cost
+            from scatterpar.options.costs import plan_by_cost
 
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
@@ -550,7 +550,7 @@ class ScatterOnceParallel(Wrapper):
             )
         costs = None
         if "costs" in kwargs:
-            from scatterpar.costs import has_costs_argument
+            from scatterpar.options.costs import has_costs_argument
 
             if self.micro_batch_cost or not has_costs_argument(self.module):
                 costs = kwargs.pop("costs")
@@ -605,7 +605,7 @@ class ScatterOnceParallel(Wrapper):
     def _map(
         self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None
     ) -> Any:
-        from scatterpar.inference import map_rows
+        from scatterpar.options.map_rows import map_rows
 
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
@@ -687,7 +687,7 @@ class ScatterOnceParallel(Wrapper):
             >>> len(trace.steps)
             1
         """
-        from scatterpar.trace import Trace
+        from scatterpar.options.trace import Trace
 
         if self._trace is not None:
             raise RuntimeError(
@@ -738,6 +738,6 @@ class ScatterOnceParallel(Wrapper):
 
 
 def _make_compiler() -> Compiler:
-    from scatterpar import compiled
+    from scatterpar.replicas import compiled
 
     return compiled.Compiler()

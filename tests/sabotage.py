@@ -106,7 +106,7 @@ batch statistics leave out how the means of micro-batches differ
   (_sum(between) + _sum(within)) => _sum(within)
 sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
   sum_dtype -> test_512_ones_add_up_to_512_and_are_added_to_what_is_there
-  return dtype if accumulate_dtype is None => return dtype if True
+  dtype if accumulate_dtype is None => dtype if True
 ranks weigh alike, however many rows they have
   Ranks._exchange -> test_a_step_of_ranks_is_that_of_one_device
   own / total if total else 0.0 => 1.0 / self.size
@@ -382,16 +382,22 @@ def sabotaged(sabotage):
             nodes = [child for child in inside if getattr(child, "name", "") == part]
         for node in nodes:
             body = ast.get_source_segment(source, node)
-            changed = source.replace(
-                body, body.replace(sabotage.text, sabotage.instead)
-            )
-            found += [(path, changed)] * body.count(sabotage.text)
+            for match in in_any_layout(sabotage.text).finditer(body):
+                changed = body[: match.start()] + sabotage.instead + body[match.end() :]
+                found.append((path, source.replace(body, changed)))
     if len(found) != 1:
         times = f"{len(found)} times in {sabotage.place}"
         raise LookupError(
             f"{sabotage.text!r} is {times} of the engine: mend tests/sabotage.py"
         )
     return found[0]
+
+
+def in_any_layout(text):
+    """A pattern that finds ``text`` however a formatter has cut it into lines."""
+    tokens = re.findall(r"\w+|[^\w\s]", text)
+    patterns = [r",?\s*" * (token in ")]}") + re.escape(token) for token in tokens]
+    return re.compile(r"\s*".join(patterns))
 
 
 @functools.cache

@@ -143,7 +143,9 @@ def test_copies_between_memories_are_made_in_one_package():
     found = [
         f"{name_of(path)}: {copy}"
         for path in engine_part
-        if not name_of(path).startswith(("scatterpar.devices", "scatterpar.costs"))
+        if not name_of(path).startswith(
+            ("scatterpar.devices", "scatterpar.options.costs")
+        )
         for copy in copies(path)
     ]
     assert not found
@@ -171,7 +173,6 @@ TOGETHER = (
     "simulated",
 )
 EXCEPTIONS = {
-    "test_addons.py": "each add-on is deleted in turn",
     "test_architecture.py": "the order of imports, and this rule",
     "test_card.py": "`python -m benchmarks card` is no part of the package",
     "test_sabotage.py": "each promise is broken in turn",

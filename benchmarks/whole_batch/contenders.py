@@ -73,14 +73,14 @@ def without_comparison(case: Case) -> Peer:
 
 
 def _patched(run: Callable[[], Any]) -> Callable[[], None]:
-    from scatterpar import two_passes
+    from scatterpar.options import whole_batch
 
     def patched() -> None:
-        kept, two_passes.agreements = two_passes.agreements, lambda *_: []
+        kept, whole_batch.agreements = whole_batch.agreements, lambda *_: []
         try:
             run()
         finally:
-            two_passes.agreements = kept
+            whole_batch.agreements = kept
 
     return patched
 

@@ -136,7 +136,7 @@ def doctor(
 
 def describe(load: float) -> dict[str, str]:
     """What the machine has: torch's page, and what it leaves out."""
-    from scatterpar import __version__
+    from scatterpar.version import __version__
 
     prefixes = "CUDA_", "NCCL_", "OMP_", "PYTORCH_"
     variables = (

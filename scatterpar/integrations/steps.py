@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.costs import plan_by_cost
 from scatterpar.integrations.loop import num_rows
+from scatterpar.options.costs import plan_by_cost
 
 # How losses of batches combine into that of all: as means over these numbers, or as a
 # sum.

@@ -13,7 +13,7 @@ import scatterpar
 
 
 def test_one_place_holds_the_version():
-    assert SETUP["metadata"]["version"] == "attr: scatterpar.__version__"
+    assert SETUP["metadata"]["version"] == "attr: scatterpar.version.__version__"
     assert f"\nversion: {scatterpar.__version__}\n" in read("CITATION.cff")
     try:
         installed = importlib.metadata.version("scatterpar")

@@ -6,7 +6,7 @@ fail.
 ``TABLE`` says what is changed and what has to find it. Every line of the engine that
 waits has to be in it, so a new wait needs a test that fails without it; so do a
 synchronisation too many, memory that is let go of too early, and what graphs leave
-behind. ``trace.py`` waits to read times, in steps that are traced.
+behind. ``options/trace.py`` waits to read times, in steps that are traced.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RACE = "accesses that nothing orders"
 ENGINE = (
     ".",
     "devices",
+    "options",
     "replicas",
     "step",
     "threads",
@@ -35,11 +36,11 @@ ENGINE = (
 WAITS = re.compile(
     r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_pinned\[0\])\.synchronize\("
 )
-MEASURES = "scatterpar/trace.py"
+MEASURES = "scatterpar/options/trace.py"
 FILES = (
     "tests/nullcuda/test_the_path.py",
     "tests/nullcuda/test_streams.py",
-    "tests/test_graphs.py",
+    "tests/options/test_cuda_graphs.py",
     "tests/devices/cards/test_accelerator.py",
 )
 

@@ -14,7 +14,7 @@ TESTS = [
     for name in (
         "test_accelerator.py",
         "test_harsh_accelerator.py",
-        "../../test_graphs.py",
+        "../../options/test_cuda_graphs.py",
     )
 ]
 

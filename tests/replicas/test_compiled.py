@@ -212,7 +212,7 @@ def test_a_compiled_criterion(graphs):
 
 def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
     """The one that compiles must not wait for ever for one that waits for the lock."""
-    monkeypatch.setattr("scatterpar.compiled._PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("scatterpar.replicas.compiled._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
 
     def waits(_, outputs, targets):

@@ -1,0 +1,1 @@
+"""What one constructor option or one argument of a call switches on, by its name."""

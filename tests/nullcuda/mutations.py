@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from sabotage import ROOT, run_on_copy
+from sabotage import ROOT, in_any_layout, run_on_copy
 
 RACE = "accesses that nothing orders"
 ENGINE = (
@@ -185,14 +185,15 @@ def faults_of_the_table() -> list[str]:
     """
     texts, found = [text for mutation in MUTATIONS for text, _ in mutation.changes], []
     for text in texts:
-        count = sum(source.count(text) for source in sources().values())
+        pattern = in_any_layout(text)
+        count = sum(len(pattern.findall(source)) for source in sources().values())
         if count != 1:
             found.append(f"{text!r} is {count} times in the engine: mend the table")
     for file, source in sources().items():
         taken_out = [
-            range(at, at + len(text))
+            range(*match.span())
             for text in texts
-            if (at := source.find(text)) >= 0
+            for match in in_any_layout(text).finditer(source)
         ]
         for wait in WAITS.finditer(source):
             if str(file) != MEASURES and not any(
@@ -210,7 +211,7 @@ def trial(mutation: Mutation) -> str:
     changed = sources()
     for path, source in changed.items():
         for text, instead in mutation.changes:
-            source = source.replace(text, instead)
+            source = in_any_layout(text).sub(lambda _, new=instead: new, source)
         changed[path] = source
     how = "-W", "ignore", "-p", "nullcuda.plugin"
     done = run_on_copy(changed, str(ROOT / mutation.test), *how, timeout=1800)

@@ -322,10 +322,11 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
         keywords |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
     try:
         if name not in known:
-            return data.library("timm.optim").create_optimizer_v2(
-                groups, name, **keywords
-            )  # type: ignore[no-any-return]
-        return known[name](groups, **keywords)  # type: ignore[no-any-return]
+            make = data.library("timm.optim").create_optimizer_v2
+        else:
+            make = known[name]
+        optimizer: torch.optim.Optimizer = make(groups, **keywords)
+        return optimizer
     except (UsageError, AssertionError, TypeError, ValueError) as error:
         words = (
             f"{words_of(error)} (it is a class of torch.optim, or one of timm's names)"

@@ -20,8 +20,10 @@ def interleaved(
     """Seconds of each contender in each round; the order rotates, the first round is
     dropped.
 
-    Args: benchmark: pytest-benchmark's fixture; it times whole rounds and keeps the
-        medians. contenders: each runs once and returns the seconds that it took.
+    Args:
+        benchmark: pytest-benchmark's fixture; it times whole rounds and keeps the
+            medians.
+        contenders: each runs once and returns the seconds that it took.
         rounds: how many are kept.
 
     """

@@ -80,11 +80,12 @@ class ScatterOnceParallel(Wrapper):
     ``module``, each of which computes its share in ``accum`` sub-steps. The batch is
     scattered once, parameters are sent once, and gradients are reduced once.
 
-    Args: module: any ``nn.Module`` on ``device_ids[0]``. Optimizers and checkpoints use
-        it as before. accum: sub-steps per replica, or ``"auto"``: start with one and,
-        if memory runs out, plan
-            the same batch again with the fewest sub-steps that fit, which later steps
-            use, too.
+    Args:
+        module: any ``nn.Module`` on ``device_ids[0]``. Optimizers and checkpoints use
+            it as before.
+        accum: sub-steps per replica, or ``"auto"``: start with one and, if memory runs
+            out, plan the same batch again with the fewest sub-steps that fit, which
+            later steps use, too.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings
             or ``torch.device``. Replicas with equal entries share one memory: ``["cpu"]
             * 4`` are four in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices
@@ -132,14 +133,17 @@ class ScatterOnceParallel(Wrapper):
             captured runs without graphs from then on, with one warning. On the CPU
             nothing is captured.
 
-    Attributes: module: the user's module. shares: the relative sizes of the replicas'
-        shares, one number per replica. last_step: a :class:`StepReport` of the last
-        step; ``None`` before the first step.
+    Attributes:
+        module: the user's module.
+        shares: the relative sizes of the replicas' shares, one number per replica.
+        last_step: a :class:`StepReport` of the last step; ``None`` before the first
+            step.
 
-    Raises: TypeError: an argument of the wrong type. ValueError: an argument out of
-        range, a parameter that is not on ``device_ids[0]``,
-            modules that differ between ranks, or an ``nn.SyncBatchNorm`` that would
-            exchange its statistics between processes.
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument out of range, a parameter that is not on
+            ``device_ids[0]``, modules that differ between ranks, or an
+            ``nn.SyncBatchNorm`` that would exchange its statistics between processes.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -269,12 +273,13 @@ class ScatterOnceParallel(Wrapper):
         """One step: adds the gradient of the whole batch's loss to the parameters'
         ``.grad``.
 
-        Args: inputs: a tensor or list (one positional argument of the module), a tuple
-            (positional
-                arguments) or a mapping (keyword arguments), nested at will. Tensors
-                have the batch's rows along ``dim``; 0-dim tensors and everything else
-                go to every replica. ``Replicated`` marks values without rows, ``Rows``
-                a list with one entry per row, ``Rows.from_batches`` several batches.
+        Args:
+            inputs: a tensor or list (one positional argument of the module), a tuple
+                (positional arguments) or a mapping (keyword arguments), nested at will.
+                Tensors have the batch's rows along ``dim``; 0-dim tensors and
+                everything else go to every replica. ``Replicated`` marks values without
+                rows, ``Rows`` a list with one entry per row, ``Rows.from_batches``
+                several batches.
             targets: the targets for the criterion, with the same rows.
             criterion: ``criterion(output, targets)`` returns a 0-dim loss. With
                 ``None`` the module's output is the loss, or has it as ``.loss`` or
@@ -302,15 +307,16 @@ class ScatterOnceParallel(Wrapper):
             costs: with ``micro_batch_cost``, the cost of each row, such as its length:
                 a list, tuple, array or 1-D tensor with one number per row.
 
-        Returns: The loss of the whole batch, 0-dim, detached, on the master. With
+        Returns:
+            The loss of the whole batch, 0-dim, detached, on the master. With
             ``return_outputs`` a pair of the loss and the outputs: a tuple with one
             entry per replica used, detached, each on its replica's device. With
             ``costs`` the tuple has one entry, on the master, with all rows in the order
             of the batch.
 
-        Raises: ValueError: an empty batch, tensors with different numbers of rows or
-            that require grad,
-                outputs that cannot be joined, a loss that is not 0-dim,
+        Raises:
+            ValueError: an empty batch, tensors with different numbers of rows or that
+                require grad, outputs that cannot be joined, a loss that is not 0-dim,
                 ``reduction="none"``; with ``whole_batch`` no criterion, or
                 ``reduction=`` or ``count=``; a gradient that arrives at a network that
                 no replica has; with ``verify``, losses that do not combine as
@@ -320,8 +326,8 @@ class ScatterOnceParallel(Wrapper):
             FloatingPointError: with ``check_finite``, a loss that is not finite.
 
             Exceptions of the module or the criterion are raised unchanged, with a note
-            that names the replica and sub-step. After any exception, nothing has
-            changed.
+                that names
+            the replica and sub-step. After any exception, nothing has changed.
         """
         call = Call(
             inputs,
@@ -360,14 +366,15 @@ class ScatterOnceParallel(Wrapper):
         ``scaler.scale(loss).backward()``: its scale is applied in the call already, so
         that small gradients in half precision do not vanish, but not to the loss.
 
-        Returns: The whole batch's loss, 0-dim, on the master, for one backward pass;
-            with ``return_outputs`` a pair of it and the outputs, detached. Under
+        Returns:
+            The whole batch's loss, 0-dim, on the master, for one backward pass; with
+            ``return_outputs`` a pair of it and the outputs, detached. Under
             ``torch.no_grad()`` only forward passes run, and the loss has no graph.
 
-        Raises: RuntimeError: in a second backward pass, even with
-            ``retain_graph=True``; in a backward
-                pass with ``create_graph=True``. The call raises the errors of
-                ``forward_backward``.
+        Raises:
+            RuntimeError: in a second backward pass, even with ``retain_graph=True``; in
+                a backward pass with ``create_graph=True``. The call raises the errors
+                of ``forward_backward``.
 
         Example:
             >>> model = nn.Linear(4, 2)
@@ -525,14 +532,15 @@ class ScatterOnceParallel(Wrapper):
                 ``micro_batch_cost``, a module whose ``forward`` has an argument
                 ``costs`` gets it.
 
-        Returns: The module's output for the whole batch, in the same nested types, on
-            the master, in row order. 0-dim tensors are averaged over the rows. If the
+        Returns:
+            The module's output for the whole batch, in the same nested types, on the
+            master, in row order. 0-dim tensors are averaged over the rows. If the
             inputs have ``Rows`` or another marker with rows, lists with one entry per
             row are concatenated.
 
-        Raises: ValueError: outputs that cannot be joined, several batches, ``costs``
-            without
-                ``micro_batch_cost``, or ``micro_batch_cost`` without ``costs``.
+        Raises:
+            ValueError: outputs that cannot be joined, several batches, ``costs``
+                without ``micro_batch_cost``, or ``micro_batch_cost`` without ``costs``.
             RuntimeError: a call in training mode with grad enabled; use
                 ``forward_backward`` there.
 
@@ -572,28 +580,29 @@ class ScatterOnceParallel(Wrapper):
         replicas and micro-batches, as those of dropout do. With a process group each
         rank has its own rows.
 
-        Args: function: a method of the module or of a part of it, such as
-            ``model.generate``: each
-                replica calls its own as ``function(*inputs, **kwargs)``. Any other
-                function is called as ``function(replica, *inputs, **kwargs)``. It runs
-                in the replicas' threads. A ``functools.partial`` of either binds
-                arguments without rows.
+        Args:
+            function: a method of the module or of a part of it, such as
+                ``model.generate``: each replica calls its own as ``function(*inputs,
+                **kwargs)``. Any other function is called as ``function(replica,
+                *inputs, **kwargs)``. It runs in the replicas' threads. A
+                ``functools.partial`` of either binds arguments without rows.
             inputs: positional arguments of the function, with rows along ``dim``.
             costs: as in ``forward_backward``.
             pad: pads tensors at the end with this value, if micro-batches give
                 different sizes.
             kwargs: keyword arguments of the function, with rows or without.
 
-        Returns: The results for the whole batch, on the master, in row order and in the
-            same nested types. Tensors with rows are joined along ``dim``, 0-dim tensors
+        Returns:
+            The results for the whole batch, on the master, in row order and in the same
+            nested types. Tensors with rows are joined along ``dim``, 0-dim tensors
             averaged over the rows, lists with one entry per row concatenated. Equal
             plain values are returned once. Anything else becomes a list with one entry
             per micro-batch, unless there is only one micro-batch.
 
-        Raises: ValueError: a function that refers to the module itself, tensors that
-            cannot be joined,
-                several batches, ``costs`` without ``micro_batch_cost`` or the other way
-                round.
+        Raises:
+            ValueError: a function that refers to the module itself, tensors that cannot
+                be joined, several batches, ``costs`` without ``micro_batch_cost`` or
+                the other way round.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
@@ -634,9 +643,10 @@ class ScatterOnceParallel(Wrapper):
         random state and ``last_step`` stay the same, and no hook on a parameter runs.
         With a process group each rank compares its own rows.
 
-        Returns: A report with ``.worst``, the largest relative difference of a
-            parameter, ``.parameter``, its name, and ``.passed``, whether the difference
-            is only rounding. It prints as a sentence, which names possible reasons of a
+        Returns:
+            A report with ``.worst``, the largest relative difference of a parameter,
+            ``.parameter``, its name, and ``.passed``, whether the difference is only
+            rounding. It prints as a sentence, which names possible reasons of a
             difference.
 
         Raises:
@@ -671,9 +681,10 @@ class ScatterOnceParallel(Wrapper):
 
         Failed steps are recorded too. Inference is not.
 
-        Returns: A context manager that yields the trace. ``print(trace)`` shows a
-            table: the milliseconds of each replica in each part of a step, and how long
-            its thread waited. ``trace.save("step.json")`` writes a file for
+        Returns:
+            A context manager that yields the trace. ``print(trace)`` shows a table: the
+            milliseconds of each replica in each part of a step, and how long its thread
+            waited. ``trace.save("step.json")`` writes a file for
             https://ui.perfetto.dev.
 
         Raises:

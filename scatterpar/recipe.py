@@ -65,15 +65,16 @@ def gradual_warmup(
     `after` it stays at its target. Call `.step()` once after each `optimizer.step()`,
     and never `after.step()`. `state_dict()` includes `after`'s.
 
-    Args: optimizer: this call sets the rates of its groups to those of step 0.
-        warmup_steps: optimizer steps until the target is reached; above zero. start_lr:
-        the first group's rate at step 0; above zero. after: a scheduler that was built
-        on the same optimizer before this call and not yet
-            stepped.
+    Args:
+        optimizer: this call sets the rates of its groups to those of step 0.
+        warmup_steps: optimizer steps until the target is reached; above zero.
+        start_lr: the first group's rate at step 0; above zero.
+        after: a scheduler that was built on the same optimizer before this call and not
+            yet stepped.
 
-    Raises: ValueError: a size or rate is not positive; `after` belongs to another
-        optimizer or has been
-            stepped already.
+    Raises:
+        ValueError: a size or rate is not positive; `after` belongs to another optimizer
+            or has been stepped already.
         TypeError: `after` is a `ReduceLROnPlateau`, which cannot step without a metric.
 
     >>> import torch

@@ -39,9 +39,9 @@ class GradientNoise:
     The difference, divided by ``n - 1``, is ``V``. Its mean is ``tr S``, and ``|g|^2 -
     V / C`` has the mean ``|G|^2``. A sum of losses counts as one term per row.
 
-    Attributes: signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared
-        norm. It may be
-            negative in a single step.
+    Attributes:
+        signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared norm. It
+            may be negative in a single step.
         noise: ``V * rows / C``, an estimate of the variance of one row's gradient.
     """
 
@@ -65,14 +65,17 @@ class GradientNoise:
 class StepReport:
     """Counts and times of one step; ``print`` shows a table.
 
-    Attributes: plan: the shares and micro-batches. loss: the loss of the whole batch.
+    Attributes:
+        plan: the shares and micro-batches.
+        loss: the loss of the whole batch.
         seconds: wall time by phase: ``scatter``, ``replicate``, ``compute``,
-        ``reduce``. bytes: bytes copied from one memory to another, by phase. messages:
-        copies from one memory to another, by phase. retries: how often the step ran out
-        of memory and was planned again. noise: with ``measure_noise=True``: how noisy
-        the gradient is, computed from the differences
-            between the replicas' gradients. NaN if there is nothing to compare, such as
-            a batch of one row.
+            ``reduce``.
+        bytes: bytes copied from one memory to another, by phase.
+        messages: copies from one memory to another, by phase.
+        retries: how often the step ran out of memory and was planned again.
+        noise: with ``measure_noise=True``: how noisy the gradient is, computed from the
+            differences between the replicas' gradients. NaN if there is nothing to
+            compare, such as a batch of one row.
         waited: seconds from the end of the previous step to the start of this one,
             spent in the loader, the optimizer and other code of the caller. Zero for
             the first step.

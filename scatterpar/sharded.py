@@ -44,20 +44,22 @@ class ShardedOptimizer(Optimizer):
     step each owner keeps a copy of its state. With a process group every rank has the
     same gradients and computes the same update, on its own devices.
 
-    Args: engine: the engine whose devices store the state. optimizer_class: an
-        optimizer class that updates each parameter separately, such as
-            ``torch.optim.AdamW``, or a function that makes such an optimizer.
+    Args:
+        engine: the engine whose devices store the state.
+        optimizer_class: an optimizer class that updates each parameter separately, such
+            as ``torch.optim.AdamW``, or a function that makes such an optimizer.
         params: parameters or parameter groups on the master; by default all parameters
             of ``engine.module``. Parameters outside the module are updated on the
             master.
         defaults: the other arguments of ``optimizer_class``.
 
-    Attributes: engine: the engine; after its ``close()`` you may assign another one on
-        the same devices.
+    Attributes:
+        engine: the engine; after its ``close()`` you may assign another one on the same
+            devices.
 
-    Raises: TypeError: ``engine`` is no engine, ``optimizer_class`` makes no optimizer,
-        or it makes
-            ``LBFGS``, which treats all parameters as one vector.
+    Raises:
+        TypeError: ``engine`` is no engine, ``optimizer_class`` makes no optimizer, or
+            it makes ``LBFGS``, which treats all parameters as one vector.
 
     Example:
         >>> engine = ScatterOnceParallel(torch.nn.Linear(4, 2), 1, ["cpu:0", "cpu:1"])
@@ -304,8 +306,9 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of ``optimizer_class``, sharded over any devices or not.
 
-        Raises: ValueError: the state has other groups, or groups with other numbers of
-            parameters.
+        Raises:
+            ValueError: the state has other groups, or groups with other numbers of
+                parameters.
         """
         before, after = loading_hooks(self)
         loaded = dict(state_dict)

@@ -36,8 +36,10 @@ HELD_OUT = 10_000  # the last images to train on, where recipes are chosen
 class Recipe:
     """A row of the table: how large the batch is, and how its learning rate is found.
 
-    Attributes: grows: the batch starts at ``batch`` and follows the noise scale, as
-        ``--batch auto`` does. augmented: images are shifted and mirrored at random.
+    Attributes:
+        grows: the batch starts at ``batch`` and follows the noise scale, as ``--batch
+            auto`` does.
+        augmented: images are shifted and mirrored at random.
         noise: the gradient's noise scale is measured.
 
     """
@@ -65,9 +67,13 @@ def train(
 ) -> dict[str, object]:
     """Train from scratch; the training loss and the error, in percent, of each epoch.
 
-    Args: network: its name. recipe: how. seed: decides the first weights, the order of
-        the images, and how they are varied. held_out: so many images are kept from
-        training, and tested in place of the test images.
+    Args:
+        network: its name.
+        recipe: how.
+        seed: decides the first weights, the order of the images, and how they are
+            varied.
+        held_out: so many images are kept from training, and tested in place of the test
+            images.
 
     """
     train_images, train_labels, test_images, test_labels = images_of(held_out)

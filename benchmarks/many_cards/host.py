@@ -38,9 +38,10 @@ _REPEATS = 9
 class Watch:
     """Who takes how much of the host's time.
 
-    Attributes: workers: seconds of the replicas' threads, but for forward and backward
-        passes. handing_over: seconds of autograd's threads while the caller's waits for
-        a backward pass.
+    Attributes:
+        workers: seconds of the replicas' threads, but for forward and backward passes.
+        handing_over: seconds of autograd's threads while the caller's waits for a
+            backward pass.
     """
 
     def __init__(self) -> None:

@@ -124,14 +124,15 @@ class Rows(Marker):
     different sizes, strings, or sequences of different lengths. It may be anywhere in
     the inputs or targets.
 
-    Args: entries: a list, tuple or other sequence; tensors in an entry may be of any
-        shape. collate: ``collate(entries)`` returns the input of the module or
-        criterion for the entries
-            of a micro-batch, so each micro-batch is padded separately. It runs in the
-            replica's thread, on the replica's device. It also runs when terms are
-            counted, losses are checked, or sub-steps are compiled or captured. So it
-            must be cheap and have no side effects. Without it, the module or criterion
-            gets the list of entries.
+    Args:
+        entries: a list, tuple or other sequence; tensors in an entry may be of any
+            shape.
+        collate: ``collate(entries)`` returns the input of the module or criterion for
+            the entries of a micro-batch, so each micro-batch is padded separately. It
+            runs in the replica's thread, on the replica's device. It also runs when
+            terms are counted, losses are checked, or sub-steps are compiled or
+            captured. So it must be cheap and have no side effects. Without it, the
+            module or criterion gets the list of entries.
 
     Raises:
         TypeError: ``entries`` is no sequence, or ``collate`` cannot be called.

@@ -94,12 +94,13 @@ def doctor(
     is, and conclusions. Takes half a minute on two GPUs, and about a minute on eight.
     Changes no random generator.
 
-    Args: devices: one entry per replica, like ``device_ids`` of
-        ``ScatterOnceParallel``. Default:
-            every visible accelerator, or two virtual devices if there is none.
+    Args:
+        devices: one entry per replica, like ``device_ids`` of ``ScatterOnceParallel``.
+            Default: every visible accelerator, or two virtual devices if there is none.
         json: a file to write the findings to, as JSON.
 
-    Returns: The findings: ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong),
+    Returns:
+        The findings: ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong),
         ``.verdicts``, and the measurements.
 
     Raises:

@@ -48,9 +48,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     ``get_preds`` run on all replicas, too. ``learn.model`` and ``learn.loss_func`` stay
     as they are.
 
-    Args: device_ids: as in ``ScatterOnceParallel``, like ``accum``; the first is the
-        device of the
-            ``DataLoaders``.
+    Args:
+        device_ids: as in ``ScatterOnceParallel``, like ``accum``; the first is the
+            device of the ``DataLoaders``.
         count: ``count(inputs, targets)`` returns the number of terms that a mean loss
             averages over; both arguments are tuples, ``learn.xb`` and ``learn.yb``. By
             default the number of rows; cross entropy, torch's or fastai's, counts by
@@ -60,9 +60,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         options: further arguments of ``ScatterOnceParallel``, such as
             ``buffers="batch"``.
 
-    Raises: ValueError: at the start of training, if the Learner has a callback that
-        does not work with
-            this one; in a step, if a callback replaces ``learn.pred``.
+    Raises:
+        ValueError: at the start of training, if the Learner has a callback that does
+            not work with this one; in a step, if a callback replaces ``learn.pred``.
     """
 
     _stateattrs = ("_engine", "_criterion")  # not pickled

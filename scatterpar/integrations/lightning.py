@@ -47,19 +47,19 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     run on all replicas, too. The LightningModule must use automatic optimization, and
     needs no change.
 
-    Args: device_ids: as in ``ScatterOnceParallel``, like ``accum``. By default the
-        devices that
-            ``devices=`` of the ``Trainer`` names.
+    Args:
+        device_ids: as in ``ScatterOnceParallel``, like ``accum``. By default the
+            devices that ``devices=`` of the ``Trainer`` names.
         count: ``count(batch)`` returns the number of terms that the mean loss of
             ``training_step`` averages over in ``batch``. By default the number of rows.
         reduction: ``"sum"`` if ``training_step`` returns the sum of its terms.
         options: further arguments of ``ScatterOnceParallel``, such as
             ``buffers="batch"``.
 
-    Raises: ValueError: ``graphs=True``; at ``fit``, what does not work with this
-        strategy: manual
-            optimization, sharded parameters, ``sync_batchnorm=True``, ``num_nodes``
-            above 1, ``dataloader_iter``.
+    Raises:
+        ValueError: ``graphs=True``; at ``fit``, what does not work with this strategy:
+            manual optimization, sharded parameters, ``sync_batchnorm=True``,
+            ``num_nodes`` above 1, ``dataloader_iter``.
     """
 
     strategy_name = "scatter_once"

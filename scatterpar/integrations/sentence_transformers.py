@@ -146,16 +146,17 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
     computed in micro-batches of b rows. With k > 1 every micro-batch except a replica's
     last one is computed twice, so that only one graph is in memory.
 
-    Args: args: as in ``SentenceTransformerTrainer``, like ``kwargs``. The loss object
-        is not changed. device_ids: as in ``ScatterOnceParallel``; the first is the
-        trainer's device. whole_batch: ``True``: the loss sees all rows at once.
-        ``False``: it sees b rows, as with
-            the stock trainer, and the losses are averaged. ``None``: ``False`` for
-            losses that are means over rows, otherwise ``True``.
+    Args:
+        args: as in ``SentenceTransformerTrainer``, like ``kwargs``. The loss object is
+            not changed.
+        device_ids: as in ``ScatterOnceParallel``; the first is the trainer's device.
+        whole_batch: ``True``: the loss sees all rows at once. ``False``: it sees b
+            rows, as with the stock trainer, and the losses are averaged. ``None``:
+            ``False`` for losses that are means over rows, otherwise ``True``.
 
-    Raises: ValueError: as ``scatterpar.integrations.transformers.ScatterOnceTrainer``,
-        or a loss that
-            needs more of the model than its embeddings.
+    Raises:
+        ValueError: as ``scatterpar.integrations.transformers.ScatterOnceTrainer``, or a
+            loss that needs more of the model than its embeddings.
     """
 
     def collect_features(self, inputs: Any) -> Any:
@@ -183,8 +184,9 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
         args: as in ``CrossEncoderTrainer``, like ``kwargs``.
         device_ids: as in ``ScatterOnceTrainer``, like ``whole_batch``.
 
-    Raises: ValueError: as ``ScatterOnceTrainer``, or if the loss passes other pairs in
-        its second run.
+    Raises:
+        ValueError: as ``ScatterOnceTrainer``, or if the loss passes other pairs in its
+            second run.
     """
 
     _output = "scores"

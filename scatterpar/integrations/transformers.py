@@ -68,9 +68,9 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     called once per step, with a list of all its batches. ``trainer.args`` is a copy:
     the arguments of one device that takes all rows of a step at once.
 
-    Raises: ValueError: as ``ScatterOnceTrainer``; a trainer or loss type of TRL for
-        which the losses of
-            batches do not combine into the loss of all.
+    Raises:
+        ValueError: as ``ScatterOnceTrainer``; a trainer or loss type of TRL for which
+            the losses of batches do not combine into the loss of all.
     """
 
     optimizer: Any
@@ -459,18 +459,19 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     rows, whatever the lengths of their batches. Checkpoints are exchangeable with those
     of the stock Trainer.
 
-    Args: args: as in ``transformers.Trainer``, like ``kwargs``. device_ids: as in
-        ``ScatterOnceParallel``; the first is the Trainer's device. shard_optimizer:
-        distribute the optimizer's state over the devices (``ShardedOptimizer``).
+    Args:
+        args: as in ``transformers.Trainer``, like ``kwargs``.
+        device_ids: as in ``ScatterOnceParallel``; the first is the Trainer's device.
+        shard_optimizer: distribute the optimizer's state over the devices
+            (``ShardedOptimizer``).
         micro_batch_cost: the most entries of the model's main input (tokens) that a
-        micro-batch
-            has, with padding. Rows of similar lengths are collated together, and the
-            result is the same up to rounding.
+            micro-batch has, with padding. Rows of similar lengths are collated
+            together, and the result is the same up to rounding.
 
-    Raises: ValueError: ``device_ids`` that do not begin with the Trainer's device; or
-        what does not
-            work in one process that has the whole model: ``torchrun``, DeepSpeed, FSDP,
-            a ``device_map`` of several devices, LOMO optimizers.
+    Raises:
+        ValueError: ``device_ids`` that do not begin with the Trainer's device; or what
+            does not work in one process that has the whole model: ``torchrun``,
+            DeepSpeed, FSDP, a ``device_map`` of several devices, LOMO optimizers.
     """
 
 

@@ -119,8 +119,9 @@ class TracedStep:
 class Trace(Printed):
     """The steps of an engine that ``engine.trace()`` recorded; ``print`` shows a table.
 
-    Attributes: steps: the recorded steps, in order. Each has ``start``, ``end``,
-        ``error`` and ``events``.
+    Attributes:
+        steps: the recorded steps, in order. Each has ``start``, ``end``, ``error`` and
+            ``events``.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

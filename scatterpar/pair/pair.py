@@ -119,9 +119,9 @@ class DataParallelModel(_OfPair):
         device_ids: one entry per replica, as in ``ScatterOnceParallel``.
         dim: the dimension that holds the rows.
 
-    Raises: TypeError: ``module`` is no ``nn.Module``, or is wrapped in another one that
-        makes replicas;
-            ``device_ids`` is no list.
+    Raises:
+        TypeError: ``module`` is no ``nn.Module``, or is wrapped in another one that
+            makes replicas; ``device_ids`` is no list.
         ValueError: a device that does not exist, or a parameter that is not on
             ``device_ids[0]``.
 
@@ -160,23 +160,24 @@ class DataParallelModel(_OfPair):
         """The module's outputs: a tuple with one entry per replica used, each on its
         device.
 
-        Args: inputs: positional arguments of the module, nested at will. Tensors are
-            split
-                along ``dim``; 0-dim tensors and everything else go to every replica.
+        Args:
+            inputs: positional arguments of the module, nested at will. Tensors are
+                split along ``dim``; 0-dim tensors and everything else go to every
+                replica.
             kwargs: keyword arguments of the module, handled in the same way.
 
-        Returns: The outputs. The module gets the buffers of replica 0. Inputs that
-            require grad and the module's parameters get their gradients by
-            ``backward()``.
+        Returns:
+            The outputs. The module gets the buffers of replica 0. Inputs that require
+            grad and the module's parameters get their gradients by ``backward()``.
 
-        Raises: ValueError: no rows, or tensors with different numbers of rows.
+        Raises:
+            ValueError: no rows, or tensors with different numbers of rows.
             RuntimeError: a call from inside another, a forward pass that writes
-            parameters, a lazy
-                module that was never called, or copies between devices that arrive
-                corrupted.
+                parameters, a lazy module that was never called, or copies between
+                devices that arrive corrupted.
 
             Exceptions of the module are raised unchanged, with a note that names the
-            replica.
+                replica.
         """
         rows = count_rows(
             {"inputs": inputs, "keyword inputs": kwargs}, self.dim, refuse_grad=False
@@ -202,15 +203,17 @@ class DataParallelModel(_OfPair):
 class DataParallelCriterion(_OfPair):
     """Compute the loss of each replica's outputs on the device that holds them.
 
-    Args: criterion: any callable ``criterion(output, targets)`` that returns a 0-dim
-        loss. If it is a
-            module, its parameters and buffers are replicated and trained like those of
-            the model.
+    Args:
+        criterion: any callable ``criterion(output, targets)`` that returns a 0-dim
+            loss. If it is a module, its parameters and buffers are replicated and
+            trained like those of the model.
         device_ids: one entry per replica; by default the devices of the outputs.
         dim: the dimension that holds the rows.
 
-    Raises: TypeError: ``criterion`` is a class or cannot be called, or ``device_ids``
-        is no list. ValueError: a device that is not here.
+    Raises:
+        TypeError: ``criterion`` is a class or cannot be called, or ``device_ids`` is no
+            list.
+        ValueError: a device that is not here.
 
     Example:
         >>> import torch
@@ -240,24 +243,25 @@ class DataParallelCriterion(_OfPair):
     ) -> Tensor:
         """The loss of the whole batch, 0-dim, on the master, for ``loss.backward()``.
 
-        Args: outputs: the tuple that ``DataParallelModel`` returned, with one entry per
-            replica used. targets: the targets of the whole batch, nested at will, with
-            the rows of all outputs.
-                0-dim tensors and everything else go to every replica.
+        Args:
+            outputs: the tuple that ``DataParallelModel`` returned, with one entry per
+                replica used.
+            targets: the targets of the whole batch, nested at will, with the rows of
+                all outputs. 0-dim tensors and everything else go to every replica.
             reduction: as in ``ScatterOnceParallel.forward_backward``.
             count: ``count(output, targets)`` gives the number of terms that the mean
                 loss of one replica averages over; by default as in
                 ``forward_backward``.
 
-        Raises: TypeError: ``outputs`` is no tuple or list, the loss is no tensor, or
-            ``count`` cannot
-                be called.
+        Raises:
+            TypeError: ``outputs`` is no tuple or list, the loss is no tensor, or
+                ``count`` cannot be called.
             ValueError: outputs and targets do not belong together, the loss is not
                 0-dim or not real, or ``reduction="none"``.
             RuntimeError: a call from inside another.
 
             Exceptions of the criterion are raised unchanged, with a note that names the
-            replica.
+                replica.
         """
         _require_entries(outputs)
         if count is not None:
@@ -334,7 +338,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
         device: an int (ordinal of the accelerator), a string or a device.
         dim: the dimension that holds the rows.
 
-    Returns: One value of the entries' nested type. 0-dim tensors in it are averaged,
+    Returns:
+        One value of the entries' nested type. 0-dim tensors in it are averaged,
         weighted by the rows of their entry.
 
     Raises:

@@ -162,14 +162,16 @@ def count_labels(
     """A ``count=`` for losses that average over the labels that are not
     ``ignore_index``.
 
-    Args: ignore_index: the value of labels that are ignored, such as padding. shifted:
-        ignore the first position of each row, as causal language models do: no position
-            predicts the first label.
+    Args:
+        ignore_index: the value of labels that are ignored, such as padding.
+        shifted: ignore the first position of each row, as causal language models do: no
+            position predicts the first label.
         key: the key of the labels if the targets are no tensor: ``targets[key]``, else
             ``inputs[key]``.
 
-    Returns: ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can
-        be pickled.
+    Returns:
+        ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can be
+        pickled.
 
     The returned function raises ``TypeError`` if there are no labels, and
     ``ValueError`` if ``shifted`` labels have no dimension 1.

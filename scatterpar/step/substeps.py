@@ -254,9 +254,9 @@ class Substeps:
 class Schedule:
     """One pass: each replica adds up the gradient of its sub-steps' losses.
 
-    Attributes: replicas_of_criterion: the number of replicas of the criterion; ``None``
-        for as many as the
-            module has.
+    Attributes:
+        replicas_of_criterion: the number of replicas of the criterion; ``None`` for as
+            many as the module has.
     """
 
     replicas_of_criterion: int | None = None

@@ -43,9 +43,10 @@ class GradientCheck(Printed):
     """The difference between the engine's gradients and those of a plain whole-batch
     backward.
 
-    Attributes: rows: the size of the batch. worst: the largest relative difference of a
-        parameter: the largest difference of an entry
-            over the largest entry, or over a hundredth of the largest of all
+    Attributes:
+        rows: the size of the batch.
+        worst: the largest relative difference of a parameter: the largest difference of
+            an entry over the largest entry, or over a hundredth of the largest of all
             parameters, if that is more: a gradient that is zero is computed as
             rounding. Infinite for NaN, or if only one of the two has a gradient and it
             is not zero.

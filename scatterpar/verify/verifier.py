@@ -114,9 +114,9 @@ class Verifier:
     def check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> None:
         """Before the sub-steps: look at some rows, if that is due.
 
-        Raises: ValueError: a replica, in parts, gives another loss or gradient than the
-            user's own
-                module and criterion for the same rows.
+        Raises:
+            ValueError: a replica, in parts, gives another loss or gradient than the
+                user's own module and criterion for the same rows.
         """
         request = _of_largest(attempt.request)
         splits = self._is_distributed or len(attempt.plan.substep_rows) > 1
@@ -175,10 +175,10 @@ class Verifier:
 
         Only outputs that may have several entries per row are checked.
 
-        Raises: ValueError: the outputs of parts, joined, are not the output of one
-            call; or they are of
-                a function for ``engine.map`` that drew random numbers: how many it
-                draws may depend on the rows.
+        Raises:
+            ValueError: the outputs of parts, joined, are not the output of one call; or
+                they are of a function for ``engine.map`` that drew random numbers: how
+                many it draws may depend on the rows.
         """
         request, model = attempt.request, attempt.replicas.of_model
         pieces, sizes, dim = [*chain(*outputs)], attempt.plan.substep_rows, request.dim

@@ -55,13 +55,16 @@ LAYOUTS = {
 class Case:
     """What is trained, and on what.
 
-    Attributes: model: makes the module, the same one each time. batch: inputs and
-        targets. criterion: makes the criterion for a module; ``None`` where that
-        computes the loss. plain: inputs and targets as plain torch takes them, if those
-        of ``batch`` have markers. changes: what a user does to the module before the
-        second step, the third, … accum: sub-steps. A model that reads what its forward
-        pass has written takes 1: plain torch
-            runs one.
+    Attributes:
+        model: makes the module, the same one each time.
+        batch: inputs and targets.
+        criterion: makes the criterion for a module; ``None`` where that computes the
+            loss.
+        plain: inputs and targets as plain torch takes them, if those of ``batch`` have
+            markers.
+        changes: what a user does to the module before the second step, the third, …
+        accum: sub-steps. A model that reads what its forward pass has written takes 1:
+            plain torch runs one.
         by_share: each micro-batch is normalised on its own, or changes the state that
             the next one finds, so plain torch takes them in turn, and begins each share
             with the same state.

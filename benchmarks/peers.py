@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.models import Case
 from benchmarks.per_call import PerCall
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import resolve
+from scatterpar.devices.device_ids import resolve
 
 criterion = nn.CrossEntropyLoss()
 

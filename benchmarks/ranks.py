@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.device_ids import physical
 
 _SPAWN = multiprocessing.get_context("spawn")
 

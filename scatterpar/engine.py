@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import nn
 
 from scatterpar.batch.markers import count_rows
-from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.runtime import DeviceLike, resolve
+from scatterpar.devices.device_ids import DeviceLike, resolve
+from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement

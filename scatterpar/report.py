@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import html
-import inspect
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from scatterpar.plan import Plan, as_text
-
-_PACKAGE = str(Path(__file__).parent)
-
-
-def warn(text: str) -> None:
-    """Warn; the location is the line of the user's code that called the package."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
 
 
 @dataclass(frozen=True)

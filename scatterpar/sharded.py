@@ -21,12 +21,12 @@ from torch.optim import LBFGS, Optimizer
 
 from scatterpar.batch import nested
 from scatterpar.devices.coalescing import is_part, is_unexpanded, iter_copies
-from scatterpar.devices.runtime import HOST
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.errors import add_note
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.replicas import parameter_like
-from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
 
 

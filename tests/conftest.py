@@ -12,7 +12,7 @@ import simulated
 import torch
 from harness import leak_checks
 
-from scatterpar.devices.fingerprints import check_links
+from scatterpar.devices.links import check_links
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

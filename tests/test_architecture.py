@@ -16,6 +16,7 @@ PACKAGES = ["devices", "batch", "threads", "replicas", "step", "verify", "distri
 ABOVE = len(PACKAGES)  # the engine, the pair and the tool
 FOR_ALL = {
     "scatterpar.plan",
+    "scatterpar.errors",
     "scatterpar.report",
     "scatterpar.torch_private",
     "scatterpar.wrapper",

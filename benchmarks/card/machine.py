@@ -17,7 +17,7 @@ from benchmarks.ranks import run_alone
 from scatterpar import ScatterOnceParallel
 from scatterpar.checkup.copies import examine
 from scatterpar.checkup.training import take_step
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.device_ids import physical
 
 _PEAK = 565  # MB of each GPU, from docs/gpus.md
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.device_ids import physical
 
 NAMES = ("ResNet-50", "GPT-2")
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.card import BUDGETS
 from benchmarks.card.networks import Setting, draw, free_memory
 from scatterpar.checkup.doctor import describe, load_per_core
-from scatterpar.devices.runtime import parse_devices, resolve
+from scatterpar.devices.device_ids import parse_devices, resolve
 
 NOT_REACHED = "not reached"
 _LEAST = 3.0  # seconds; a row with less time does not begin

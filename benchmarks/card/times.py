@@ -16,7 +16,7 @@ from benchmarks.card.networks import NAMES, Network, criterion, free_memory
 from benchmarks.ranks import Ranks
 from scatterpar import ScatterOnceParallel
 from scatterpar.checkup.copies import synchronize
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.device_ids import physical
 
 _ACCUM, _ROUNDS = 16, 3
 _LIMIT = 1.1  # of DDP's time

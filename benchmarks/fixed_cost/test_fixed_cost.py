@@ -12,7 +12,7 @@ from benchmarks import peers
 from benchmarks.tables import Table
 from benchmarks.timing import in_a_row, interleaved
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import runtime
+from scatterpar.threads import workers
 
 FEATURES = 4
 CLASSES = 2
@@ -68,11 +68,11 @@ def crowded(engine):
     """Steps in which all replicas start at once, however few cores there are."""
 
     def step(*batch):
-        kept, runtime.max_concurrency = runtime.max_concurrency, len
+        kept, workers.max_concurrency = workers.max_concurrency, len
         try:
             engine.forward_backward(*batch)
         finally:
-            runtime.max_concurrency = kept
+            workers.max_concurrency = kept
 
     return step
 

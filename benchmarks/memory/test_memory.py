@@ -12,7 +12,7 @@ from benchmarks.memory.live_bytes import LiveBytes
 from benchmarks.models import CASES
 from benchmarks.tables import Table
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import runtime
+from scatterpar.devices import streams
 
 REPLICAS = 2
 ACCUMS = (1, 2, 4, 8, 16, 32)
@@ -55,7 +55,7 @@ def engine_peak(case, accum, monkeypatch):
     meters = []
 
     @contextlib.contextmanager
-    def metered(device, stream, on=runtime.use_device):
+    def metered(device, stream, on=streams.use_device):
         meter = LiveBytes()
         meters.append(meter)
         with on(device, stream), meter:
@@ -65,7 +65,7 @@ def engine_peak(case, accum, monkeypatch):
         ScatterOnceParallel(module, accum, ["cpu"] * REPLICAS) as engine,
         monkeypatch.context() as m,
     ):
-        m.setattr(runtime, "use_device", metered)
+        m.setattr(streams, "use_device", metered)
         engine.forward_backward(images, labels, peers.criterion)
     assert len(meters) == REPLICAS
     return max(meter.peak for meter in meters)

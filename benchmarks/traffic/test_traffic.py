@@ -8,7 +8,7 @@ from benchmarks.per_call import PerCall
 from benchmarks.processes import RankProcesses
 from benchmarks.tables import Table
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import resolve
+from scatterpar.devices.device_ids import resolve
 from scatterpar.devices.transfers import PHASES
 
 REPLICAS = (2, 4, 8)

@@ -13,8 +13,9 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
-from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.runtime import has_streams, physical
+from scatterpar.devices.device_ids import physical
+from scatterpar.devices.links import check_links
+from scatterpar.devices.streams import has_streams
 from scatterpar.devices.transfers import VIA_HOST, Prefetcher, Transfers
 
 PAGEABLE, PINNED = "host", "pinned host"

@@ -24,7 +24,7 @@ from scatterpar.checkup.training import (
     on_step,
     take_step,
 )
-from scatterpar.devices.runtime import DeviceLike, parse_devices, resolve
+from scatterpar.devices.device_ids import DeviceLike, parse_devices, resolve
 
 
 @dataclass

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar.checkup.copies import Verdict, synchronize
-from scatterpar.devices.runtime import has_streams, physical
+from scatterpar.devices.device_ids import physical
+from scatterpar.devices.streams import has_streams
 from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16

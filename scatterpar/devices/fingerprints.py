@@ -9,36 +9,29 @@ always changes the fingerprint; a change of several words is missed in about one
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, compress, permutations
+from itertools import accumulate, compress
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices import runtime
+from scatterpar.devices import memory
 from scatterpar.devices.coalescing import messages
-from scatterpar.devices.runtime import has_streams, physical
+from scatterpar.devices.streams import has_streams
 from scatterpar.devices.transfers import (
-    VIA_HOST,
-    Transfers,
     as_bytes,
     pieces_of,
     to_device,
     to_host,
     to_numbers,
 )
-from scatterpar.report import warn
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 # for these torch uses one thread, and they stay in its cache
 _WORDS_IN_THE_HOST = 2**14
 _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
 _KIND = attrgetter("shape", "dtype", "layout", "device")
-_BYTES = 2**20  # of which a copy is checked
-# torch uses one thread for this size, as a forked child must
-_BYTES_IN_THE_HOST = 2**14
 
 
 class Fingerprints:
@@ -57,7 +50,7 @@ class Fingerprints:
             (i, n): piece for i, each in words.items() for n, piece in enumerate(each)
         }
         factors = _factors(max(map(Tensor.numel, pieces.values()), default=0), device)
-        sums = [runtime.empty(0, torch.int64, device)]
+        sums = [memory.empty(0, torch.int64, device)]
         for message in messages(pieces, 4 * most):
             self.owners += [i for i, _ in message]
             sums.append(_sums([pieces[key] for key in message], factors))
@@ -116,7 +109,7 @@ def _scattered(words: Tensor, factors: Tensor) -> Tensor:
 
 def _factors(size: int, device: torch.device) -> Tensor:
     """An odd pseudo-random number for each position."""
-    numbers = runtime.empty(size, torch.int64, device)
+    numbers = memory.empty(size, torch.int64, device)
     torch.arange(1, size + 1, out=numbers, device=numbers.device).mul_(_MULTIPLY)
     numbers ^= numbers >> 30
     numbers.mul_(_AGAIN)
@@ -137,54 +130,3 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         torch.equal(as_bytes(piece), as_bytes(other_piece))
         for piece, other_piece in pairs
     )
-
-
-@functools.cache
-def check_links(device_ids: tuple[torch.device, ...]) -> None:
-    """Check once whether copies between these devices arrive intact; they are not
-    counted.
-
-    Copies between two GPUs bypass the host. With an IOMMU, PCIe's access control (ACS)
-    or a faulty driver they may arrive corrupted without any error
-    (https://github.com/pytorch/pytorch/issues/84803,
-    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257). Later copies from
-    that device to the other one then go through host memory, and a warning says so.
-    Raises ``RuntimeError`` if bytes change on the way through host memory, too.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        for source, target in permutations(dict.fromkeys(device_ids), 2):
-            pair = physical(source), physical(target)
-            size = (
-                _BYTES_IN_THE_HOST
-                if {each.type for each in pair} == {"cpu"}
-                else _BYTES
-            )
-            VIA_HOST.discard(pair)
-            if _arrives(source, target, size):
-                continue
-            what = f"a copy of {size} bytes from {source} to {target} arrived corrupted"
-            VIA_HOST.add(pair)
-            if not _arrives(source, target, size):
-                VIA_HOST.discard(pair)
-                raise RuntimeError(
-                    f"{what}, also through the host's memory; do not trust any result "
-                    "of this "
-                    f"machine. Run: python -m scatterpar doctor"
-                )
-            warn(
-                f"{what}: copies from {source} to {target} go through host memory "
-                "from now on. "
-                "They are slower, and exact. To find the reason, run: python -m "
-                "scatterpar doctor"
-            )
-
-
-def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
-    """Whether ``copy_into`` delivers pseudo-random bytes; ``copy`` is assumed to do the
-    same.
-    """
-    sent = (torch.arange(size, device="cpu") * 0x9E3779B1 >> 13).to(torch.uint8)
-    # other bytes, so that a copy that does nothing is noticed
-    arrived = to_device(~sent, target)
-    Transfers().copy_into(arrived, to_device(sent, source), "replicate")
-    return torch.equal(arrived, to_device(sent, target))

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.runtime import (
-    HOST,
+from scatterpar.devices.device_ids import HOST, physical
+from scatterpar.devices.streams import (
     has_streams,
-    physical,
     record_event,
     stream_for,
     synchronize,

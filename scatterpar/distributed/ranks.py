@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import unwrap_markers
 from scatterpar.batch.nested import join_rows
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.distributed.collectives import Collectives
+from scatterpar.errors import add_note, warn
 from scatterpar.replicas.replicas import sum_dtype
-from scatterpar.report import warn
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.substeps import detached_output
-from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import unflatten
 
 _OTHER_TENSORS = (

@@ -21,7 +21,7 @@ from fastai.torch_core import to_float
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.devices.runtime import DeviceLike, physical
+from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather

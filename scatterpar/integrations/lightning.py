@@ -28,7 +28,7 @@ from torchmetrics import Metric, MetricCollection
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
-from scatterpar.devices.runtime import DeviceLike, physical, resolve
+from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop
 

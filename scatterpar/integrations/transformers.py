@@ -28,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
-from scatterpar.devices.runtime import DeviceLike, physical, resolve
+from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import loop, steps
 from scatterpar.integrations.steps import FIRST, ROWS, SUM, Step

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from scatterpar.devices.runtime import clear_frames, is_out_of_memory
+from scatterpar.devices.memory import clear_frames, is_out_of_memory
+from scatterpar.errors import warn
 from scatterpar.plan import Plan
-from scatterpar.report import warn
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
 

@@ -27,13 +27,14 @@ from torch import Tensor
 
 from scatterpar import torch_private
 from scatterpar.batch import nested
-from scatterpar.devices import runtime
+from scatterpar.devices import memory, streams
 from scatterpar.devices.coalescing import copy_each
-from scatterpar.devices.runtime import is_out_of_memory
+from scatterpar.devices.device_ids import HOST
+from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
+from scatterpar.errors import restored, warn
 from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
-from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.substeps import (
     ReplicaTask,
@@ -44,7 +45,6 @@ from scatterpar.step.substeps import (
     set_aside,
 )
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.threads.workers import restored
 
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
 # maximal number per replica; more show that something changes at every step
@@ -225,9 +225,7 @@ class GraphedSubsteps(Substeps):
         host_states: list[tuple[Any, ...]] = []
         for _ in range(2):  # the second one accumulates gradients, as a graph does
             loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))
-            state = self._attempt.generators.get_state(task.share.replica).get(
-                runtime.HOST
-            )
+            state = self._attempt.generators.get_state(task.share.replica).get(HOST)
             host_states.append(
                 (random.getstate(), None if state is None else to_numbers(state))
             )
@@ -235,7 +233,7 @@ class GraphedSubsteps(Substeps):
             raise _Refused(
                 "keeps something on the module that is no buffer written in place"
             )
-        if runtime.is_async(task.share.device) and host_states[0] != host_states[1]:
+        if streams.is_async(task.share.device) and host_states[0] != host_states[1]:
             raise _Refused("or the criterion draws random numbers on the host")
         gradients = {
             i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None
@@ -344,7 +342,7 @@ class _ReplicaGraphs:
         """
         # One stream for all graphs. Autograd nodes refer to it, and a traceback may
         # keep them.
-        stream = runtime.stream_for("recording", self._device)
+        stream = streams.stream_for("recording", self._device)
         if stream is None:
             graph = warm_up()
             graph.replay = graph.compute
@@ -352,7 +350,7 @@ class _ReplicaGraphs:
         module = torch.get_device_module(self._device)
         self._pool = self._pool or module.graph_pool_handle()
         current = torch.accelerator.current_stream(self._device)
-        with runtime.CAPTURE:
+        with memory.CAPTURE:
             stream.wait_stream(current)
             with restored(partial(current.wait_stream, stream)), stream:
                 graph, kernels = warm_up(), module.CUDAGraph()
@@ -368,7 +366,7 @@ class _ReplicaGraphs:
         gc.collect()
         # A capture can neither use nor free memory in torch's cache, as that of the
         # warm-up.
-        runtime.empty_cache()
+        memory.empty_cache()
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from scatterpar.devices.runtime import has_streams
+from scatterpar.devices.streams import has_streams
 from scatterpar.plan import Printed, Share, as_text
 from scatterpar.step.attempt import Clock, profiler_block
 

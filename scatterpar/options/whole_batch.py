@@ -34,8 +34,10 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import BatchList, Marker, has_markers, unwrap_markers
 from scatterpar.batch.nested import Lists, join_rows
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import is_out_of_memory, synchronize
+from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.devices.streams import synchronize
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Proceed
 from scatterpar.step.request import Call, Request
@@ -51,7 +53,6 @@ from scatterpar.step.substeps import (
     unalias,
 )
 from scatterpar.threads.generators import State
-from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import leaves_reached, nodes_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from scatterpar.batch.markers import (
     select_rows,
     unwrap_markers,
 )
-from scatterpar.devices.runtime import current_streams, physical, use_device
+from scatterpar.devices.device_ids import physical
+from scatterpar.devices.streams import current_streams, use_device
 from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import Broadcast, version

@@ -20,15 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from scatterpar.batch import nested
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import join_rows
-from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.runtime import (
-    DeviceLike,
-    has_streams,
-    is_async,
-    physical,
-    resolve,
-)
+from scatterpar.devices.device_ids import DeviceLike, physical, resolve
+from scatterpar.devices.links import check_links
+from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device
+from scatterpar.errors import restored
 from scatterpar.pair.autograd import (
     AutogradTransfers,
     PassingReplica,
@@ -52,7 +48,7 @@ from scatterpar.step.request import (
     resolve_reduction,
 )
 from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
-from scatterpar.threads.workers import Workers, restored
+from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.wrapper import Wrapper
 

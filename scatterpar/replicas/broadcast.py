@@ -19,8 +19,9 @@ from scatterpar.devices.coalescing import (
     pack,
     tree_pairs,
 )
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.runtime import HOST, empty
+from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.module_copy import ModuleContents

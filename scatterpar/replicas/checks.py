@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices import runtime
+from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import pieces_of
 
 # The files of the classes ``QuantState`` and ``MatmulLtState``.
@@ -150,7 +150,7 @@ def check_placement(
     """
     if not isinstance(root, nn.Module):
         return
-    kind, expected = type(root).__name__, runtime.physical(device_ids[0])
+    kind, expected = type(root).__name__, physical(device_ids[0])
     for name, part in root.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             which = f"its child {name!r} is" if name else "it is"

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from scatterpar.errors import warn
 from scatterpar.replicas.checks import (
     composite_like,
     held_by,
@@ -32,7 +33,6 @@ from scatterpar.replicas.checks import (
     is_state,
     new_like,
 )
-from scatterpar.report import warn
 from scatterpar.torch_private import (
     CompileFn,
     compile_fn_of,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.fingerprints import Fingerprints, same_bits
+from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
-from scatterpar.threads.workers import add_note, restore_after
 
 
 class ParameterGuard:

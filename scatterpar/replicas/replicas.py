@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import copy_each
+from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import Transfers, to_host
+from scatterpar.errors import restored
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
@@ -28,7 +29,6 @@ from scatterpar.replicas.module_copy import (
     root_to_replicate,
 )
 from scatterpar.replicas.parameter_guard import ParameterGuard
-from scatterpar.threads.workers import restored
 from scatterpar.torch_private import CompileFn
 
 # what replicas record in a step, by number of the module
@@ -250,7 +250,7 @@ class ReplicaSet:
         self.builds += 1
         check_placement(self.root, self.device_ids)
         self.contents = found = ModuleContents(
-            (self.root,), runtime.physical(self.device_ids[0])
+            (self.root,), physical(self.device_ids[0])
         )
         self.modules = list(found.modules.values())
         self.tensors = list(found.tensors.values())  # the master's

@@ -18,20 +18,15 @@ from torch.fx import traceback as fx_traceback
 
 from scatterpar import torch_private
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import is_out_of_memory
+from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import PHASES, Transfers, write
+from scatterpar.errors import add_note, restore_after, restored
 from scatterpar.plan import Plan, Share, shown
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.workers import (
-    Cancelled,
-    Workers,
-    add_note,
-    restore_after,
-    restored,
-)
+from scatterpar.threads.workers import Cancelled, Workers
 
 _Result = TypeVar("_Result")
 # Names the sub-step in notes on errors: called before each one, with ``None`` after the

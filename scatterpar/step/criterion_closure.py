@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import is_unexpanded
+from scatterpar.errors import add_note
 from scatterpar.replicas.module_copy import contents, module_of
-from scatterpar.threads.workers import add_note
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data

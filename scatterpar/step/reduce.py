@@ -27,11 +27,12 @@ from torch import Tensor
 from scatterpar.batch import nested
 from scatterpar.devices import coalescing
 from scatterpar.devices.coalescing import is_part, iter_copies, tree_pairs
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import Transfers
+from scatterpar.errors import warn
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import Statistics
-from scatterpar.report import GradientNoise, StepReport, warn
+from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt, note_replica
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Computed, Gradient

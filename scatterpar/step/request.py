@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scatterpar.batch.markers import BatchList, batches_of
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.errors import warn
 from scatterpar.plan import check_int, check_number
 from scatterpar.replicas.module_copy import module_of
-from scatterpar.report import warn
 from scatterpar.wrapper import Wrapper
 
 Count = Callable[[Any, Any], "float | Tensor"]

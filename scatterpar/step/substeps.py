@@ -26,8 +26,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import BatchList, Marker
-from scatterpar.devices.runtime import no_kernel_search
+from scatterpar.devices.memory import no_kernel_search
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.errors import add_note
 from scatterpar.plan import Share
 from scatterpar.replicas.replicas import Replica, parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Clock, Proceed
@@ -42,7 +43,6 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import generator_for_backward
-from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import backward, hooks_taken_off, leaves_reached, nodes_of
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and its new gradient

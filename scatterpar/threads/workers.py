@@ -23,12 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.devices import runtime
-from scatterpar.threads.caller_context import (
-    CallerContext,
-    Interrupts,
-    no_autocast_cache,
-)
+from scatterpar.devices import memory, streams
+from scatterpar.errors import add_note
+from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
+from scatterpar.threads.interrupts import Interrupts
 
 _Queue = SimpleQueue[Callable[[], object] | None]
 
@@ -142,41 +140,6 @@ class Cancelled(Exception):
     """
 
 
-def add_note(error: BaseException, text: str) -> None:
-    """Add a note to a user's error, unless it has this note already or
-    refuses notes.
-    """
-    with contextlib.suppress(Exception):
-        if text not in getattr(error, "__notes__", ()):
-            error.add_note(text)
-
-
-@contextlib.contextmanager
-def restored(*restores: Callable[[], object]) -> Iterator[None]:
-    """Call ``restores`` after the body. If the body has failed, their failures become
-    notes.
-    """
-    try:
-        yield
-    except BaseException as error:
-        restore_after(error, *restores)
-        raise
-    restore_after(None, *restores)
-
-
-def restore_after(error: BaseException | None, *restores: Callable[[], object]) -> None:
-    """Call ``restores``; with an ``error``, which is raised later, failures are notes
-    on it.
-    """
-    for restore in restores:
-        try:
-            restore()
-        except Exception as another:  # as on a device where a kernel's assertion failed
-            if error is None:
-                raise
-            add_note(error, f"after that, something could not be put back: {another!r}")
-
-
 # by process, since a fork copies them, and module
 _claims: dict[tuple[int, int], Workers] = {}
 
@@ -229,10 +192,10 @@ class Workers:
         A second interrupt, or the end of ``seconds`` (``Overdue``), abandons the
         threads; then ``abandoned`` is true.
         """
-        runtime.tune_malloc(devices[0])
+        memory.tune_malloc(devices[0])
         if len(modules) == 1:
             with (
-                runtime.use_device(devices[0], ()),
+                streams.use_device(devices[0], ()),
                 no_autocast_cache(),
                 self.interrupts.allowed(),
             ):
@@ -242,10 +205,10 @@ class Workers:
             partial(context.run, device, partial(module, *args))
             for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
-        job = Job(calls, runtime.max_concurrency(devices), cancel or threading.Event())
+        job = Job(calls, max_concurrency(devices), cancel or threading.Event())
         # Calls on one accelerator draw from its one generator, so they run in order.
         threads = [
-            devices.index(d) if runtime.is_async(d) else i
+            devices.index(d) if streams.is_async(d) else i
             for i, d in enumerate(devices)
         ]
         with self._posting:
@@ -303,8 +266,8 @@ class Workers:
                 self._failed = False
             except BaseException as error:
                 # else the caller's next try runs out, too
-                if runtime.is_out_of_memory(error):
-                    runtime.clear_frames(error)
+                if memory.is_out_of_memory(error):
+                    memory.clear_frames(error)
                 raise
             finally:
                 if _claims.get(key) is self:
@@ -316,7 +279,7 @@ class Workers:
         ``parallel_apply``.
         """
         self._await_deferred_frees()
-        runtime.empty_cache()
+        memory.empty_cache()
 
     def _await_deferred_frees(self) -> None:
         """In free-threaded Python, wait until idle workers have freed the objects they
@@ -398,3 +361,17 @@ def _described(error: BaseException) -> str:
         return repr(error)
     except Exception:  # a user's own __repr__
         return type(error).__name__
+
+
+def max_concurrency(devices: Sequence[torch.device]) -> int:
+    """How many replicas start at the same time: on the CPU one per core,
+    elsewhere all.
+    """
+    if {device.type for device in devices} != {"cpu"}:
+        return len(devices)
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
+    return min(len(devices), cores or 1)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scatterpar import ScatterOnceParallel, StepReport, weight_decay_groups
-from scatterpar.devices.runtime import parse_devices, resolve
+from scatterpar.devices.device_ids import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
 from scatterpar.train import data
 from scatterpar.train.data import TEST, TRAIN, Feed, Images, Request, Shape, Source

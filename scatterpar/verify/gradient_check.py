@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import unwrap_markers
 from scatterpar.devices.transfers import Transfers, to_host
+from scatterpar.errors import restored
 from scatterpar.plan import Printed
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.reduce import Outcome
@@ -23,7 +24,6 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import as_call, loss_of
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.threads.workers import restored
 from scatterpar.torch_private import hooks_taken_off, uncompiled
 from scatterpar.verify.user_state import UserState
 

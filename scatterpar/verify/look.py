@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, has_markers, select_rows, unwrap_markers
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import is_out_of_memory
+from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.errors import restored
 from scatterpar.replicas.module_copy import module_of, root_to_replicate
 from scatterpar.step.attempt import Attempt, note_replica
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss_weights import term_counts
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import ReplicaTask, loss_of
-from scatterpar.threads.workers import restored
 from scatterpar.torch_private import OperatorMode, nodes_reached, uncompiled
 from scatterpar.verify.gradient_check import (
     SMALLEST_SCALE,

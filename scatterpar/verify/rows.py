@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, all_tensors
-from scatterpar.devices.runtime import HOST
+from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import to_device, to_host, to_numbers
 from scatterpar.step.criterion_closure import reachable
 from scatterpar.step.request import Request

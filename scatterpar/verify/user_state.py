@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.device_ids import HOST, physical
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import HOST, physical
 from scatterpar.devices.transfers import write
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents

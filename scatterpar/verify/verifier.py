@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import all_tensors
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.runtime import is_async, no_kernel_search
+from scatterpar.devices.memory import no_kernel_search
+from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers
+from scatterpar.errors import warn
 from scatterpar.plan import shown
 from scatterpar.replicas.module_copy import module_of
-from scatterpar.report import warn
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import DEPTH, PLAIN, reachable
 from scatterpar.step.loss_weights import count_labels, is_cross_entropy

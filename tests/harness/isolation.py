@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scatterpar.devices import runtime, transfers
+from scatterpar.devices import memory, streams, transfers
 
 HOST = torch.device("cpu")
 
@@ -132,7 +132,7 @@ def guarded(monkeypatch, *modules):
     master = torch.device("cpu:0")
     for module in modules:
         memories.claim([*module.parameters(), *module.buffers()], master)
-    on, empty = runtime.use_device, runtime.empty
+    on, empty = streams.use_device, memory.empty
     to_device, write = transfers.to_device, transfers.write
 
     @contextlib.contextmanager
@@ -157,8 +157,8 @@ def guarded(monkeypatch, *modules):
         with torch._C._DisableTorchDispatch():
             write(target, source, **options)
 
-    monkeypatch.setattr(runtime, "use_device", guarded_on)
-    monkeypatch.setattr(runtime, "empty", claimed_empty)
+    monkeypatch.setattr(streams, "use_device", guarded_on)
+    monkeypatch.setattr(memory, "empty", claimed_empty)
     for module in [
         module for name, module in sys.modules.items() if name.startswith("scatterpar")
     ]:

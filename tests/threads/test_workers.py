@@ -18,7 +18,6 @@ from harness.oracle import assert_step, build, randn
 from torch import nn
 from torch._ops import HigherOrderOperator
 
-import scatterpar.devices.runtime
 import scatterpar.threads.workers
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
@@ -33,7 +32,7 @@ NUMBERED = (
 @pytest.fixture(params=[1, 2, 3])
 def cores(request, monkeypatch):
     monkeypatch.setattr(
-        scatterpar.devices.runtime,
+        scatterpar.threads.workers,
         "max_concurrency",
         lambda devices: min(len(devices), request.param),
     )

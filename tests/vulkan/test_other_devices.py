@@ -12,7 +12,7 @@ from torch import nn
 import scatterpar
 from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, training
-from scatterpar.devices.runtime import has_streams
+from scatterpar.devices.streams import has_streams
 
 pytestmark = [pytest.mark.vulkan, pytest.mark.draws]
 TWO = [0, 1]

@@ -26,7 +26,7 @@ from scatterpar import (
     ShardedOptimizer,
     gather,
 )
-from scatterpar.devices import runtime
+from scatterpar.devices import memory
 
 pytestmark = [
     pytest.mark.nullcuda,
@@ -399,8 +399,8 @@ def test_memory_that_runs_out(device_ids, where, error, monkeypatch):
     Not every device's allocator is one that ``torch.accelerator.empty_cache`` knows.
     """
     model, *batch = problem()
-    released = mock.Mock(wraps=runtime.empty_cache)
-    monkeypatch.setattr(runtime, "empty_cache", released)
+    released = mock.Mock(wraps=memory.empty_cache)
+    monkeypatch.setattr(memory, "empty_cache", released)
 
     def run_out(_):
         raise copy.copy(error)

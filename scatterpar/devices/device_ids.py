@@ -1,0 +1,96 @@
+"""Devices by their names, and virtual devices.
+
+A *memory* is named by a ``torch.device``. ``cpu`` is host memory. ``cpu:0``, ``cpu:1``, … are
+virtual devices: separate memories in host RAM. So a machine without GPUs makes and counts the
+copies that several GPUs would need. Equal devices share one memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+DeviceLike = int | str | torch.device
+HOST = torch.device("cpu")
+
+
+def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """Turn ``device_ids`` into devices; ``None``: all accelerators, or one CPU replica
+    without any.
+
+    >>> resolve(["cpu:0", "cpu:1"])
+    (device(type='cpu', index=0), device(type='cpu', index=1))
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device_ids is None:
+        count = 0 if accelerator is None else torch.accelerator.device_count()
+        device_ids = range(count) or ["cpu"]
+    if isinstance(device_ids, (str, int, torch.device)) or not isinstance(
+        device_ids, Sequence
+    ):
+        raise TypeError(
+            "device_ids must be a list with one entry per replica, got "
+            f"{device_ids!r}; "
+            f"for one replica pass [{device_ids!r}]"
+        )
+    if not device_ids:
+        raise ValueError(
+            "device_ids is empty; pass at least one device, or None for all of them"
+        )
+    return tuple(_resolve_one(entry, accelerator) for entry in device_ids)
+
+
+def parse_devices(words: str | Sequence[str]) -> list[str | int]:
+    """The entries of a command's ``--devices``, separated by commas or spaces.
+
+    >>> parse_devices(["cuda:0,cuda:1", "2"])
+    ['cuda:0', 'cuda:1', 2]
+    """
+    text = words if isinstance(words, str) else " ".join(words)
+    return [
+        int(name) if name.isdecimal() else name
+        for name in text.replace(",", " ").split()
+    ]
+
+
+def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
+    if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
+        raise TypeError(
+            f"device_ids: expected an int, a string or a torch.device, got {entry!r}"
+        )
+    if isinstance(entry, int):
+        if accelerator is None:
+            raise ValueError(
+                f"device_ids: {entry} is the ordinal of an accelerator, and none is "
+                "visible here; "
+                'for CPU replicas pass strings, such as ["cpu"] * 2 or ["cpu:0", '
+                '"cpu:1"]'
+            )
+        entry = torch.device(accelerator.type, entry)
+    try:
+        device = torch.device(entry)
+    except RuntimeError as error:
+        raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
+    if device.type == "cpu":
+        return device
+    kind, count = (
+        accelerator.type if accelerator else "",
+        torch.accelerator.device_count(),
+    )
+    if device.type != kind or (device.index or 0) >= count:
+        visible = f"{count} {kind} devices" if kind else "no accelerator"
+        raise ValueError(f"device_ids: {device} is not here (visible: {visible})")
+    index = (
+        torch.accelerator.current_device_index()
+        if device.index is None
+        else device.index
+    )
+    return torch.device(kind, index)
+
+
+@functools.cache
+def physical(device: torch.device) -> torch.device:
+    """The device as torch knows it: ``cpu`` for a virtual ``cpu:i``."""
+    return torch.device("cpu") if device.type == "cpu" else device

@@ -1,0 +1,55 @@
+"""Notes on the user's errors, and warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to a user's error, unless it has this note already or
+    refuses notes.
+    """
+    with contextlib.suppress(Exception):
+        if text not in getattr(error, "__notes__", ()):
+            error.add_note(text)
+
+
+@contextlib.contextmanager
+def restored(*restores: Callable[[], object]) -> Iterator[None]:
+    """Call ``restores`` after the body. If the body has failed, their failures become
+    notes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        restore_after(error, *restores)
+        raise
+    restore_after(None, *restores)
+
+
+def restore_after(error: BaseException | None, *restores: Callable[[], object]) -> None:
+    """Call ``restores``; with an ``error``, which is raised later, failures are notes
+    on it.
+    """
+    for restore in restores:
+        try:
+            restore()
+        except Exception as another:  # as on a device where a kernel's assertion failed
+            if error is None:
+                raise
+            add_note(error, f"after that, something could not be put back: {another!r}")
+
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn(text: str) -> None:
+    """Warn; the location is the line of the user's code that called the package."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -1,0 +1,82 @@
+"""Defer interrupts to the end of a step."""
+
+from __future__ import annotations
+
+# Not the functions of ``signal``: they look up enum members, and a step calls them nine
+# times.
+import _signal  # type: ignore[import-not-found]
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Self
+
+_NAMES = ("SIGINT", "SIGBREAK", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
+class Interrupts:
+    """Defers interrupts in its body, except in that of ``allowed``: signals with Python
+    handlers.
+
+    Handlers may raise, as that of Ctrl-C or of a time limit. Python runs them in the
+    main thread only; in any other thread this does nothing. ``except
+    KeyboardInterrupt`` cannot replace this: Python may raise before the ``try`` is
+    entered. ``signal.pthread_sigmask`` is not on Windows, and delivers a blocked signal
+    too late.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self.are_allowed = False
+        self._pending: dict[int, FrameType | None] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            found = [(number, _signal.getsignal(number)) for number in _INTERRUPTS]
+            self._handlers = {
+                number: handler for number, handler in found if callable(handler)
+            }
+            self.are_allowed = True  # an interrupt may come between these lines
+            try:
+                for number in self._handlers:
+                    _signal.signal(number, self._receive)
+                self.are_allowed = False
+            except BaseException:  # no ``__exit__`` follows
+                self.__exit__()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.are_allowed = True
+        try:
+            for number, handler in self._handlers.items():
+                _signal.signal(number, handler)
+        finally:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Run the handlers of interrupts that have been waiting."""
+        if self._pending:
+            number, frame = self._pending.popitem()
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self.deliver()
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """In the body, interrupts are delivered at once."""
+        self.are_allowed = True
+        try:
+            self.deliver()
+            yield
+        finally:
+            self.are_allowed = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.are_allowed:
+            self._handlers[number](number, frame)
+        else:
+            self._pending[number] = frame

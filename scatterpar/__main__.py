@@ -1,4 +1,4 @@
-"""The command line: `python -m scatterpar` with `train`, `predict` or `doctor`."""
+"""The command line: `python -m scatterpar` with `train`, `predict`, `doctor` or `demo`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import NoReturn
 import scatterpar
 
 _USAGE = (
-    "usage: python -m scatterpar {train, predict, doctor} [options] (each has a "
+    "usage: python -m scatterpar {train, predict, doctor, demo} [options] (each has a "
     "--help); --version"
 )
 _MODULES = {
     "train": "train.run",
     "predict": "train.predict",
     "doctor": "checkup.doctor",
+    "demo": "checkup.demo",
 }
 
 

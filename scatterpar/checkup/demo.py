@@ -1,0 +1,184 @@
+"""``python -m scatterpar demo``: one batch of a tiny language model, accumulated in
+three ways.
+
+The texts have different lengths, so micro-batches have different numbers of labels::
+
+    your loop      mean of 16 losses, each a mean over its own labels    wrong, silently
+    the engine     the same line: refused before anything changes        ValueError
+    with count=    weighted by labels                                    equal
+
+Each gradient is compared with one backward pass over the whole batch, in plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.report import StepReport
+from scatterpar.step.loss_weights import count_labels
+
+WORDS = 64  # of the vocabulary
+TEXTS = 64  # rows of the batch
+LENGTH = 48  # of the longest text
+SUB_STEPS = 16  # micro-batches of the batch
+PADDING = -100  # the label that cross_entropy ignores by default
+DEVICES = ("cpu:0", "cpu:1")  # two memories, between which every copy is counted
+
+
+class LanguageModel(nn.Module):
+    """A recurrent network that predicts the next word of each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 32)
+        self.layers = nn.GRU(32, 64, batch_first=True)
+        self.head = nn.Linear(64, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Logits of shape ``(rows, positions, vocabulary)``."""
+        states, _ = self.layers(self.embedding(words))
+        logits: Tensor = self.head(states)
+        return logits
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The demo's three results.
+
+    Attributes:
+        by_hand: relative error of the gradient of the hand-written loop.
+        refusal: the text of the engine's ``ValueError``.
+        counted: relative error of the engine's gradient with ``count=``.
+        report: counts of the engine's step in training.
+    """
+
+    by_hand: float
+    refusal: str
+    counted: float
+    report: StepReport
+
+
+def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the labels that are not padding, as nearly every script has it."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    """Words and labels, both of shape ``(TEXTS, LENGTH)``; most texts are short."""
+    lengths = torch.randint(2, LENGTH // 4, (TEXTS,))
+    lengths[torch.randperm(TEXTS)[: TEXTS // 8]] = LENGTH
+    words = torch.randint(WORDS, (TEXTS, LENGTH))
+    # Frequent words, or there would be nothing to learn.
+    words = words * words // WORDS
+    labels = words.roll(-1, dims=1)
+    positions = torch.arange(LENGTH)
+    labels[positions >= lengths[:, None] - 1] = PADDING
+    return words, labels
+
+
+def take_gradient(model: nn.Module) -> Tensor:
+    """The gradient of all parameters as one vector, which is then cleared."""
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    gradient = torch.cat(gradients)
+    model.zero_grad()
+    return gradient
+
+
+def relative_error(gradient: Tensor, reference: Tensor) -> float:
+    """The distance of two vectors over the length of the reference."""
+    distance = (gradient - reference).norm()
+    return float(distance / reference.norm())
+
+
+def compare() -> Findings:
+    """Compute the same batch's gradient in three ways."""
+    torch.manual_seed(0)
+    model = LanguageModel()
+    words, labels = make_batch()
+
+    criterion(model(words), labels).backward()
+    reference = take_gradient(model)
+
+    micro_batches = zip(words.chunk(SUB_STEPS), labels.chunk(SUB_STEPS), strict=True)
+    for few_words, few_labels in micro_batches:
+        loss = criterion(model(few_words), few_labels) / SUB_STEPS
+        loss.backward()
+    by_hand = relative_error(take_gradient(model), reference)
+
+    accum = SUB_STEPS // len(DEVICES)
+    with ScatterOnceParallel(model, accum=accum, device_ids=DEVICES) as engine:
+        refusal = ""
+        try:
+            engine.forward_backward(words, labels, criterion)
+        except ValueError as error:
+            refusal = str(error)
+        engine.forward_backward(words, labels, criterion, count=count_labels())
+        counted = relative_error(take_gradient(model), reference)
+
+        # Parameters that did not change are not sent again: a step of training first.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.forward_backward(words, labels, criterion, count=count_labels())
+        optimizer.step()
+        engine.forward_backward(words, labels, criterion, count=count_labels())
+        report = engine.last_step
+    assert report is not None
+    return Findings(by_hand, refusal, counted, report)
+
+
+def as_page(findings: Findings) -> str:
+    """The findings as text for a terminal."""
+    copied = findings.report.bytes
+    indent = "    "
+    refusal = "\n".join(
+        textwrap.fill(line, 84, initial_indent=indent, subsequent_indent=indent)
+        for line in findings.refusal.splitlines()
+    )
+    counts = [
+        ("bytes copied in one step on two devices", "scatterpar", "nn.DataParallel"),
+        ("rows of the batch", f"{copied['scatter']:,}", f"{copied['scatter']:,}"),
+        ("the model, to the other device", *_once_or_always(copied["replicate"])),
+        ("its gradients, back", *_once_or_always(copied["reduce"])),
+    ]
+    table = "\n".join(
+        f"{name:40}{ours:>12}{theirs:>17}" for name, ours, theirs in counts
+    )
+    return f"""\
+{TEXTS} texts of 2 to {LENGTH} words, in {SUB_STEPS} micro-batches. Each gradient is compared
+with that of one backward pass over all texts.
+
+1. Accumulated by hand: (criterion(model(x), y) / {SUB_STEPS}).backward()
+{indent}no error and no warning; the gradient is off by {findings.by_hand:.0%}
+
+2. engine.forward_backward(words, labels, criterion)
+{refusal}
+
+3. engine.forward_backward(words, labels, criterion, count=count_labels())
+{indent}the same gradient, but for rounding: it differs by {findings.counted:.0e}
+
+{table}
+({SUB_STEPS} calls of nn.DataParallel copy the model and its gradients {SUB_STEPS} times.)"""
+
+
+def _once_or_always(size: int) -> tuple[str, str]:
+    """Bytes that the engine copied once, and those of a copy in every sub-step."""
+    return f"{size:,}", f"{SUB_STEPS * size:,}"
+
+
+def main(options: Sequence[str]) -> int:
+    """Print the demo; returns the exit code, 1 if a result is not as promised."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scatterpar demo",
+        description="Accumulate one batch by hand and with the engine, and compare.",
+    )
+    parser.parse_args(options)
+    findings = compare()
+    print(as_page(findings))
+    is_as_promised = bool(findings.refusal) and findings.counted < 1e-5
+    return 0 if is_as_promised else 1

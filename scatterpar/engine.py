@@ -23,8 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -34,20 +33,23 @@ from scatterpar.batch.markers import count_rows
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
+from scatterpar.distributed.ranks import Ranks
+from scatterpar.options.auto_accum import AutoAccum
+from scatterpar.options.costs import has_costs_argument, plan_by_cost
+from scatterpar.options.cuda_graphs import Captured
+from scatterpar.options.gradient_noise import check_noise, noise_of, observe
+from scatterpar.options.map_rows import map_rows
+from scatterpar.options.trace import Trace
+from scatterpar.options.whole_batch import TwoPasses
 from scatterpar.plan import Plan, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.module_copy import Compiler
-from scatterpar.replicas.replicas import (
-    ReplicaOptions,
-    Replicas,
-    ReplicaSet,
-    StatisticsPolicy,
-)
+from scatterpar.replicas.compiled import compile_fn_from
+from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.commit import commit
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.reduce import Combine, Outcome, reduce
+from scatterpar.step.reduce import Outcome, reduce
 from scatterpar.step.request import (
     Call,
     Count,
@@ -60,13 +62,9 @@ from scatterpar.step.scatter import in_order, micro_batches, scatter
 from scatterpar.step.substeps import Schedule, call_inputs, compute
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import unwrapped
+from scatterpar.verify.gradient_check import GradientCheck, compare
+from scatterpar.verify.verifier import Verifier
 from scatterpar.wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from scatterpar.distributed.ranks import Ranks
-    from scatterpar.options.auto_accum import AutoAccum
-    from scatterpar.options.trace import Trace
-    from scatterpar.verify.gradient_check import GradientCheck
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
 _MAX_REPLICAS = 2**16
@@ -174,86 +172,61 @@ class ScatterOnceParallel(Wrapper):
         micro_batch_cost: float | None = None,
     ) -> None:
         super().__init__()
-        self.module, compile_fn = unwrapped(module)
+        self.module, self._compile_fn = unwrapped(module)
+        if compile is not None:
+            self._compile_fn = compile_fn_from(compile) or self._compile_fn
         self.device_ids = resolve(device_ids)
         self.accum: Any = accum
-        self.micro_batch_size, self.micro_batch_cost = (
-            micro_batch_size,
-            micro_batch_cost,
-        )
-        self.dim, self.buffer_policy, self.accumulate_dtype = (
-            dim,
-            buffers,
-            accumulate_dtype,
-        )
-        self.check_finite, self.measure_noise = check_finite, measure_noise
-        self.verify, self.graphs = verify, graphs
-        if compile is not None:
-            from scatterpar.replicas.compiled import compile_fn_from
-
-            compile_fn = compile_fn_from(compile) or compile_fn
-        self._compile_fn = compile_fn
-        replicas = len(self.device_ids)
+        self.micro_batch_size = micro_batch_size
+        self.micro_batch_cost = micro_batch_cost
+        self.dim = dim
+        self.buffer_policy = buffers
+        self.accumulate_dtype = accumulate_dtype
+        self.check_finite = check_finite
+        self.measure_noise = measure_noise
+        self.verify = verify
+        self.graphs = graphs
+        num_replicas = len(self.device_ids)
         check_options(self.module, dim, buffers, accumulate_dtype)
-        check_cuts(accum, micro_batch_size, micro_batch_cost, replicas)
+        check_cuts(accum, micro_batch_size, micro_batch_cost, num_replicas)
         check_placement(self.module, self.device_ids, lazy=True)
-        self.shares = check_shares(shares, replicas)
+        self.shares = check_shares(shares, num_replicas)
         self.last_step: StepReport | None = None
-        self._init_add_ons(process_group)
-        self._init_transient()
-
-    def _init_add_ons(self, process_group: dist.ProcessGroup | None) -> None:
-        """Make the add-ons that keep their state when the engine is copied."""
-        self._auto_accum: AutoAccum | None = None
-        if self.accum == "auto":
-            from scatterpar.options.auto_accum import AutoAccum
-
-            self._auto_accum = AutoAccum()
+        # What copies of the engine keep, unlike all that ``_init_transient`` makes.
+        self._auto_accum = AutoAccum() if accum == "auto" else None
         self._ranks: Ranks | None = None
         if process_group is not None:
-            from scatterpar.distributed.ranks import Ranks
-
-            master, dtype = self.device_ids[0], self.accumulate_dtype
             self._ranks = Ranks(
-                process_group, self.module, master, self.buffer_policy, dtype
+                process_group,
+                self.module,
+                self.device_ids[0],
+                buffers,
+                accumulate_dtype,
             )
+        self._init_transient()
 
-    _transient = "_workers", "_replicas", "_checks", "_one_pass", "_noise", "_trace"
+    _transient = "_workers", "_replicas", "_verifier", "_one_pass", "_trace"
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
-        policy: StatisticsPolicy | None = None
-        if self.buffer_policy == "batch":
-            import scatterpar.replicas.batch_statistics as policy
-        dtype, compile_fn = self.accumulate_dtype, self._compile_fn
-        options = ReplicaOptions(dtype, policy, compile_fn, _make_compiler)
-        self._replicas = Replicas(self.device_ids, options)
-        self._checks: dict[str, Any] = {}
-        if self.verify and find_spec("scatterpar.verify"):
-            from scatterpar.verify.verifier import Verifier
-
-            verifier = Verifier(self._ranks is not None)
-            self._checks = {"check": verifier.check, "check_join": verifier.check_join}
-        self._combine: Combine | None = (
-            self._ranks.reduce_outcome if self._ranks else None
+        options = ReplicaOptions(
+            self.accumulate_dtype,
+            record_statistics=self.buffer_policy == "batch",
+            compile_fn=self._compile_fn,
         )
+        self._replicas = Replicas(self.device_ids, options)
+        self._verifier = Verifier(self._ranks is not None) if self.verify else None
         self._one_pass = Schedule()
         if self.graphs is not False:
-            from scatterpar.options.cuda_graphs import Captured
-
             self._one_pass = Captured(
                 self.graphs,
                 self.device_ids,
                 self.buffer_policy,
-                compile_fn,
+                self._compile_fn,
                 self.micro_batch_cost,
             )
-        self._noise: Any = None  # the add-on
         if self.measure_noise:
-            import scatterpar.options.gradient_noise as add_on
-
-            add_on.check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
-            self._noise = add_on
+            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
 
@@ -408,11 +381,14 @@ class ScatterOnceParallel(Wrapper):
                 compute = partial(
                     self._fit, call, not deferred or torch.is_grad_enabled()
                 )
-                outcome = self._combine(compute) if self._combine else compute()
+                if self._ranks is None:
+                    outcome = compute()
+                else:
+                    outcome = self._ranks.reduce_outcome(compute)
                 attempt = outcome.attempt
                 # a hook that raises undoes the step
                 with attempt, attempt.span("commit"):
-                    noise = self._noise.noise_of(outcome) if self._noise else None
+                    noise = noise_of(outcome) if self.measure_noise else None
                     loss = commit(outcome, deferred=deferred)  # 6
                 self.last_step = outcome.report(noise, waited)
             finally:
@@ -449,8 +425,6 @@ class ScatterOnceParallel(Wrapper):
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
-        from scatterpar.options.whole_batch import TwoPasses
-
         return TwoPasses(call, self._ranks, self.graphs)
 
     def _compute(
@@ -474,8 +448,8 @@ class ScatterOnceParallel(Wrapper):
             with attempt.phase("compute"):  # 4
                 computed = compute(attempt, loaders, schedule)
             with attempt.phase("reduce"):  # 5
-                observe = self._noise.observe if self._noise and have_losses else None
-                return reduce(attempt, computed, observe)
+                measures = self.measure_noise and have_losses
+                return reduce(attempt, computed, observe if measures else None)
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
@@ -483,7 +457,10 @@ class ScatterOnceParallel(Wrapper):
         devices first.
         """
         check_links(self.device_ids)
-        checks = self._checks if trial.get("max_substeps") is None else {}
+        checks: dict[str, Any] = {}
+        if self._verifier is not None and trial.get("max_substeps") is None:
+            checks["check"] = self._verifier.check
+            checks["check_join"] = self._verifier.check_join
         offset = self._ranks.rank * _MAX_REPLICAS if self._ranks else None
         clock = self._trace.clock if self._trace else None
         try:
@@ -513,8 +490,6 @@ class ScatterOnceParallel(Wrapper):
         ``costs``.
         """
         if self.micro_batch_cost is not None or costs is not None:
-            from scatterpar.options.costs import plan_by_cost
-
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
         accum = self._auto_accum.accum if self._auto_accum else self.accum
@@ -557,11 +532,9 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         costs = None
-        if "costs" in kwargs:
-            from scatterpar.options.costs import has_costs_argument
-
-            if self.micro_batch_cost or not has_costs_argument(self.module):
-                costs = kwargs.pop("costs")
+        takes_costs = self.micro_batch_cost is None and has_costs_argument(self.module)
+        if "costs" in kwargs and not takes_costs:
+            costs = kwargs.pop("costs")
         return self._map(self.module, inputs, kwargs, costs)
 
     def map(
@@ -614,8 +587,6 @@ class ScatterOnceParallel(Wrapper):
     def _map(
         self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None
     ) -> Any:
-        from scatterpar.options.map_rows import map_rows
-
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
@@ -658,8 +629,6 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        from scatterpar.verify.gradient_check import compare
-
         call = Call(
             inputs, targets, criterion, reduction, count, whole_batch=whole_batch
         )
@@ -698,8 +667,6 @@ class ScatterOnceParallel(Wrapper):
             >>> len(trace.steps)
             1
         """
-        from scatterpar.options.trace import Trace
-
         if self._trace is not None:
             raise RuntimeError(
                 "this engine is being traced already: leave that trace first"
@@ -739,16 +706,10 @@ class ScatterOnceParallel(Wrapper):
         Calling it is optional: workers also stop when the engine is collected.
         """
         self._workers.close()
-        self._ranks = self._combine = None
+        self._ranks = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _make_compiler() -> Compiler:
-    from scatterpar.replicas import compiled
-
-    return compiled.Compiler()

@@ -102,7 +102,7 @@ outputs of plans by cost stay in the plan's order
   returned_outputs -> test_outputs_are_one_entry_in_the_order_of_the_batch
   if attempt.plan.order: => if False:
 batch statistics leave out how the means of micro-batches differ
-  _pooled -> test_the_first_layer_has_what_plain_torch_has
+  pooled -> test_the_first_layer_has_what_plain_torch_has
   (_sum(between) + _sum(within)) => _sum(within)
 sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
   sum_dtype -> test_512_ones_add_up_to_512_and_are_added_to_what_is_there
@@ -141,7 +141,7 @@ engine.loss forgets the factor of a scaler
   commit -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
   pairs, outcome.request.scale) => pairs, 1.0)
 micro-batches weigh alike in batch statistics, however many rows they have
-  _pooled -> test_the_first_layer_has_what_plain_torch_has
+  pooled -> test_the_first_layer_has_what_plain_torch_has
   [count / total for count in counts] => [1 / len(counts) for _ in counts]
 batch statistics move in inference alone
   commit -> test_the_first_layer_has_what_plain_torch_has

@@ -12,13 +12,23 @@ import scatterpar
 PACKAGE = Path(scatterpar.__file__).parent
 
 # The lowest first.
-PACKAGES = ["devices", "batch", "threads", "replicas", "step", "verify", "distributed"]
+PACKAGES = [
+    "devices",
+    "batch",
+    "threads",
+    "replicas",
+    "step",
+    "verify",
+    "distributed",
+    "options",
+]
 ABOVE = len(PACKAGES)  # the engine, the pair and the tool
 FOR_ALL = {
     "scatterpar.plan",
     "scatterpar.errors",
     "scatterpar.report",
     "scatterpar.torch_private",
+    "scatterpar.version",
     "scatterpar.wrapper",
 }
 

@@ -25,6 +25,7 @@ from scatterpar.checkup.training import (
     take_step,
 )
 from scatterpar.devices.device_ids import DeviceLike, parse_devices, resolve
+from scatterpar.version import __version__
 
 
 @dataclass
@@ -137,8 +138,6 @@ def doctor(
 
 def describe(load: float) -> dict[str, str]:
     """What the machine has: torch's page, and what it leaves out."""
-    from scatterpar.version import __version__
-
     prefixes = "CUDA_", "NCCL_", "OMP_", "PYTORCH_"
     variables = (
         f"{n}={value}" for n, value in os.environ.items() if n.startswith(prefixes)

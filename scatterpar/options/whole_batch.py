@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.streams import synchronize
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.distributed.ranks import Ranks
 from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Proceed
@@ -54,9 +55,6 @@ from scatterpar.step.substeps import (
 )
 from scatterpar.threads.generators import State
 from scatterpar.torch_private import leaves_reached, nodes_of
-
-if TYPE_CHECKING:
-    from scatterpar.distributed.ranks import Ranks
 
 
 class TwoPasses(Schedule):

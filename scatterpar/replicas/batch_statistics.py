@@ -10,7 +10,6 @@ first computation of a call is recorded, not its recomputation in a backward pas
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Transfers, to_numbers
-from scatterpar.replicas.buffers import RUNNING, BufferValue
-from scatterpar.replicas.replicas import Records, Replica, ReplicaSet
+from scatterpar.replicas.buffers import BufferValue
 from scatterpar.torch_private import current_graph_task
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -33,102 +31,111 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-class StepStatistics(NamedTuple):
-    """The statistics of a step: of each layer that is updated once per step, if it was
-    called.
-    """
+# The moments of each call in a step, by number of the layer among the modules.
+Records = dict[int, list[Moments]]
+# The user's batch normalisation, and its moments in a step; ``None`` if nobody called it.
+Layer = tuple[Any, Moments | None]
 
-    layers: Sequence[tuple[Any, Moments | None]]
+
+class StepStatistics(NamedTuple):
+    """The statistics of a step, of each layer that is updated once per step."""
+
+    layers: Sequence[Layer]
 
     def values(self) -> list[BufferValue]:
         """The running statistics that torch would compute in one call with all rows."""
-        called = [
-            _running_stats_after(module, each) for module, each in self.layers if each
-        ]
-        return [*chain(*called)]
+        values: list[BufferValue] = []
+        for layer, moments in self.layers:
+            if moments is not None:
+                values += _running_stats_after(layer, moments)
+        return values
 
     def to_pool(self) -> list[Tensor]:
-        """One tensor of counts, then each layer's mean and variance; empty without
-        layers.
-        """
-        counts, both = list[int](), list[Tensor]()
-        for module, moments in self.layers:
-            like = module.running_mean
-            nothing = torch.zeros_like(
-                like, dtype=torch.promote_types(like.dtype, torch.float32)
-            )
-            values, *tensors = moments or Moments(0, nothing, nothing)
-            counts.append(values)
-            both += tensors
-        return [torch.tensor(counts, device=both[0].device), *both] if both else []
+        """The tensors to which ranks add a dimension, with one entry per rank.
 
-    def pooled(self, rows: Sequence[Sequence[Tensor]]) -> StepStatistics:
-        """The statistics of all ranks; ``rows`` has, for each tensor of ``to_pool``,
-        all ranks'.
+        One tensor of counts, then each layer's mean and variance; empty without layers.
+        """
+        if not self.layers:
+            return []
+        counts: list[int] = []
+        tensors: list[Tensor] = []
+        for layer, moments in self.layers:
+            if moments is None:
+                moments = _no_moments(layer.running_mean)
+            counts.append(moments.values)
+            tensors += [moments.mean, moments.variance]
+        return [torch.tensor(counts, device=tensors[0].device), *tensors]
+
+    def pooled(self, by_rank: Sequence[Sequence[Tensor]]) -> StepStatistics:
+        """The statistics of all ranks.
+
+        For each tensor of ``to_pool``, ``by_rank`` has those of all ranks.
         """
         by_layer: list[list[Moments]] = [[] for _ in self.layers]
-        for counts, *both in zip(*rows, strict=True):
-            for k, count in enumerate(to_numbers(counts)):
+        for counts, *tensors in zip(*by_rank, strict=True):  # of one rank
+            for number, count in enumerate(to_numbers(counts)):
                 if count:
-                    by_layer[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
-        pairs = zip(self.layers, by_layer, strict=True)
-        return StepStatistics([(module, _pooled(each)) for (module, _), each in pairs])
+                    mean, variance = tensors[2 * number : 2 * number + 2]
+                    by_layer[number].append(Moments(count, mean, variance))
+        layers: list[Layer] = []
+        for (layer, _), moments in zip(self.layers, by_layer, strict=True):
+            layers.append((layer, pooled(moments)))
+        return StepStatistics(layers)
+
+
+def _no_moments(like: Tensor) -> Moments:
+    """The moments of a layer that this rank has not called."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    zeros = torch.zeros_like(like, dtype=dtype)
+    return Moments(0, zeros, zeros)
 
 
 def record(modules: Iterable[nn.Module]) -> Records:
-    """Install hooks that record each call's moments, by number of the batch
-    normalisation.
-    """
-    layers = {
-        m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)
-    }
-    records: Records = {m: [] for m in layers}
-    for m, module in layers.items():
-        call = _MomentsRecorder(m, records)
-        module.register_forward_pre_hook(call.begin)
-        module.register_forward_hook(call.end, with_kwargs=True)
+    """Install hooks that record the moments of each call. Returns the records."""
+    records: Records = {}
+    for number, module in enumerate(modules):
+        if isinstance(module, _KINDS):
+            records[number] = []
+            recorder = _MomentsRecorder(number, records)
+            module.register_forward_pre_hook(recorder.begin)
+            module.register_forward_hook(recorder.end, with_kwargs=True)
     return records
 
 
-def of_step(
-    replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
-) -> StepStatistics:
-    """The pooled statistics of the first ``active`` replicas, on the master."""
-    layers = []
-    for each in replica_sets:
-        replicas = each.replicas[:active]
-        recorded = [
-            _moments_of(replica, replicas[0].device, transfers) for replica in replicas
-        ]
-        for m in replicas[0].records:
-            module: Any = each.modules[m]
-            if module.running_mean is not None:
-                moments = [of_replica[m] for of_replica in recorded if m in of_replica]
-                layers.append((module, _pooled(moments)))
-    return StepStatistics(layers)
-
-
-def _moments_of(
-    replica: Replica, device: torch.device, transfers: Transfers
+def moments_on(
+    device: torch.device, records: Records, source: torch.device, transfers: Transfers
 ) -> dict[int, Moments]:
-    """The statistics that one replica recorded, by number of the module,
-    on ``device``.
+    """The moments that a replica on ``source`` recorded, on ``device``.
+
+    The keys are those of ``records``, without layers that were not called.
     """
-    recorded = {
-        m: each for m, calls in replica.records.items() if (each := _pooled(calls))
-    }
-    if replica.device == device:
+    recorded: dict[int, Moments] = {}
+    for number, calls in records.items():
+        moments = pooled(calls)
+        if moments is not None:
+            recorded[number] = moments
+    if source == device:
         return recorded
-    tensors = {
-        (m, i): t for m, moments in recorded.items() for i, t in enumerate(moments[1:])
-    }
-    moved = dict(
-        chain(*map(dict.items, iter_copies(tensors, device, transfers, "reduce")))
-    )
-    return {
-        m: Moments(moments.values, moved[m, 0], moved[m, 1])
-        for m, moments in recorded.items()
-    }
+    tensors: dict[tuple[int, str], Tensor] = {}
+    for number, moments in recorded.items():
+        tensors[number, "mean"] = moments.mean
+        tensors[number, "variance"] = moments.variance
+    arrived: dict[tuple[int, str], Tensor] = {}
+    for message in iter_copies(tensors, device, transfers, "reduce"):
+        arrived |= message
+    for number, moments in recorded.items():
+        mean = arrived[number, "mean"]
+        variance = arrived[number, "variance"]
+        recorded[number] = Moments(moments.values, mean, variance)
+    return recorded
+
+
+class _Running(NamedTuple):
+    """What a recorder takes out of a layer for one call."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float | None
 
 
 class _MomentsRecorder:
@@ -139,16 +146,19 @@ class _MomentsRecorder:
     """
 
     def __init__(self, number: int, records: Records) -> None:
-        self._number, self._records = number, records
-        self._running: tuple[Any, ...] | None = None
+        self._number = number
+        self._records = records
+        self._running: _Running | None = None  # during a call that is recorded
 
     def begin(self, module: Any, _: object) -> None:
         buffers = module._buffers
-        saved = [buffers.get(name) for name in RUNNING[:2]]
-        tracks = module.training and module.track_running_stats and saved[0] is not None
-        self._running = (*saved, module.momentum) if tracks else None
-        if tracks:
-            buffers.update(zip(RUNNING, map(torch.zeros_like, saved), strict=False))
+        mean = buffers.get("running_mean")
+        variance = buffers.get("running_var")
+        self._running = None
+        if module.training and module.track_running_stats and mean is not None:
+            self._running = _Running(mean, variance, module.momentum)
+            buffers["running_mean"] = torch.zeros_like(mean)
+            buffers["running_var"] = torch.zeros_like(variance)
             vars(module)["momentum"] = 1.0
 
     def end(
@@ -157,24 +167,27 @@ class _MomentsRecorder:
         if self._running is None:
             return
         buffers = module._buffers
-        mean, variance = (buffers[name] for name in RUNNING[:2])
-        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = (
-            self._running
-        )
-        # else a backward pass recomputes a recorded call
-        if current_graph_task() == -1:
-            (layer_input, *_) = (*args, *kwargs.values())
-            values = layer_input.numel() // layer_input.size(1)
-            self._records[self._number].append(Moments(values, mean, variance))
+        mean = buffers["running_mean"]
+        variance = buffers["running_var"]
+        buffers["running_mean"] = self._running.mean
+        buffers["running_var"] = self._running.variance
+        vars(module)["momentum"] = self._running.momentum
+        # Inside of a backward pass, checkpointing recomputes a call that was recorded.
+        if current_graph_task() != -1:
+            return
+        layer_input = args[0] if args else next(iter(kwargs.values()))
+        values = layer_input.numel() // layer_input.size(1)
+        self._records[self._number].append(Moments(values, mean, variance))
 
 
-def _pooled(recorded: Sequence[Moments]) -> Moments | None:
+def pooled(recorded: Sequence[Moments]) -> Moments | None:
     """The moments of all values together; ``None`` if there are none."""
     if not recorded:
         return None
-    counts, means, variances = (list(each) for each in zip(*recorded, strict=True))
-    dtype = torch.promote_types(means[0].dtype, torch.float32)
-    means, variances = [t.to(dtype) for t in means], [t.to(dtype) for t in variances]
+    counts = [moments.values for moments in recorded]
+    dtype = torch.promote_types(recorded[0].mean.dtype, torch.float32)
+    means = [moments.mean.to(dtype) for moments in recorded]
+    variances = [moments.variance.to(dtype) for moments in recorded]
     if len(recorded) == 1:
         return Moments(counts[0], means[0], variances[0])
     total = sum(counts)
@@ -191,17 +204,19 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _running_stats_after(module: Any, moments: Moments) -> list[BufferValue]:
-    """The running statistics that torch would compute in one call: container, name and
-    value.
-    """
-    values, factor = {}, module.momentum
-    tracked = module.num_batches_tracked
+def _running_stats_after(layer: Any, moments: Moments) -> list[BufferValue]:
+    """The running statistics that torch would compute in one call with all rows."""
+    values: dict[str, Tensor] = {}
+    tracked = layer.num_batches_tracked
     if tracked is not None:
         values["num_batches_tracked"] = tracked + 1
+    factor = layer.momentum
     if factor is None:  # the mean of all batches; without a count torch uses 0
         factor = 0.0 if tracked is None else 1.0 / (to_numbers(tracked) + 1)
-    for name, new in zip(RUNNING, moments[1:], strict=False):
-        old = getattr(module, name)
+    for name, new in (
+        ("running_mean", moments.mean),
+        ("running_var", moments.variance),
+    ):
+        old = getattr(layer, name)
         values[name] = (old.to(new.dtype) * (1 - factor) + new * factor).to(old.dtype)
-    return [(module._buffers, name, value) for name, value in values.items()]
+    return [(layer._buffers, name, value) for name, value in values.items()]

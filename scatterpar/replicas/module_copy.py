@@ -20,7 +20,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, starmap
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from scatterpar.replicas.checks import (
     is_state,
     new_like,
 )
+from scatterpar.replicas.compiled import Compiler
 from scatterpar.torch_private import (
     CompileFn,
     compile_fn_of,
@@ -47,21 +48,6 @@ _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and th
 _DTYPE, _GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype")
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
-
-
-class Compiler(Protocol):
-    """What makes replicas run compiled; an add-on has it."""
-
-    def compiled_call(
-        self, module: nn.Module, replica: nn.Module, compile_fn: CompileFn
-    ) -> Callable[..., Any]:
-        """The compiled call of a replica of ``module``."""
-
-    def forget(self) -> None:
-        """The modules changed: calls may compile again."""
-
-    def release(self) -> None:
-        """The sub-step of this thread's replica has ended."""
 
 
 class ModuleContents:

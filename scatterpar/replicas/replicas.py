@@ -5,10 +5,10 @@ step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,19 @@ from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.errors import restored
+from scatterpar.replicas.batch_statistics import (
+    Layer,
+    Records,
+    StepStatistics,
+    moments_on,
+    pooled,
+    record,
+)
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
+from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_copy import (
-    Compiler,
     ModuleContents,
     ModuleCopy,
     Snapshot,
@@ -31,51 +39,22 @@ from scatterpar.replicas.module_copy import (
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.torch_private import CompileFn
 
-# what replicas record in a step, by number of the module
-Records = dict[int, list[Any]]
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class Statistics(Protocol):
-    """The statistics of a step, from which running statistics are updated; an add-on
-    has it.
+class ReplicaOptions(NamedTuple):
+    """How replicas are made.
+
+    Attributes:
+        accumulate_dtype: the dtype in which gradients are added, if theirs is not wider.
+        record_statistics: replicas record the statistics of batch normalisation, from
+            which the running ones are updated once per step.
+        compile_fn: compiles the whole module; ``None`` if it runs as it is.
     """
 
-    def values(self) -> list[BufferValue]:
-        """The new values of buffers: the container, the name and the value of each."""
-
-    def to_pool(self) -> list[Tensor]:
-        """The tensors to which ranks add a dimension, with one entry per rank."""
-
-    def pooled(self, rows: Sequence[Sequence[Tensor]]) -> Statistics:
-        """The statistics of all ranks; ``rows`` has the entries of each tensor of
-        ``to_pool``.
-        """
-
-
-class StatisticsPolicy(Protocol):
-    """Which running statistics are updated once per step; an add-on has it."""
-
-    def record(self, modules: Iterable[nn.Module]) -> Records:
-        """Make a replica's ``modules`` record. Returns the records, which are filled in
-        a step.
-        """
-
-    def of_step(
-        self, replica_sets: Sequence[ReplicaSet], active: int, transfers: Transfers
-    ) -> Statistics:
-        """What the first ``active`` replicas have recorded, on the master."""
-
-
-class ReplicaOptions(NamedTuple):
-    """How replicas are made."""
-
     accumulate_dtype: torch.dtype | None = None
-    statistics_policy: StatisticsPolicy | None = None
-    compile_fn: CompileFn | None = None  # compiles the whole module
-    # called if a module is compiled
-    make_compiler: Callable[[], Compiler] | None = None
+    record_statistics: bool = False
+    compile_fn: CompileFn | None = None
 
 
 class Replicas:
@@ -127,6 +106,20 @@ class Replicas:
             self.criteria = [
                 criterion if root is None else r.copy_of(criterion) for r in replicas
             ]
+
+    def statistics_after(
+        self, active: int, transfers: Transfers
+    ) -> StepStatistics | None:
+        """The statistics of the step, on the master; ``None`` if none are recorded.
+
+        Only the first ``active`` replicas have a share of the batch.
+        """
+        if not self.options.record_statistics:
+            return None
+        layers: list[Layer] = []
+        for replica_set in self.replica_sets:
+            layers += replica_set.recorded(active, transfers)
+        return StepStatistics(layers)
 
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: other
@@ -258,12 +251,8 @@ class ReplicaSet:
             self.broadcast = Broadcast(found, self.device_ids)
         if (compile_fn := self.options.compile_fn) is not None:
             found.compiled.setdefault(id(self.root), (self.root, compile_fn))
-        if (
-            found.compiled
-            and self.compiler is None
-            and self.options.make_compiler is not None
-        ):
-            self.compiler = self.options.make_compiler()
+        if found.compiled and self.compiler is None:
+            self.compiler = Compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
         self.guard = ParameterGuard(
             self.broadcast, [(r.device, r.tensors) for r in self.replicas]
@@ -300,6 +289,26 @@ class ReplicaSet:
             )
             if m not in first.records or name not in RUNNING
         ]
+
+    def recorded(self, active: int, transfers: Transfers) -> list[Layer]:
+        """Each recording layer, with the moments of the first ``active`` replicas."""
+        replicas = self.replicas[:active]
+        master = replicas[0].device
+        by_replica = [
+            moments_on(master, replica.records, replica.device, transfers)
+            for replica in replicas
+        ]
+        layers: list[Layer] = []
+        for number in replicas[0].records:
+            layer: Any = self.modules[number]
+            if layer.running_mean is not None:
+                moments = [
+                    of_replica[number]
+                    for of_replica in by_replica
+                    if number in of_replica
+                ]
+                layers.append((layer, pooled(moments)))
+        return layers
 
 
 @contextlib.contextmanager
@@ -346,8 +355,9 @@ class Replica(ModuleCopy):
         super().__init__(contents, self.tensors, of.compiler)
         self.root = self.copy_of(of.root)
         self.modules = [self.copy_of(module) for module in of.modules]
-        policy = of.options.statistics_policy
-        self.records = policy.record(self.modules) if policy is not None else {}
+        self.records: Records = {}
+        if of.options.record_statistics:
+            self.records = record(self.modules)
         tensors = self.tensors  # not `self`, which would be a cycle
         self.state = Snapshot(
             self.containers, lambda: list(map(_REQUIRES_GRAD, tensors))

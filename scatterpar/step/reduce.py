@@ -30,8 +30,8 @@ from scatterpar.devices.coalescing import is_part, iter_copies, tree_pairs
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import warn
+from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
-from scatterpar.replicas.replicas import Statistics
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt, note_replica
 from scatterpar.step.request import Request
@@ -51,7 +51,7 @@ class Outcome:
     observed: tuple[float, float]  # what an observer returned; ranks add it
     gradients: list[Gradient]  # of every trained tensor of the user's
     buffers: list[BufferValue]
-    statistics: Statistics | None  # of layers that are updated once per step
+    statistics: StepStatistics | None  # of layers that are updated once per step
     retries: int = 0  # earlier tries that ran out of memory
 
     @property
@@ -95,9 +95,6 @@ class Outcome:
         )
 
 
-# Around all of the step up to the commit: ranks exchange sums, and what one raises all
-# raise.
-Combine = Callable[[Callable[[], Outcome]], Outcome]
 # Called while each replica has its own gradients, before they are added. Ranks add the
 # numbers.
 Observer = Callable[[Attempt], tuple[float, float]]
@@ -161,18 +158,17 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
     return list(total.values())
 
 
-def reduce_buffers(attempt: Attempt) -> tuple[list[BufferValue], Statistics | None]:
+def reduce_buffers(
+    attempt: Attempt,
+) -> tuple[list[BufferValue], StepStatistics | None]:
     """The buffers' values after the step, and the statistics of layers updated once per
     step.
     """
-    sets, policy = (
-        attempt.replicas.replica_sets,
-        attempt.replicas.options.statistics_policy,
-    )
-    buffers = [*chain(*(each.buffers_after() for each in sets))]
-    if policy is None:
-        return buffers, None
-    return buffers, policy.of_step(sets, len(attempt.plan.shares), attempt.transfers)
+    buffers: list[BufferValue] = []
+    for replica_set in attempt.replicas.replica_sets:
+        buffers += replica_set.buffers_after()
+    active = len(attempt.plan.shares)
+    return buffers, attempt.replicas.statistics_after(active, attempt.transfers)
 
 
 def sum_in_order(

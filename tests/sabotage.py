@@ -148,7 +148,7 @@ batch statistics move in inference alone
   outcome.statistics.values() if outcome.statistics else [] => []
 engine.check passes whatever it finds
   relative_difference -> test_a_difference_is_measured_and_has_a_meaning
-  [math.inf if math.isnan(error) else error for error in errors] => [0.0] * len(errors)
+  if relative > worst: => if False:
 a micro-batch without terms is divided by zero
   compute_loss_weights -> test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing
   count / total if count else 0.0 => count / total
@@ -289,7 +289,7 @@ workers do not see the caller's hooks on saved tensors
   if hooks := saved_tensors_hooks(): => if False:
 hooks on parameters run in engine.check
   compare -> test_it_leaves_no_trace
-  hooks_taken_off(tensors) => hooks_taken_off([])
+  hooks_taken_off(leaves) => hooks_taken_off([])
 # clear errors
 the user's exception is replaced
   Workers.parallel_apply -> test_the_lowest_replica_speaks_and_the_others_are_noted_once

@@ -38,25 +38,15 @@ from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss_weights import term_counts
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import ReplicaTask, loss_of
-from scatterpar.torch_private import OperatorMode, nodes_reached, uncompiled
-from scatterpar.verify.gradient_check import (
-    SMALLEST_SCALE,
-    moved_to,
-    relative_difference,
-    uses_batch_statistics,
-)
+from scatterpar.torch_private import uncompiled
+from scatterpar.verify.comparison import SMALLEST_SCALE, relative_difference
+from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
+from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
+from scatterpar.verify.moved_state import State, moved_between, state_of
+from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.rows import Parts, in_two
-from scatterpar.verify.user_state import State, UserState, moved_between, state_of
+from scatterpar.verify.user_state import UserState
 
-# Correct results agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the
-# number of rows) and to 1e-2 in half precision. Wrong weights change them by more, if
-# they matter.
-_TOLERANCES = {
-    torch.float64: 1e-6,
-    torch.float32: 3e-3,
-    torch.float16: 3e-2,
-    torch.bfloat16: 3e-2,
-}
 _NOTHING_BUT = 0.4  # if rounding changes a gradient by more, it is nothing but rounding
 # rounding at a ReLU shows in every third, and seldom changes more
 _NUDGES, _AT_A_RELU = 16, 0.2
@@ -121,10 +111,10 @@ class Look:
         self._inputs, self._targets = request.batches[0][1]
         self._model: Any = task.module if task.share.replica else sets[0].root
         self._step_rows = {*attempt.plan.substep_rows}
-        self._numbers = ConstantNumbers()  # type: ignore[no-untyped-call]
+        self._numbers = ConstantNumbers()
         self._draws = self._shares_state = False
         self._autocast: Sequence[str] = []  # device types for which it stays enabled
-        self._dtypes: set[torch.dtype] = set()
+        self._rounding_of = Rounding(task.share.device)
         self._states: list[State] = []  # after each part of a run
         self._undo, self._saved = contextlib.ExitStack(), list[UserState]()
         groups: dict[int, list[Tensor]] = {}  # a leaf of the user's, and its copies
@@ -362,7 +352,7 @@ class Look:
 
     @property
     def _tolerance(self) -> float:
-        return max(_TOLERANCES.get(dtype, 1.0) for dtype in self._dtypes)
+        return self._rounding_of.tolerance
 
     def _rounding(self, verdict: Verdict, expected: Sum, found: Sum, one: Sum) -> float:
         """The difference that rounding makes in ``one``, the replica's result for all
@@ -373,7 +363,7 @@ class Look:
         ``found``, the result in parts: a ReLU at zero was open in one of them.
         """
         error, rows = verdict.error, [*chain(*verdict.parts)]
-        eps = abs(expected[0]) * min(torch.finfo(dtype).eps for dtype in self._dtypes)
+        eps = abs(expected[0]) * self._rounding_of.finest_eps
         is_zero = expected[1] and all(
             g.abs().max() <= eps for g in expected[1] if g.numel()
         )
@@ -465,6 +455,7 @@ class Look:
         self._restart()
         self._states, is_shared = [], root_to_replicate(request.criterion) is None
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_draws_are_inconclusive())
             stack.enter_context(
                 self._numbers if self._draws else contextlib.nullcontext()
             )
@@ -527,7 +518,7 @@ class Look:
             output = nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, output)
         loss = loss_of(output, self._move(self._targets, rows), task.criterion)
         del output
-        _note_dtypes(loss, self._dtypes)
+        self._rounding_of.watch(loss)
         leaves = [*chain(*self._leaves)] if weight and loss.requires_grad else []
         try:
             # With the weight inside: hooks may clamp gradients. Multiplied: for a
@@ -557,7 +548,7 @@ class Look:
 
         Each number changes them in another way, and farther.
         """
-        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes)
+        eps = self._rounding_of.coarsest_eps
         # Kernels for few rows round by several units; in half precision that would hide
         # an error.
         size = eps / 2 * (32 if eps < 1e-5 else 4) ** (number / (_NUDGES - 1))
@@ -579,33 +570,12 @@ class Look:
         )
 
 
-class ConstantNumbers(OperatorMode):
-    """Random operators that do not depend on rows.
-
-    Dropout keeps all elements, floating-point numbers are 0.618, and others repeat the
-    first number drawn.
-    """
-
-    calls = 0  # of random operators, without dropout
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        name, names = func._schema.name, [each.name for each in func._schema.arguments]
-        drops = {"dropout_p", "p"} if "dropout" in name else {"dropout_p"}
-        own = [
-            0.0 if at in drops else value
-            for at, value in zip(names, args, strict=False)
-        ]
-        drawn = func(*own, **(kwargs or {}))
-        if drops.isdisjoint(names):
-            self.calls += 1
-            if name in ("aten::randperm", "aten::multinomial"):
-                raise Inconclusive("what is drawn depends on the rows", 2)
-            drawn.fill_(0.618 if drawn.is_floating_point() else drawn.flatten()[0])
-        return drawn
+@contextlib.contextmanager
+def _draws_are_inconclusive() -> Iterator[None]:
+    try:
+        yield
+    except DrawsPerRow:
+        raise Inconclusive("what is drawn depends on the rows", 2) from None
 
 
 def pieces_of(request: Request, parts: Parts) -> Any:
@@ -619,19 +589,6 @@ def pieces_of(request: Request, parts: Parts) -> Any:
 def _as_leaf(tensor: Tensor) -> Tensor:
     """The tensor without its graph. A criterion may ask for a gradient of it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _note_dtypes(loss: Tensor, dtypes: set[torch.dtype]) -> None:
-    """Add the dtypes of the graph, when it is run: the coarsest determines the
-    tolerance.
-    """
-    dtypes.add(loss.dtype)
-
-    def note(gradients: Sequence[Tensor | None]) -> None:
-        dtypes.update(each.dtype for each in gradients if each is not None)
-
-    for node in nodes_reached(loss):
-        node.register_prehook(note)
 
 
 def compare_outputs(

@@ -49,15 +49,8 @@ from scatterpar.verify.look import (
     entries_per_row,
     pieces_of,
 )
-from scatterpar.verify.rows import (
-    Parts,
-    choose_rows,
-    ignored_values,
-    informative_tensors,
-    ranges_of,
-    read_ranges,
-    unbound,
-)
+from scatterpar.verify.ranges import informative_tensors, ranges_of, read_ranges
+from scatterpar.verify.rows import Parts, choose_rows, ignored_values, unbound
 
 _FEW, _MANY = 9, 2  # rows of a look, at least; micro-batches of rows in the first look
 _BYTES = 2**22  # of inputs in a look

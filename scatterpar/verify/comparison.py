@@ -1,0 +1,135 @@
+"""Compare losses and gradients that were computed in different ways.
+
+This file knows neither the engine nor its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import to_host
+
+# A gradient below this part of the largest one may be rounding alone.
+SMALLEST_SCALE = 1e-2
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The loss of some rows and its gradients.
+
+    Attributes:
+        loss: the loss, perhaps times a weight.
+        gradients: those of the same tensors in every result that is compared.
+    """
+
+    loss: float
+    gradients: Sequence[Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is neither NaN nor infinity in it."""
+        if not math.isfinite(self.loss):
+            return False
+        return all(bool(gradient.isfinite().all()) for gradient in self.gradients)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient is not zero."""
+        return any(bool(gradient.any()) for gradient in self.gradients)
+
+    def difference_from(self, expected: Result) -> float:
+        """The relative difference of the gradients, or of the losses if that is larger."""
+        if not math.isfinite(self.loss):
+            return math.inf
+        scale = max(abs(self.loss), abs(expected.loss), SMALLEST_SCALE)
+        of_losses = abs(self.loss - expected.loss) / scale
+        of_gradients, _ = relative_difference(self.gradients, expected.gradients)
+        return max(of_losses, of_gradients)
+
+
+def weighted_sum(results: Sequence[Result], weights: Sequence[float] = ()) -> Result:
+    """The sum of the results times their weights; all 1 by default.
+
+    A result whose weight is zero adds nothing, even if it has NaN.
+    """
+    loss = 0.0
+    terms: list[list[Tensor]] = []  # one list per gradient
+    for result, weight in zip(results, weights or [1.0] * len(results), strict=True):
+        if not weight:
+            continue
+        loss += weight * result.loss
+        terms = terms or [[] for _ in result.gradients]
+        for summands, gradient in zip(terms, result.gradients, strict=True):
+            summands.append(weight * gradient)
+    return Result(loss, [torch.stack(summands).sum(0) for summands in terms])
+
+
+def num_with_gradient(results: Sequence[Result]) -> int:
+    """The number of results of which a gradient is not zero."""
+    return sum(result.has_gradient for result in results)
+
+
+def relative_difference(actual: Gradients, expected: Gradients) -> tuple[float, int]:
+    """The largest relative difference between gradients of the same tensors, and its position.
+
+    For each tensor it is the largest difference of an entry over the largest entry, or over a
+    hundredth of the largest entry of all tensors, if that is more. It is infinite for NaN, or if
+    only one of the two has a gradient and it is not zero.
+    """
+    pairs = list(zip(actual, expected, strict=True))
+    differences = magnitudes([_difference(*pair) for pair in pairs])
+    scales = magnitudes(expected)
+    floor = max(SMALLEST_SCALE * max(scales, default=0.0), math.ulp(0.0))
+    worst = 0.0
+    position = 0
+    for number, difference in enumerate(differences):
+        if not difference:
+            continue
+        relative = difference / max(scales[number], floor)
+        if math.isnan(relative) or any(gradient is None for gradient in pairs[number]):
+            relative = math.inf
+        if relative > worst:
+            worst = relative
+            position = number
+    return worst, position
+
+
+def _difference(actual: Tensor | None, expected: Tensor | None) -> Tensor | None:
+    """The difference of two gradients; the one that is there if the other is ``None``."""
+    if actual is None:
+        return expected
+    if expected is None:
+        return actual
+    return actual.to_dense() - expected.to_dense()
+
+
+def magnitudes(tensors: Gradients) -> list[float]:
+    """The largest absolute entry of each tensor, read together; zero if there is none."""
+    nothing = torch.zeros(1, device="cpu")
+    norms = []
+    for tensor in tensors:
+        is_empty = tensor is None or not tensor.numel()
+        dense = nothing if is_empty else tensor.detach().to_dense()
+        norms.append(torch.linalg.vector_norm(dense, math.inf))
+    return [float(norm) for norm in to_host(norms)]
+
+
+def difference_of_outputs(actual: Tensor, expected: Tensor) -> float:
+    """The largest relative difference between two outputs of one shape; NaN counts as zero.
+
+    It is infinite if outputs that are not floating-point differ.
+    """
+    if same_bits(actual, expected):
+        return 0.0
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return math.inf
+    difference, _ = relative_difference([actual.nan_to_num()], [expected.nan_to_num()])
+    return difference

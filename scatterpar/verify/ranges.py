@@ -1,0 +1,114 @@
+"""Find the tensors of a batch that may hold labels, masks, lengths or weights, and their ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Marker, all_tensors
+from scatterpar.devices.transfers import to_host
+from scatterpar.step.request import Request
+
+_LARGEST = 2**22  # tensors of more elements are not searched
+_EXACT_UPTO = (
+    1000  # labels above this are token ids, of which only the power of two counts
+)
+_ABOVE_ALL_LABELS = 1100  # frexp's exponents, from -1073 on, then lie above 0
+
+_NUMBERS_PER_TENSOR = 3
+
+
+def may_be_labels(tensor: Tensor) -> bool:
+    """Whether the tensor may hold labels."""
+    return not (
+        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    )
+
+
+def informative_tensors(request: Request) -> list[Tensor]:
+    """Tensors that may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
+
+    Of ``Rows``: the number of elements in each row. Without targets also floating-point inputs of
+    at most two dimensions.
+    """
+    inputs, targets = request.batches[0][1]
+    tensors = list(_informative(targets, request.dim))
+    has_targets = bool(tensors)
+    for tensor in _informative(inputs, request.dim):
+        is_data = tensor.is_floating_point() and has_targets
+        dimensions = sum(size > 1 for size in tensor.shape[1:])
+        if not is_data and dimensions <= (2 if may_be_labels(tensor) else 1):
+            tensors.append(tensor)
+    return sorted(tensors, key=may_be_labels, reverse=True)
+
+
+def _informative(value: Any, dim: int) -> Iterator[Tensor]:
+    for leaf in nested.leaves(value):
+        if isinstance(leaf, Marker) and leaf.num_rows is not None:
+            yield _sizes_of_rows(leaf, leaf.num_rows)
+            continue
+        is_plain = type(leaf) in (Tensor, Parameter) and leaf.layout == torch.strided
+        if (
+            is_plain
+            and leaf.ndim
+            and 0 < leaf.numel() <= _LARGEST
+            and not leaf.is_complex()
+        ):
+            yield leaf.detach().movedim(dim, 0)
+
+
+def _sizes_of_rows(marker: Marker, num_rows: int) -> Tensor:
+    """The number of elements in each row."""
+    sizes = []
+    for row in range(num_rows):
+        tensors = all_tensors(marker.select([row]))
+        sizes.append(sum(tensor.numel() for tensor in tensors))
+    return torch.tensor(sizes)
+
+
+def ranges_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """How far the numbers of each tensor go, on its device: three 0-dim tensors per tensor.
+
+    The lowest number, the highest, and for labels whether rows begin or end with two equal values
+    (padding).
+    """
+    ranges: list[Tensor] = []
+    for tensor in tensors:
+        low, high = tensor.aminmax()
+        padding = torch.zeros((), device=tensor.device)
+        if may_be_labels(tensor) and tensor.ndim == 2 and tensor.size(1) > 1:
+            at_start = (tensor[:, 0] == tensor[:, 1]).any()
+            at_end = (tensor[:, -2] == tensor[:, -1]).any()
+            padding = at_start + 2 * at_end
+        ranges += [low, high, padding]
+    return ranges
+
+
+def read_ranges(ranges: Sequence[Tensor]) -> list[float]:
+    """``ranges_of`` tensors as numbers: a tensor is beyond a range if any number is larger.
+
+    Large numbers, and all that are not integers, count by their sign and power of two.
+    """
+    numbers = []
+    for position, tensor in enumerate(to_host(ranges)):
+        number = float(tensor)
+        is_lowest = position % _NUMBERS_PER_TENSOR == 0
+        numbers.append(_roughly(-number if is_lowest else number))
+    return numbers
+
+
+def _roughly(value: float) -> float:
+    if math.isnan(value):
+        return math.inf
+    if not math.isfinite(value):
+        return value
+    if value % 1 == 0 and abs(value) <= _EXACT_UPTO:
+        return value
+    _, exponent = math.frexp(value)
+    return math.copysign(exponent + _ABOVE_ALL_LABELS, value)

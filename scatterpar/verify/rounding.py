@@ -1,0 +1,192 @@
+"""How far rounding may change the results of a computation.
+
+Right results of one gradient, computed in two ways, differ by rounding. How far depends on the
+coarsest format that the computation rounds to::
+
+    format     eps      two right gradients of a few rows   a whole step, largest difference
+    float64    2e-16    1e-6                                1e-10
+    float32    1e-7     3e-3                                1e-4
+    TF32       1e-3     3e-2                                1e-2
+    float16    1e-3     3e-2                                1e-2
+    bfloat16   8e-3     3e-2                                5e-2
+
+The second column is generous: kernels round by the number of rows, and wrong weights of losses
+change a gradient by far more, if they matter. Formats are read from the graph, so autocast is seen
+wherever the user's code enters it. On GPUs torch may round float32 numbers to TF32 inside of
+convolutions, recurrences and products: settings say where.
+
+This file knows neither the engine nor its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from scatterpar.torch_private import nodes_reached
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format.
+
+    Attributes:
+        eps: the distance from 1 to the next larger number.
+        tolerance: the largest relative difference between two right gradients of a few rows.
+        limit: the largest relative difference of a parameter between two right steps.
+    """
+
+    eps: float
+    tolerance: float
+    limit: float
+
+
+FLOAT64 = Format(2.0**-52, tolerance=1e-6, limit=1e-10)
+FLOAT32 = Format(2.0**-23, tolerance=3e-3, limit=1e-4)
+TF32 = Format(2.0**-10, tolerance=3e-2, limit=1e-2)
+FLOAT16 = Format(2.0**-10, tolerance=3e-2, limit=1e-2)
+BFLOAT16 = Format(2.0**-7, tolerance=3e-2, limit=5e-2)
+COARSER = Format(
+    2.0**-2, tolerance=1.0, limit=1.0
+)  # such as float8: nothing can be compared
+
+_FORMATS = {
+    torch.float64: FLOAT64,
+    torch.complex128: FLOAT64,
+    torch.float32: FLOAT32,
+    torch.complex64: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+}
+# How torch names the format that it rounds float32 numbers to inside of operators.
+_FORMATS_BY_SETTING = {"tf32": TF32, "bf16": BFLOAT16}
+_FIRST_CAPABILITY_WITH_TF32 = 8, 0  # Ampere
+
+# The beginnings of the names of nodes in autograd's graph, by the setting that applies to them.
+_NODES_BY_OPERATION = {
+    "convolution": ("Convolution", "CudnnConvolution", "SlowConv"),
+    "recurrence": ("CudnnRnn", "MkldnnRnn"),
+    "product": (
+        *(
+            "Mm",
+            "Addmm",
+            "Bmm",
+            "Baddbmm",
+            "Addbmm",
+            "Mv",
+            "Addmv",
+            "Linear",
+            "Trilinear",
+        ),
+        *("ScaledDotProduct", "EfficientAttention", "FlashAttention", "Cdist"),
+    ),
+}
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The format of a floating-point or complex dtype."""
+    return _FORMATS.get(dtype, COARSER)
+
+
+def formats_inside_operators(device: torch.device) -> dict[str, Format]:
+    """By operation, the format that float32 numbers are rounded to inside of its kernels.
+
+    Operations that compute in float32 are left out.
+    """
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY_WITH_TF32:
+            return {}
+        settings = {
+            "convolution": torch.backends.cudnn.conv.fp32_precision,
+            "recurrence": torch.backends.cudnn.rnn.fp32_precision,
+            "product": torch.backends.cuda.matmul.fp32_precision,
+        }
+    elif device.type == "cpu":  # the few processors that have TF32 are not told apart
+        settings = {
+            "convolution": _without_tf32(torch.backends.mkldnn.conv.fp32_precision),
+            "recurrence": _without_tf32(torch.backends.mkldnn.rnn.fp32_precision),
+            "product": _without_tf32(torch.backends.mkldnn.matmul.fp32_precision),
+        }
+    else:
+        return {}
+    return {
+        operation: _FORMATS_BY_SETTING[setting]
+        for operation, setting in settings.items()
+        if setting in _FORMATS_BY_SETTING
+    }
+
+
+def _without_tf32(setting: str) -> str:
+    return "ieee" if setting == "tf32" else setting
+
+
+class Rounding:
+    """The formats that computations on one device round to.
+
+    ``watch`` a loss before its backward pass. While that runs, autograd shows the dtypes in it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._formats: set[Format] = set()
+        self._inside_operators = formats_inside_operators(device)
+
+    def add(self, dtype: torch.dtype) -> None:
+        """Results are rounded to ``dtype``, too."""
+        self._formats.add(format_of(dtype))
+
+    def watch(self, loss: Tensor) -> None:
+        """Record the formats of the graph of ``loss``, when its backward pass runs."""
+        self.add(loss.dtype)
+        for node in nodes_reached(loss):
+            self._watch_node(node)
+
+    def _watch_node(self, node: Any) -> None:
+        inside = self._format_inside(node)
+
+        def record(gradients: Sequence[Tensor | None]) -> None:
+            for gradient in gradients:
+                if gradient is None:
+                    continue
+                self.add(gradient.dtype)
+                if inside is not None and format_of(gradient.dtype) == FLOAT32:
+                    self._formats.add(inside)
+
+        node.register_prehook(record)
+
+    def _format_inside(self, node: Any) -> Format | None:
+        """The format of float32 numbers inside of the node's kernels, unless it is float32."""
+        if not self._inside_operators:
+            return None
+        if isinstance(
+            node, BackwardCFunction
+        ):  # a function of the user's may do anything
+            return max(self._inside_operators.values(), key=lambda inside: inside.eps)
+        for operation, inside in self._inside_operators.items():
+            if node.name().startswith(_NODES_BY_OPERATION[operation]):
+                return inside
+        return None
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference between two right gradients of a few rows."""
+        return max((known.tolerance for known in self._formats), default=0.0)
+
+    @property
+    def limit(self) -> float:
+        """The largest relative difference of a parameter between two right steps."""
+        return max((known.limit for known in self._formats), default=0.0)
+
+    @property
+    def coarsest_eps(self) -> float:
+        """The relative size of the largest rounding errors of single results."""
+        return max((known.eps for known in self._formats), default=0.0)
+
+    @property
+    def finest_eps(self) -> float:
+        """The relative size of the smallest rounding errors of single results."""
+        return min((known.eps for known in self._formats), default=0.0)

@@ -116,8 +116,9 @@ def magnitudes(tensors: Gradients) -> list[float]:
     nothing = torch.zeros(1, device="cpu")
     norms = []
     for tensor in tensors:
-        is_empty = tensor is None or not tensor.numel()
-        dense = nothing if is_empty else tensor.detach().to_dense()
+        dense = nothing
+        if tensor is not None and tensor.numel():
+            dense = tensor.detach().to_dense()
         norms.append(torch.linalg.vector_norm(dense, math.inf))
     return [float(norm) for norm in to_host(norms)]
 

@@ -101,16 +101,18 @@ def formats_inside_operators(device: torch.device) -> dict[str, Format]:
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY_WITH_TF32:
             return {}
+        cudnn: Any = torch.backends.cudnn
         settings = {
-            "convolution": torch.backends.cudnn.conv.fp32_precision,
-            "recurrence": torch.backends.cudnn.rnn.fp32_precision,
+            "convolution": cudnn.conv.fp32_precision,
+            "recurrence": cudnn.rnn.fp32_precision,
             "product": torch.backends.cuda.matmul.fp32_precision,
         }
     elif device.type == "cpu":  # the few processors that have TF32 are not told apart
+        mkldnn: Any = torch.backends.mkldnn
         settings = {
-            "convolution": _without_tf32(torch.backends.mkldnn.conv.fp32_precision),
-            "recurrence": _without_tf32(torch.backends.mkldnn.rnn.fp32_precision),
-            "product": _without_tf32(torch.backends.mkldnn.matmul.fp32_precision),
+            "convolution": _without_tf32(mkldnn.conv.fp32_precision),
+            "recurrence": _without_tf32(mkldnn.rnn.fp32_precision),
+            "product": _without_tf32(mkldnn.matmul.fp32_precision),
         }
     else:
         return {}

@@ -41,6 +41,7 @@ from scatterpar.distributed.ranks import Ranks
 from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Proceed
+from scatterpar.step.inner_backward import gradient_versions, inner_backward
 from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import (
@@ -213,8 +214,12 @@ def output_at(
     task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward"
 ) -> Any:
     """The module's output for the rows of one micro-batch."""
+    before = gradient_versions(task.leaves)
     with task.span(name, number):
-        return task.output_of(rows[0])
+        output = task.output_of(rows[0])
+    if gradient_versions(task.leaves) != before:
+        raise inner_backward(task.leaves, before, task.replicas)
+    return output
 
 
 class WholeBatch:

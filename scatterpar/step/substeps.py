@@ -39,6 +39,7 @@ from scatterpar.step.criterion_closure import (
     trained_leaves,
     training_buffers,
 )
+from scatterpar.step.inner_backward import gradient_versions, inner_backward
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.threads.caller_context import autocast_types
@@ -362,15 +363,28 @@ def forward(
     network that it closes over, such as features that a hook keeps, the same call
     reads.
     """
+    before = gradient_versions(task.leaves)
     inputs, targets = rows
     with task.span("forward", number):
         output = task.output_of(inputs)
         del rows, inputs
         if task.criterion_lock is None:
-            return output, loss_of(output, targets, task.criterion)
+            loss = loss_of(output, targets, task.criterion)
+    if task.criterion_lock is not None:
+        loss = _loss_of_function(task, output, targets, number)
+    if gradient_versions(task.leaves) != before:
+        raise inner_backward(task.leaves, before, task.replicas)
+    return output, loss
+
+
+def _loss_of_function(
+    task: ReplicaTask, output: Any, targets: Any, number: int
+) -> Tensor:
+    """The loss of one micro-batch, from a criterion that may be a shared function."""
     # before the criterion, which may write outputs
     nodes = nodes_of(nested.tensors(output))
     # The lock first: in a trace, replicas that wait for it do not compute.
+    assert task.criterion_lock is not None
     with task.criterion_lock, task.span("criterion", number):
         loss = loss_of(output, targets, task.criterion)
     # The graph shows the parameters of another network before they get a gradient,
@@ -381,7 +395,7 @@ def forward(
             leaf is own for own in task.leaves
         ):
             raise not_replicated(leaf, task.criterion)
-    return output, loss
+    return loss
 
 
 def loss_of(

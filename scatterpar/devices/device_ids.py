@@ -1,8 +1,8 @@
-"""Devices by their names, and virtual devices.
+"""Devices by their names, and the memories that the names stand for.
 
-A *memory* is named by a ``torch.device``. ``cpu`` is host memory. ``cpu:0``, ``cpu:1``, … are
-virtual devices: separate memories in host RAM. So a machine without GPUs makes and counts the
-copies that several GPUs would need. Equal devices share one memory.
+A *memory* is named by a ``torch.device``. ``cpu`` is host memory. ``cpu:0``, ``cpu:1``,
+… are virtual devices: separate memories in host RAM. So a machine without GPUs makes
+and counts the copies that several GPUs would need. Equal devices share one memory.
 """
 
 from __future__ import annotations
@@ -17,29 +17,68 @@ HOST = torch.device("cpu")
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """Turn ``device_ids`` into devices; ``None``: all accelerators, or one CPU replica
-    without any.
+    """Turn ``device_ids`` into devices.
+
+    ``None`` means all accelerators, or one CPU replica on a machine without any.
 
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_ids is None:
-        count = 0 if accelerator is None else torch.accelerator.device_count()
-        device_ids = range(count) or ["cpu"]
-    if isinstance(device_ids, (str, int, torch.device)) or not isinstance(
-        device_ids, Sequence
-    ):
+        device_ids = _all_devices(accelerator)
+    # A string is a sequence, too: of letters.
+    is_single = isinstance(device_ids, (str, int, torch.device))
+    if is_single or not isinstance(device_ids, Sequence):
         raise TypeError(
             "device_ids must be a list with one entry per replica, got "
-            f"{device_ids!r}; "
-            f"for one replica pass [{device_ids!r}]"
+            f"{device_ids!r}; for one replica pass [{device_ids!r}]"
         )
     if not device_ids:
         raise ValueError(
             "device_ids is empty; pass at least one device, or None for all of them"
         )
     return tuple(_resolve_one(entry, accelerator) for entry in device_ids)
+
+
+def _all_devices(accelerator: torch.device | None) -> Sequence[DeviceLike]:
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return range(count) or ["cpu"]
+
+
+def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
+    # A bool is an int in Python, and no ordinal.
+    if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
+        raise TypeError(
+            f"device_ids: expected an int, a string or a torch.device, got {entry!r}"
+        )
+    if isinstance(entry, int):
+        if accelerator is None:
+            raise ValueError(
+                f"device_ids: {entry} is the ordinal of an accelerator, and none is "
+                "visible "
+                f'here; for CPU replicas pass strings, such as ["cpu"] * 2 or '
+                f'["cpu:0", "cpu:1"]'
+            )
+        entry = torch.device(accelerator.type, entry)
+    try:
+        device = torch.device(entry)
+    except RuntimeError as error:
+        raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
+    if device.type == "cpu":
+        return device
+    _require_visible(device, accelerator)
+    current = torch.accelerator.current_device_index()
+    index = current if device.index is None else device.index
+    return torch.device(device.type, index)
+
+
+def _require_visible(device: torch.device, accelerator: torch.device | None) -> None:
+    kind = "" if accelerator is None else accelerator.type
+    count = torch.accelerator.device_count()
+    if device.type != kind or (device.index or 0) >= count:
+        visible = f"{count} {kind} devices" if kind else "no accelerator"
+        raise ValueError(f"device_ids: {device} is not here (visible: {visible})")
 
 
 def parse_devices(words: str | Sequence[str]) -> list[str | int]:
@@ -49,48 +88,11 @@ def parse_devices(words: str | Sequence[str]) -> list[str | int]:
     ['cuda:0', 'cuda:1', 2]
     """
     text = words if isinstance(words, str) else " ".join(words)
-    return [
-        int(name) if name.isdecimal() else name
-        for name in text.replace(",", " ").split()
-    ]
+    names = text.replace(",", " ").split()
+    return [int(name) if name.isdecimal() else name for name in names]
 
 
-def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
-    if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
-        raise TypeError(
-            f"device_ids: expected an int, a string or a torch.device, got {entry!r}"
-        )
-    if isinstance(entry, int):
-        if accelerator is None:
-            raise ValueError(
-                f"device_ids: {entry} is the ordinal of an accelerator, and none is "
-                "visible here; "
-                'for CPU replicas pass strings, such as ["cpu"] * 2 or ["cpu:0", '
-                '"cpu:1"]'
-            )
-        entry = torch.device(accelerator.type, entry)
-    try:
-        device = torch.device(entry)
-    except RuntimeError as error:
-        raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
-    if device.type == "cpu":
-        return device
-    kind, count = (
-        accelerator.type if accelerator else "",
-        torch.accelerator.device_count(),
-    )
-    if device.type != kind or (device.index or 0) >= count:
-        visible = f"{count} {kind} devices" if kind else "no accelerator"
-        raise ValueError(f"device_ids: {device} is not here (visible: {visible})")
-    index = (
-        torch.accelerator.current_device_index()
-        if device.index is None
-        else device.index
-    )
-    return torch.device(kind, index)
-
-
-@functools.cache
+@functools.cache  # asked at every copy
 def physical(device: torch.device) -> torch.device:
     """The device as torch knows it: ``cpu`` for a virtual ``cpu:i``."""
-    return torch.device("cpu") if device.type == "cpu" else device
+    return HOST if device.type == "cpu" else device

@@ -1,4 +1,6 @@
-"""Device memory and host memory: allocate, free, and recognise errors of allocators."""
+"""Memory of devices and of the host: allocate it, free it, recognise that it has run
+out.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,25 @@ from torch import Tensor
 
 from scatterpar.devices.device_ids import physical
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+CAPTURE = threading.RLock()  # held by a thread that captures a graph, on any device
+
+# The numbers of options in glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _MALLOC_VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
     "GLIBC_TUNABLES",
 )
-CAPTURE = threading.RLock()  # held by a thread that captures a graph, on any device
+
+# Parts of the texts that allocators and libraries put into a plain RuntimeError.
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|can(no|')t allocate memory|"
+    "cudnn_status_alloc_failed|cublas_status_alloc_failed|"
+    "cublas_status_not_initialized|"  # its workspace did not fit
+    "unable to find an engine to execute this computation",
+    re.IGNORECASE,
+)
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -32,21 +46,25 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def empty_cache() -> None:
-    """Free cached device memory. Does nothing while another thread captures: torch then
-    refuses.
+    """Free cached device memory.
+
+    Does nothing while another thread captures a graph: torch refuses to free then.
     """
-    if not torch.accelerator.is_available() or not CAPTURE.acquire(blocking=False):
+    if not torch.accelerator.is_available():
+        return
+    if not CAPTURE.acquire(blocking=False):
         return
     try:
         torch.accelerator.empty_cache()
-    # torch.accelerator does not know the allocators of other backends
     except RuntimeError:
-        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+        # ``torch.accelerator`` does not know the allocators of other backends.
+        accelerator = torch.accelerator.current_accelerator()
+        torch.get_device_module(accelerator).empty_cache()
     finally:
         CAPTURE.release()
 
 
-@functools.cache
+@functools.cache  # once per device is enough
 def tune_malloc(device: torch.device) -> None:
     """Let the host's malloc keep freed memory, unless the user has set it up.
 
@@ -54,17 +72,18 @@ def tune_malloc(device: torch.device) -> None:
     faults.
     """
     is_configured = any(name in os.environ for name in _MALLOC_VARIABLES)
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not is_configured:
+    is_glibc = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+    if is_glibc and not is_configured:
         libc = ctypes.CDLL(None)
-        # the largest that thread heaps can serve
+        # The largest that thread heaps can serve.
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 @contextlib.contextmanager
 def no_kernel_search() -> Iterator[None]:
-    """In the body, cuDNN searches no kernels for new sizes, although
-    ``cudnn.benchmark`` is on.
+    """In the body, cuDNN searches no kernels for new sizes, even with
+    ``cudnn.benchmark``.
 
     A search empties the caches of all devices. Not ``cudnn.flags()``, which switches
     TF32 on.
@@ -79,37 +98,33 @@ def no_kernel_search() -> Iterator[None]:
             torch.backends.cudnn.benchmark = True
 
 
-# The texts of allocators and libraries in a plain RuntimeError.
-_OUT_OF_MEMORY = re.compile(
-    "out of memory|can(no|')t allocate "
-    "memory|cudnn_status_alloc_failed|cublas_status_alloc_failed|"
-    "cublas_status_not_initialized|"  # its workspace did not fit
-    "unable to find an engine to execute this computation",
-    re.IGNORECASE,
-)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` is a known form of "out of memory".
 
     >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     True
     """
-    is_told = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(is_told)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def clear_frames(error: BaseException) -> None:
-    """Drop the local variables of the ended calls in the tracebacks of ``error`` and
-    its causes.
+    """Drop the local variables of the ended calls in the tracebacks of ``error``.
 
-    They refer to activations. A notebook keeps the last error, and so would keep that
-    memory.
+    Also in those of its causes. The variables refer to activations. A notebook keeps
+    the last error, and so would keep that memory.
     """
     errors = [error]
-    for each in errors:
-        traceback.clear_frames(each.__traceback__)  # skips calls that still run
-        causes = each.__cause__, each.__context__
-        errors += [
-            c for c in causes if c is not None and all(c is not e for e in errors)
-        ]
+    for linked in errors:  # the list grows while it is read
+        traceback.clear_frames(linked.__traceback__)  # skips calls that still run
+        for cause in (linked.__cause__, linked.__context__):
+            if cause is not None and not _contains(errors, cause):
+                errors.append(cause)
+
+
+def _contains(errors: list[BaseException], error: BaseException) -> bool:
+    """Whether ``error`` itself is in the list; errors of users may compare equal."""
+    return any(error is known for known in errors)

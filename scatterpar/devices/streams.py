@@ -1,4 +1,4 @@
-"""The streams and events of devices."""
+"""Streams and events of devices; which device and streams a thread uses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
-_POOL = 32  # streams that torch has for each device
-_taken: dict[tuple[torch.device, Hashable], torch.Stream] = {}
-_taking = threading.Lock()
+# Streams per device: kStreamsPerPool in torch's c10/cuda/CUDAStream.cpp.
+_POOL_SIZE = 32
+_streams: dict[tuple[torch.device, Hashable], torch.Stream] = {}  # by device and use
+_streams_lock = threading.Lock()
 
 
 def is_async(device: torch.device) -> bool:
@@ -22,11 +23,14 @@ def is_async(device: torch.device) -> bool:
 def current_streams() -> tuple[torch.Stream, ...]:
     """The caller's current streams on all accelerators, except default ones.
 
-    Those are current in every thread, and entering one creates a context on an unused
-    device.
+    Default streams are current in every thread, and entering one creates a context on
+    an unused device.
     """
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    streams = map(torch.accelerator.current_stream, range(count))
+    if not torch.accelerator.is_available():
+        return ()
+    count = torch.accelerator.device_count()
+    streams = [torch.accelerator.current_stream(index) for index in range(count)]
+    # A default stream has the number 0.
     return tuple(stream for stream in streams if stream.stream_id)
 
 
@@ -36,6 +40,7 @@ def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterato
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(_duplicate(stream))
+        # The device last: entering a stream makes its device current.
         if device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(device.index))
         yield
@@ -52,11 +57,12 @@ def has_streams(device: torch.device) -> bool:
         return False
     try:
         with use_device(device, ()):  # else torch enters the caller's current device
-            one, other = torch.Stream(device), torch.Stream(device)
-            one.record_event()
+            first = torch.Stream(device)
+            second = torch.Stream(device)
+            first.record_event()
     except RuntimeError:
         return False
-    return bool(one != other)
+    return bool(first != second)
 
 
 def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
@@ -68,25 +74,30 @@ def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
     """
     if not has_streams(device):
         return None
-    with _taking:
-        if (device, use) not in _taken:
-            others = [
-                stream for (where, _), stream in _taken.items() if where == device
-            ]
-            others.append(torch.accelerator.current_stream(device))
-            streams = (torch.Stream(device) for _ in range(_POOL))
-            _taken[device, use] = next(
-                stream for stream in streams if stream not in others
-            )
-        return _duplicate(_taken[device, use])
+    key = device, use
+    with _streams_lock:
+        if key not in _streams:
+            _streams[key] = _unused_stream(device)
+        return _duplicate(_streams[key])
+
+
+def _unused_stream(device: torch.device) -> torch.Stream:
+    used = [stream for (owner, _), stream in _streams.items() if owner == device]
+    used.append(torch.accelerator.current_stream(device))
+    candidates = (torch.Stream(device) for _ in range(_POOL_SIZE))
+    return next(stream for stream in candidates if stream not in used)
 
 
 def _duplicate(stream: torch.Stream) -> torch.Stream:
-    """Another object for ``stream``: in torch 2.11 two threads cannot enter the same
-    object.
+    """Another object for ``stream``.
+
+    In torch 2.11 two threads cannot enter the same object.
     """
-    number, index, kind = stream.stream_id, stream.device_index, stream.device_type
-    return torch.Stream(stream_id=number, device_index=index, device_type=kind)
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 def record_event(device: torch.device) -> torch.Event:
@@ -95,18 +106,19 @@ def record_event(device: torch.device) -> torch.Event:
 
     Waiting threads sleep, if the backend has such events, and do not keep a core busy.
     """
-    module = torch.get_device_module(device.type)
+    backend = torch.get_device_module(device.type)
     try:
-        event: torch.Event = module.Event(blocking=True)
-    except (AttributeError, TypeError):
+        event: torch.Event = backend.Event(blocking=True)
+    except (AttributeError, TypeError):  # a backend without such events
         return torch.accelerator.current_stream(device).record_event()
-    event.record(module.current_stream(device))
+    event.record(backend.current_stream(device))
     return event
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the current stream of ``device`` is done, and raise the errors of its
-    kernels.
+    """Wait until the current stream of ``device`` is done.
+
+    Raises the errors of its kernels.
     """
     if has_streams(device):
         event = record_event(device)

@@ -1,7 +1,7 @@
-"""Copies between memories, of which ``Transfers`` counts those of a step; no other
-package copies.
+"""Copies between memories, of which ``Transfers`` counts those of a step.
 
-``to_device``, ``write``, ``to_host`` and ``to_numbers`` count nothing.
+No other package copies between memories. ``to_device``, ``write``, ``to_host`` and
+``to_numbers`` count nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors in a tensor: itself, or a sparse tensor's
-    indices and values.
-    """
+    """The dense tensors in a tensor: itself, or a sparse one's indices and values."""
     if tensor.layout == torch.strided:
         return (tensor,)
     tensor = tensor.detach()
@@ -49,7 +47,8 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a dense tensor's elements, in the order of its dimensions: 1-D."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def to_device(
@@ -70,8 +69,9 @@ def to_device(
 
 
 def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy ``source`` to ``target``, a tensor of the same size in any memory and of any
-    dtype.
+    """Copy ``source`` to ``target``.
+
+    The target has the same size. It may be in any memory and of any dtype.
     """
     if VIA_HOST:
         source = _via_host(source, target.device)
@@ -86,19 +86,21 @@ def _via_host(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Dense tensors of any dtype, detached, on the host; one copy per other device, as
-    bytes.
-    """
+    """Dense tensors of any dtype, detached, on the host; one copy per other device."""
     arrived = [tensor.detach() for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(arrived):
+    positions_on: dict[torch.device, list[int]] = defaultdict(list)
+    for position, tensor in enumerate(arrived):
         if tensor.device.type != "cpu":
-            by_device[tensor.device].append(i)
-    for positions in by_device.values():
-        parts = [as_bytes(arrived[i]) for i in positions]
-        pieces = to_device(torch.cat(parts), HOST).split([len(part) for part in parts])
-        for i, piece in zip(positions, pieces, strict=True):
-            arrived[i] = piece.clone().view(arrived[i].dtype).view(arrived[i].shape)
+            positions_on[tensor.device].append(position)
+    for positions in positions_on.values():
+        # As bytes, so that tensors of several dtypes are one copy.
+        parts = [as_bytes(arrived[position]) for position in positions]
+        sizes = [len(part) for part in parts]
+        pieces = to_device(torch.cat(parts), HOST).split(sizes)
+        for position, piece in zip(positions, pieces, strict=True):
+            like = arrived[position]
+            values = piece.clone().view(like.dtype)  # a clone is aligned for any dtype
+            arrived[position] = values.view(like.shape)
     return arrived
 
 
@@ -123,11 +125,16 @@ class Transfers:
     ``copy_into``.
 
     Copies from pinned memory are asynchronous: ``synchronize`` waits for them.
+
+    Attributes:
+        bytes: the bytes copied in each phase.
+        messages: the number of copies in each phase.
     """
 
     def __init__(self) -> None:
         self.bytes = dict.fromkeys(PHASES, 0)
         self.messages = dict.fromkeys(PHASES, 0)
+        # The last copy to each device that reads pinned memory after it was requested.
         self._pending: dict[torch.device, torch.Event] = {}
         self._followed: list[Transfers] = []
 
@@ -137,17 +144,18 @@ class Transfers:
             _, event = self._pending.popitem()
             event.synchronize()
         while self._followed:
-            other = self._followed.pop()
-            other.synchronize()
+            followed = self._followed.pop()
+            followed.synchronize()
             for phase in PHASES:
-                self.bytes[phase] += other.bytes[phase]
-                self.messages[phase] += other.messages[phase]
+                self.bytes[phase] += followed.bytes[phase]
+                self.messages[phase] += followed.messages[phase]
 
-    def follow(self, other: Transfers) -> None:
-        """Let ``synchronize`` wait for ``other``, which another thread uses, and add
-        its counts.
+    def follow(self, transfers: Transfers) -> None:
+        """Let ``synchronize`` wait for ``transfers`` too, and add its counts.
+
+        Another thread uses ``transfers`` until then.
         """
-        self._followed.append(other)
+        self._followed.append(transfers)
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, with the same memory
@@ -156,27 +164,32 @@ class Transfers:
         self.count(tensor, phase)
         non_blocking = has_streams(device)
         copied = to_device(tensor, device, copy=True, non_blocking=non_blocking)
-        # read later
         if non_blocking and tensor.device.type == "cpu" and tensor.is_pinned():
+            # The call has returned, and the source has not been read yet.
             self._pending[device] = record_event(device)
         return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
-        """Copy ``source`` to ``target``, a tensor of the same size in
-        another memory.
-        """
+        """Copy ``source`` to ``target``, which has the same size in another memory."""
         self.count(source, phase)
         write(target, source, non_blocking=has_streams(target.device))
 
     def count(self, tensor: Tensor, phase: str) -> None:
         """Count one copy of ``tensor``."""
-        for part in pieces_of(tensor):
-            self.bytes[phase] += part.numel() * part.element_size()
+        for piece in pieces_of(tensor):
+            self.bytes[phase] += piece.numel() * piece.element_size()
             self.messages[phase] += 1
 
 
 class Prefetcher(Transfers):
     """Copies to one device ahead of use, requested by the thread that computes there.
+
+    ::
+
+        copy(rows of sub-step 1); issue(1)              the copy begins
+        wait_on_stream(0); compute sub-step 0           meanwhile, it goes on
+        copy(rows of sub-step 2); issue(2)
+        wait_on_stream(1); compute sub-step 1
 
     The copies between two calls of ``issue`` form a group. If the device has streams,
     groups run on one side stream of the device and one of each source, because torch
@@ -192,23 +205,29 @@ class Prefetcher(Transfers):
         self, device: torch.device, sources: Iterable[torch.device] = ()
     ) -> None:
         super().__init__()
-        self._requested: list[tuple[Tensor, Tensor]] = []  # what to copy, and into what
+        self._requested: list[tuple[Tensor, Tensor]] = []  # sources and their targets
         # The targets of each group: if they were freed earlier, copies would write
         # freed memory.
         self._targets: dict[int, list[Tensor]] = {}
-        self._copied: dict[int, torch.Event] = {}
+        self._copied: dict[
+            int, torch.Event
+        ] = {}  # completes with the group of that number
         self._pinned: deque[torch.Event] = deque(maxlen=_MAX_PINNED)
         # An abandoned worker may call ``issue`` while another thread synchronizes.
         self._lock = threading.Lock()
         self._stream = stream_for("arriving", device)
         self._senders: list[torch.Stream] = []
-        for source in sources if self._stream is not None else ():
-            sender = (
-                stream_for(("sending to", device), source) if source != device else None
-            )
-            if sender is not None:
-                sender.wait_stream(torch.accelerator.current_stream(source))
-                self._senders.append(sender)
+        if self._stream is not None:
+            for source in sources:
+                self._add_sender(source, device)
+
+    def _add_sender(self, source: torch.device, device: torch.device) -> None:
+        if source == device:
+            return
+        sender = stream_for(("sending to", device), source)
+        if sender is not None:
+            sender.wait_stream(torch.accelerator.current_stream(source))
+            self._senders.append(sender)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # no caller could handle an error here
@@ -218,25 +237,25 @@ class Prefetcher(Transfers):
     def synchronize(self) -> None:
         """Wait for all issued copies."""
         super().synchronize()
-        if self._stream is not None:
-            device = self._stream.device
-            # The device first: else torch, leaving the stream, enters the caller's own
-            # device.
-            with self._lock, use_device(device, ()), self._stream:
-                copied = record_event(device)
-                targets, self._targets = self._targets, {}
-            copied.synchronize()
-            del targets
+        if self._stream is None:
+            return
+        device = self._stream.device
+        # The device first: else torch, leaving the stream, enters the caller's own
+        # device.
+        with self._lock, use_device(device, ()), self._stream:
+            copied = record_event(device)
+            targets = self._targets
+            self._targets = {}
+        copied.synchronize()
+        del targets  # only now: copies have been writing them
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, readable after
-        ``wait_on_stream``.
+        """A copy of ``tensor`` in the memory of ``device``.
+
+        It may be read after ``wait_on_stream``.
         """
-        if (
-            self._stream is None
-            or type(tensor) is not Tensor
-            or tensor.layout != torch.strided
-        ):
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        if self._stream is None or not is_plain:
             return super().copy(tensor, device, phase)
         self.count(tensor, phase)
         target = torch.empty_like(tensor, device=device)
@@ -247,27 +266,28 @@ class Prefetcher(Transfers):
         """Issue the copies requested since the last call, as group ``number``."""
         if self._stream is None or not self._requested:
             return
-        requested, self._requested = self._requested, []
+        requested = self._requested
+        self._requested = []
         with self._lock, contextlib.ExitStack() as current:
             self._targets[number] = [target for _, target in requested]
-            self._stream.wait_stream(
-                torch.accelerator.current_stream(self._stream.device)
-            )
+            computing = torch.accelerator.current_stream(self._stream.device)
+            self._stream.wait_stream(computing)
             for stream in (*self._senders, self._stream):
                 current.enter_context(stream)
-            is_pinned_copy = False
+            is_staged = False
             for tensor, target in requested:
                 source = self._in_pinned_memory(tensor, target)
                 write(target, source, non_blocking=True)
-                is_pinned_copy |= source is not tensor
+                is_staged = is_staged or source is not tensor
             self._copied[number] = self._stream.record_event()
-            if is_pinned_copy:
+            if is_staged:
                 self._pinned.append(record_event(self._stream.device))
 
     def _in_pinned_memory(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy in pinned memory, which torch reuses only after it was
         read.
         """
+        # With other strides torch would first copy the tensor to pageable memory.
         is_pinned = tensor.is_pinned() and tensor.stride() == target.stride()
         if tensor.device.type != "cpu" or is_pinned:
             return tensor
@@ -277,7 +297,8 @@ class Prefetcher(Transfers):
 
     def wait_on_stream(self, number: int) -> None:
         """Make the current stream wait for copy group ``number``."""
-        if self._stream is not None and number in self._copied:
-            current = torch.accelerator.current_stream(self._stream.device)
-            current.wait_event(self._copied.pop(number))
-            self._targets.pop(number, None)
+        if self._stream is None or number not in self._copied:
+            return
+        current = torch.accelerator.current_stream(self._stream.device)
+        current.wait_event(self._copied.pop(number))
+        self._targets.pop(number, None)

@@ -77,7 +77,7 @@ the computation does not wait for its rows
 test_pinned_memory_may_be_overwritten_after_a_call
 
 copies do not wait for what reads the memory that they write
--self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+-self._stream.wait_stream(computing)
 test_on_the_users_stream_of_every_device
 
 copies do not wait for the rows that another card computes
@@ -118,8 +118,8 @@ the host waits for every micro-batch
 test_few_waits_whatever_the_model_and_the_sub_steps: AssertionError
 
 streams are taken anew from torch's pool
--_taken[device, use] = next(stream for stream in streams if stream not in others)
-+return next(streams)
+-return next(stream for stream in candidates if stream not in used)
++return next(candidates)
 test_engines_take_their_streams_once: AssertionError
 
 memory that a copy writes is let go of when the copy is asked for

@@ -1,10 +1,15 @@
-"""Compare tensors bit by bit, by fingerprints, and check that copies arrive intact.
+"""Compare tensors bit by bit, or by fingerprints.
 
 Each 32-bit word is multiplied by an odd 64-bit number that depends on its position. The
 product ``x`` is folded by ``x ^= x >> 32``, and the sum is the fingerprint (multilinear
-hashing: Lemire and Kaser, 2014, https://arxiv.org/abs/1202.4961). A change of one word
-always changes the fingerprint; a change of several words is missed in about one case of
-2**60.
+hashing: Lemire and Kaser, 2014, https://arxiv.org/abs/1202.4961). ::
+
+    words      w0        w1        w2
+    factors    f0        f1        f2            odd, 64 bits
+    sum        fold(w0 * f0) + fold(w1 * f1) + fold(w2 * f2)     modulo 2**64
+
+A change of one word always changes the fingerprint; a change of several words is missed
+in about one case of 2**60.
 """
 
 from __future__ import annotations
@@ -28,79 +33,92 @@ from scatterpar.devices.transfers import (
 )
 
 _WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
-# for these torch uses one thread, and they stay in its cache
+# For these torch uses one thread, and they stay in its cache.
 _WORDS_IN_THE_HOST = 2**14
-_MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
-_KIND = attrgetter("shape", "dtype", "layout", "device")
+# Odd pseudo-random numbers, for two rounds of mixing.
+_FIRST_MULTIPLIER = -0x61C8864680B583EB
+_SECOND_MULTIPLIER = 0x2545F4914F6CDD1D
+_kind_of = attrgetter("shape", "dtype", "layout", "device")
 
 
 class Fingerprints:
-    """Fingerprints of dense tensors, computed on their device: one value per 8 MB, or
-    less.
+    """Fingerprints of dense tensors, computed on their device: one per 8 MB, or less.
 
-    The ``values`` stay there, if it has streams; else the work of several threads has
-    no order.
+    Attributes:
+        owners: for each value, the key of the tensor that it belongs to.
+        values: the fingerprints. They stay on the device if it has streams; else the
+            work of several threads has no order there.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
-        self.owners: list[int] = []  # the key of each value's tensor
-        most = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
-        words = {i: _words(tensor, most) for i, tensor in tensors.items()}
-        pieces = {
-            (i, n): piece for i, each in words.items() for n, piece in enumerate(each)
-        }
-        factors = _factors(max(map(Tensor.numel, pieces.values()), default=0), device)
-        sums = [memory.empty(0, torch.int64, device)]
-        for message in messages(pieces, 4 * most):
-            self.owners += [i for i, _ in message]
-            sums.append(_sums([pieces[key] for key in message], factors))
+        max_words = _WORDS_IN_THE_HOST if device.type == "cpu" else _WORDS
+        pieces: dict[tuple[int, int], Tensor] = {}
+        for key, tensor in tensors.items():
+            for number, piece in enumerate(_words(tensor, max_words)):
+                pieces[key, number] = piece
+        largest = max(map(Tensor.numel, pieces.values()), default=0)
+        factors = _factors(largest, device)
+        self.owners: list[int] = []
+        sums = [memory.empty(0, torch.int64, device)]  # ``cat`` needs at least one
+        for message in messages(pieces, 4 * max_words):
+            self.owners += [key for key, _ in message]
+            parts = [pieces[piece_key] for piece_key in message]
+            sums.append(_sums(parts, factors))
         self.values = torch.cat(sums)
         if not has_streams(device):
             (self.values,) = to_host([self.values])
 
-    def differences(self, other: Fingerprints) -> Tensor:
-        """For each of ``values`` whether ``other`` has another one; in the memory of
-        ``values``.
+    def differences(self, earlier: Fingerprints) -> Tensor:
+        """For each of ``values`` whether ``earlier`` has another one.
+
+        The result is in the memory of ``values``.
         """
-        if self.owners != other.owners:  # the host has smaller pieces than a GPU
-            return self.values == self.values
-        return self.values != to_device(other.values, self.values.device, copy=True)
+        if self.owners != earlier.owners:  # the host has smaller pieces than a GPU
+            return torch.ones_like(self.values, dtype=torch.bool)
+        return self.values != to_device(earlier.values, self.values.device, copy=True)
 
-    def differing_from(self, other: Fingerprints) -> set[int]:
-        """The keys of the tensors whose ``other`` fingerprints are not these."""
-        return set(compress(self.owners, to_numbers(self.differences(other))))
+    def differing_from(self, earlier: Fingerprints) -> set[int]:
+        """The keys of the tensors whose ``earlier`` fingerprints are not these."""
+        return set(compress(self.owners, to_numbers(self.differences(earlier))))
 
 
-def _words(tensor: Tensor, most: int) -> Sequence[Tensor]:
+def _words(tensor: Tensor, max_words: int) -> Sequence[Tensor]:
     """The tensor as 32-bit words, or as bytes if their number is no multiple of four.
 
-    They are in 1-D pieces of at most ``most``; there is none for an empty tensor.
+    They are in 1-D pieces of at most ``max_words``; there is none for an empty tensor.
     """
     words = as_bytes(tensor)
     if words.numel() % 4 == 0:
-        words = (words.clone() if words.storage_offset() % 4 else words).view(
-            torch.int32
-        )
-    return (
-        words.split(most) if words.numel() > most else [words] if words.numel() else []
-    )
+        if words.storage_offset() % 4:
+            words = words.clone()  # aligned, as a view of words has to be
+        words = words.view(torch.int32)
+    if words.numel() > max_words:
+        pieces: tuple[Tensor, ...] = words.split(max_words)
+        return pieces
+    return (words,) if words.numel() else ()
 
 
 def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """For each piece the sum of its scattered words: a 1-D tensor."""
+    """For each piece the sum of its scattered words: a 1-D tensor.
+
+    Several pieces need one kernel each for the products, their running sum, and its
+    values where pieces end: the sum of a piece is the difference of two of these.
+    """
     sizes = [len(part) for part in parts]
-    factors_of = {size: factors[:size] for size in set(sizes)}
+    factors_of_size = {size: factors[:size] for size in set(sizes)}
     if len(parts) == 1:
-        return _scattered(parts[0], factors_of[sizes[0]]).sum(0, keepdim=True)
-    all_factors = torch.cat([factors_of[size] for size in sizes])
-    upto = _scattered(torch.cat(list(parts)), all_factors).cumsum(0)
-    ends = torch.stack([upto[end - 1] for end in accumulate(sizes)])
+        scattered = _scattered(parts[0], factors_of_size[sizes[0]])
+        return scattered.sum(0, keepdim=True)
+    all_factors = torch.cat([factors_of_size[size] for size in sizes])
+    running = _scattered(torch.cat(list(parts)), all_factors).cumsum(0)
+    ends = torch.stack([running[end - 1] for end in accumulate(sizes)])
     return torch.cat([ends[:1], ends[1:] - ends[:-1]])
 
 
 def _scattered(words: Tensor, factors: Tensor) -> Tensor:
-    """Products modulo 2**64. Without the fold the upper bits of a word would affect few
-    bits.
+    """Products modulo 2**64, folded.
+
+    Without the fold the upper bits of a word would affect few bits.
     """
     products = words * factors
     products ^= products >> 32
@@ -110,23 +128,21 @@ def _scattered(words: Tensor, factors: Tensor) -> Tensor:
 def _factors(size: int, device: torch.device) -> Tensor:
     """An odd pseudo-random number for each position."""
     numbers = memory.empty(size, torch.int64, device)
-    torch.arange(1, size + 1, out=numbers, device=numbers.device).mul_(_MULTIPLY)
+    torch.arange(1, size + 1, out=numbers, device=numbers.device)
+    numbers *= _FIRST_MULTIPLIER
     numbers ^= numbers >> 30
-    numbers.mul_(_AGAIN)
+    numbers *= _SECOND_MULTIPLIER
     numbers ^= numbers >> 27
     return numbers.bitwise_or_(1)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are in one memory, and equal in shape, dtype and bits.
 
     -0.0 differs from 0.0, and a NaN equals itself. Quantised tensors never count as
     equal.
     """
-    if _KIND(one) != _KIND(other) or one.is_quantized:
+    if _kind_of(first) != _kind_of(second) or first.is_quantized:
         return False
-    pairs = zip(pieces_of(one), pieces_of(other), strict=True)
-    return all(
-        torch.equal(as_bytes(piece), as_bytes(other_piece))
-        for piece, other_piece in pairs
-    )
+    pairs = zip(pieces_of(first), pieces_of(second), strict=True)
+    return all(torch.equal(as_bytes(left), as_bytes(right)) for left, right in pairs)

@@ -8,19 +8,15 @@ from itertools import permutations
 import torch
 
 from scatterpar.devices.device_ids import physical
-from scatterpar.devices.transfers import (
-    VIA_HOST,
-    Transfers,
-    to_device,
-)
+from scatterpar.devices.transfers import VIA_HOST, Transfers, to_device
 from scatterpar.errors import warn
 
 _BYTES = 2**20  # of which a copy is checked
-# torch uses one thread for this size, as a forked child must
+# Torch uses one thread for this size, as a forked child must.
 _BYTES_IN_THE_HOST = 2**14
 
 
-@functools.cache
+@functools.cache  # once per set of devices
 def check_links(device_ids: tuple[torch.device, ...]) -> None:
     """Check once whether copies between these devices arrive intact; they are not
     counted.
@@ -34,38 +30,38 @@ def check_links(device_ids: tuple[torch.device, ...]) -> None:
     """
     with torch.inference_mode(False), torch.no_grad():
         for source, target in permutations(dict.fromkeys(device_ids), 2):
-            pair = physical(source), physical(target)
-            size = (
-                _BYTES_IN_THE_HOST
-                if {each.type for each in pair} == {"cpu"}
-                else _BYTES
-            )
-            VIA_HOST.discard(pair)
-            if _arrives(source, target, size):
-                continue
-            what = f"a copy of {size} bytes from {source} to {target} arrived corrupted"
-            VIA_HOST.add(pair)
-            if not _arrives(source, target, size):
-                VIA_HOST.discard(pair)
-                raise RuntimeError(
-                    f"{what}, also through the host's memory; do not trust any result "
-                    "of this "
-                    f"machine. Run: python -m scatterpar doctor"
-                )
-            warn(
-                f"{what}: copies from {source} to {target} go through host memory "
-                "from now on. "
-                "They are slower, and exact. To find the reason, run: python -m "
-                "scatterpar doctor"
-            )
+            _check_link(source, target)
+
+
+def _check_link(source: torch.device, target: torch.device) -> None:
+    link = physical(source), physical(target)
+    is_within_host = all(device.type == "cpu" for device in link)
+    size = _BYTES_IN_THE_HOST if is_within_host else _BYTES
+    VIA_HOST.discard(link)
+    if _arrives(source, target, size):
+        return
+    VIA_HOST.add(link)
+    problem = f"a copy of {size} bytes from {source} to {target} arrived corrupted"
+    if not _arrives(source, target, size):
+        VIA_HOST.discard(link)
+        raise RuntimeError(
+            f"{problem}, also through the host's memory; do not trust any result of "
+            "this machine. Run: python -m scatterpar doctor"
+        )
+    warn(
+        f"{problem}: copies from {source} to {target} go through host memory from now "
+        "on. They are slower, and exact. To find the reason, run: python -m "
+        "scatterpar doctor"
+    )
 
 
 def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
-    """Whether ``copy_into`` delivers pseudo-random bytes; ``copy`` is assumed to do the
-    same.
+    """Whether ``copy_into`` delivers pseudo-random bytes.
+
+    ``copy`` is assumed to do the same.
     """
     sent = (torch.arange(size, device="cpu") * 0x9E3779B1 >> 13).to(torch.uint8)
-    # other bytes, so that a copy that does nothing is noticed
+    # Other bytes at first, so that a copy that does nothing is noticed.
     arrived = to_device(~sent, target)
     Transfers().copy_into(arrived, to_device(sent, source), "replicate")
     return torch.equal(arrived, to_device(sent, target))

@@ -1,4 +1,4 @@
-"""Notes on the user's errors, and warnings."""
+"""Notes on the user's errors, restores after an error, and warnings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn(text: str) -> None:
+    """Warn; the location is the line of the user's code that called the package."""
+    frame = inspect.currentframe()
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)
+
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to a user's error, unless it has this note already or
-    refuses notes.
-    """
+    """Add a note to a user's error, unless it has the note or refuses notes."""
     with contextlib.suppress(Exception):
         if text not in getattr(error, "__notes__", ()):
             error.add_note(text)
@@ -20,8 +30,9 @@ def add_note(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def restored(*restores: Callable[[], object]) -> Iterator[None]:
-    """Call ``restores`` after the body. If the body has failed, their failures become
-    notes.
+    """Call ``restores`` after the body.
+
+    If the body has failed, failures of ``restores`` become notes on its error.
     """
     try:
         yield
@@ -32,24 +43,14 @@ def restored(*restores: Callable[[], object]) -> Iterator[None]:
 
 
 def restore_after(error: BaseException | None, *restores: Callable[[], object]) -> None:
-    """Call ``restores``; with an ``error``, which is raised later, failures are notes
-    on it.
+    """Call ``restores``.
+
+    With an ``error``, which is raised later, failures are notes on it.
     """
     for restore in restores:
         try:
             restore()
-        except Exception as another:  # as on a device where a kernel's assertion failed
+        except Exception as failure:  # as on a device where a kernel's assertion failed
             if error is None:
                 raise
-            add_note(error, f"after that, something could not be put back: {another!r}")
-
-
-_PACKAGE = str(Path(__file__).parent)
-
-
-def warn(text: str) -> None:
-    """Warn; the location is the line of the user's code that called the package."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+            add_note(error, f"after that, something could not be put back: {failure!r}")

@@ -1,4 +1,4 @@
-"""Defer interrupts to the end of a step."""
+"""Defer interrupts, such as that of Ctrl-C, while a step must not be torn in two."""
 
 from __future__ import annotations
 
@@ -12,40 +12,59 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
-_NAMES = ("SIGINT", "SIGBREAK", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_NAMES = (
+    "SIGINT",
+    "SIGBREAK",
+    "SIGTERM",
+    "SIGHUP",
+    "SIGALRM",
+    "SIGUSR1",
+    "SIGUSR2",
+)
+# Which of them there are depends on the system.
 _INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class Interrupts:
-    """Defers interrupts in its body, except in that of ``allowed``: signals with Python
-    handlers.
+    """Defers interrupts in its body: signals with Python handlers. ::
+
+        with Interrupts() as interrupts:
+            ...                               signals are kept
+            with interrupts.allowed():
+                ...                           kept and new signals run their handlers
+            ...                               signals are kept
+                                              kept signals run their handlers
 
     Handlers may raise, as that of Ctrl-C or of a time limit. Python runs them in the
     main thread only; in any other thread this does nothing. ``except
     KeyboardInterrupt`` cannot replace this: Python may raise before the ``try`` is
     entered. ``signal.pthread_sigmask`` is not on Windows, and delivers a blocked signal
     too late.
+
+    Attributes:
+        are_allowed: whether a signal runs its handler at once.
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}  # the user's, by number of the signal
         self.are_allowed = False
         self._pending: dict[int, FrameType | None] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            found = [(number, _signal.getsignal(number)) for number in _INTERRUPTS]
-            self._handlers = {
-                number: handler for number, handler in found if callable(handler)
-            }
-            self.are_allowed = True  # an interrupt may come between these lines
-            try:
-                for number in self._handlers:
-                    _signal.signal(number, self._receive)
-                self.are_allowed = False
-            except BaseException:  # no ``__exit__`` follows
-                self.__exit__()
-                raise
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in _INTERRUPTS:
+            handler = _signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+        self.are_allowed = True  # an interrupt may come between these lines
+        try:
+            for number in self._handlers:
+                _signal.signal(number, self._receive)
+            self.are_allowed = False
+        except BaseException:  # no ``__exit__`` follows
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,7 +81,7 @@ class Interrupts:
             number, frame = self._pending.popitem()
             try:
                 self._handlers[number](number, frame)
-            finally:
+            finally:  # each handler runs, even if the one before it has raised
                 self.deliver()
 
     @contextlib.contextmanager

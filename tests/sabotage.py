@@ -255,7 +255,7 @@ gradients are added in any order
   => sorted(((0, i) for i in range(1, len(sums))), key=lambda _: __import__("os").urandom(4))
 all replicas of a rank draw the same numbers
   Generators._generator -> test_every_replica_of_every_rank_draws_masks_of_its_own
-  number + self._replica_offset => self._replica_offset
+  replica + self._replica_offset => self._replica_offset
 a second pass and checks move the replicas' generators
   Attempt.isolated -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
   with restored(set_state), contextlib => with contextlib
@@ -268,7 +268,7 @@ numbers that only another replica than the first draws are drawn again
 # as in plain torch
 workers compute under autocast in its default dtype
   CallerContext.__init__ -> test_autocast_dtype_without_its_cache
-  partial(torch.autocast, kind, torch.get_autocast_dtype(kind)) => partial(torch.autocast, kind)
+  partial(torch.autocast, kind, dtype) => partial(torch.autocast, kind)
 workers do not see the caller's context variables
   CallerContext.run -> test_contextvars
   self._variables.copy().run(self._run, device, work) => self._run(device, work)
@@ -286,7 +286,7 @@ inference in training mode moves no statistics
   if any(part.training for part in module.modules()): => if False:
 workers do not see the caller's hooks on saved tensors
   CallerContext.__init__ -> test_saved_tensors_hooks
-  if hooks := saved_tensors_hooks(): => if False:
+  if hooks: => if False:
 hooks on parameters run in engine.check
   compare -> test_it_leaves_no_trace
   hooks_taken_off(leaves) => hooks_taken_off([])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-# Not the functions of ``signal``: they look up enum members, and a step calls them nine
-# times.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
@@ -25,8 +23,8 @@ from scatterpar.torch_private import (
 def autocast_types() -> list[str]:
     """The device types that autocast is enabled for in this thread."""
     accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [kind for kind in device_types if torch.is_autocast_enabled(kind)]
 
 
 @contextlib.contextmanager
@@ -45,60 +43,67 @@ def no_autocast_cache() -> Iterator[None]:
 
 
 class CallerContext:
-    """Grad and inference mode, autocast, default device, saved-tensor hooks, variables,
-    streams.
+    """The state of the caller's thread that a new thread would lack.
 
-    Captured at construction, and entered in another thread, which may use tensors that
-    the caller has computed on any stream. Modes of torch are not carried over, because
-    few can work in several threads; a warning says so.
+    Grad and inference mode, autocast, default device, saved-tensor hooks, context
+    variables, and streams. They are captured at construction, and entered in another
+    thread, which may use tensors that the caller has computed on any stream. Modes of
+    torch are not carried over, because few can work in several threads; a warning says
+    so.
     """
 
     def __init__(self) -> None:
-        if names := modes():
-            warn(
-                f"{', '.join(names)}: active in the caller's thread, and blind to "
-                "what replicas "
-                "compute in theirs; enter it in the module's forward, or use one "
-                "replica"
-            )
-        if is_profiled():
-            warn(
-                "a profiler of torch records the caller's thread alone; to see the "
-                "replicas' "
-                f"operators, pass {PROFILE_ALL_THREADS} to torch.profiler.profile"
-            )
+        _warn_of_what_replicas_lack()
         self._variables = contextvars.copy_context()
         self._streams = streams.current_streams()
-        self._default = torch.get_default_device()
+        self._default_device = torch.get_default_device()
         self._contexts: list[
             Callable[[], contextlib.AbstractContextManager[object]]
         ] = []
+        # Inference mode includes no_grad.
         if torch.is_inference_mode_enabled():
             self._contexts.append(torch.inference_mode)
         elif not torch.is_grad_enabled():
             self._contexts.append(torch.no_grad)
         for kind in autocast_types():
-            self._contexts.append(
-                partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
-            )
-        if hooks := saved_tensors_hooks():
-            self._contexts.append(
-                partial(torch.autograd.graph.saved_tensors_hooks, *hooks)
-            )
+            # torch's ``parallel_apply`` loses the dtype: bf16 turns into fp16.
+            dtype = torch.get_autocast_dtype(kind)
+            self._contexts.append(partial(torch.autocast, kind, dtype))
+        hooks = saved_tensors_hooks()
+        if hooks:
+            enter_hooks = partial(torch.autograd.graph.saved_tensors_hooks, *hooks)
+            self._contexts.append(enter_hooks)
 
     def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         """Returns ``work()``, run on ``device`` in this thread with the captured
         context.
         """
+        # A copy per call: one context cannot be entered by two threads at once.
         return self._variables.copy().run(self._run, device, work)
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(streams.use_device(device, self._streams))
             stack.enter_context(no_autocast_cache())
-            if streams.is_async(self._default):
-                here = device.type == self._default.type
-                stack.enter_context(device if here else self._default)
+            # The CPU is every thread's default.
+            if streams.is_async(self._default_device):
+                is_same_type = device.type == self._default_device.type
+                stack.enter_context(device if is_same_type else self._default_device)
             for make_context in self._contexts:
                 stack.enter_context(make_context())
             return work()
+
+
+def _warn_of_what_replicas_lack() -> None:
+    names = modes()
+    if names:
+        warn(
+            f"{', '.join(names)}: active in the caller's thread, and blind to what "
+            "replicas compute in theirs; enter it in the module's forward, or use one "
+            "replica"
+        )
+    if is_profiled():
+        warn(
+            "a profiler of torch records the caller's thread alone; to see the "
+            f"replicas' operators, pass {PROFILE_ALL_THREADS} to torch.profiler.profile"
+        )

@@ -38,22 +38,45 @@ _IDLE_SECONDS = 0.1
 _EXIT_SECONDS = 4.0  # time for running calls to end when the workers stop
 
 
+class Overdue(Exception):
+    """Calls have not ended within the limit; their threads are abandoned."""
+
+
+class Cancelled(Exception):
+    """Ends a replica's work at its next sub-step after another has failed.
+
+    Users never see it.
+    """
+
+
+def max_concurrency(devices: Sequence[torch.device]) -> int:
+    """How many replicas start at once: on the CPU one per core, elsewhere all."""
+    if {device.type for device in devices} != {"cpu"}:
+        return len(devices)
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))  # those that this process may use
+    else:
+        cores = os.cpu_count() or 1
+    return min(len(devices), cores)
+
+
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
     """Run the tasks of ``queue`` with ``budget`` intra-op threads."""
-    # initialises the thread, or its first operator would reset the number
+    # Initialises the thread, or its first operator would reset the number.
     torch.get_num_threads()
     torch.set_num_threads(budget)
     ready.wait()
     del ready
+    timeout = _IDLE_SECONDS if _FREE_THREADED else None
     while True:
         try:
-            task = queue.get(timeout=_IDLE_SECONDS if _FREE_THREADED else None)
+            task = queue.get(timeout=timeout)
         except Empty:
             continue
         if task is None:
             return
         task()
-        del task
+        del task  # else it would stay alive until the next one comes
 
 
 def _shut_down(
@@ -66,27 +89,41 @@ def _shut_down(
         queue.put(None)
     deadline = time.monotonic() + _EXIT_SECONDS
     for thread in threads:
+        # A worker may be the thread that collects its own ``Workers``.
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Job:
-    """One call per replica, without arguments; ``cancel`` is set when one has failed.
+    """One call per replica, without arguments. ::
 
-    The first ``at_once`` calls start immediately, each other one when a call ends or
-    after 10 ms. Whatever is used is dropped: a traceback that refers to the job would
-    keep activations alive.
+        number < at_once     starts immediately
+        each other number    starts when a call ends, or after 10 ms
+
+    Whatever is used is dropped: a traceback that refers to the job would keep
+    activations alive.
+
+    Attributes:
+        calls: the calls that have not started, by number.
+        busy: the numbers of the calls that have not ended.
+        results: what calls have returned.
+        errors: what calls have raised; and, under ``_CALLER``, an interrupt.
+        cancel: set when a call has failed.
+        ended: gets an entry when the last call has ended.
     """
 
     def __init__(
-        self, calls: Sequence[Callable[[], Any]], at_once: int, cancel: threading.Event
+        self,
+        calls: Sequence[Callable[[], Any]],
+        at_once: int,
+        cancel: threading.Event,
     ) -> None:
-        self.calls = dict(enumerate(calls))  # those that have not started
-        self.busy = set(self.calls)  # the numbers of those that have not ended
+        self.calls = dict(enumerate(calls))
+        self.busy = set(self.calls)
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
         self.cancel = cancel
-        # safe against interrupts: holds no lock
+        # Safe against interrupts: the queue holds no Python lock.
         self.ended: SimpleQueue[None] = SimpleQueue()
         self._at_once = at_once
         self._ended_calls = threading.Semaphore(0)  # each lets one call start
@@ -96,7 +133,8 @@ class Job:
         call = self.calls.pop(number, None)
         if number >= self._at_once:
             self._ended_calls.acquire(timeout=_HEAD_START_SECONDS)
-            call = None if self.cancel.is_set() else call
+            if self.cancel.is_set():
+                call = None
         try:
             if call is not None:
                 self.results[number] = call()
@@ -115,56 +153,60 @@ class Job:
         self.cancel.set()
 
     def first_error(self) -> BaseException | None:
-        """The error of the lowest number, with the others in its notes; ``None``
-        without errors.
+        """The error of the lowest number, with the others in its notes.
+
+        ``None`` without errors.
         """
-        failed = [
-            (i, e)
-            for i, e in sorted(self.errors.items())
-            if not isinstance(e, Cancelled)
+        failures = [
+            (number, error)
+            for number, error in sorted(self.errors.items())
+            if not isinstance(error, Cancelled)
         ]
-        for i, error in failed[1:]:
-            first, text = failed[0][1], _described(error)
-            if error is not first and text != _described(first):
-                add_note(first, f"replica {i} failed too: {text}")
-        return failed[0][1] if failed else None
+        if not failures:
+            return None
+        (_, first), *later = failures
+        for number, error in later:
+            description = _described(error)
+            # Several replicas often fail in the same way.
+            if error is not first and description != _described(first):
+                add_note(first, f"replica {number} failed too: {description}")
+        return first
 
 
-class Overdue(Exception):
-    """Calls have not ended within the limit; their threads are abandoned."""
-
-
-class Cancelled(Exception):
-    """Ends a replica's work at its next sub-step after another has failed; users never
-    see it.
-    """
-
-
-# by process, since a fork copies them, and module
+# By process, since a fork copies them, and module.
 _claims: dict[tuple[int, int], Workers] = {}
 
 
 class Workers:
-    """One daemon thread per replica, named after its device; ``owner`` is the name in
-    errors.
+    """One daemon thread per replica, named after its device.
 
     They start with the first parallel call, and stop when the object is closed or
     collected, or the interpreter exits.
+
+    Args:
+        devices: one entry per replica; ``None`` if it is not known yet.
+        owner: the name of the engine in errors.
+
+    Attributes:
+        count: the number of threads.
+        interrupts: those of the step that is in progress.
+        abandoned: whether threads were left behind with a call that did not end.
     """
 
     def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
         self.count = len(devices)
-        where = ["" if device is None else f", {device}" for device in devices]
+        suffixes = ["" if device is None else f", {device}" for device in devices]
         self._names = [
-            f"scatterpar replica {i}{device}" for i, device in enumerate(where)
+            f"scatterpar replica {number}{suffix}"
+            for number, suffix in enumerate(suffixes)
         ]
         self._owner = owner
         self._lock = threading.Lock()
-        # close() runs before or after all calls are queued
+        # ``close`` runs before or after all calls of a job are queued.
         self._posting = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
-        # whether the last job failed; then its error's objects must be freed
+        # Whether the last job failed. Then objects of its error must be freed.
         self._failed = False
         self.interrupts = Interrupts()
         self.abandoned = False
@@ -194,8 +236,9 @@ class Workers:
         """
         memory.tune_malloc(devices[0])
         if len(modules) == 1:
+            device = devices[0]
             with (
-                streams.use_device(devices[0], ()),
+                streams.use_device(device, ()),
                 no_autocast_cache(),
                 self.interrupts.allowed(),
             ):
@@ -206,55 +249,54 @@ class Workers:
             for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
         job = Job(calls, max_concurrency(devices), cancel or threading.Event())
-        # Calls on one accelerator draw from its one generator, so they run in order.
-        threads = [
-            devices.index(d) if streams.is_async(d) else i
-            for i, d in enumerate(devices)
-        ]
-        with self._posting:
-            self._refuse_if_closed()
-            queues = self._started()
-            for number, thread in enumerate(threads):
-                queues[0 if is_serial else thread].put(partial(job.run, number))
+        self._post(job, [0] * len(calls) if is_serial else _threads_of(devices))
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         try:
-            self._wait(job, math.inf if seconds is None else time.monotonic() + seconds)
+            self._wait(job, deadline)
             error = job.first_error()
             if error is not None:
                 raise error
             return [job.results.get(number) for number in range(len(calls))]
         finally:
-            job.results, job.errors = {}, {}  # a traceback refers to this frame
+            # A traceback refers to this frame.
+            job.results = {}
+            job.errors = {}
             error = None
+
+    def _post(self, job: Job, threads: Sequence[int]) -> None:
+        """Queue each call of the job for the thread with this number."""
+        with self._posting:
+            self._refuse_if_closed()
+            queues = self._started()
+            for number, thread in enumerate(threads):
+                queues[thread].put(partial(job.run, number))
 
     @contextlib.contextmanager
     def exclusive(self, module: nn.Module | None = None) -> Iterator[None]:
-        """In the body, this thread owns the workers and claims ``module``; interrupts
-        are deferred.
+        """In the body, this thread owns the workers and claims ``module``.
 
-        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or
-        if another engine has claimed the module: both would add to ``.grad`` at once.
+        Interrupts are deferred. Raises ``RuntimeError`` if the workers are closed, busy
+        or another process's, or if another engine has claimed the module: both would
+        add to ``.grad`` at once.
         """
         self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self._owner} belongs to another process: threads do not survive a "
-                "fork; make "
-                f"another in the process that uses it"
+                "fork; make another in the process that uses it"
             )
         key = self._pid, id(module)
-        # first: no interrupt between the lock and the try
-        with Interrupts() as interrupts:
+        with Interrupts() as interrupts:  # first: none between the lock and the try
             if not self._lock.acquire(blocking=False):
                 raise RuntimeError(
                     f"{self._owner} is in the middle of a step: another cannot start "
-                    "from "
-                    f"inside a criterion or a hook, nor from a second thread"
+                    "from inside a criterion or a hook, nor from a second thread"
                 )
             try:
-                # atomic
+                # ``setdefault`` is atomic: of two threads, one gets the other's claim.
                 if module is not None and _claims.setdefault(key, self) is not self:
                     raise RuntimeError(
-                        f"another engine is in the middle of a step that trains this "
+                        "another engine is in the middle of a step that trains this "
                         f"{type(module).__name__}; give each thread a copy of the "
                         "module"
                     )
@@ -265,7 +307,7 @@ class Workers:
                 yield
                 self._failed = False
             except BaseException as error:
-                # else the caller's next try runs out, too
+                # Else the caller's next try would run out, too.
                 if memory.is_out_of_memory(error):
                     memory.clear_frames(error)
                 raise
@@ -275,18 +317,17 @@ class Workers:
                 self._lock.release()
 
     def release(self) -> None:
-        """Free cached memory; call it in the body of ``exclusive``, outside
-        ``parallel_apply``.
+        """Free cached memory.
+
+        Call it in the body of ``exclusive``, outside ``parallel_apply``.
         """
         self._await_deferred_frees()
         memory.empty_cache()
 
     def _await_deferred_frees(self) -> None:
-        """In free-threaded Python, wait until idle workers have freed the objects they
-        created.
-        """
+        """In free-threaded Python, wait until idle workers have freed their objects."""
         if _FREE_THREADED:
-            # freed objects may refer to those of another worker
+            # Several rounds: a freed object may refer to one of another worker.
             time.sleep(3 * _IDLE_SECONDS)
 
     def close(self) -> None:
@@ -301,9 +342,7 @@ class Workers:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
     def _wait(self, job: Job, deadline: float) -> None:
-        """Wait until all calls have ended; an interrupt becomes the
-        job's first error.
-        """
+        """Wait until all calls have ended. An interrupt becomes the first error."""
         while job.busy:
             if time.monotonic() > deadline:
                 job.stop()
@@ -316,24 +355,24 @@ class Workers:
                 # The interrupt may have come before ``allowed`` did this.
                 self.interrupts.are_allowed = False
                 job.stop()
-                if _CALLER in job.errors:
+                if _CALLER in job.errors:  # the second interrupt
                     self._abandon()
                     raise
                 job.errors[_CALLER] = error
 
     def _abandon(self) -> None:
-        """Let threads that still work end by themselves; the next job
-        starts new ones.
-        """
+        """Let threads that still work end by themselves; a later job starts others."""
         self.abandoned = True
         for queue in self._queues:
             queue.put(None)
-        self._stop, self._queues = None, []
+        self._stop = None
+        self._queues = []
 
     def _started(self) -> list[_Queue]:
+        """The queues of the threads, which start now if they do not run."""
         if self._stop is not None and self._stop.alive:
             return self._queues
-        # in a forked child two threads must not both make the engine
+        # Makes autograd's engine: in a forked child two threads must not both make it.
         torch.autograd.backward(())
         before = torch.get_num_threads()
         budget = max(1, before // len(self._names))
@@ -345,10 +384,11 @@ class Workers:
             )
             for queue, name in zip(self._queues, self._names, strict=True)
         ]
-        for thread in threads:  # a new context: a thread would keep the caller's alive
+        for thread in threads:
+            # In a new context: a thread would keep the caller's alive.
             contextvars.Context().run(thread.start)
         ready.wait()
-        # a worker's setting became the default of later threads
+        # A worker's setting became the default of later threads.
         torch.set_num_threads(before)
         self._stop = weakref.finalize(
             self, _shut_down, self._queues, threads, self._pid
@@ -356,22 +396,20 @@ class Workers:
         return self._queues
 
 
+def _threads_of(devices: Sequence[torch.device]) -> list[int]:
+    """The number of the thread for each call.
+
+    Calls on one accelerator draw from its one generator, so they run in order: in the
+    thread of the first.
+    """
+    return [
+        devices.index(device) if streams.is_async(device) else number
+        for number, device in enumerate(devices)
+    ]
+
+
 def _described(error: BaseException) -> str:
     try:
         return repr(error)
     except Exception:  # a user's own __repr__
         return type(error).__name__
-
-
-def max_concurrency(devices: Sequence[torch.device]) -> int:
-    """How many replicas start at the same time: on the CPU one per core,
-    elsewhere all.
-    """
-    if {device.type for device in devices} != {"cpu"}:
-        return len(devices)
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
-    return min(len(devices), cores or 1)

@@ -449,8 +449,8 @@ def _parts(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
     """What a function, method, partial, weak reference or tuple refers to; how to make
     another.
     """
-    if isinstance(value, types.MethodType):
-        return (value.__self__,), functools.partial(types.MethodType, value.__func__)
+    if isinstance(value, types.MethodType):  # its function may be a closure
+        return (value.__func__, value.__self__), types.MethodType
     if type(value) is weakref.ref:
         return (value(),), weakref.ref
     if type(value) is functools.partial:

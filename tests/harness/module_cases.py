@@ -3,6 +3,7 @@
 Most of them turn (rows, FEATURES) into (rows, CLASSES).
 """
 
+import types
 from functools import partial
 
 import torch
@@ -86,6 +87,29 @@ def with_forward(model, forward):
     """Its forward is exchanged, as ``accelerate`` does."""
     model.forward = forward(model)
     return model
+
+
+def doubled(old):
+    """A forward that calls the old one, in its closure, as TRL writes it."""
+
+    def forward(self, inputs):
+        return self.scale * old(inputs)
+
+    return forward
+
+
+def with_bound_forward(make):
+    """Its forward is a bound method of the function that ``make`` gets from the old
+    one.
+    """
+    model = linear()
+    model.scale = 2.0
+    return with_forward(model, lambda m: types.MethodType(make(m.forward), m))
+
+
+def bound_default(old):
+    """The old forward is a default, as in a loop over layers."""
+    return lambda self, inputs, old=old: self.scale * old(inputs)
 
 
 def overlapping():
@@ -406,6 +430,11 @@ MODELS = {
     "unregistered list": unregistered_list,
     "forward is a partial": lambda: nn.Sequential(
         with_forward(linear(), lambda m: partial(type(m).forward, m)), nn.Tanh()
+    ),
+    "forward is a bound closure": partial(with_bound_forward, doubled),
+    "forward is a bound default": partial(with_bound_forward, bound_default),
+    "a bound closure twice": lambda: with_forward(
+        with_bound_forward(doubled), lambda m: types.MethodType(doubled(m.forward), m)
     ),
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "weight norm, old": lambda: nn.utils.weight_norm(linear()),

@@ -5,7 +5,14 @@ tensors.
 from __future__ import annotations
 
 import copy as copying
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from numbers import Number
@@ -17,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from scatterpar.batch import nested
+from scatterpar.batch.objects import unsplit_rows
 
 
 class Marker:
@@ -367,20 +375,34 @@ def count_rows(
         )
         raise ValueError(
             f"the batch has no tensor with rows: {kinds}; a list with one entry per "
-            "row is passed "
-            f"as Rows(entries)"
+            f"row is passed as Rows(entries), an object as a dict of its tensors"
         )
     if len(sizes) > 1:
         shown, more = ", ".join([*sizes.values()][:3]), len(sizes) - 3
         raise ValueError(
             f"the batch disagrees in its rows along dim={dim}: {shown}"
-            f"{f' and {more} more' if more > 0 else ''}; mark what has no rows as "
+            f"{f' and {more} more' if more > 0 else ''}; "
+            f"{_transposed(batch, dim, sizes)}mark what has no rows as "
             f"Replicated(value), and a list with one entry per row as Rows(entries)"
         )
     (rows,) = sizes
     if rows == 0:
         raise ValueError(f"the batch is empty: {sizes[rows]} along dim={dim}")
     return rows
+
+
+def _transposed(batch: Mapping[str, Any], dim: int, sizes: Container[int]) -> str:
+    """What to do with tensors that have their rows along dimension 1; else nothing."""
+    for name, part in batch.items():
+        for leaf in nested.tensors(part):
+            if dim == 0 and leaf.ndim == 3 and leaf.size(0) < leaf.size(1) in sizes:
+                return (
+                    f"the {name} of shape {tuple(leaf.shape)} seem to have "
+                    f"{leaf.size(1)} rows along dimension 1, as states of recurrent "
+                    f"layers: pass state.transpose(0, 1), and transpose it back in "
+                    f"forward; "
+                )
+    return ""
 
 
 def _size(leaf: Any, dim: int) -> int | None:
@@ -423,6 +445,9 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             "every tensor "
             f"but 0-dim ones is split along dim={dim}, unless it is Replicated"
         )
+    if isinstance(value, Marker) and value.num_rows is None:
+        iterators = [leaf for leaf in value.leaves() if isinstance(leaf, Iterator)]
+        value = iterators[0] if iterators else value
     if remedy := _remedy(value):
         what = (
             f"a tensor of layout {value.layout}"
@@ -446,6 +471,16 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             f"{len(value)} rows would go whole to every micro-batch; pass "
             f"Rows({kind}) for one per "
             f"row, or Replicated({kind})"
+        )
+    is_marker = isinstance(value, (Marker, Batches))
+    name = None if is_marker else unsplit_rows(value, dim, sizes)
+    if name is not None:
+        kind = type(value).__name__
+        return (
+            f"a {kind} has tensors with as many entries as there are rows, in {name!r}, "
+            f"which would go whole to every micro-batch; pass a dict of them, such as "
+            f"vars(value), and build the {kind} in forward, or pass Rows(list) of one "
+            f"per row, or Replicated(value) if they are no rows"
         )
     return ""
 
@@ -475,6 +510,11 @@ def _remedy(value: Any) -> str:
         return "pass it as a dense tensor, or its parts"
     if isinstance(value, DataLoader):
         return "iterate the loader, for inputs, targets in loader: …"
+    if isinstance(value, Iterator):
+        return (
+            "it can be read only once, and each micro-batch would read it; pass a list "
+            "of its items"
+        )
     if any(module.startswith("torch_geometric.data") for module in modules):
         return "pass Rows(graphs, Batch.from_data_list)"
     if modules[0] == "numpy" and getattr(value, "shape", None):

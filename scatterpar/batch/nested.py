@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import getitem, setitem
 from typing import Any, Literal
 
@@ -105,17 +106,19 @@ def _parts(
         return value, type(value)
     if type(value) in _PLAIN or isinstance(value, (Tensor, torch.Size)):
         return (), None
-    if isinstance(value, (tuple, list)):
-        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-        return value, (lambda children: type(value)(*children)) if is_named else type(
-            value
-        )
+    if isinstance(value, tuple):
+        return value, functools.partial(_tuple_like, value)
+    if isinstance(value, list):
+        return value, functools.partial(_list_like, value)
     get: Callable[..., Any] = getattr
     put: Callable[..., None] = object.__setattr__  # of frozen dataclasses too
     if isinstance(value, Mapping):
+        if type(value) is not dict:
+            _refuse_iteration_over_rows(value)
         names, get, put = [*like], getitem, setitem
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
+        fields = dataclasses.fields(value)
+        names = [field.name for field in fields if hasattr(value, field.name)]
     elif _is_cache(value):
         names = [
             n
@@ -131,11 +134,60 @@ def _parts(
         ):
             return dict(zip(names, children, strict=True))
         result = copy.copy(value)  # keeps its other attributes
+        _forget_computed(result)
         for name, child in zip(names, children, strict=True):
             put(result, name, child)
         return result
 
     return [get(value, name) for name in names], make
+
+
+def _tuple_like(original: tuple[Any, ...], children: Iterable[Any]) -> Any:
+    """A tuple of the original's class and attributes, with other items."""
+    kind: Any = type(original)
+    if hasattr(kind, "n_sequence_fields"):  # such as ``torch.return_types.max``
+        return kind(children)
+    # Not the constructor, which may take other arguments than the items.
+    make = getattr(kind, "_make", functools.partial(tuple.__new__, kind))
+    return _with_attributes(make(children), original)
+
+
+def _list_like(original: list[Any], children: Iterable[Any]) -> Any:
+    """A list of the original's class and attributes, with other items."""
+    made = list.__new__(type(original))
+    list.extend(made, children)
+    return _with_attributes(made, original)
+
+
+def _with_attributes(made: Any, original: Any) -> Any:
+    """``made`` with the attributes of ``original``, of the same class."""
+    if hasattr(original, "__dict__"):
+        vars(made).update(vars(original))
+        _forget_computed(made)
+    return made
+
+
+def _forget_computed(value: Any) -> None:
+    """Drop the values of cached properties: they were computed from other contents."""
+    attributes = getattr(value, "__dict__", {})
+    for name in [*attributes]:
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            del attributes[name]
+
+
+def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
+    """Refuse a mapping that iterates over something other than its keys."""
+    keys = [*value.keys()]
+    items = [*islice(value, len(keys) + 1)]
+    pairs = zip(items, keys, strict=False)
+    are_keys = all(type(item) is type(key) and item == key for item, key in pairs)
+    if len(items) != len(keys) or not are_keys:
+        remedy = "its .to_dict()" if hasattr(value, "to_dict") else "{key: value[key]}"
+        raise TypeError(
+            f"a {type(value).__name__} iterates over its rows, not over its keys, so its "
+            f"parts cannot be told from its rows; use a dict in its place, such as "
+            f"{remedy}"
+        )
 
 
 def _is_cache(value: Any) -> bool:

@@ -1,0 +1,76 @@
+"""Objects in a batch that hold rows which nothing splits.
+
+Tensors, lists, tuples, mappings and dataclasses are split into rows. Any other object,
+and what a container has in attributes beside its items, goes whole to every micro-batch.
+That is right for a configuration, and wrong for an object that is itself a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Set
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEPTH = 3  # an object, an object or list in it, and what that holds
+_MAX_ENTRIES = 1000  # of a container; longer ones are tables, not a batch
+_WITHOUT_ROWS = (bool, int, float, str, bytes, type, nn.Module)
+
+
+def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
+    """The name of an attribute of ``value`` with tensors that seem to hold rows.
+
+    ``sizes`` are the numbers of rows in the rest of the batch. ``None`` if no tensor in
+    an attribute has one of them, or if tensors of other sizes are beside it, as the
+    edges of a graph are: one size may then be that of the rows by chance.
+    """
+    names: list[str] = []
+    found: set[int] = set()
+    for name, attribute in _attributes(value):
+        for tensor in _tensors(attribute, _DEPTH):
+            if -tensor.ndim <= dim < tensor.ndim:
+                names.append(name)
+                found.add(tensor.size(dim))
+    if len(found) != 1:
+        return None
+    (size,) = found
+    return names[0] if size > 1 and size in sizes else None
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values of the attributes of ``value`` that nothing splits."""
+    if isinstance(value, (Tensor, Mapping, *_WITHOUT_ROWS)):
+        return
+    fields: set[str] = set()
+    if dataclasses.is_dataclass(value):  # its fields are split
+        fields = {field.name for field in dataclasses.fields(value)}
+    for name, attribute in [*getattr(value, "__dict__", {}).items()]:
+        kind = getattr(type(value), name, None)
+        # A cached property is computed again from the rows of a micro-batch.
+        if name not in fields and not isinstance(kind, functools.cached_property):
+            yield name, attribute
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in fields and hasattr(value, name):
+                yield name, getattr(value, name)
+    if isinstance(value, (deque, Set)):
+        yield type(value).__name__, list(value)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors that ``value`` holds, at most ``depth`` objects or containers deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, _WITHOUT_ROWS):
+        children = [attribute for _, attribute in _attributes(value)]
+        if isinstance(value, Mapping):
+            children = [*value.values()]
+        elif isinstance(value, (list, tuple)):
+            children += value
+        if len(children) <= _MAX_ENTRIES:
+            for child in children:
+                yield from _tensors(child, depth - 1)

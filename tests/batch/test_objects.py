@@ -1,0 +1,225 @@
+"""Batches in containers and objects of the user's own: exact, or refused by name."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from harness.models import CLASSES, FEATURES, Of
+from harness.oracle import assert_step, build, randint, randn
+from torch import Tensor, nn
+
+from scatterpar import Replicated, Rows, ScatterOnceParallel
+
+pytestmark = pytest.mark.core
+
+ROWS, LABELS = randn(13, FEATURES), randint(CLASSES, 13)
+LOSS = nn.CrossEntropyLoss()
+
+
+class Owned(list):
+    def __init__(self, owner, items):
+        super().__init__(items)
+        self.owner = owner
+
+
+class Two(tuple):
+    def __new__(cls, one, other):
+        return super().__new__(cls, (one, other))
+
+
+class Point(collections.namedtuple("Point", "one, other")):
+    def __new__(cls, both):
+        return super().__new__(cls, both, both)
+
+
+@dataclass
+class Computed:
+    inputs: Tensor
+
+    @functools.cached_property
+    def mask(self):
+        return (self.inputs > 0).double()
+
+
+@dataclass
+class Late:
+    inputs: Tensor
+    mask: Tensor = field(init=False)
+
+
+def computed():
+    batch = Computed(ROWS)
+    assert len(batch.mask) == 13  # as in a collate function
+    return batch
+
+
+def fills_a_field(batch):
+    assert not hasattr(batch, "mask")
+    batch.mask = batch.inputs > 0
+    masked = batch.inputs * batch.mask
+    del batch.mask
+    return masked
+
+
+def owned(batch):
+    assert type(batch) is Owned
+    assert batch.owner == "me"
+    return batch[0] + batch[1]
+
+
+EXACT = {
+    "list with another constructor": (Owned("me", [ROWS, ROWS]), owned),
+    "tuple with another constructor": (Two(ROWS, ROWS), lambda b: b[0] * b[1]),
+    "named tuple with another": (Point(ROWS), lambda b: b.one + b.other),
+    "cached property": (computed(), lambda b: b.inputs * b.mask),
+    "field that is not set": (Late(ROWS), fills_a_field),
+    "torch's own": (torch.max(ROWS[:, :, None], 2), lambda b: b.values),
+    "object without rows": (
+        (ROWS, types.SimpleNamespace(scale=2.0, shift=torch.ones(5).double())),
+        lambda b: b[0] * b[1].scale + b[1].shift,
+    ),
+}
+
+
+def reader(read):
+    return build(
+        lambda: Of(
+            lambda m, batch: m.linear(read(batch)), linear=nn.Linear(FEATURES, CLASSES)
+        )
+    )
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_container_of_the_users_own_is_exact(devices, case):
+    batch, read = EXACT[case]
+    with ScatterOnceParallel(reader(read), 4, devices(3)) as engine:
+        assert_step(engine, {"batch": batch}, LABELS, LOSS)
+
+
+class Table(collections.abc.Mapping):
+    """Iterates over rows, as a TensorDict."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __getitem__(self, key):
+        return self.columns[key]
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def keys(self):
+        return self.columns.keys()
+
+    def to_dict(self):
+        return dict(self.columns)
+
+
+class Slotted:
+    __slots__ = ("rows",)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+
+class Listed(list):
+    """Keeps more about its rows than its items."""
+
+
+def listed():
+    batch = Listed([ROWS])
+    batch.lengths = torch.ones(13)
+    return batch
+
+
+REFUSED = {
+    "table": (Table(inputs=ROWS), TypeError, r"a Table iterates.*its .to_dict\(\)"),
+    "object": (
+        types.SimpleNamespace(inputs=ROWS),
+        ValueError,
+        r"SimpleNamespace has tensors.*'inputs'.*a dict of them.*Replicated",
+    ),
+    "object in an object": (
+        types.SimpleNamespace(batch=types.SimpleNamespace(inputs=[ROWS])),
+        ValueError,
+        "a SimpleNamespace has tensors.*'batch'",
+    ),
+    "slots": (Slotted(ROWS), ValueError, "a Slotted has tensors.*'rows'"),
+    "deque": (collections.deque([ROWS]), ValueError, "a deque has tensors"),
+    "attribute beside the items": (listed(), ValueError, "Listed has.*'lengths'"),
+    "generator": ((row for row in ROWS), ValueError, "generator.*only once.*a list"),
+    "iterator": (iter([2.0, 3.0]), ValueError, "list_iterator.*only once"),
+    "marked iterator": (Replicated(map(str, [1])), ValueError, "'map'.*only once"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_value_that_nothing_can_split_is_refused_before_anything_runs(devices, case):
+    value, error, words = REFUSED[case]
+    model = reader(lambda _: pytest.fail("it ran"))
+    for verify in (True, False):
+        engine = ScatterOnceParallel(model, 4, devices(2), verify=verify)
+        with engine, pytest.raises(error, match=words):
+            engine.forward_backward((ROWS, value), LABELS, LOSS)
+        with engine, pytest.raises((error, RuntimeError)):
+            engine.loss(ROWS, (LABELS, value), LOSS)
+    if "iterator" in case:
+        assert len(list(getattr(value, "contents", value))) in (1, 2)  # nobody read it
+
+
+def test_what_a_refusal_of_an_object_names_is_exact(devices):
+    model = reader(lambda b: types.SimpleNamespace(**b).inputs)
+    batch = types.SimpleNamespace(inputs=ROWS)
+    with ScatterOnceParallel(model, 4, devices(2)) as engine:
+        assert_step(engine, {"batch": vars(batch)}, LABELS, LOSS)
+    rows = [types.SimpleNamespace(inputs=row) for row in ROWS]
+    model = reader(lambda b: torch.stack([row.inputs for row in b]))
+    with ScatterOnceParallel(model, 4, devices(2)) as engine:
+        plain = {"batch": rows}, LABELS
+        assert_step(engine, {"batch": Rows(rows)}, LABELS, LOSS, plain=plain)
+
+
+def test_states_of_recurrent_layers_are_told_to_be_transposed(devices):
+    states = randn(1, 13, 4), randn(1, 13, 4)
+
+    def forward(m, inputs, states):
+        states = [state.transpose(0, 1).contiguous() for state in states]
+        return m.head(m.lstm(inputs, states)[0][:, -1])
+
+    def make():
+        lstm = nn.LSTM(FEATURES, 4, batch_first=True)
+        return Of(forward, lstm=lstm, head=nn.Linear(4, CLASSES))
+
+    model = build(make)
+    inputs = randn(13, 6, FEATURES)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.raises(
+            ValueError, match=r"rows along dimension 1.*transpose\(0, 1"
+        ):
+            engine.forward_backward((inputs, states), LABELS, LOSS)
+        turned = [state.transpose(0, 1) for state in states]
+        assert_step(engine, (inputs, turned), LABELS, LOSS)
+
+
+def test_an_object_that_is_marked_goes_whole_to_every_micro_batch(devices):
+    shift = types.SimpleNamespace(value=torch.ones(13))
+    model = reader(lambda b: b[0] * b[1].value.double().sum())
+    with ScatterOnceParallel(model, 4, devices(2)) as engine:
+        plain = {"batch": (ROWS, shift)}, LABELS
+        batch = {"batch": (ROWS, Replicated(shift))}
+        assert_step(engine, batch, LABELS, LOSS, plain=plain)
+
+
+def test_a_graph_whose_nodes_are_as_many_as_the_rows_is_not_taken_for_rows(devices):
+    graph = types.SimpleNamespace(x=torch.ones(13, 2), edges=torch.zeros(2, 5))
+    model = reader(lambda b: b[0] * b[1].x.double().mean())
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, {"batch": (ROWS, graph)}, LABELS, LOSS)

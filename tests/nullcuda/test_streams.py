@@ -19,6 +19,7 @@ from scatterpar.devices.transfers import Prefetcher, to_host
 
 pytestmark = [pytest.mark.nullcuda, pytest.mark.draws]
 CARD = torch.device("cuda:0")
+TWO = [0, 1] if torch.cuda.device_count() > 1 else [0, 0]  # replicas
 
 
 def traced(work):
@@ -37,7 +38,7 @@ def test_engines_take_their_streams_once(place):
     model, given = network(), batch(place=place)
 
     def step():
-        with ScatterOnceParallel(model, 2, [0, 1], verify=False) as engine:
+        with ScatterOnceParallel(model, 2, TWO, verify=False) as engine:
             engine.forward_backward(*given, LOSS)
 
     kinds = ("copy_in", "copy_peer")
@@ -53,7 +54,7 @@ def test_rows_that_are_not_pinned_are_staged():
     computation.
     """
     given = batch(place="cpu")
-    with ScatterOnceParallel(network(), 4, [0, 1], verify=False) as engine:
+    with ScatterOnceParallel(network(), 4, TWO, verify=False) as engine:
         engine.forward_backward(*given, LOSS)
         records = traced(lambda: engine.forward_backward(*given, LOSS))
     size = given[0].nbytes // 8

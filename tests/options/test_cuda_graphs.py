@@ -29,27 +29,29 @@ LOSS = nn.CrossEntropyLoss()
 
 @pytest.fixture(params=[1, "shared", 2], ids=str)
 def places(request):
-    """Replicas on so many devices, or three that share one."""
-    here = (
-        torch.accelerator.current_accelerator()
-        if torch.accelerator.is_available()
-        else None
-    )
+    """Replicas on so many devices, or three that share one.
+
+    With one accelerator, the second device is the host.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if request.param == "shared":
-        return [0, 0, 0] if here else ["cpu"] * 3
-    if here and torch.accelerator.device_count() < request.param:
+        return ["cpu"] * 3 if accelerator is None else [0, 0, 0]
+    if accelerator is None:
+        return [f"cpu:{i}" for i in range(request.param)]
+    here = torch.accelerator.device_count()
+    if (request.param, here) == (2, 1):
+        return [f"{accelerator.type}:0", "cpu"]
+    if here < request.param:
         pytest.skip(f"needs {request.param} accelerators")
-    return (
-        list(range(request.param))
-        if here
-        else [f"cpu:{i}" for i in range(request.param)]
-    )
+    return list(range(request.param))
 
 
 @pytest.fixture
 def two_places():
-    """Two replicas, on two devices."""
-    return [0, 1] if torch.accelerator.is_available() else ["cpu:0", "cpu:1"]
+    """Two replicas, on two devices; on the same one if there is one accelerator."""
+    if not torch.accelerator.is_available():
+        return ["cpu:0", "cpu:1"]
+    return [0, 1] if torch.accelerator.device_count() > 1 else [0, 0]
 
 
 def home():

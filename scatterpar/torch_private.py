@@ -245,6 +245,22 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 # --- CUDA graphs ---
 
+
+def free_cublas_workspaces() -> None:
+    """Free the workspaces of cuBLAS, of which torch keeps one per handle and stream.
+
+    Called before and after a capture, as inductor does: the capture then allocates its
+    workspaces in the graph's own memory pool. Otherwise all graphs of a stream write to
+    the same workspaces, and from torch 2.12 on the end of one graph frees them for all
+    (https://github.com/pytorch/pytorch/issues/193402).
+    """
+    free: Callable[[], None] | None = getattr(
+        torch._C, "_cuda_clearCublasWorkspaces", None
+    )
+    if free is not None:  # else torch was built without CUDA
+        free()
+
+
 _LOST: list[Any] = []  # graphs whose capture failed, kept alive
 
 

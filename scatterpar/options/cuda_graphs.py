@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,6 +62,38 @@ class _Refused(Exception):
     """The reason why a sub-step cannot be captured; the module's name
     comes before it.
     """
+
+
+class _CaptureLost(_Refused):
+    """A capture failed. Another thread may have waited for the device meanwhile."""
+
+
+class _Captures:
+    """What all replicas' captures share: one warning, and the collections of garbage."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self._collected: weakref.ref[Attempt] | None = None
+
+    def warn_once(self, text: str) -> None:
+        """Warn, unless a replica has warned already."""
+        with self._lock:
+            is_first = not self._has_warned
+            self._has_warned = True
+        if is_first:
+            warn(text)
+
+    def collect_garbage(self, attempt: Attempt) -> None:
+        """Collect garbage before the first capture of an attempt at a step.
+
+        Otherwise objects may be freed during a capture, and wait for the device.
+        """
+        with self._lock:
+            is_first = self._collected is None or self._collected() is not attempt
+            self._collected = weakref.ref(attempt)
+        if is_first:
+            gc.collect()
 
 
 @dataclass
@@ -117,8 +150,10 @@ class Captured(Schedule):
                 raise ValueError(
                     f"graphs=True: {kind} captures no graphs; leave it out"
                 )
-        lock = threading.Lock()
-        self._by_replica = [_ReplicaGraphs(device, lock) for device in devices]
+        self._captures = _Captures()
+        self._by_replica = [
+            _ReplicaGraphs(device, self._captures) for device in devices
+        ]
 
     def substeps(self, attempt: Attempt, task: ReplicaTask) -> Substeps:
         """The sub-steps of one replica in one step; drops graphs that are no longer
@@ -129,17 +164,23 @@ class Captured(Schedule):
         graphs = self._by_replica[task.share.replica]
         if graphs.state != (state := _state_of(task, attempt.replicas.replica_sets)):
             graphs.forget(state)
-        return GraphedSubsteps(graphs, task, attempt)
+        return GraphedSubsteps(graphs, task, attempt, self._captures)
 
 
 class GraphedSubsteps(Substeps):
     """The sub-steps of one replica in one step, replayed if they can be captured."""
 
     def __init__(
-        self, graphs: _ReplicaGraphs, task: ReplicaTask, attempt: Attempt
+        self,
+        graphs: _ReplicaGraphs,
+        task: ReplicaTask,
+        attempt: Attempt,
+        captures: _Captures,
     ) -> None:
         super().__init__(task, attempt.request)
-        self._graphs, self._attempt = graphs, attempt
+        self._graphs = graphs
+        self._attempt = attempt
+        self._captures = captures
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
@@ -203,17 +244,30 @@ class GraphedSubsteps(Substeps):
         """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores
         all state.
         """
-        task, graphs = replace(self._task, clock=None), self._graphs
-        isolated, no_gradients = self._attempt.isolated(task), set_aside(task.leaves)
+        if streams.is_async(self._task.share.device):
+            self._captures.collect_garbage(self._attempt)
+        name = type(self._task.module).__name__
+        try:
+            try:
+                return self._recorded(rows, number)
+            except _CaptureLost:
+                return self._recorded(rows, number)
+        except _Refused as why:
+            self._graphs.refuse(f"{name} {why}")
+            return None
+
+    def _recorded(self, rows: Any, number: int) -> _Graph:
+        """A graph of the static ``rows``. Raises ``_Refused``; restores all state."""
+        task = replace(self._task, clock=None)
+        isolated = self._attempt.isolated(task)
+        no_gradients = set_aside(task.leaves)
         try:
             with self._task.span("capture", number), no_gradients, isolated:
-                return graphs.record(partial(self._warm_up, task, rows), task)
-        except _Refused as why:
-            graphs.refuse(f"{type(task.module).__name__} {why}")
-            return None
+                warm_up = partial(self._warm_up, task, rows)
+                return self._graphs.record(warm_up, task)
         except Exception as error:
             if is_out_of_memory(error):
-                graphs.forget()  # frees the memory of the graphs
+                self._graphs.forget()  # frees the memory of the graphs
             raise
 
     def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
@@ -293,11 +347,11 @@ class _ReplicaGraphs:
     they depend on.
     """
 
-    def __init__(self, device: torch.device, warning_lock: threading.Lock) -> None:
+    def __init__(self, device: torch.device, captures: _Captures) -> None:
         self._device = device
-        # of all replicas; the first to warn never releases it
-        self._warning_lock = warning_lock
-        self._captures, self._is_refused = 0, False
+        self._shared = captures
+        self._captures = 0
+        self._is_refused = False
         self.forget()
 
     def forget(self, state: Sequence[Any] = ()) -> None:
@@ -313,8 +367,9 @@ class _ReplicaGraphs:
         """Capture nothing from now on, and warn once."""
         self._is_refused = True
         self.forget()
-        if self._warning_lock.acquire(blocking=False):
-            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
+        self._shared.warn_once(
+            f"graphs=True: sub-steps run as without graphs, because {why}"
+        )
 
     def may_capture(self) -> bool:
         """Whether another sub-step may be captured; counts the captures, and refuses
@@ -359,26 +414,30 @@ class _ReplicaGraphs:
         return graph
 
     def _capture(self, kernels: Any, work: Callable[[], None]) -> None:
-        """Capture the kernels of ``work``, which must not synchronize
-        with the device.
+        """Capture the kernels of ``work``, which must not synchronize with the device.
+
+        Raises ``_CaptureLost``.
         """
-        # else objects may be freed during the capture, and wait for the device
-        gc.collect()
         # A capture can neither use nor free memory in torch's cache, as that of the
         # warm-up.
         memory.empty_cache()
+        # After emptying the cache: another thread may be about to launch a kernel that
+        # uses its workspace, which must stay mapped.
+        torch_private.free_cublas_workspaces()
         kernels.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
+            kernels.capture_end()
         except BaseException as error:
             torch_private.give_up_capture(kernels, self._device, self._pool)
             self._pool = None  # it may have been freed
             if not isinstance(error, Exception) or is_out_of_memory(error):
                 raise
             (line, *_) = [*str(error).strip().splitlines(), ""]
-            raise _Refused(
+            raise _CaptureLost(
                 "cannot be captured: it waits for the device, as with "
-                "CUDA_LAUNCH_BLOCKING, or "
-                f"does what a graph cannot repeat ({type(error).__name__}: {line})"
+                "CUDA_LAUNCH_BLOCKING, or does what a graph cannot repeat, or another "
+                f"thread waits for the device ({type(error).__name__}: {line})"
             ) from error
-        kernels.capture_end()
+        finally:
+            torch_private.free_cublas_workspaces()

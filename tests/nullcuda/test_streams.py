@@ -6,6 +6,11 @@ The race checker looks on in every test (``plugin.py``).
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+import warnings
+
 import pytest
 import torch
 from devices.cards.test_accelerator import LOSS, streams_of_the_users
@@ -137,3 +142,108 @@ def test_a_failed_capture_leaves_allocator_and_generator_as_they_were():
         0.0,
         2.0,
     }
+
+
+def captured_engine(criterion=LOSS, ids=(0,), accum=4):
+    """An engine with captured sub-steps, after a step."""
+    engine = ScatterOnceParallel(network(), accum, ids, graphs=True, verify=False)
+    engine.forward_backward(*batch(), criterion)
+    return engine
+
+
+def workspaces_in_pools():
+    """How many of cuBLAS's workspaces are in the memory pools of live graphs.
+
+    Torch must not know them any more: else what is computed later writes to them, too.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    segments = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["segment_pool_id"] != (0, 0) and segment["total_size"] >= 32 << 20
+    ]
+    assert not any(segment["active_size"] for segment in segments)
+    return len(segments)
+
+
+def test_the_end_of_an_engine_leaves_the_workspaces_of_another():
+    """All graphs are captured on one stream. From torch 2.12 on the end of a graph frees
+    the workspaces of its stream, to which the kernels of another graph still write.
+    """
+    earlier = workspaces_in_pools()
+    with captured_engine():
+        of_one = workspaces_in_pools() - earlier
+        assert of_one >= 1
+        with captured_engine():
+            assert workspaces_in_pools() == earlier + 2 * of_one
+        assert workspaces_in_pools() == earlier + of_one
+    assert workspaces_in_pools() == earlier
+
+
+def wait_for_the_card():
+    """Another thread waits for all work on the card; an error is its own."""
+
+    def wait():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(0)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(("lost", "is_told"), [(1, False), (2, True)])
+@pytest.mark.parametrize("when", ["in the criterion", "at the end"])
+def test_a_thread_that_waits_for_the_card_during_a_capture(
+    when, lost, is_told, monkeypatch
+):
+    """The capture is lost. A second try may succeed; else sub-steps run without graphs.
+
+    At the end: no operator fails, but the end of the capture.
+    """
+    waits = []
+    begun = []  # captures of sub-steps that have not ended
+    end = torch.cuda.CUDAGraph.capture_end
+
+    def wait(place):
+        if place == when and begun and len(waits) < lost:
+            waits.append(begun.pop())
+            wait_for_the_card()
+
+    def criterion(output, targets):
+        if torch.cuda.is_current_stream_capturing():
+            begun.append(True)
+        wait("in the criterion")
+        return LOSS(output, targets)
+
+    def capture_end(graph):
+        wait("at the end")
+        end(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture_end)
+    given = batch()
+    results = []
+    for graphs in (False, True):
+        model = network()
+        engine = ScatterOnceParallel(model, 4, [0], graphs=graphs, verify=False)
+        with engine, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss = engine.forward_backward(*given, criterion)
+        results.append([loss, *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert len(waits) == lost
+    words = "another thread waits for the device"
+    assert [words in str(warning.message) for warning in told] == [True] * is_told
+
+
+def test_garbage_is_collected_once_per_step_that_captures(monkeypatch):
+    collections = []
+    collect = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda: collections.append(1) or collect())
+    with captured_engine(ids=(0, 0), accum=3) as engine:  # two shapes per replica
+        assert sum(collections) == 1
+        engine.forward_backward(*batch(), LOSS)
+        assert sum(collections) == 1

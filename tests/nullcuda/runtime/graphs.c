@@ -2,7 +2,8 @@
  *
  * Kernels compute nothing, so that copies and fills alone are kept, in their order; values.py keeps
  * what it computes in the place of kernels. As on a card, neither the host nor another stream may
- * wait for a stream that captures: then the capture is lost. Streams join no capture here.
+ * wait for a stream that captures, nor any thread for its device: then the capture is lost. Streams
+ * join no capture here.
  */
 #include "null.h"
 #include <pthread.h>
@@ -25,18 +26,23 @@ struct CUgraph_st {
   size_t count, room;
 };
 
-static atomic_int capturing[MAX_DEVICES];
+static struct CUgraph_st *_Atomic latest[MAX_DEVICES]; /* of the captures that have not ended */
 static atomic_ullong ids = 1;
 
 struct CUgraph_st *capture_of(cudaStream_t stream) {
   return (uint64_t)stream < 3 ? 0 : stream->capture;
 }
 
-int captures(int device) { return capturing[device]; }
-
 cudaError_t lose_capture(cudaStream_t stream) {
   if (!capture_of(stream)) return cudaSuccess;
   stream->capture->lost = 1;
+  return failed(cudaErrorStreamCaptureUnsupported);
+}
+
+cudaError_t lose_captures_of(int device) {
+  struct CUgraph_st *graph = latest[device];
+  if (!graph) return cudaSuccess;
+  graph->lost = 1;
   return failed(cudaErrorStreamCaptureUnsupported);
 }
 
@@ -53,7 +59,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
   if ((uint64_t)stream < 3 || stream->capture) return failed(cudaErrorStreamCaptureUnsupported);
   stream->capture = calloc(1, sizeof *stream->capture);
   stream->capture->id = ids++;
-  capturing[stream->device]++;
+  latest[stream->device] = stream->capture;
   return cudaSuccess;
 }
 
@@ -62,7 +68,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
   *out = 0;
   if (!graph) return failed(cudaErrorIllegalState);
   stream->capture = 0;
-  capturing[stream->device]--;
+  latest[stream->device] = 0;
   if (graph->lost) return failed(cudaErrorStreamCaptureInvalidated);
   *out = graph;
   return cudaSuccess;

@@ -53,8 +53,8 @@ struct CUstream_st {
   int asked;
 };
 struct CUgraph_st *capture_of(cudaStream_t stream); /* 0 where it does not capture */
-int captures(int device);                           /* whether any stream of a device does */
 cudaError_t lose_capture(cudaStream_t stream);      /* what it was asked for cannot be captured */
+cudaError_t lose_captures_of(int device);           /* somebody waits for all of the device */
 void capture_bytes(struct CUgraph_st *graph, void *to, const void *from, int value, uint64_t bytes,
                    struct record what); /* noted at every launch */
 int stream_device(cudaStream_t stream); /* the default stream is the current device's */

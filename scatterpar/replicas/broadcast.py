@@ -1,5 +1,6 @@
-"""Copies of the master's tensors in the other memories: each memory gets a changed
-tensor once.
+"""Copies of the master's tensors in the other memories.
+
+Each memory gets a changed tensor once.
 """
 
 from __future__ import annotations
@@ -30,16 +31,14 @@ _VERSION = attrgetter("_version")
 
 
 def version(tensor: Tensor) -> int:
-    """How often ``tensor`` was written; 0 for inference tensors, which do not count
-    writes.
-    """
+    """How often ``tensor`` was written; 0 for inference tensors, which do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """The version of each tensor, as from ``version``."""
     try:
-        return list(map(_VERSION, tensors))
+        return list(map(_VERSION, tensors))  # without a Python call per tensor
     except RuntimeError:  # there are inference tensors
         return list(map(version, tensors))
 
@@ -47,30 +46,42 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 class Broadcast:
     """Copies of the dense tensors in ``contents`` on every device except the first.
 
-    A parameter is sent if its version has changed since it was last sent, for example
-    by an optimizer step. Writes through ``.data``, a NumPy view or another storage do
-    not change the version. So the fingerprints of the other parameters are compared
+    ::
+
+        version changed since it was sent     send it
+        version as it was, or a buffer        compare fingerprints, send what differs
+
+    An optimizer step changes the version. Writes through ``.data``, a NumPy view or
+    another storage do not. So the fingerprints of the other parameters are compared
     with those of the copies on another device. So are the fingerprints of buffers,
     whose versions every commit changes.
 
     The owner of a tensor, in ``update`` the master, sends it message by message. Every
     device that has a message sends it on, in the reverse order of ``tree_pairs``.
+
+    Attributes:
+        contents: the module's contents that were sent.
+        memories: the devices, each once; the master is the first.
+        parameters: the numbers of the tensors that are parameters.
     """
 
     def __init__(
         self, contents: ModuleContents, device_ids: Sequence[torch.device]
     ) -> None:
-        self.contents, self._tensors = contents, list(contents.tensors.values())
+        self.contents = contents
+        self._tensors = list(contents.tensors.values())
         for tensor in self._tensors:
             refuse_sparse("a module or criterion has", tensor)
         self.memories = list(dict.fromkeys(device_ids))
         self.parameters = [
-            i for i, key in enumerate(contents.tensors) if key in contents.weights
+            number
+            for number, key in enumerate(contents.tensors)
+            if key in contents.weights
         ]
-        self._rows, self._places = (
-            _rows(contents),
-            list(map(Tensor.detach, self._tensors)),
-        )
+        self._layout = _layout(contents)
+        # Aliases, to see later whether a tensor's storage, shape or strides were
+        # exchanged.
+        self._places = list(map(Tensor.detach, self._tensors))
         self._copies = {
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
@@ -80,13 +91,10 @@ class Broadcast:
     def is_of(
         self, contents: ModuleContents, device_ids: Sequence[torch.device]
     ) -> bool:
-        """Whether these are the same tensors, of the same kinds, on the
-        same devices.
-        """
-        if (
-            list(dict.fromkeys(device_ids)) != self.memories
-            or _rows(contents) != self._rows
-        ):
+        """Whether these are the same tensors, of the same kinds and devices."""
+        if list(dict.fromkeys(device_ids)) != self.memories:
+            return False
+        if _layout(contents) != self._layout:
             return False
         self.contents = contents  # another root may hold the same tensors
         self._places = list(map(Tensor.detach, self._tensors))
@@ -94,67 +102,77 @@ class Broadcast:
 
     def fits(self) -> bool:
         """Whether the tensors still have their kinds and shapes."""
+        # The first question needs no Python call per tensor.
         is_in_place = all(map(Tensor.is_set_to, self._tensors, self._places))
         return is_in_place or self.is_of(self.contents, self.memories)
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors in the memory of ``device``."""
-        return self._tensors if device == self.memories[0] else self._copies[device]
+        is_master = device == self.memories[0]
+        return self._tensors if is_master else self._copies[device]
 
     def storages(self, device: torch.device) -> list[Tensor]:
-        """Where a new replica's tensors are stored: ``at(device)``, but new memory for
-        buffers.
+        """Where a new replica's tensors are stored.
+
+        ``at(device)``, but new memory for buffers.
         """
-        private = sorted(set(range(len(self._tensors))).difference(self.parameters))
-        new = empty_like_on([self._tensors[i] for i in private], device)
-        buffers = dict(zip(private, new, strict=True))
-        return [buffers.get(i, tensor) for i, tensor in enumerate(self.at(device))]
+        storages = list(self.at(device))
+        buffers = sorted(set(range(len(storages))).difference(self.parameters))
+        private = empty_like_on([self._tensors[i] for i in buffers], device)
+        for number, tensor in zip(buffers, private, strict=True):
+            storages[number] = tensor
+        return storages
 
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
         self._sent: dict[int, int] = {}  # the versions of the sent values
-        self._known: dict[tuple[int, ...], Fingerprints] = {}  # of the sent values
+        # Of the sent values, by the numbers of the tensors.
+        self._known: dict[tuple[int, ...], Fingerprints] = {}
 
     def compare(self) -> Tensor:
-        """Compare tensors that may have changed with their copies. Returns what
-        differs.
+        """Compare tensors that may have changed with their copies.
 
-        ``update`` needs the result on the host, which waits once for those of several
-        objects.
+        Returns what differs. ``update`` needs the result on the host, which waits once
+        for those of several objects.
         """
-        # before the values
-        parameters, self._now = set(self.parameters), versions(self._tensors)
-        sent = self._sent.items()
+        parameters = set(self.parameters)
+        self._present = versions(self._tensors)  # before the values are read
         doubtful = tuple(
-            i for i, old in sent if old == self._now[i] or i not in parameters
+            number
+            for number, sent in self._sent.items()
+            if sent == self._present[number] or number not in parameters
         )
         self._compared: dict[tuple[int, ...], Fingerprints] = {}
         if not doubtful:  # an optimizer has updated all, and there are no buffers
             return empty(0, torch.bool, HOST)
-        here = self._compared[doubtful] = self._fingerprints(self.memories[0], doubtful)
-        there = self._known.get(doubtful) or self._fingerprints(
-            self.memories[1], doubtful
-        )
-        return here.differences(there)
+        master = self._fingerprints(self.memories[0], doubtful)
+        self._compared[doubtful] = master
+        copies = self._known.get(doubtful)
+        if copies is None:
+            copies = self._fingerprints(self.memories[1], doubtful)
+        return master.differences(copies)
 
     def update(self, transfers: Transfers, differences: Tensor) -> None:
         """Send the master's values of changed tensors, after ``compare``."""
         if not self._copies:
             return
-        now, unchanged = self._now, set[int]()
-        for doubtful, here in self._compared.items():
-            unchanged = set(doubtful).difference(
-                compress(here.owners, to_numbers(differences))
-            )
+        present = self._present
+        compared = self._compared
+        unchanged: set[int] = set()
+        for doubtful, fingerprints in compared.items():
+            differing = compress(fingerprints.owners, to_numbers(differences))
+            unchanged |= set(doubtful).difference(differing)
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
-        self._sent, self._known = dict(enumerate(now)), self._compared
+        self._sent = dict(enumerate(present))
+        self._known = compared
 
     def _fingerprints(
         self, device: torch.device, numbers: Sequence[int]
     ) -> Fingerprints:
-        return Fingerprints({i: self.at(device)[i] for i in numbers}, device)
+        tensors = self.at(device)
+        return Fingerprints({number: tensors[number] for number in numbers}, device)
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the
@@ -164,10 +182,11 @@ class Broadcast:
         """
         sent = self._sent
         self.invalidate()
-        for owner in self.memories:
-            self._send(owner, {i for i in owners if owners[i] == owner}, transfers)
-        now = versions(self._tensors)
-        self._sent = sent | {i: now[i] for i in owners}
+        for memory in self.memories:
+            owned = {number for number, owner in owners.items() if owner == memory}
+            self._send(memory, owned, transfers)
+        present = versions(self._tensors)
+        self._sent = sent | {number: present[number] for number in owners}
 
     def _send(
         self, owner: torch.device, numbers: Set[int], transfers: Transfers
@@ -178,24 +197,33 @@ class Broadcast:
         start = self.memories.index(owner)
         devices = [*self.memories[start:], *self.memories[:start]]
         for message in self._messages:
-            keys = [i for i in message if i in numbers]
+            keys = [number for number in message if number in numbers]
             if not keys:
                 continue
-            copies = {0: pack([self.at(owner)[i] for i in keys])}
+            tensors = self.at(owner)
+            copies = {0: pack([tensors[key] for key in keys])}
             for sender, receiver in reversed(tree_pairs(len(devices))):
                 device = devices[receiver]
-                targets = [self.at(device)[i] for i in keys]
+                targets = [self.at(device)[key] for key in keys]
                 copies[receiver] = deliver(
                     copies[sender], targets, device, transfers, "replicate"
                 )
             del copies  # only one message has memory at a time
 
 
-def _rows(contents: ModuleContents) -> list[Any]:
-    """For each tensor what copies in other memories depend on, and whether it is a
-    parameter.
+def _layout(contents: ModuleContents) -> list[Any]:
+    """What copies in other memories depend on, and whether it is a parameter, per
+    tensor.
     """
     return [
-        (key, key in contents.weights, type(t), t.dtype, t.device, t.shape, t.stride())
-        for key, t in contents.tensors.items()
+        (
+            key,
+            key in contents.weights,
+            type(tensor),
+            tensor.dtype,
+            tensor.device,
+            tensor.shape,
+            tensor.stride(),
+        )
+        for key, tensor in contents.tensors.items()
     ]

@@ -1,10 +1,9 @@
-"""Refuse forward passes that write parameters that replicas share; the error names the
-parameter.
+"""Refuse forward passes that write parameters that replicas share.
 
 If a forward pass writes parameters, the result for the whole batch is not defined, and
-replicas in one memory may read half-written values. Values that were overwritten in the
-user's module are lost: a copy of all parameters would cost more than forward passes
-that write them are worth.
+replicas in one memory may read half-written values. The error names the parameter.
+Values that were overwritten in the user's module are lost: a copy of all parameters
+would cost more than forward passes that write them are worth.
 """
 
 from __future__ import annotations
@@ -20,12 +19,20 @@ from scatterpar.errors import add_note, restore_after
 from scatterpar.replicas.broadcast import Broadcast, versions
 from scatterpar.replicas.checks import parameters_of
 
+# The position of a written parameter, and the memory in which it was written. ``None``
+# if a storage was exchanged for another with other values.
+_Write = tuple[int, torch.device | None]
+
 
 class ParameterGuard:
     """Detects and refuses writes to the parameters that replicas share.
 
-    ``broadcast`` has the parameters in each memory, ``copies`` each replica's device
-    and tensors. In ``checked_modes`` a forward pass has written no parameter.
+    Args:
+        broadcast: has the parameters in each memory.
+        copies: each replica's device and tensors.
+
+    Attributes:
+        checked_modes: the modes in which a forward pass has written no parameter.
     """
 
     def __init__(
@@ -33,18 +40,19 @@ class ParameterGuard:
         broadcast: Broadcast,
         copies: Iterable[tuple[torch.device, Sequence[Tensor]]],
     ) -> None:
-        self._broadcast, at = broadcast, broadcast.parameters
+        self._broadcast = broadcast
         self.checked_modes: set[Hashable] = set()
-        self._memories = {
-            device: [broadcast.at(device)[i] for i in at]
-            for device in broadcast.memories
-        }
-        self._master, self._originals = next(iter(self._memories.items()))
-        of_replicas = [(device, [tensors[i] for i in at]) for device, tensors in copies]
-        self._watched = [(self._master, self._originals), *of_replicas]
+        self._memories: dict[torch.device, list[Tensor]] = {}
+        for device in broadcast.memories:
+            self._memories[device] = _parameters(broadcast, broadcast.at(device))
+        self._master, *_ = broadcast.memories
+        self._originals = self._memories[self._master]
+        self._watched = [(self._master, self._originals)]
+        for device, tensors in copies:
+            self._watched.append((device, _parameters(broadcast, tensors)))
 
     def invalidate(self) -> None:
-        """A parameter was written: forget which modes are checked and which values were
+        """A parameter was written: forget which modes are checked, which values were
         sent.
         """
         self.checked_modes.clear()
@@ -62,21 +70,22 @@ class ParameterGuard:
         after the first pass.
         """
         is_first = mode not in self.checked_modes
-        values = self._fingerprints() if is_first else {}
+        fingerprints = self._fingerprints() if is_first else {}
         before = [versions(tensors) for _, tensors in self._watched]
         try:
             yield
         except BaseException as error:
             refusals: list[RuntimeError] = []
+            # With the error, so that a broken device does not replace it.
             restore_after(
-                error, lambda: refusals.extend(self._refusals(before, values))
+                error, lambda: refusals.extend(self._refusals(before, fingerprints))
             )
             for refusal in refusals:
                 if type(error) is RuntimeError:  # torch raises it because of the write
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
             raise
-        for refusal in self._refusals(before, values):
+        for refusal in self._refusals(before, fingerprints):
             raise refusal
         if is_first:
             check_once()
@@ -92,22 +101,20 @@ class ParameterGuard:
 
     def _refusals(
         self,
-        earlier: Sequence[list[int]],
+        before: Sequence[list[int]],
         fingerprints: Mapping[torch.device, Fingerprints],
     ) -> Iterator[RuntimeError]:
         """Yield an error if parameters were written since then."""
-        places = self._written(earlier, fingerprints)
-        if not places:
+        writes = self._writes(before, fingerprints)
+        if not writes:
             return
         self.invalidate()
-        lost = {i for i, memory in places if memory == self._master}
-        first, *others = sorted(lost or {i for i, _ in places})
-        original = self._originals[first]
-        named = parameters_of(*self._broadcast.contents.roots)
-        names = (repr(name) for name, tensor in named if tensor is original)
-        name = next(names, f"of shape {tuple(original.shape)}")
-        if others:
-            name += f" (and {len(others)} more)"
+        lost = {position for position, memory in writes if memory == self._master}
+        positions = lost or {position for position, _ in writes}
+        first, *later = sorted(positions)
+        name = self._name_of(self._originals[first])
+        if later:
+            name += f" (and {len(later)} more)"
         outcome = "nothing was changed"
         if lost:
             outcome = (
@@ -115,42 +122,58 @@ class ParameterGuard:
             )
         yield RuntimeError(
             f"the forward pass writes the parameter {name}, which all replicas read: "
-            f"{outcome}; "
-            "write it after the optimizer's step, or keep what forward passes write "
-            "in a buffer "
-            f"(register_buffer)"
+            f"{outcome}; write it after the optimizer's step, or keep what forward "
+            "passes write in a buffer (register_buffer)"
         )
 
-    def _written(
-        self,
-        earlier: Sequence[list[int]],
-        fingerprints: Mapping[torch.device, Fingerprints],
-    ) -> set[tuple[int, torch.device | None]]:
-        """The position and device of each written parameter.
+    def _name_of(self, original: Tensor) -> str:
+        for name, parameter in parameters_of(*self._broadcast.contents.roots):
+            if parameter is original:
+                return repr(name)
+        return f"of shape {tuple(original.shape)}"
 
-        The device is ``None`` if a storage was exchanged for another with other values.
-        One with the same values is allowed, as by ``flatten_parameters``, also if the
-        version changes. So is one with the values in another dtype, for a parameter
-        that is not trained.
+    def _writes(
+        self,
+        before: Sequence[list[int]],
+        fingerprints: Mapping[torch.device, Fingerprints],
+    ) -> set[_Write]:
+        """The writes since then.
+
+        A storage may be exchanged for one with the same values, as by
+        ``flatten_parameters``, also if the version changes. So may one with the values
+        in another dtype, for a parameter that is not trained.
         """
-        written: set[tuple[int, torch.device | None]] = set()
-        version_changed, exchanged = set(), set()
-        for (device, tensors), before in zip(self._watched, earlier, strict=True):
-            now, canonical = versions(tensors), self._memories[device]
+        writes: set[_Write] = set()
+        version_changed: set[_Write] = set()
+        exchanged: set[_Write] = set()
+        for (device, tensors), earlier in zip(self._watched, before, strict=True):
+            present = versions(tensors)
+            canonical = self._memories[device]
+            # First the questions that need no Python call per tensor.
             is_in_place = tensors is canonical or all(
                 map(Tensor.is_set_to, tensors, canonical)
             )
-            if is_in_place and now == before:
+            if is_in_place and present == earlier:
                 continue
-            for i, (tensor, storage) in enumerate(zip(tensors, canonical, strict=True)):
-                if not tensor.is_set_to(storage):
-                    exchanged.add((i, device))
-                    if not self._originals[i].requires_grad:
-                        storage = storage.to(tensor.dtype)
-                    if not same_bits(tensor, storage):
-                        written.add((i, None))
-                elif now[i] != before[i]:
-                    version_changed.add((i, device))
-        for device, new in self._fingerprints().items() if fingerprints else ():
-            written |= {(i, device) for i in new.differing_from(fingerprints[device])}
-        return written | (version_changed - exchanged)
+            for position, tensor in enumerate(tensors):
+                if not tensor.is_set_to(canonical[position]):
+                    exchanged.add((position, device))
+                    if not self._has_values_of(position, tensor, canonical[position]):
+                        writes.add((position, None))
+                elif present[position] != earlier[position]:
+                    version_changed.add((position, device))
+        if fingerprints:
+            for device, present_values in self._fingerprints().items():
+                differing = present_values.differing_from(fingerprints[device])
+                writes |= {(position, device) for position in differing}
+        return writes | (version_changed - exchanged)
+
+    def _has_values_of(self, position: int, tensor: Tensor, storage: Tensor) -> bool:
+        """Whether ``tensor``, elsewhere in memory, has the values of ``storage``."""
+        if not self._originals[position].requires_grad:
+            storage = storage.to(tensor.dtype)
+        return same_bits(tensor, storage)
+
+
+def _parameters(broadcast: Broadcast, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensors[number] for number in broadcast.parameters]

@@ -30,8 +30,7 @@ from scatterpar.torch_private import CompileFn
 
 _CUDA_GRAPHS = (
     "CUDA graphs, which replicas in threads have not been tried with; use "
-    'mode="default" or '
-    'mode="max-autotune-no-cudagraphs"'
+    'mode="default" or mode="max-autotune-no-cudagraphs"'
 )
 _PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
 
@@ -48,23 +47,21 @@ class Compiler:
     def compiled_call(
         self, module: nn.Module, replica: nn.Module, compile_fn: CompileFn
     ) -> Callable[..., Any]:
-        """The compiled call of a replica; ``compile_fn`` compiles as the user compiled
-        ``module``.
+        """The compiled call of a replica.
 
-        Raises ``ValueError`` if it would record CUDA graphs.
+        ``compile_fn`` compiles as the user compiled ``module``. Raises ``ValueError``
+        if it would record CUDA graphs.
         """
         kind = type(module)
-        if (
-            torch_private.records_cuda_graphs(compile_fn)
-            and torch.accelerator.is_available()
-        ):
+        records_graphs = torch_private.records_cuda_graphs(compile_fn)
+        if records_graphs and torch.accelerator.is_available():
             raise ValueError(f"{kind.__name__} was compiled with {_CUDA_GRAPHS}")
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-        # A code object per engine: graphs of another engine would count towards torch's
-        # limit.
+        # torch stores compiled graphs per code object. One per engine, because graphs
+        # of another engine would count towards torch's limit.
         run.__code__ = self._code.setdefault(kind, run.__code__.replace())
         compiled = partial(compile_fn(run), replica)
 
@@ -102,8 +99,8 @@ class Compiler:
         while self._owner != thread:
             if self._lock.acquire(timeout=_PATIENCE_SECONDS):
                 self._owner = thread
-            elif not torch_private.is_compiling():  # the owner waits for this replica
-                return
+            elif not torch_private.is_compiling():
+                return  # without it, because its owner waits for this replica
 
 
 @contextlib.contextmanager
@@ -114,10 +111,11 @@ def drawing_from_default() -> Iterator[None]:
     generator that ``torch.get_rng_state`` shows. One thread at a time may be in such a
     body.
     """
-    generator, default = current_generator(), torch.default_generator
-    if generator is None:
+    generator = current_generator()
+    if generator is None:  # outside of a step
         yield
         return
+    default = torch.default_generator
     before = default.get_state()
     try:
         with generator.installed(default):
@@ -131,9 +129,9 @@ def _kind_of(arguments: Any) -> Hashable:
     kinds: list[Hashable] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     kinds.append(tuple(autocast_types()))
     for leaf in nested.leaves(arguments):
-        kinds.append(
-            (type(leaf), leaf if isinstance(leaf, (bool, int, float, str)) else None)
-        )
+        # torch compiles plain values into the code, as constants.
+        is_plain = isinstance(leaf, (bool, int, float, str))
+        kinds.append((type(leaf), leaf if is_plain else None))
         if isinstance(leaf, Tensor):
             kinds.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
     return tuple(kinds)

@@ -106,7 +106,7 @@ batch statistics leave out how the means of micro-batches differ
   (_sum(between) + _sum(within)) => _sum(within)
 sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
   sum_dtype -> test_512_ones_add_up_to_512_and_are_added_to_what_is_there
-  dtype if accumulate_dtype is None => dtype if True
+  if accumulate_dtype is None: => if True:
 ranks weigh alike, however many rows they have
   Ranks._exchange -> test_a_step_of_ranks_is_that_of_one_device
   own / total if total else 0.0 => 1.0 / self.size
@@ -136,7 +136,7 @@ inference leaves rows in the order of a plan by cost
   order=plan.order => order=()
 accumulate_dtype= is ignored for float16
   sum_dtype -> test_the_sum_is_rounded_once
-  is None else => is None or dtype == torch.float16 else
+  if accumulate_dtype is None: => if accumulate_dtype is None or dtype == torch.float16:
 engine.loss forgets the factor of a scaler
   commit -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
   pairs, outcome.request.scale) => pairs, 1.0)
@@ -192,16 +192,16 @@ an automatic accum is searched again in each step
 # never stale
 values count as sent before all devices have them
   Broadcast.update -> test_a_failed_refresh_is_made_good
-  self.invalidate() => self._sent = dict(enumerate(now))
+  self.invalidate() => self._sent = dict(enumerate(present))
 a frozen parameter is sent once
   Broadcast.update -> test_every_write_is_followed_however_often
   - unchanged => - unchanged - {i for i in self._sent if not self._tensors[i].requires_grad}
 a parameter written through .data is not sent
   Broadcast.update -> test_edits_that_leave_no_version_travel
-  - unchanged => - unchanged - {i for i, old in self._sent.items() if old == now[i]}
+  - unchanged => - unchanged - {i for i, old in self._sent.items() if old == present[i]}
 replicas do not follow training, nor other plain values
   ReplicaSet._update_in_place -> test_the_next_step_obeys
-  (self._state, *(replica.state for replica in self.replicas)) => (self._state,)
+  for replica in self.replicas: => for replica in ():
 replicas do not follow requires_grad
   ReplicaSet._update_in_place -> test_the_next_step_obeys
   != self._required: => != self._required and not self._required:

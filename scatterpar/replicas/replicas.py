@@ -1,12 +1,10 @@
-"""Replicas: built once, kept, and updated to match the master's module before every
-step.
-"""
+"""Replicas: built once, kept, and updated before every step to match the master."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, starmap
+from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,7 +44,7 @@ class ReplicaOptions(NamedTuple):
     """How replicas are made.
 
     Attributes:
-        accumulate_dtype: the dtype in which gradients are added, if theirs is not wider.
+        accumulate_dtype: gradients are added in it, unless their own dtype is wider.
         record_statistics: replicas record the statistics of batch normalisation, from
             which the running ones are updated once per step.
         compile_fn: compiles the whole module; ``None`` if it runs as it is.
@@ -58,23 +56,28 @@ class ReplicaOptions(NamedTuple):
 
 
 class Replicas:
-    """The replicas of a module, one per entry of ``device_ids``, and of
-    its criterion.
+    """The replicas of a module, one per entry of ``device_ids``, and of its criterion.
+
+    Attributes:
+        options: how replicas are made.
+        of_model: the replicas of the module.
+        replica_sets: ``of_model``, and the replicas of the criterion if it needs any.
+        criteria: the criterion of each replica, during a step.
     """
 
     def __init__(
         self, device_ids: Sequence[torch.device], options: ReplicaOptions
     ) -> None:
-        self._device_ids, self.options = tuple(device_ids), options
+        self._device_ids = tuple(device_ids)
+        self.options = options
         self.discard()
 
     def discard(self) -> None:
         """Forget the replicas: threads of an interrupted step may still use them."""
         self.of_model = ReplicaSet(self.options)
         self._of_criterion = ReplicaSet(self.options._replace(compile_fn=None))
-        # and that of the criterion, if it needs replicas
         self.replica_sets = [self.of_model]
-        self.criteria: list[Any] = []  # one per replica
+        self.criteria: list[Any] = []
 
     def refresh(
         self,
@@ -89,23 +92,28 @@ class Replicas:
         or only ``number`` times, on the first devices. So are the modules and tensors
         that a ``functools.partial`` binds. Any other callable is called unchanged.
         """
-        root, device_ids = root_to_replicate(criterion), self._device_ids
+        root = root_to_replicate(criterion)
         self.replica_sets = [self.of_model]
         with torch.inference_mode(False), torch.no_grad():
-            self.of_model.follow(module, device_ids)
+            self.of_model.follow(module, self._device_ids)
             if root is not None and not self.of_model.contains_all_of(root):
-                self._of_criterion.follow(root, device_ids[:number])
+                self._of_criterion.follow(root, self._device_ids[:number])
                 self.replica_sets.append(self._of_criterion)
             # The host waits once, for the model's and the criterion's.
-            differences = to_host(
-                [each.broadcast.compare() for each in self.replica_sets]
-            )
-            for each, found in zip(self.replica_sets, differences, strict=True):
-                each.send(transfers, found)
-            replicas = self.replica_sets[-1].replicas
-            self.criteria = [
-                criterion if root is None else r.copy_of(criterion) for r in replicas
+            compared = [
+                replica_set.broadcast.compare() for replica_set in self.replica_sets
             ]
+            differences = to_host(compared)
+            for replica_set, differing in zip(
+                self.replica_sets, differences, strict=True
+            ):
+                replica_set.send(transfers, differing)
+            # The criterion's own replicas, or those of the model that it is a part of.
+            replicas = self.replica_sets[-1].replicas
+            if root is None:
+                self.criteria = [criterion] * len(replicas)
+            else:
+                self.criteria = [replica.copy_of(criterion) for replica in replicas]
 
     def statistics_after(
         self, active: int, transfers: Transfers
@@ -122,18 +130,16 @@ class Replicas:
         return StepStatistics(layers)
 
     def end_substep(self) -> None:
-        """The sub-step of this thread's replica has ended: other
-        replicas may compile.
-        """
-        for each in self.replica_sets:
-            if each.compiler is not None:
-                each.compiler.release()
+        """The sub-step of this thread's replica has ended: others may compile."""
+        for replica_set in self.replica_sets:
+            if replica_set.compiler is not None:
+                replica_set.compiler.release()
 
     def clear_step_state(self) -> None:
         """Drop the replicas' gradients and the references to the user's criterion."""
         self.criteria = []
-        for each in self.replica_sets:
-            each.clear_gradients()
+        for replica_set in self.replica_sets:
+            replica_set.clear_gradients()
 
 
 class ReplicaSet:
@@ -142,19 +148,33 @@ class ReplicaSet:
     On the master's device, parameters share the master's storage. Every other device
     has one copy of them, which its replicas share. Each replica has private buffers.
     ``follow`` and ``send`` make all replicas match the master, whatever the user has
-    changed in the module.
+    changed in the module:
 
-    By the number of a tensor, ``trained`` has the dtype in which its gradients are
-    added, and ``leaves`` the master's tensor, unless it was computed from parameters.
+    =========================================  ======================================
+    values of tensors                          sent in ``send``
+    numbers, strings and flags                 copied to the replicas that there are
+    modules, parameters, containers, shapes    new replicas
+    =========================================  ======================================
+
+    Attributes:
+        compiler: compiles the replicas' calls; ``None`` if no module is compiled.
+        changes: how often the modules changed, except in values of tensors.
+        builds: how often more than plain values changed, so that replicas were made.
+        flags: a hash of all switches, such as ``training``.
+        contents: what the root consists of; ``modules`` and ``tensors`` are the user's,
+            in its order.
+        trained: for each trained tensor, by its number, the dtype in which its
+            gradients are added.
+        leaves: the user's tensors among them that were not computed from parameters.
+        guard: refuses forward passes that write parameters.
     """
 
     def __init__(self, options: ReplicaOptions) -> None:
         self.options = options
-        self.compiler: Compiler | None = None  # if a module is compiled
-        self.changes = 0  # how often the modules changed, except in values of tensors
-        # how often more than plain values changed, so that replicas were made
+        self.compiler: Compiler | None = None
+        self.changes = 0
         self.builds = 0
-        self.flags = 0  # a hash of all switches, such as ``training``
+        self.flags = 0
         self.root: Any = None
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
@@ -162,17 +182,17 @@ class ReplicaSet:
         self._state: Snapshot | None = None
 
     def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> None:
-        """Update or rebuild the replicas to match ``root``, except
-        values of tensors.
-        """
-        is_other = root is not self.root or device_ids != self.device_ids
-        self.root, self.device_ids = root, device_ids
-        if is_other or not self._update_in_place():
+        """Make the replicas match ``root``, except in values of tensors."""
+        is_new = root is not self.root or device_ids != self.device_ids
+        self.root = root
+        self.device_ids = device_ids
+        if is_new or not self._update_in_place():
             self._build()
 
     def send(self, transfers: Transfers, differences: Tensor) -> None:
-        """Send the values of tensors to all replicas. Call it under
-        ``torch.no_grad()``.
+        """Send the values of tensors to all replicas.
+
+        Call it under ``torch.no_grad()``.
         """
         self.broadcast.update(transfers, differences)
         for replica in self.replicas:
@@ -183,11 +203,9 @@ class ReplicaSet:
         modules = self.contents.modules.keys()
         if isinstance(root, nn.Module):
             return id(root) in modules
-        held = ModuleContents((root,))
-        return (
-            modules >= held.modules.keys()
-            and set(map(id, self.tensors)) >= held.tensors.keys()
-        )
+        parts = ModuleContents((root,))
+        tensors = set(map(id, self.tensors))
+        return modules >= parts.modules.keys() and tensors >= parts.tensors.keys()
 
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
@@ -205,11 +223,12 @@ class ReplicaSet:
         if self._state is None or not self.broadcast.fits():
             return False
         if not self._state.unchanged():
-            changed = self._state.value_changes()
-            if changed is None:
+            changes = self._state.value_changes()
+            if changes is None:
                 return False
-            for state in (self._state, *(replica.state for replica in self.replicas)):
-                state.apply_changes(changed)
+            self._state.apply_changes(changes)
+            for replica in self.replicas:
+                replica.state.apply_changes(changes)
             self.flags = self._state.flags()
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
@@ -217,9 +236,7 @@ class ReplicaSet:
         return True
 
     def _set_requires_grad(self) -> None:
-        """Set which tensors require grad, and the dtypes in which their gradients are
-        added.
-        """
+        """Set which tensors require grad, and the dtypes of their gradients."""
         self._required = list(map(_REQUIRES_GRAD, self.tensors))
         self.trained = {
             i: sum_dtype(tensor, self.options.accumulate_dtype)
@@ -242,28 +259,29 @@ class ReplicaSet:
         self._state = None
         self.builds += 1
         check_placement(self.root, self.device_ids)
-        self.contents = found = ModuleContents(
-            (self.root,), physical(self.device_ids[0])
-        )
-        self.modules = list(found.modules.values())
-        self.tensors = list(found.tensors.values())  # the master's
-        if not self.broadcast.is_of(found, self.device_ids):
-            self.broadcast = Broadcast(found, self.device_ids)
-        if (compile_fn := self.options.compile_fn) is not None:
-            found.compiled.setdefault(id(self.root), (self.root, compile_fn))
-        if found.compiled and self.compiler is None:
+        self.contents = ModuleContents((self.root,), physical(self.device_ids[0]))
+        self.modules = list(self.contents.modules.values())
+        self.tensors = list(self.contents.tensors.values())
+        if not self.broadcast.is_of(self.contents, self.device_ids):
+            self.broadcast = Broadcast(self.contents, self.device_ids)
+        compiled = self.contents.compiled
+        if self.options.compile_fn is not None:
+            # Not if the user has compiled the root, perhaps in another way.
+            compiled.setdefault(id(self.root), (self.root, self.options.compile_fn))
+        if compiled and self.compiler is None:
             self.compiler = Compiler()
         self.replicas = [Replica(self, device) for device in self.device_ids]
-        self.guard = ParameterGuard(
-            self.broadcast, [(r.device, r.tensors) for r in self.replicas]
-        )
+        copies = [(replica.device, replica.tensors) for replica in self.replicas]
+        self.guard = ParameterGuard(self.broadcast, copies)
         self._set_requires_grad()
-        self._state = Snapshot(found.containers, found.facts)
+        # Last: until then the replicas count as not built.
+        self._state = Snapshot(self.contents.containers, self.contents.facts)
         self.flags = self._state.flags()
 
     def _refuse_created(self) -> None:
-        """Refuse trained parameters that forward passes create: the user's module lacks
-        them.
+        """Refuse trained parameters that forward passes create.
+
+        The user's module lacks them.
         """
         for replica in self.replicas:
             known = set(map(id, replica.tensors))
@@ -271,23 +289,22 @@ class ReplicaSet:
                 if parameter.requires_grad and id(parameter) not in known:
                     raise ValueError(
                         f"the forward pass creates the parameter {name!r} on each "
-                        "replica, where "
-                        "no optimizer finds it; nothing was changed. Create it "
-                        "before the first "
-                        f"step: call the module once on one micro-batch"
+                        f"replica, where no optimizer finds it; nothing was changed. "
+                        f"Create it before the first step: call the module once on one "
+                        f"micro-batch"
                     )
 
     def buffers_after(self) -> list[BufferValue]:
-        """Replica 0's buffers, without running statistics that are updated once per
-        step.
+        """Replica 0's buffers.
+
+        Without running statistics that are updated once per step.
         """
         first = self.replicas[0]
+        values = values_after(self.modules, first.modules, first.copy_of)
         return [
-            (self.modules[m]._buffers, name, value)
-            for m, name, value in values_after(
-                self.modules, first.modules, first.copy_of
-            )
-            if m not in first.records or name not in RUNNING
+            (self.modules[number]._buffers, name, value)
+            for number, name, value in values
+            if number not in first.records or name not in RUNNING
         ]
 
     def recorded(self, active: int, transfers: Transfers) -> list[Layer]:
@@ -315,48 +332,57 @@ class ReplicaSet:
 def parameter_writes_refused(
     replica_sets: Sequence[ReplicaSet], *, second_pass: bool = False
 ) -> Iterator[None]:
-    """Refuse forward passes in the body that write or create parameters, in each pass's
-    modes.
+    """Refuse forward passes in the body that write or create parameters.
+
+    Each of two passes has modes of its own.
     """
     with contextlib.ExitStack() as stack:
-        for each in replica_sets:
-            mode = each.flags, second_pass
-            stack.enter_context(each.guard.read_only(mode, each._refuse_created))
+        for replica_set in replica_sets:
+            mode = replica_set.flags, second_pass
+            guard = replica_set.guard
+            stack.enter_context(guard.read_only(mode, replica_set._refuse_created))
         yield
 
 
 def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a leaf's gradients are added: at least
-    ``accumulate_dtype``.
-    """
-    dtype = (tensor.grad_dtype if is_leaf(tensor) else None) or tensor.dtype
-    return (
-        dtype
-        if accumulate_dtype is None
-        else torch.promote_types(dtype, accumulate_dtype)
-    )
+    """The dtype in which gradients are added: at least ``accumulate_dtype``."""
+    # Other tensors than leaves have no ``grad_dtype``.
+    own_dtype = tensor.grad_dtype if is_leaf(tensor) else None
+    dtype = own_dtype or tensor.dtype
+    if accumulate_dtype is None:
+        return dtype
+    return torch.promote_types(dtype, accumulate_dtype)
 
 
 class Replica(ModuleCopy):
-    """A working copy of the modules, with its tensors in the order of the master's."""
+    """A working copy of the modules, with its tensors in the order of the master's.
 
-    def __init__(self, of: ReplicaSet, device: torch.device) -> None:
-        self.device, contents = device, of.contents
-        storages, sources = of.broadcast.storages(device), of.broadcast.at(device)
+    Attributes:
+        device: where it is.
+        tensors: its tensors. Parameters use shared memory, buffers have their own.
+        root: the copy of the set's root.
+        modules: the copies of the modules, in the order of the user's.
+        records: what batch normalisation has recorded in this step.
+        state: its containers, and which tensors require grad, as of the last refresh.
+    """
+
+    def __init__(self, replica_set: ReplicaSet, device: torch.device) -> None:
+        self.device = device
+        storages = replica_set.broadcast.storages(device)
+        sources = replica_set.broadcast.at(device)
         # ``.data``: an alias with its own version counter, so that writes can be
         # attributed.
-        self.tensors = [
-            *map(parameter_like, of.tensors, [storage.data for storage in storages])
-        ]
+        aliases = [storage.data for storage in storages]
+        self.tensors = list(map(parameter_like, replica_set.tensors, aliases))
         self._places = list(zip(self.tensors, storages, strict=True))
         private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
         self._private = [self.tensors[i] for i in private]
         self._sources = [sources[i] for i in private]
-        super().__init__(contents, self.tensors, of.compiler)
-        self.root = self.copy_of(of.root)
-        self.modules = [self.copy_of(module) for module in of.modules]
+        super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
+        self.root = self.copy_of(replica_set.root)
+        self.modules = [self.copy_of(module) for module in replica_set.modules]
         self.records: Records = {}
-        if of.options.record_statistics:
+        if replica_set.options.record_statistics:
             self.records = record(self.modules)
         tensors = self.tensors  # not `self`, which would be a cycle
         self.state = Snapshot(
@@ -365,11 +391,11 @@ class Replica(ModuleCopy):
         self._trained: Mapping[int, torch.dtype] = {}
 
     def refresh(self) -> None:
-        """Undo what a forward pass rebound, and copy the sources' buffers, under
-        ``no_grad``.
+        """Undo what a forward pass rebound, and copy the sources' buffers.
 
-        A forward pass or the user may exchange the storage of a tensor (``p.data =``,
-        ``p.set_``, ``flatten_parameters``), or set ``requires_grad``.
+        Call it under ``torch.no_grad()``. A forward pass or the user may exchange the
+        storage of a tensor (``p.data =``, ``p.set_``, ``flatten_parameters``), or set
+        ``requires_grad``.
         """
         if not self.is_as_refreshed():
             for tensor, storage in self._places:
@@ -382,18 +408,20 @@ class Replica(ModuleCopy):
 
     def clear_records(self) -> None:
         """Forget what modules have recorded in this step."""
-        self.records.update({m: [] for m in self.records})
+        for number in self.records:
+            self.records[number] = []
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """The body begins with the state of the last refresh; then the present state is
-        restored.
+        """In the body, the replica begins as it was after the last refresh.
 
-        The state is the registered buffers, the values of private tensors, and the
-        records.
+        Then its present state is restored: the registered buffers, the values of
+        private tensors, and the records.
         """
-        names = [(m._buffers, m._non_persistent_buffers_set) for m in self.modules]
-        registered = Snapshot([*chain(*names), self.records])
+        containers: list[Any] = [self.records]
+        for module in self.modules:
+            containers += [module._buffers, module._non_persistent_buffers_set]
+        registered = Snapshot(containers)
         with torch.inference_mode(False), torch.no_grad():
             saved = list(map(Tensor.clone, self._private))
             self.refresh()
@@ -412,9 +440,7 @@ class Replica(ModuleCopy):
         return self.state.unchanged() and all(starmap(Tensor.is_set_to, self._places))
 
     def set_requires_grad(self, trained: Mapping[int, torch.dtype]) -> None:
-        """Set which tensors are ``trained``, and the dtypes in which their gradients
-        are added.
-        """
+        """Set which tensors are ``trained``, and the dtypes of their gradients."""
         self._trained = trained
         for i, tensor in enumerate(self.tensors):
             if tensor.is_leaf:

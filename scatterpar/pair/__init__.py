@@ -1,3 +1,8 @@
-"""The pair leaves outputs and losses on the devices that compute them; the engine never
-uses it.
+"""``DataParallelModel`` and ``DataParallelCriterion``: outputs stay where they are
+computed.
+
+Imports ``step`` and what is below it; the engine never imports it.
+
+The caller's thread copies and combines; the workers call the copies; autograd's threads
+run the backward passes.
 """

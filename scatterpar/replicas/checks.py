@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import types
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.device_ids import physical
@@ -105,21 +105,44 @@ def new_like(module: nn.Module) -> nn.Module:
         raise TypeError(
             f"{problem}, whose values replicas do not copy; remove __slots__"
         )
-    # fx makes another class, with what the graph mentions
-    if isinstance(module, GraphModule):
-        replica: nn.Module = object.__new__(kind)
-        vars(replica).update(vars(module))
-        vars(replica)["_is_replica"] = True
-    else:
+    replica = module
+    # A ``__new__`` of its own may want arguments, return one object for all calls, or
+    # make another class, as that of ``torch.fx.GraphModule``.
+    if kind.__new__ is object.__new__:
         replica = module._replicate_for_data_parallel()
-    vars(replica)["zero_grad"] = _zero_grad
+    if replica is module:
+        replica = object.__new__(kind)
+        vars(replica).update(vars(module))
+    state: dict[str, Any] = vars(replica)
+    state.pop("_is_replica", None)  # makes torch's ``zero_grad`` of a copy warn
+    state["zero_grad"] = _ZeroGradInForward(replica)
     return replica
 
 
-def _zero_grad(set_to_none: bool = True) -> None:
-    """``self.zero_grad()`` inside a forward pass, as in ``nn.DataParallel``: warns."""
-    text = "zero_grad() inside forward has no effect; call it before forward_backward"
-    warnings.warn(text, stacklevel=2)
+class _ZeroGradInForward:
+    """``self.zero_grad()`` inside a forward pass, as in ``nn.DataParallel``: warns.
+
+    It would wipe the gradients of earlier sub-steps. A deep copy of the replica, as
+    meta-learning makes it, has gradients of its own, and its class's ``zero_grad``.
+    """
+
+    def __init__(self, replica: nn.Module | None = None) -> None:
+        self._replica = (lambda: None) if replica is None else weakref.ref(replica)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        text = (
+            "zero_grad() inside forward has no effect; call it before forward_backward"
+        )
+        warnings.warn(text, stacklevel=2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._replica()))
+        if copied is None:  # the replica is not copied
+            return self
+        return types.MethodType(type(copied).zero_grad, copied)
+
+    def __reduce__(self) -> Any:
+        return _ZeroGradInForward, ()
 
 
 def refuse_sparse(what: str, tensor: Tensor) -> None:

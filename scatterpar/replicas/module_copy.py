@@ -41,10 +41,12 @@ from scatterpar.torch_private import (
     unwrapped,
 )
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_DICTIONARIES = (dict, OrderedDict, defaultdict)
+_CONTAINERS = (*_DICTIONARIES, list, deque, set)
 _SWITCHES = {bool, str, bytes, type(None)}
 _PLAIN = _SWITCHES | {int, float, complex}
 _REGISTRIES = {dict, OrderedDict, set}  # of a module's parameters, hooks and the like
+_CACHED_FUNCTION = type(functools.lru_cache(len))
 _DTYPE, _GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype")
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
@@ -84,6 +86,8 @@ class ModuleContents:
         self._leaves = [tensor for tensor in self.tensors.values() if is_leaf(tensor)]
 
     def _visit(self, value: Any) -> None:
+        if type(value) in weakref.ProxyTypes:
+            return  # it does not hold its object, and claims to be of the same class
         if isinstance(value, Tensor):
             self._visit_tensor(value, isinstance(value, nn.Parameter))
         elif is_compiled_module(value):
@@ -168,9 +172,13 @@ class ModuleContents:
         self.containers.append(container)
         # A list, because an item, such as a module that is imported lazily, may add
         # others.
-        for item in [
-            *(container.values() if isinstance(container, dict) else container)
-        ]:
+        if isinstance(container, dict):
+            for key, item in [*container.items()]:
+                if type(key) not in _PLAIN:
+                    self._visit(key)
+                self._visit(item)
+            return
+        for item in [*container]:
             self._visit(item)
 
 
@@ -261,7 +269,8 @@ class Snapshot:
         """
         changes = []
         for i, now, saved in self._changed():
-            if not isinstance(saved, dict) or list(now) != list(saved):
+            is_dict = isinstance(saved, dict)  # keys may be tensors: not compared by ==
+            if not is_dict or len(now) != len(saved) or not all(map(is_, now, saved)):
                 return None
             for key, value in now.items():
                 if value is not saved[key]:
@@ -335,7 +344,7 @@ class ModuleCopy:
             return self._copies[id(value)]
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if id(value) not in self._replicated:
+        if id(value) not in self._replicated and not self._is_keyed(value):
             parts, make = _parts(value)
             copies = [self.copy_of(part) for part in parts]
             return value if all(map(is_, copies, parts)) else make(*copies)
@@ -351,13 +360,35 @@ class ModuleCopy:
         if type(value) in _CONTAINERS:
             made = self._copies[id(value)] = value.copy()
             made.clear()
-            is_dict = isinstance(value, dict)
-            items = value.values() if is_dict else value
-            # ``map`` would swallow StopIteration
-            copies = [self.copy_of(item) for item in items]
-            _refill(made, zip(value, copies, strict=True) if is_dict else copies)
+            if isinstance(value, dict):
+                _refill(
+                    made, [(self._key(k), self.copy_of(v)) for k, v in value.items()]
+                )
+            elif isinstance(value, set):
+                _refill(made, [self._key(item) for item in value])
+            else:
+                _refill(made, [self.copy_of(item) for item in value])
             return made
         return self._fill(value, copy.copy(value))  # a state
+
+    def _key(self, key: Any) -> Any:
+        """The copy of a dictionary's key, which may be the ``id`` of an object."""
+        if type(key) is int and key in self._replicated:
+            original = self._found.modules.get(key, self._found.tensors.get(key))
+            return key if original is None else id(self.copy_of(original))
+        return self.copy_of(key)
+
+    def _is_keyed(self, value: Any) -> bool:
+        """Whether a dictionary, in a closure for example, maps replicated objects.
+
+        A replica finds itself under its own copies of the keys only.
+        """
+        if type(value) not in _DICTIONARIES:
+            return False
+        key = next(iter(value), None)  # all are of one kind
+        if type(key) in _PLAIN:
+            return type(key) is int and key in self._replicated
+        return self._refers(key)
 
     def _fill(self, original: Any, made: Any) -> Any:
         """``made``, a shallow copy of ``original``, with copies of its attributes."""
@@ -414,7 +445,7 @@ class ModuleCopy:
 
     def _refers(self, value: Any, seen: set[int] | None = None) -> bool:
         """Whether ``value`` is replicated, or refers to a replicated object."""
-        if id(value) in self._replicated:
+        if id(value) in self._replicated or self._is_keyed(value):
             return True
         seen = set() if seen is None else seen
         if id(value) in seen:
@@ -449,10 +480,24 @@ def _parts(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
     """What a function, method, partial, weak reference or tuple refers to; how to make
     another.
     """
+    if (
+        type(value) in weakref.ProxyTypes
+    ):  # first: it claims to be of its object's class
+        return _of_proxy(value), weakref.proxy
     if isinstance(value, types.MethodType):  # its function may be a closure
         return (value.__func__, value.__self__), types.MethodType
-    if type(value) is weakref.ref:
-        return (value(),), weakref.ref
+    if type(value) in (weakref.ref, weakref.WeakMethod):
+        return (value(),), type(value)
+    if type(value) is weakref.WeakKeyDictionary:
+
+        def with_data(data: Any) -> Any:
+            made: Any = weakref.WeakKeyDictionary()
+            made.data = data  # refers to its keys weakly, as the original
+            return made
+
+        return (vars(value)["data"],), with_data
+    if isinstance(value, _CACHED_FUNCTION):  # each copy has a cache of its own
+        return (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
     if type(value) is functools.partial:
 
         def bind(function: Any, *parts: Any) -> Any:
@@ -473,6 +518,14 @@ def _parts(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
             *(value.__kwdefaults__ or {}).values(),
         ), type
     return (), type
+
+
+def _of_proxy(proxy: Any) -> Sequence[Any]:
+    """The object of a weak proxy; nothing if the object is gone."""
+    try:
+        return (proxy.__repr__.__self__,)  # a method that the proxy looks up there
+    except ReferenceError:
+        return ()
 
 
 def module_of(function: Any) -> nn.Module | None:

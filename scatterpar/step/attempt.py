@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
 from scatterpar import torch_private
@@ -70,6 +70,11 @@ _NO_GRAPH = (
     "has one, such "
     "as (output * 0).sum(), or pass count=, its number of terms"
 )
+_OTHER_KEYS = (
+    "the key is a replica's: a dictionary in an object that replicas share has the keys "
+    "of your own module; make it an attribute of a module, or a variable that the hook "
+    "closes over, and replicas get copies of its keys"
+)
 _LESS_MEMORY = (
     "more sub-steps need less memory: a larger accum=, a smaller "
     'micro_batch_size=, or accum="auto"'
@@ -106,6 +111,10 @@ class note_replica(contextlib.AbstractContextManager["note_replica"]):
             error
         ):
             add_note(error, _NO_GRAPH)
+        if isinstance(error, KeyError) and isinstance(
+            next(iter(error.args), None), (nn.Module, Tensor)
+        ):
+            add_note(error, _OTHER_KEYS)
         if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
             add_note(error, _LESS_MEMORY)
 

@@ -3,7 +3,10 @@
 Most of them turn (rows, FEATURES) into (rows, CLASSES).
 """
 
+import functools
 import types
+import weakref
+from collections import OrderedDict
 from functools import partial
 
 import torch
@@ -151,6 +154,100 @@ def computes_its_own_gradient():
     return Of(
         forward, energy=nn.Sequential(linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
     )
+
+
+# --- what maps modules to something, and refers to them weakly or in a cache ---
+
+
+def keyed(make_keys, find):
+    """A hook looks its module up, and scales the output by what it finds."""
+
+    def make():
+        model = small()
+        model.scales = make_keys(model)
+
+        def scale(module, args, output):
+            return output * find(model.scales, module)
+
+        for module in model[:3]:
+            module.register_forward_hook(scale)
+        return model
+
+    return make
+
+
+def numbered(model):
+    return {module: 1.0 + n for n, module in enumerate(model.modules())}
+
+
+def by_parameter(model):
+    return {(name, p): n for n, (name, p) in enumerate(model.named_parameters())}
+
+
+def scale_of_parameters(scales, module):
+    named = module.named_parameters(recurse=False)
+    return 1.0 + sum(n for (_, own), n in scales.items() for _, p in named if p is own)
+
+
+def keyed_in_a_closure():
+    model = small()
+    scales = numbered(model)
+    for module in model[:3]:
+        module.register_forward_hook(lambda m, _, output: output * scales[m])
+    return model
+
+
+class Kinded(nn.Linear):
+    """Its ``__new__`` wants what its copy is not made of."""
+
+    def __new__(cls, kind):
+        return super().__new__(cls)
+
+    def __init__(self, kind):
+        super().__init__(FEATURES, CLASSES)
+        self.kind = kind
+
+
+class Child(nn.Module):
+    """Reads what its parent's forward pass has set."""
+
+    def __init__(self, parent, refer):
+        super().__init__()
+        self.linear = linear(6)
+        self.__dict__["parent"] = refer(parent)  # a proxy passes for a child
+
+    def forward(self, hidden):
+        parent = self.parent
+        if isinstance(parent, weakref.WeakMethod):
+            return self.linear(hidden) * parent()()
+        return self.linear(hidden) * parent.temperature
+
+
+def with_child(refer):
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.temperature = linear(FEATURES, 6), 1.0
+            self.child = Child(self, refer)
+
+        def current(self):
+            return self.temperature
+
+        def forward(self, inputs):
+            self.temperature = inputs.abs().mean(1, keepdim=True)
+            return self.child(self.first(inputs).tanh())
+
+    return Parent
+
+
+def cached_method():
+    """Its method is cached for each instance, and computes where its parameters are."""
+    model = Of(lambda m, x: m.linear(x) * m.scale(2), linear=linear())
+    model.ramp = types.MethodType(
+        lambda m, n: n + torch.arange(CLASSES).to(m.linear.weight), model
+    )
+    model.scale = functools.lru_cache(maxsize=None)(model.ramp)
+    return model
 
 
 # --- parameters: dtypes, layouts, classes of their own ---
@@ -436,6 +533,24 @@ MODELS = {
     "a bound closure twice": lambda: with_forward(
         with_bound_forward(doubled), lambda m: types.MethodType(doubled(m.forward), m)
     ),
+    "keyed by modules": keyed(numbered, dict.__getitem__),
+    "keyed by modules, ordered": keyed(
+        lambda m: OrderedDict(numbered(m)), OrderedDict.__getitem__
+    ),
+    "keyed by modules, weakly": keyed(
+        lambda m: weakref.WeakKeyDictionary(numbered(m)),
+        lambda scales, module: scales[module],
+    ),
+    "keyed by ids": keyed(
+        lambda m: {id(key): n for key, n in numbered(m).items()},
+        lambda scales, module: scales[id(module)],
+    ),
+    "keyed by parameters": keyed(by_parameter, scale_of_parameters),
+    "keyed in a closure": keyed_in_a_closure,
+    "proxy of the parent": with_child(weakref.proxy),
+    "weak method of the parent": with_child(lambda p: weakref.WeakMethod(p.current)),
+    "__new__ with an argument": lambda: Kinded("a"),
+    "cached method": cached_method,
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "weight norm, old": lambda: nn.utils.weight_norm(linear()),
     "weight norm": lambda: parametrizations.weight_norm(linear()),

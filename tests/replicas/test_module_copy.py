@@ -4,7 +4,10 @@ words.
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -109,6 +112,87 @@ def test_zero_grad_in_forward_does_not_wipe_earlier_sub_steps(devices):
         pytest.warns(UserWarning, match="zero_grad.. inside forward has no effect"),
     ):
         assert_step(engine, *BATCH, CRITERION)
+
+
+def adapts_a_copy(m, inputs):
+    """As meta-learning does, with all that a module of its own can do."""
+    fast = copy.deepcopy(m.linear)
+    with warnings.catch_warnings(action="error"), torch.enable_grad():
+        fast.zero_grad()
+        fast(inputs).square().mean().backward()
+        assert fast.weight.grad is not None
+        fast.zero_grad()
+    assert fast.weight.grad is None
+    return m.linear(inputs)
+
+
+def test_a_deep_copy_in_forward_has_a_zero_grad_of_its_own(devices):
+    with ScatterOnceParallel(Of(adapts_a_copy, linear=linear()), 3, ["cpu"]) as engine:
+        assert_step(engine, *BATCH, CRITERION)
+        assert (
+            pickle.loads(pickle.dumps(engine.replicas[0].linear.zero_grad)) is not None
+        )
+
+
+class Single(nn.Linear):
+    """Its class has one instance."""
+
+    instance = None
+
+    def __new__(cls):
+        if cls.instance is None:
+            cls.instance = super().__new__(cls)
+        return cls.instance
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+
+    def _replicate_for_data_parallel(self):
+        return self
+
+
+def test_a_class_with_one_instance_trains_and_its_instance_stays_as_it_was(devices):
+    model = build(Single)
+    before = set(vars(model))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(*BATCH, CRITERION)
+        _, expected = whole_batch(linear_like(model), *BATCH, CRITERION)
+        assert_close(model.weight.grad, expected["weight"], "weight")
+    assert set(vars(model)) == before
+    model.zero_grad()
+    assert model.weight.grad is None
+
+
+def linear_like(model):
+    plain = nn.Linear(FEATURES, CLASSES, device="meta").double()
+    plain.weight, plain.bias = model.weight, model.bias
+    return plain
+
+
+class Named:
+    """Looks the names of modules up for a hook, and is shared by replicas."""
+
+    def __init__(self, model):
+        self.names = {module: name for name, module in model.named_modules()}
+
+    def hook(self, module, args, output):
+        self.last = self.names[module]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_object_keyed_by_modules_is_told_by_the_error_that_a_replica_raises(
+    devices, verify
+):
+    model = mlp()
+    model[0].register_forward_hook(Named(model).hook)
+    with (
+        ScatterOnceParallel(model, 2, devices(2), verify=verify) as engine,
+        pytest.raises((KeyError, ValueError)) as raised,
+    ):
+        engine.forward_backward(*BATCH, CRITERION)
+    if not verify:
+        notes = raised.value.__notes__
+        assert any("the key is a replica's" in note for note in notes)
 
 
 def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):

@@ -3,13 +3,22 @@
 Before the sub-steps of steps 1, 2, 4, 8, … of a kind of criterion and batch, the engine
 computes a few of the user's rows twice: at once, by the user's own module and criterion
 in plain torch, and in parts, as it is about to. If loss or gradient differ by more than
-rounding, it refuses before anything changes, and says what would be right.
+rounding, it refuses before anything changes, and says what would be right::
 
-``verifier`` decides when, and writes errors and warnings. ``look`` computes and
-compares. ``rows`` chooses rows. ``user_state`` saves and restores what user code
-changes. ``gradient_check`` is ``engine.check``: the same question over all rows,
-through the step's own schedule. The engine imports this package; of the integrations,
-only ``transformers.py`` does.
+    verifier            the engine's looks: errors and warnings
+      schedule          when to look                        ranges, of labels
+      rows              which rows, in which parts
+      look              two runs, and the verdict
+        runs            compute rows in different ways      user_state, moved_state,
+                                                            constant_numbers
+        evidence        results, and further runs on demand joined, outputs cut by parts
+        causes          why results differ, in order
+      joins             the order of entries in outputs
+    gradient_check      ``engine.check``: the same question over all rows of a step
+    rounding            how far rounding may change results
+    comparison          losses and gradients beside each other
+
+The engine imports this package, and ``splitting`` the parts that know no engine.
 """
 
 from scatterpar.verify.verifier import fits

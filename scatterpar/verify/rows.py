@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -39,6 +40,33 @@ _THIRD_ORDER = 1e-9  # the weight of chance among rows with equal features
 _MIN_ROWS_FOR_SINGLES = 6  # of so many rows, two are parts of one row
 _SINGLES = 2
 _SHARE_OF_FIRST_PART = 4 / 7  # of the rows in large parts: the two differ in size
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """How a look chooses its rows.
+
+    Attributes:
+        tensors: that may hold labels, masks, lengths or weights of each row.
+        num_rows: the number of rows in the batch.
+        ignored: labels that the loss may ignore.
+        variant: from which feature of the rows the choice starts.
+        is_divided: whether the step divides the batch; otherwise there is one part, and
+            only the replica is compared.
+    """
+
+    tensors: Sequence[Tensor]
+    num_rows: int
+    ignored: Sequence[int]
+    variant: int
+    is_divided: bool
+
+    def parts(self, most: int) -> Parts:
+        """Up to ``most`` rows, at least two, in parts."""
+        parts = choose_rows(
+            self.tensors, self.num_rows, most, self.ignored, self.variant
+        )
+        return parts if self.is_divided else [list(chain(*parts))]
 
 
 def choose_rows(

@@ -33,7 +33,7 @@ def engine_of(are_stacked, accum, places):
     )
 
 
-NO_ORDER = r"not in the order of the rows.*torch.stack"
+NO_ORDER = r"(?s)not in the order of the rows.*torch.stack"
 TWO = Rows.from_batches([*INPUTS[:2].split(1)])
 
 

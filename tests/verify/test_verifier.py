@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.verify import verifier
+from scatterpar.verify import look
 
 ALL_WAYS = 'count=.*reduction="sum".*whole_batch=True'
 
@@ -72,7 +72,7 @@ def test_steps_1_2_4_8_are_looked_at_also_if_each_has_a_new_lambda(factor, recwa
     assert looks == [1, 2, 4, 8, 16, 32]
     texts = [str(each.message) for each in recwarn]
     assert len(texts) == (factor != 1)
-    assert all(re.search(f"could not check how.*{ALL_WAYS}", text) for text in texts)
+    assert all(re.search(f"(?s)could not check how.*{ALL_WAYS}", text) for text in texts)
 
 
 def one_micro_batch_each(group):
@@ -207,7 +207,7 @@ def test_a_look_never_raises_accum():
     """Only the look runs out of memory: accum="auto" stays as it is."""
     with ScatterOnceParallel(mlp(), "auto", ["cpu"] * 6) as engine:
         step(engine, fails, classes(ROWS))  # which might have failed by the same
-        with pytest.warns(UserWarning, match=f"memory ran out.*{ALL_WAYS}"):
+        with pytest.warns(UserWarning, match=f"(?s)memory ran out.*{ALL_WAYS}"):
             step(engine, fails, classes(ROWS))
         assert engine.last_step.retries == 0
 
@@ -236,7 +236,7 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
     What the others restored was what the first one's look had left, if they ended after
     it.
     """
-    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(look, "PATIENCE_SECONDS", 1.0)
     barrier = threading.Barrier(3)
 
     class Meets(nn.Module):
@@ -254,7 +254,7 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
 
 def test_a_call_that_waits_for_ever_is_told_once_and_the_step_goes_on(monkeypatch):
     """A criterion that waits in a look, which nobody can interrupt, hung the step."""
-    monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(look, "PATIENCE_SECONDS", 0.5)
     event = threading.Event()
 
     def waits(output, targets):

@@ -1,0 +1,363 @@
+"""Why the results of a few rows, in parts and at once, differ: an ordered list of causes.
+
+Each cause is a function of the evidence. It makes the run that decides, and returns a
+verdict, or ``None`` if the cause is another one. A look asks them in the order of
+``CAUSES``, and the first verdict counts. The table *Refused, told, silent* of
+``docs/limits.md`` has the same order.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from torch import Tensor
+
+from scatterpar.step.loss_weights import count_labels
+from scatterpar.verify.comparison import weighted_sum
+from scatterpar.verify.evidence import Evidence, Losses
+from scatterpar.verify.runs import Inconclusive, pieces_of
+
+
+class Outcome(enum.Enum):
+    """What becomes of a step."""
+
+    RIGHT = "it goes on"
+    TOLD = "it goes on, after one warning"
+    REFUSED = "it is a ValueError, and nothing has changed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a look.
+
+    Attributes:
+        outcome: what becomes of the step.
+        text: of the warning or the error.
+        error: the replica's error that the text shows.
+    """
+
+    outcome: Outcome
+    text: str = ""
+    error: Exception | None = None
+
+
+RIGHT = Verdict(Outcome.RIGHT)
+
+RETURN = "return it from forward, and take it from the output that the criterion gets"
+_NOTHING_CHANGED = (
+    "Nothing was changed; an engine made with verify=False does not check."
+)
+
+
+def in_lines(problem: str, remedy: str, *notes: str) -> str:
+    """The text of a warning or error: the problem, what to do, an empty line, the rest."""
+    text = f"{problem}\n{remedy}"
+    return f"{text}\n\n{' '.join(notes)}" if notes else text
+
+
+def _refused(problem: str, remedy: str, *notes: str) -> Verdict:
+    text = in_lines(problem, remedy, *notes, _NOTHING_CHANGED)
+    return Verdict(Outcome.REFUSED, text)
+
+
+def _told(problem: str, remedy: str, *notes: str) -> Verdict:
+    return Verdict(Outcome.TOLD, in_lines(problem, remedy, *notes))
+
+
+def _size_of(difference: float) -> str:
+    if difference == math.inf:
+        return "NaN or infinite"
+    return f"off by {100 * difference:,.3g} %"
+
+
+# --- the program is right ---
+
+
+def unrepeatable(evidence: Evidence) -> Verdict | None:
+    """The module gives another result for the same rows each time; losses combine."""
+    if evidence.repeated.difference_from(evidence.expected) <= evidence.limit:
+        return None
+    if not evidence.losses_combine:
+        raise Inconclusive("it gives another result each time", 2)
+    return RIGHT
+
+
+def rounding_alone(evidence: Evidence) -> Verdict | None:
+    """Rounding makes the difference. If not, further causes have the limit of rounding."""
+    evidence.limit = max(evidence.limit, evidence.difference_by_rounding())
+    return RIGHT if evidence.difference <= evidence.limit else None
+
+
+def numbers_per_call(evidence: Evidence) -> Verdict | None:
+    """Python or NumPy draw numbers once per call."""
+    if not evidence.draws_steadily:
+        raise Inconclusive("what is drawn depends on the rows", 2)
+    difference = evidence.with_same_numbers.difference_from(evidence.expected)
+    return RIGHT if difference <= evidence.limit else None
+
+
+# --- the replica does not compute what the user's own module computes ---
+
+
+def replica_alone(evidence: Evidence) -> Verdict | None:
+    """The replica gives another result for the same rows at once."""
+    if evidence.of_replica.difference_from(evidence.expected) <= evidence.limit:
+        return None
+    return _refused(
+        f"{evidence.name} leads to the module that is trained, or the module has a "
+        f"tensor computed from parameters: the loss of {evidence.num_rows} rows is "
+        f"{evidence.expected.loss:.4g} with your own module in plain torch, but "
+        f"{evidence.of_replica.loss:.4g} on a replica (the gradient is "
+        f"{_size_of(evidence.difference)}).",
+        f"Return it: {RETURN}; compute tensors from parameters in forward.",
+        "It reads what forward leaves on the module, such as an auxiliary loss, or "
+        "asks for gradients by your own parameters. No count=, reduction= or "
+        "whole_batch= says that.",
+    )
+
+
+def error_of_replica(
+    name: str, num_rows: int, loss: float, error: Exception
+) -> Verdict:
+    """A replica raises an error, and the user's own module computes the same rows."""
+    verdict = _refused(
+        f"{name}: the loss of {num_rows} rows is {loss:.4g} with your own module in "
+        f"plain torch, but an error on a replica: {type(error).__name__}: {error}",
+        "A replica is a copy of the module: what refers to your own module, such as a "
+        "global variable or gradients by your own parameters, does not lead to it. If "
+        f"it reads what forward leaves on the module, {RETURN}.",
+        "No count=, reduction= or whole_batch= says that.",
+    )
+    return replace(verdict, error=error)
+
+
+# --- calls or rows influence each other ---
+
+
+def state_of_calls(evidence: Evidence) -> Verdict | None:
+    """Each part gives the expected result if it starts from the same state."""
+    weights = () if evidence.request.whole_batch else evidence.weights
+    combined = weighted_sum(evidence.results_of_parts(), weights)
+    if combined.difference_from(evidence.expected) > evidence.limit:
+        return None
+    if evidence.moved:  # a warning of its own names it
+        return RIGHT
+    return _told(
+        f"{evidence.module_name} or {evidence.name} gives another result when it is "
+        f"called again with the same rows.",
+        "Return a module's state from forward, and pass it as an input; change a "
+        "criterion's once per step, or pass whole_batch=True.",
+        "docs/limits.md, State in modules.",
+    )
+
+
+def entries_in_another_order(evidence: Evidence) -> Verdict | None:
+    """With ``whole_batch`` an output has several entries per row, not row by row."""
+    misplaced = evidence.output_differences.misplaced
+    if not (evidence.request.whole_batch and misplaced):
+        return None
+    return refused_order(misplaced, evidence.num_rows)
+
+
+def refused_order(misplaced: int, num_rows: int) -> Verdict:
+    """The verdict on entries that cannot be joined."""
+    return _refused(
+        f"the module's output has {misplaced} entries for {num_rows} rows, not in the "
+        f"order of the rows, so those of micro-batches cannot be joined.",
+        "Return one entry per row, such as torch.stack([a, b], 1) in the place of "
+        "torch.cat([a, b]), or .view(rows, k, -1) of k samples.",
+    )
+
+
+def rows_mix(evidence: Evidence) -> Verdict | None:
+    """The module's output for a row depends on the other rows."""
+    difference = evidence.output_differences.of_rows
+    if difference <= evidence.limit:
+        return None
+    if not (evidence.request.whole_batch or evidence.losses_combine):
+        return None
+    return _told(
+        f"{evidence.module_name} gives other outputs for a few rows than for parts of "
+        f"them: they differ by {difference:.2g} of the largest entry (of "
+        f"{evidence.num_rows} rows).",
+        "Mask padding; check batch_first= and dim=; pass a value without rows as "
+        "Replicated(value), a list with one entry per row as Rows(list).",
+        "Compute what compares rows in the criterion, with whole_batch=True. A "
+        "home-made batch normalisation may ignore this.",
+    )
+
+
+def left_by_last_call(evidence: Evidence) -> Verdict | None:
+    """With ``whole_batch`` the criterion reads more than the outputs of all rows."""
+    if not evidence.request.whole_batch:
+        return None
+    return _refused(
+        f"{evidence.name}: with whole_batch=True the gradient would be "
+        f"{_size_of(evidence.difference)}.",
+        "It reads what the last micro-batch left (a hook?), or an output that has as "
+        f"many entries as a micro-batch has rows; {RETURN}, with one entry per row.",
+        "No count= or reduction= says that.",
+    )
+
+
+# --- losses do not combine ---
+
+
+def _refused_combination(losses: Losses, remedy: str) -> Verdict:
+    request = losses.request
+    sizes = " + ".join(str(len(part)) for part in losses.parts)
+    return _refused(
+        f"{losses.name}: your loss of {losses.num_rows} rows is not the "
+        f"{request.reduction} of the losses of {sizes} rows: the gradient would be "
+        f"{_size_of(losses.difference)}.",
+        remedy,
+        *losses.other_remedies(remedy),
+    )
+
+
+def mean_over_rows(losses: Losses) -> Verdict | None:
+    """The loss is a mean over rows, and the engine takes it for something else."""
+    sizes = [len(part) for part in losses.parts]
+    if not losses.fits([size / losses.num_rows for size in sizes]):
+        return None
+    remedy = 'It seems to be a mean over rows: pass reduction="mean", without count=.'
+    if losses.request.is_mean and losses.request.count is None:
+        remedy = (
+            "It seems to be a mean over rows, whatever the labels: pass "
+            "count=lambda inputs, targets: len(targets)."
+        )
+    return _refused_combination(losses, remedy)
+
+
+def sum_of_terms(losses: Losses) -> Verdict | None:
+    """The loss is a sum."""
+    if not losses.fits([1.0] * len(losses.parts)):
+        return None
+    remedy = 'It seems to be a sum: pass reduction="sum".'
+    return _refused_combination(losses, remedy)
+
+
+def mean_over_labels(losses: Losses) -> Verdict | None:
+    """The loss is a mean over the labels that are not ignored."""
+    for label, call, terms in _counts_of_labels(losses):
+        if losses.fits([count / sum(terms) for count in terms]):
+            return _refused_combination(
+                losses,
+                f"It seems to be a mean over the labels that are not {label}: pass "
+                f'reduction="mean" and count={call}.',
+            )
+    return None
+
+
+def _counts_of_labels(losses: Losses) -> Iterator[tuple[int, str, list[int]]]:
+    """Yield ignored labels, what to pass as ``count=``, and its results for the parts."""
+    pieces = pieces_of(losses.request, losses.parts)
+    inputs, targets = pieces[0]
+    pattern = "scatterpar.count_labels({})"
+    if targets is None and isinstance(inputs, Tensor):  # such as tokens
+        pieces = [(None, tokens) for tokens, _ in pieces]
+        pattern = f"lambda ids, _: {pattern}(None, ids)"
+    keys = ["labels", *(targets if isinstance(targets, Mapping) else ())]
+    for key, label, shifted in product(keys, losses.ignored, (False, True)):
+        try:
+            count = count_labels(label, shifted=shifted, key=key)
+            terms = [int(count(*piece)) for piece in pieces]
+        except (TypeError, ValueError):  # there are no such labels
+            continue
+        if sum(terms):
+            yield label, pattern.format(_arguments(label, shifted, key)), terms
+
+
+def _arguments(label: int, shifted: bool, key: str) -> str:
+    """The arguments of ``count_labels``, without those that are its defaults."""
+    arguments = []
+    if label != -100:
+        arguments.append(str(label))
+    if shifted:
+        arguments.append("shifted=True")
+    if key != "labels":
+        arguments.append(f"key={key!r}")
+    return ", ".join(arguments)
+
+
+def broadcast(losses: Losses) -> Verdict | None:
+    """Output and targets have shapes that broadcast to all pairs of rows."""
+    shapes = losses.shapes
+    dimensions = {len(shape) for shape in shapes}
+    sizes = {math.prod(shape) for shape in shapes}
+    if len(shapes) < 2 or dimensions != {1, 2} or len(sizes) > 1:
+        return None
+    return _refused_combination(
+        losses,
+        f"The output has shape {shapes[0]} and the targets {shapes[1]}, which "
+        f"broadcast to a matrix of all pairs of rows: pass targets of the output's "
+        f"shape.",
+    )
+
+
+def penalty(losses: Losses) -> Verdict | None:
+    """A sum has a term that does not depend on the rows, perhaps."""
+    if losses.request.is_mean:
+        return None
+    return _refused_combination(
+        losses,
+        "If it seems to add something that does not depend on the rows, such as a "
+        "penalty on weights: multiply that by len(output) / the number of all rows.",
+    )
+
+
+def unknown(losses: Losses) -> Verdict:
+    """The loss compares rows, or is a mean over something else."""
+    criterion = "" if losses.request.criterion else " and criterion="
+    return _refused_combination(
+        losses,
+        "If it compares rows with each other, or is a ratio of sums, "
+        f"{losses.compares_rows}{criterion}.",
+    )
+
+
+Cause = Callable[[Evidence], Verdict | None]
+CombinationCause = Callable[[Losses], Verdict | None]
+
+# How losses combine: the pair asks these alone.
+COMBINATIONS: Sequence[CombinationCause] = (
+    mean_over_rows,
+    sum_of_terms,
+    mean_over_labels,
+    broadcast,
+    penalty,
+    unknown,
+)
+CAUSES: Sequence[Cause] = (
+    unrepeatable,
+    rounding_alone,
+    replica_alone,
+    numbers_per_call,
+    state_of_calls,
+    entries_in_another_order,
+    rows_mix,
+    left_by_last_call,
+    *COMBINATIONS,
+)
+
+
+def verdict_of_combination(losses: Losses) -> Verdict:
+    """The verdict on losses that do not combine."""
+    for cause in COMBINATIONS:
+        verdict = cause(losses)
+        if verdict is not None:
+            return verdict
+    raise AssertionError("the last cause explains everything")
+
+
+def verdict_of(evidence: Evidence) -> Verdict:
+    """The verdict on results that differ."""
+    for cause in CAUSES:
+        verdict = cause(evidence)
+        if verdict is not None:
+            return verdict
+    raise AssertionError("the last cause explains everything")

@@ -1,0 +1,312 @@
+"""What the runs of one look gave; further runs are made when a cause asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from scatterpar.step.loss_weights import term_counts
+from scatterpar.step.request import Request
+from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
+from scatterpar.verify.joined import OutputDifferences, compare_outputs
+from scatterpar.verify.rows import Part, Parts, ignored_values, unbound
+from scatterpar.verify.runs import NUM_NUDGES, Inconclusive, Runs, pieces_of
+
+_MAX_UNCOUNTED = 32  # rows that are searched for some that count= leaves out
+
+# If rounding changes a gradient by more than this part, it is nothing but rounding.
+_NOTHING_BUT_ROUNDING = 0.4
+# The first nudge is the smallest, so its effect counts more.
+_FACTOR_OF_FIRST_NUDGE = 4
+_FACTOR_OF_NUDGES = 2
+# Rounding at a ReLU shows in every third nudge, and seldom changes more than this part.
+_LARGEST_AT_A_RELU = 0.2
+
+
+class Losses:
+    """The losses of some rows, at once and in parts, and how the engine combines them.
+
+    This is all that a cause needs that asks how losses combine.
+
+    Attributes:
+        request: the call, with the batch.
+        name: the criterion, as texts name it.
+        parts: the rows of each part.
+        weights: the factors by which the engine multiplies the losses of the parts.
+        expected: the result for all rows at once.
+        actual: the sum of the results of the parts, as the engine combines them.
+        limit: the largest difference that rounding explains.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        parts: Parts,
+        weights: Sequence[float],
+        expected: Result,
+        actual: Result,
+    ) -> None:
+        self.request = request
+        self.parts = parts
+        self.weights = weights
+        self.expected = expected
+        self.actual = actual
+        self.name = name_of(request.criterion)
+        self.limit = 0.0
+
+    @cached_property
+    def ignored(self) -> Sequence[int]:
+        """Labels that the loss may ignore."""
+        return ignored_values(self.request.criterion, self.request.count)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all parts."""
+        return sum(map(len, self.parts))
+
+    @cached_property
+    def difference(self) -> float:
+        """The relative difference between the results in parts and at once."""
+        return self.actual.difference_from(self.expected)
+
+    def results_of_parts(self) -> Sequence[Result]:
+        """The result of each part from the same state, without weights."""
+        raise NotImplementedError
+
+    # What to do with a loss that compares rows.
+    compares_rows = "pass whole_batch=True"
+
+    def other_remedies(self, remedy: str) -> list[str]:
+        """Sentences with what else could be passed, beside ``remedy``, and was not."""
+        ways = []
+        if "count=" not in remedy or "without count=" in remedy:
+            another = "" if self.request.count is None else "another "
+            ways.append(
+                f"{another}count= for a mean over other terms, a function of (inputs, "
+                f"targets) that gives their number, such as scatterpar.count_labels()"
+            )
+        if self.request.is_mean and 'reduction="sum"' not in remedy:
+            ways.append('reduction="sum" for a sum')
+        sentences = [f"Otherwise pass {', or '.join(ways)}."] if ways else []
+        if self.compares_rows not in remedy:
+            sentences.append(
+                f"If it compares rows with each other, {self.compares_rows}."
+            )
+        sentences.append(
+            "Or make it a mean of one loss per row; docs/losses.md has sums of means."
+        )
+        return sentences
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of output and targets that are tensors."""
+        raise NotImplementedError
+
+    def fits(self, weights: Sequence[float]) -> bool:
+        """Whether the losses of the parts, with these weights, give that of all rows."""
+        results = self.results_of_parts()
+        if num_with_gradient(results) < 2:  # any weights might fit
+            return False
+        combined = weighted_sum(results, weights)
+        return combined.difference_from(self.expected) < self.limit
+
+
+class Evidence(Losses):
+    """The results of one look whose two runs may differ.
+
+    Attributes:
+        runs: makes further runs.
+        draws_steadily: the parts drew as many random numbers as all rows at once did.
+        moved: the names of state that each part has moved.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        parts: Parts,
+        weights: Sequence[float],
+        expected: Result,
+        actual: Result,
+        *,
+        draws_steadily: bool,
+        moved: Sequence[str],
+    ) -> None:
+        super().__init__(runs.request, parts, weights, expected, actual)
+        self.runs = runs
+        self.rows: Part = list(chain(*parts))
+        self.draws_steadily = draws_steadily
+        self.moved = moved
+        self.limit = runs.rounding.tolerance
+
+    @cached_property
+    def ignored(self) -> Sequence[int]:
+        """Labels that the loss may ignore."""
+        criterion = self.request.criterion
+        own_loss = self.runs.own_task.module.forward
+        function = own_loss if criterion is None else criterion
+        return ignored_values(function, self.request.count)
+
+    @property
+    def module_name(self) -> str:
+        """The class of the module that is trained."""
+        return type(self.runs.replica_task.module).__name__
+
+    @cached_property
+    def of_replica(self) -> Result:
+        """The replica's result for all rows at once."""
+        return self.runs.at_once(self.rows, self.runs.replica_task)
+
+    @cached_property
+    def repeated(self) -> Result:
+        """The result of the user's own module and criterion, once more."""
+        return self.runs.at_once(self.rows, self.runs.own_task)
+
+    @cached_property
+    def with_same_numbers(self) -> Result:
+        """The result in parts, each of which draws the same numbers."""
+        return self._in_parts(self.runs.restore_generators)
+
+    @cached_property
+    def from_same_state(self) -> Sequence[Result]:
+        """The result of each part from the same state, without weights."""
+        task = self.runs.replica_task
+        return self.runs.run(self.parts, task, between=self.runs.restart).results
+
+    def results_of_parts(self) -> Sequence[Result]:
+        """The result of each part from the same state, without weights."""
+        return self.from_same_state
+
+    def _in_parts(self, between: Callable[[], None]) -> Result:
+        run = self.runs.run(
+            self.parts, self.runs.replica_task, self.weights, between=between
+        )
+        return weighted_sum(run.results)
+
+    @cached_property
+    def outputs(self) -> Sequence[Any]:
+        """The replica's output for all rows, then those for each part."""
+        return self.runs.outputs([self.rows, *self.parts])
+
+    @cached_property
+    def output_differences(self) -> OutputDifferences:
+        """How the outputs of the parts differ from that for all rows."""
+        whole, *pieces = self.outputs
+        return compare_outputs(whole, pieces, self.parts, self.request.dim)
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of output and targets that are tensors."""
+        compared = self.outputs[0], self.runs.move(self.runs.targets, self.rows)
+        return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
+
+    @cached_property
+    def losses_combine(self) -> bool:
+        """Whether the losses of parts of one output combine to that of all its rows."""
+        if self.request.criterion is None or self.request.whole_batch:
+            return False
+        output = self.outputs[0]
+        of_parts = self.runs.losses_of_cuts(output, self.parts)
+        of_rows = self.runs.losses_of_cuts(output, [self.rows])
+        combined = weighted_sum(of_parts, self.weights)
+        limit = self.runs.rounding.tolerance
+        return combined.difference_from(of_rows[0]) <= limit
+
+    def difference_by_rounding(self) -> float:
+        """The difference that rounding makes in the replica's result for all rows.
+
+        It is the whole difference of the look if a nudge turns what was expected into
+        the result in parts: a ReLU at zero was open in one of them.
+
+        Raises:
+            Inconclusive: rounding changes the gradient so much that it is nothing else,
+                as for a student that starts as its teacher, or a constant loss.
+        """
+        tolerance = self.runs.rounding.tolerance
+        is_zero = self._gradient_is_zero()
+        is_replica_right = self.of_replica.difference_from(self.expected) <= tolerance
+        by_rounding = 0.0
+        for number in range(NUM_NUDGES):
+            task = self.runs.replica_task
+            (nudged,) = self.runs.run([self.rows], task, nudge=number).results
+            turns_into_actual = nudged.difference_from(self.actual) <= tolerance
+            if is_replica_right and turns_into_actual:
+                return self.difference
+            effect = nudged.difference_from(self.of_replica)
+            if number == 0:
+                by_rounding = _FACTOR_OF_FIRST_NUDGE * _finite_or_zero(effect)
+            elif self.difference < _LARGEST_AT_A_RELU:
+                effect = _FACTOR_OF_NUDGES * _finite_or_zero(effect)
+                by_rounding = max(by_rounding, effect)
+            if is_zero or self.difference <= by_rounding or self.runs.is_late():
+                break
+        explains = self.difference <= by_rounding
+        if is_zero or (explains and by_rounding > _NOTHING_BUT_ROUNDING):
+            raise Inconclusive("its gradient is nothing but rounding")
+        return by_rounding
+
+    def _gradient_is_zero(self) -> bool:
+        """Whether no expected gradient is larger than the loss's rounding error."""
+        gradients = self.expected.gradients
+        largest = abs(self.expected.loss) * self.runs.rounding.finest_eps
+        sizes = [gradient.abs().max() for gradient in gradients if gradient.numel()]
+        return bool(gradients) and all(bool(size <= largest) for size in sizes)
+
+
+def _finite_or_zero(difference: float) -> float:
+    return difference if difference < float("inf") else 0.0
+
+
+def name_of(criterion: Any) -> str:
+    """The criterion, as texts name it."""
+    if criterion is None:
+        return "the module's own loss"
+    function = unbound(criterion)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"the criterion {name}"
+
+
+def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[float]]:
+    """The parts, and the factors by which the engine would multiply their losses.
+
+    If ``count=`` leaves some rows out, these are a part of their own: they must add
+    nothing.
+
+    Raises:
+        Inconclusive: no row has a term.
+    """
+    if not request.is_mean or request.whole_batch:
+        return parts, [1.0] * len(parts)
+    if request.count is not None and len(parts) > 1:
+        parts = _uncounted_apart(request, parts)
+    terms = _terms_of(request, parts)
+    total = sum(terms)
+    if not total:
+        raise Inconclusive("none of the rows adds anything")
+    return parts, [count / total for count in terms]
+
+
+def _uncounted_apart(request: Request, parts: Parts) -> Parts:
+    """The parts, with the rows that ``count=`` leaves out in a first part alone."""
+    rows = list(chain(*parts))[:_MAX_UNCOUNTED]
+    terms = _terms_of(request, [[row] for row in rows])
+    uncounted = [row for row, count in zip(rows, terms, strict=True) if not count]
+    if not uncounted:
+        return parts
+    counted = [[row for row in part if row not in uncounted] for part in parts]
+    counted = [part for part in counted if part]
+    return [uncounted, *counted] if counted else parts
+
+
+def _terms_of(request: Request, parts: Parts) -> list[float]:
+    """The number of terms that the loss of each part averages over."""
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + len(part))
+    # Terms are counted in the pieces, since these rows are no slices of the batch.
+    without_batch = replace(request, batches=[(0, (None, None))])
+    return term_counts(without_batch, list(pairwise(ends)), pieces_of(request, parts))

@@ -1,0 +1,130 @@
+"""Check that entries of outputs, several per row, are in the order of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from scatterpar.batch import nested
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.memory import no_kernel_search
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.request import Request
+from scatterpar.step.substeps import ReplicaTask
+from scatterpar.verify.causes import refused_order
+from scatterpar.verify.joined import compare_outputs, entries_per_row
+from scatterpar.verify.rows import Parts
+from scatterpar.verify.runs import Runs
+from scatterpar.verify.schedule import names_and_numbers
+
+_DRAWN = (
+    "the function draws random numbers and returns several entries per row, whose order "
+    "cannot be compared with that of one call: return .view(rows, k, -1) of k entries "
+    "per row"
+)
+
+Compute = Callable[[ReplicaTask, Any], Any]  # the output for inputs and targets
+
+
+class JoinCheck:
+    """Remembers the kinds of outputs whose order of entries is known."""
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def check(
+        self,
+        attempt: Attempt,
+        request: Request,
+        task: ReplicaTask,
+        outputs: Sequence[list[Any]],
+        compute: Compute,
+    ) -> None:
+        """Compare outputs of a few rows with one output, until values show the order.
+
+        Only outputs that may have several entries per row are compared. ``request`` is
+        that of the largest batch.
+
+        Raises:
+            ValueError: the outputs of parts, joined, are not the output of one call; or
+                they are of a function for ``engine.map`` that drew random numbers: how
+                many it draws may depend on the rows.
+        """
+        pieces = list(chain(*outputs))
+        sizes = attempt.plan.substep_rows
+        dim = request.dim
+        if not _has_several_per_row(pieces, sizes, dim):
+            return
+        function = getattr(compute, "function", None)  # of ``engine.map``
+        if function is not None and attempt.generators.drawn:
+            raise ValueError(_DRAWN)
+        key = self._key_of(attempt, request, function, pieces[0], sizes[0])
+        if key in self._known:
+            return
+        rows = [0, request.rows // 2, request.rows - 1]
+        parts = [rows[:-1], rows[-1:]]
+        whole, *computed = _outputs_of(attempt, request, task, [rows, *parts], compute)
+        differences = compare_outputs(whole, computed, parts, dim)
+        if differences.misplaced:
+            raise ValueError(refused_order(differences.misplaced, len(rows)).text)
+        several = [
+            tensor
+            for tensor in nested.tensors(whole)
+            if entries_per_row(tensor, len(rows), dim) > 1
+        ]
+        # Equal entries show no order.
+        if not any(same_bits(tensor, tensor.flip(dim)) for tensor in several):
+            self._known.add(key)
+
+    def _key_of(
+        self, attempt: Attempt, request: Request, function: Any, output: Any, size: int
+    ) -> Hashable:
+        """What an order of entries may depend on.
+
+        Not the model's ``changes``, nor numbers: one that moves in each step would cause
+        a comparison.
+        """
+        model = attempt.replicas.of_model
+        entries = [
+            [length / size for length in tensor.shape]
+            for tensor in nested.tensors(output)
+        ]
+        names, _ = names_and_numbers((function, request.return_outputs))
+        return str(entries), model.flags, model.builds, request.whole_batch, names
+
+
+def _has_several_per_row(pieces: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
+    """Whether a tensor of the outputs has k entries per row, with one k above 1."""
+    if len(pieces) < 2:
+        return False
+    for tensors in zip(*map(nested.tensors, pieces), strict=False):
+        numbers = {
+            entries_per_row(tensor, size, dim)
+            for tensor, size in zip(tensors, sizes, strict=False)
+        }
+        if len(numbers) == 1 and min(numbers) > 1:
+            return True
+    return False
+
+
+def _outputs_of(
+    attempt: Attempt,
+    request: Request,
+    task: ReplicaTask,
+    parts: Parts,
+    compute: Compute,
+) -> list[Any]:
+    """The replica's output for each part, from the same state, in the replica's thread."""
+    runs = Runs(attempt, request, task)
+
+    def outputs() -> list[Any]:
+        with attempt.isolated(task), runs.isolated(), torch.no_grad():
+            return [runs.output_of(rows, compute) for rows in parts]
+
+    apply = attempt.workers.parallel_apply
+    with no_kernel_search():  # a look has other sizes
+        computed: list[list[Any]] = apply([outputs], [()], devices=[task.share.device])
+    return computed[0]

@@ -1,0 +1,472 @@
+"""Compute a few rows of a batch in different ways, each from the same state.
+
+::
+
+    own task    rows at once             loss and gradients in plain torch
+    replica     rows in parts            as the step is about to compute them
+    replica     rows at once, nudged, …  to find out why the two differ
+
+A run gives the loss and the gradients of its rows, and the state that each part left. Random
+operators give constant numbers. Batch normalisation uses its running statistics. Autocast is off
+unless user code needs it, because its rounding hides differences. Everything that user code changes
+is restored before the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Marker, has_markers, select_rows, unwrap_markers
+from scatterpar.errors import restored
+from scatterpar.replicas.module_copy import module_of, root_to_replicate
+from scatterpar.step.attempt import Attempt, note_replica
+from scatterpar.step.criterion_closure import closure_contents
+from scatterpar.step.request import Request
+from scatterpar.step.substeps import ReplicaTask, loss_of
+from scatterpar.torch_private import uncompiled
+from scatterpar.verify.comparison import Result
+from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
+from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
+from scatterpar.verify.joined import cut_by_parts
+from scatterpar.verify.moved_state import State, state_of
+from scatterpar.verify.rounding import Rounding
+from scatterpar.verify.rows import Part, Parts
+from scatterpar.verify.user_state import UserState
+
+MAX_ELEMENTS = (
+    2**20
+)  # of parameters whose gradients are compared, the smallest ones first
+NUM_NUDGES = 16  # the last ones are the largest
+# The last nudge is so many times the first. Kernels for few rows round by several units. In half
+# precision so large a nudge would hide an error.
+_NUDGE_GROWTH = 32
+_NUDGE_GROWTH_IN_HALF_PRECISION = 4
+_HALF_PRECISION = 1e-5  # formats with a larger eps
+
+
+class Inconclusive(Exception):
+    """The look is inconclusive. After ``patience`` such looks in a row, a warning says so."""
+
+    def __init__(self, why: str, patience: int = 4) -> None:
+        super().__init__(why)
+        self.patience = patience
+
+
+@dataclass
+class Run:
+    """What one run gave.
+
+    Attributes:
+        results: the result of each part, times its weight; one of all parts with ``whole_batch``.
+        states: the state of the replicas after each part.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+
+
+class Runs:
+    """Runs of one replica, and of the user's own module and criterion, over rows of one batch.
+
+    Replicas other than the first use their own module as the user's.
+
+    Attributes:
+        own_task: the replica's task, with the user's module and criterion in its place.
+        replica_task: the replica's task.
+        rounding: the formats that runs have rounded to.
+        scale: the factor of all losses: that of the user's scaler, or 1 after an overflow.
+        autocast: the device types for which autocast stays enabled.
+        draws_numbers: whether random operators give constant numbers.
+        shares_state: whether a forward pass has changed what a criterion reads that replicas share.
+        user_states: what user code may change; the criterion's first.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        request: Request,
+        task: ReplicaTask,
+        deadline: float = math.inf,
+    ) -> None:
+        """``deadline`` is a time of ``time.monotonic``; afterwards runs are inconclusive."""
+        replica_sets = attempt.replicas.replica_sets
+        self.request = request
+        self.inputs, self.targets = request.batches[0][1]
+        user_module: Any = task.module if task.share.replica else replica_sets[0].root
+        self.own_task = replace(task, module=user_module, criterion=request.criterion)
+        self.replica_task = task
+        self.rounding = Rounding(task.share.device)
+        self.scale = request.scale
+        self.autocast: Sequence[str] = ()
+        self.draws_numbers = False
+        self.shares_state = False
+        self.user_states: list[UserState] = []
+        self._deadline = deadline
+        self._halfway = (time.monotonic() + deadline) / 2
+        self._step_rows = set(attempt.plan.substep_rows)
+        self._numbers = ConstantNumbers()
+        self._undo = contextlib.ExitStack()
+        self._fixed_layers: list[nn.Module] = []
+        self._leaves = _smallest_leaves(attempt, task)
+        # Of a function that replicas share, one replica's forward pass may change what it reads.
+        self._shares_criterion = root_to_replicate(request.criterion) is None
+
+    # --- user code runs here, and leaves nothing behind ---
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[None]:
+        """In the body user code may run; afterwards all that it changed is restored."""
+        self._fixed_layers = self._layers_to_fix()
+        with_graph = torch.inference_mode(False)  # also within no_grad
+        where = note_replica(self.replica_task.share)
+        with where, restored(self.end), uncompiled(), with_graph:
+            self._undo.callback(self._use_running_statistics, False)
+            self._use_running_statistics(
+                True
+            )  # before state is saved: no change of the user's
+            self.user_states = self._saved_states()
+            self._undo.callback(self.restart)
+            yield
+
+    def _layers_to_fix(self) -> list[nn.Module]:
+        """Batch normalisations: with batch statistics they tie rows together."""
+        criterion = self.request.criterion
+        roots = [
+            self.own_task.module,
+            module_of(criterion),
+            *closure_contents(criterion),
+        ]
+        roots += [replica.root for replica in self.replica_task.replicas]
+        layers: list[nn.Module] = []
+        for root in roots:
+            if isinstance(root, nn.Module):
+                layers += filter(uses_batch_statistics, root.modules())
+        return [layer for layer in layers if layer.running_mean is not None]
+
+    def _use_running_statistics(self, value: bool) -> None:
+        for layer in self._fixed_layers:
+            layer.training = not value
+
+    def _saved_states(self) -> list[UserState]:
+        """The state of all user code. The criterion's tells whether numbers were drawn."""
+        task, request = self.replica_task, self.request
+        leaves = nested.leaves(request.batches)
+        collates = [leaf.collate for leaf in leaves if isinstance(leaf, Marker)]
+        of_module = UserState([self.own_task.module, *collates])
+        criteria = task.criterion, request.criterion, request.count
+        of_criterion = UserState(criteria, [task.share.device])
+        return [of_criterion, of_module]
+
+    def end(self) -> None:
+        """Undo everything, once. Runs that are still running change nothing from then on."""
+        self._deadline = -math.inf
+        self._undo.pop_all().close()
+
+    def restore(self, generators_only: bool = False) -> None:
+        """Undo what user code has changed, except in replicas."""
+        for state in self.user_states:
+            state.restore(generators_only)
+
+    def restart(self) -> None:
+        """Undo what user code has changed, in replicas, too."""
+        self.restore()
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Undo what user code has changed in replicas."""
+        for replica in self.replica_task.replicas:
+            replica.refresh()
+        self._use_running_statistics(True)
+        torch.clear_autocast_cache()  # it may hold parameters without a graph
+
+    def restore_generators(self) -> None:
+        """Let random generators draw the same numbers again."""
+        self.restore(generators_only=True)
+
+    def require_time(self) -> None:
+        """Raise ``Inconclusive`` after the deadline."""
+        if time.monotonic() > self._deadline:
+            raise Inconclusive("it takes too long", 2)
+
+    def is_late(self) -> bool:
+        """Whether half of the time is over: a refusal needs the other half."""
+        return time.monotonic() > self._halfway
+
+    # --- runs ---
+
+    def at_once(self, rows: Part, task: ReplicaTask) -> Result:
+        """The loss and gradients of rows in one part."""
+        self._numbers.calls = 0
+        return self.run([rows], task).results[0]
+
+    @property
+    def random_calls(self) -> int:
+        """The number of random operators since the last ``at_once``."""
+        return self._numbers.calls
+
+    def run(
+        self,
+        parts: Parts,
+        task: ReplicaTask,
+        weights: Sequence[float] = (),
+        *,
+        between: Callable[[], None] | None = None,
+        nudge: int | None = None,
+    ) -> Run:
+        """Loss and gradients of parts of rows, one after the other, times ``weights``.
+
+        With ``whole_batch`` the joined outputs of all parts have one loss.
+
+        Args:
+            parts: the rows of each part.
+            task: the replica's task, or the user's own.
+            weights: the factors of the losses; all 1 by default.
+            between: is called before each part except the first.
+            nudge: changes the replica's parameters by rounding, each number in another way.
+        """
+        self.require_time()
+        self.restart()
+        run = Run()
+        joins = self.request.whole_batch
+        with self._surroundings(task):
+            outputs: list[Any] = []
+            for number, rows in enumerate(parts):
+                if number and between is not None:
+                    between()
+                self.require_time()
+                if nudge is not None:
+                    self._nudge(nudge)
+                outputs.append(task.output_of(self.move(self.inputs, rows)))
+                if not number and task is self.replica_task and self._shares_criterion:
+                    self.shares_state |= self.user_states[0].is_changed()
+                if not joins:
+                    weight = weights[number] if weights else 1.0
+                    run.results.append(self._result(outputs.pop(), rows, task, weight))
+                run.states.append(state_of(task.replicas))
+            if joins:
+                all_rows = list(chain(*parts))
+                run.results.append(
+                    self._result(self._joined(outputs, parts), all_rows, task)
+                )
+        return run
+
+    def outputs(self, parts: Parts) -> list[Any]:
+        """The replica's output for each part, without its graph, from the same state."""
+        outputs = []
+        with self._surroundings(self.replica_task):
+            for rows in parts:
+                self.require_time()
+                self.restart()
+                output = self.replica_task.output_of(self.move(self.inputs, rows))
+                outputs.append(nested.map_tensors(_as_leaf, output))
+                del output  # with its graph
+        return outputs
+
+    def losses_of_cuts(self, output: Any, parts: Parts) -> list[Result]:
+        """The criterion's loss of each part of one output, and its gradients.
+
+        The module is not called: gradients are those of the output's tensors.
+        """
+        self.require_time()
+        self.restart()
+        task = self.replica_task
+        tensors = [t for t in nested.tensors(output) if t.requires_grad]
+        results = []
+        with self._surroundings(task):
+            for rows, cut in zip(
+                parts, cut_by_parts(output, parts, self.request.dim), strict=True
+            ):
+                cut = nested.map_tensors(_copy_of_leaf, cut)
+                loss = loss_of(cut, self.move(self.targets, rows), task.criterion)
+                self.rounding.watch(loss)
+                gradients = gradients_of(loss, tensors)
+                results.append(Result(float(loss.detach()), gradients))
+        return results
+
+    def bytes_per_row(self, rows: Part) -> float:
+        """The memory that the graph of a row's loss keeps; infinite if it is unknown."""
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        task = self.replica_task
+        self.restart()
+        saved_tensors = torch.autograd.graph.saved_tensors_hooks(
+            pack, lambda tensor: tensor
+        )
+        try:
+            with self._surroundings(task), saved_tensors:
+                output = task.output_of(self.move(self.inputs, rows))
+                if not self.request.whole_batch:
+                    loss_of(output, self.move(self.targets, rows), task.criterion)
+        except Exception:  # the look finds out
+            return math.inf
+        for leaf in chain(*self._leaves):
+            storages.pop(leaf.untyped_storage().data_ptr(), None)
+        return sum(storages.values()) / len(rows)
+
+    @contextlib.contextmanager
+    def _surroundings(self, task: ReplicaTask) -> Iterator[None]:
+        """In the body random numbers are constant, and autocast is off unless it is needed."""
+        with contextlib.ExitStack() as stack:
+            if self.draws_numbers:
+                stack.enter_context(self._numbers)
+            for device_type in set(task.autocast).difference(self.autocast):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            try:
+                yield
+            except DrawsPerRow:
+                raise Inconclusive("what is drawn depends on the rows", 2) from None
+
+    def output_of(self, rows: Part, compute: Callable[[ReplicaTask, Any], Any]) -> Any:
+        """What ``compute`` returns for the replica's task and rows, with constant numbers."""
+        self.restart()
+        with self._numbers:
+            return compute(self.replica_task, (self.move(self.inputs, rows), None))
+
+    def move(self, value: Any, rows: Part) -> Any:
+        """These rows of the caller's batch, copied to the replica's device; not counted."""
+        return moved_to(
+            self.replica_task.share.device, select_rows(value, rows, self.request.dim)
+        )
+
+    def pieces_of(self, parts: Parts) -> list[Any]:
+        """The inputs and targets of each part of rows, as ``count=`` gets them."""
+        return pieces_of(self.request, parts)
+
+    def _result(
+        self, output: Any, rows: Part, task: ReplicaTask, weight: float = 1.0
+    ) -> Result:
+        """The loss of these rows and its gradients, times ``weight``; nothing if that is zero."""
+        self.require_time()
+        if task.criterion is not None:  # which may write into what it is given
+            output = nested.map_tensors(_copy_of_leaf, output)
+        loss = loss_of(output, self.move(self.targets, rows), task.criterion)
+        del output  # a large output is freed before the backward pass
+        self.rounding.watch(loss)
+        leaves = list(chain(*self._leaves)) if weight and loss.requires_grad else []
+        gradients: Sequence[Tensor | None] = ()
+        if leaves:
+            try:
+                # The weight is inside, because hooks may clamp gradients. It is multiplied: for a
+                # gradient that it is given, torch imports sympy, in 0.3 s.
+                scaled = loss * (self.scale * weight)
+                gradients = torch.autograd.grad(scaled, leaves, allow_unused=True)
+            except RuntimeError as error:
+                # Reentrant checkpoints refuse autograd.grad: only losses are compared.
+                if "checkpoint" not in str(error).lower():
+                    raise
+                self._leaves = []
+        value = float(loss.detach()) * weight if weight else 0.0
+        return Result(value, self._gradients_by_leaf(gradients))
+
+    def _gradients_by_leaf(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The sum of the gradients of each leaf of the user's and its copies."""
+        sums: list[Tensor] = []
+        remaining = iter(gradients or [None] * sum(map(len, self._leaves)))
+        for copies in self._leaves:
+            terms = [next(remaining) for _ in copies]
+            dense = [term.detach().to_dense() for term in terms if term is not None]
+            total = dense[0] if dense else torch.zeros_like(copies[0])
+            for term in dense[1:]:
+                total = total + term
+            sums.append(total)
+        return sums
+
+    def _joined(self, outputs: Sequence[Any], parts: Parts) -> Any:
+        """The outputs of the parts, joined as in the step, which knows the sizes alone.
+
+        An output with as many entries as each micro-batch of the step has rows is taken for rows.
+        """
+        if len(outputs) == 1:
+            return outputs[0]
+        dim = self.request.dim
+        sizes = [len(part) for part in parts]
+        lists: Any = (
+            "if clear" if has_markers(self.request.batches, with_rows=True) else "never"
+        )
+
+        def join(leaves: list[Any]) -> Any:
+            tensors = [
+                t for t in leaves if isinstance(t, Tensor) and -t.ndim <= dim < t.ndim
+            ]
+            are_sizes_of_step = {
+                tensor.size(dim) for tensor in tensors
+            } == self._step_rows
+            if are_sizes_of_step and len(set(sizes)) > 1:
+                return torch.cat(leaves, dim)
+            return nested.join_rows(leaves, dim, sizes, sizes, lists=lists)
+
+        return nested.merge(join, outputs)
+
+    def _nudge(self, number: int) -> None:
+        """Change the replica's parameters by rounding, in new memory: others do not see it.
+
+        Each number changes them in another way, and farther.
+        """
+        eps = self.rounding.coarsest_eps
+        is_half = eps >= _HALF_PRECISION
+        growth = _NUDGE_GROWTH_IN_HALF_PRECISION if is_half else _NUDGE_GROWTH
+        size = eps / 2 * growth ** (number / (NUM_NUDGES - 1))
+        copies = {id(leaf): leaf for leaves in self._leaves for leaf in leaves[1:]}
+        for leaf in copies.values():
+            angles = (
+                torch.arange(leaf.numel(), device=leaf.device) * (1 + number) + number
+            )
+            changes = size * angles.cos().view(leaf.shape).to(leaf.dtype)
+            leaf.data = leaf.data * (1 + changes)
+
+
+def _smallest_leaves(attempt: Attempt, task: ReplicaTask) -> list[list[Tensor]]:
+    """The user's leaves whose gradients are compared, each with its copies in the replica."""
+    copies: dict[int, list[Tensor]] = {}
+    for replica_set, replica in zip(
+        attempt.replicas.replica_sets, task.replicas, strict=False
+    ):
+        for number, leaf in replica_set.leaves.items():
+            copies.setdefault(id(leaf), [leaf]).append(replica.tensors[number])
+    by_size = sorted(copies.values(), key=lambda leaves: leaves[0].numel())
+    sizes = list(accumulate(leaves[0].numel() for leaves in by_size))
+    return by_size[: max(1, bisect(sizes, MAX_ELEMENTS))]
+
+
+def pieces_of(request: Request, parts: Parts) -> list[Any]:
+    """The inputs and targets of each part of rows, as ``count=`` gets them."""
+    batch = request.batches[0][1]
+    pieces = [select_rows(batch, part, request.dim) for part in parts]
+    return list(unwrap_markers(pieces, copy=True))
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """The tensor without its graph. A criterion may ask for a gradient of it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of a loss; zeros for tensors that it does not depend on."""
+    if not (loss.requires_grad and tensors):
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient.to_dense()
+        for tensor, gradient in zip(tensors, gradients, strict=True)
+    ]
+
+
+def _copy_of_leaf(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_leaf else tensor

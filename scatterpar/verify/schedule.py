@@ -1,0 +1,180 @@
+"""When to look: in steps 1, 2, 4, 8, … of a kind of criterion and batch, and if it changes.
+
+A kind is looked at, too, if labels leave the range that was seen (labels on an
+accelerator: in the step after), if switches of the model, numbers of the criterion or
+words in the batch are new, and after a refusal until a look agrees.
+
+Every step pays for this decision, so it reads little: of what a criterion refers to, the
+64 nearest values, and of longer containers none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from scatterpar.batch import nested
+from scatterpar.devices.streams import is_async
+from scatterpar.step.criterion_closure import PLAIN, named_values
+from scatterpar.step.request import Request
+from scatterpar.verify.ranges import read_ranges
+
+_MAX_VALUES = 64  # of those that a criterion refers to
+_MAX_ENTRIES = 32  # of a container; longer ones are data, such as a log
+_MAX_LEAVES = 32  # of a batch
+_LOOKS_BECAUSE_OF_NEWS = 8  # then they are rare: one in a hundred steps
+_STEPS_PER_LOOK = 100
+
+
+@dataclass
+class Kind:
+    """The looks at one kind of criterion and batch.
+
+    Attributes:
+        steps: the number of steps so far.
+        looks: the number of looks, without those at a refused step.
+        num_inconclusive: the number of inconclusive looks in a row.
+        ranges: those of labels, masks, lengths that were seen.
+        unread_ranges: those of the last step, on an accelerator.
+        details: hashes of the switches, numbers and words that were seen.
+        was_steady: the last step had nothing new.
+        is_refused: a look has refused, and none has agreed since.
+        is_serial: replicas run one at a time.
+        is_given_up: a look waited for ever.
+    """
+
+    steps: int = 0
+    looks: int = 0
+    num_inconclusive: int = 0
+    ranges: list[float] = field(default_factory=list)
+    unread_ranges: Sequence[Tensor] = ()
+    details: set[Hashable] = field(default_factory=set)
+    was_steady: bool = False
+    is_refused: bool = False
+    is_serial: bool = False
+    is_given_up: bool = False
+
+    def is_due(self, ranges: Sequence[Tensor], details: Hashable) -> bool:
+        """Whether this step, with these ranges and details, is looked at."""
+        self.steps += 1
+        is_power_of_two = not self.steps & (self.steps - 1)
+        has_news = self._has_news(details)
+        is_beyond = self._is_beyond(ranges)
+        if self.is_given_up:
+            return False
+        return self.is_refused or is_beyond or is_power_of_two or has_news
+
+    def _has_news(self, details: Hashable) -> bool:
+        """Whether details are new, unless they are new in many steps."""
+        is_new = details not in self.details
+        was_steady = self.was_steady
+        self.was_steady = not is_new
+        self.details.add(details)
+        if not is_new:
+            return False
+        if self.looks < _LOOKS_BECAUSE_OF_NEWS:
+            return True
+        allowed = _LOOKS_BECAUSE_OF_NEWS + self.steps // _STEPS_PER_LOOK
+        return was_steady and self.looks < allowed
+
+    def _is_beyond(self, ranges: Sequence[Tensor]) -> bool:
+        """Whether labels leave the range that looks have seen."""
+        if any(is_async(tensor.device) for tensor in ranges):  # the host does not wait
+            ranges, self.unread_ranges = self.unread_ranges, ranges
+        numbers = read_ranges(ranges)
+        return any(new > seen for new, seen in zip(numbers, self.ranges, strict=False))
+
+    def note_agreement(self, ranges: Sequence[Tensor]) -> None:
+        """A look at a step with these ranges has not refused."""
+        self.is_refused = False
+        self.num_inconclusive = 0
+        numbers = read_ranges(ranges)
+        widest = [max(pair) for pair in zip(self.ranges, numbers, strict=False)]
+        self.ranges = widest or numbers
+
+
+class Kinds:
+    """The looks at all kinds of criteria and batches of one engine."""
+
+    def __init__(self) -> None:
+        self._kinds: defaultdict[Hashable, Kind] = defaultdict(Kind)
+
+    def kind_of(
+        self, request: Request, batch: Any, is_divided: bool, flags: Hashable
+    ) -> tuple[Kind, Hashable]:
+        """The kind of a request, and its details, each of which may be new.
+
+        ``batch`` are its inputs and targets, ``flags`` the switches of the model.
+        """
+        functions = request.criterion, request.count, request.reduction
+        names, numbers = names_and_numbers(functions)
+        kinds_of_leaves: list[Hashable] = []
+        words: list[Hashable] = []
+        for leaf in islice(nested.leaves(batch), _MAX_LEAVES):
+            is_tensor = isinstance(leaf, Tensor)
+            kinds_of_leaves.append(_name_of(leaf) if is_tensor else type(leaf))
+            if isinstance(leaf, (bool, str)):
+                words.append(leaf)
+        key = is_divided, request.whole_batch, names, tuple(kinds_of_leaves)
+        details = flags, numbers, tuple(words)
+        return self._kinds[hash(key)], hash(details)
+
+
+def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
+    """The names of the values that functions refer to, and the numbers among these."""
+    values = _nearest_values(functions)
+    numbers = [value for value in values if type(value) in (int, float)]
+    return frozenset(map(_name_of, values)), str(numbers)
+
+
+def _nearest_values(functions: Sequence[Any]) -> list[Any]:
+    """The first values that functions lead to, the nearest first."""
+    values = list(functions)
+    seen: set[int] = set()
+    position = 0
+    while position < len(values) < _MAX_VALUES:
+        value = values[position]
+        position += 1
+        if isinstance(value, (*PLAIN, Tensor)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        values += _children(value)
+    return values[:_MAX_VALUES]
+
+
+def _children(value: Any) -> Sequence[Any]:
+    """What a value refers to, as far as it tells programs apart."""
+    if isinstance(value, nn.Module):
+        if type(value).__module__.startswith("scatterpar."):  # it counts its steps
+            return ()
+        attributes = vars(value)
+        plain = [item for item in attributes.values() if isinstance(item, PLAIN)]
+        return [*plain, *value._buffers.values(), *value._modules.values()]
+    if isinstance(value, dict):
+        return [*value.values()] if len(value) <= _MAX_ENTRIES else ()
+    if isinstance(value, (list, tuple)):
+        return value if len(value) <= _MAX_ENTRIES else ()
+    if (getattr(value, "__module__", None) or "").startswith("torch."):
+        return ()
+    try:
+        return [*named_values(value).values()]
+    except Exception:  # raised by a user's object
+        return ()
+
+
+def _name_of(value: Any) -> Hashable:
+    """The part of a kind's key for one value: a function's code, a number's type.
+
+    It has no addresses, because a lambda is a new object in each call.
+    """
+    if isinstance(value, Tensor):
+        return value.dtype, value.ndim
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    code = getattr(value, "__code__", None)
+    return type(value).__qualname__ if code is None else code

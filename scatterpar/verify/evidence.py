@@ -147,8 +147,8 @@ class Evidence(Losses):
     def ignored(self) -> Sequence[int]:
         """Labels that the loss may ignore."""
         criterion = self.request.criterion
-        own_loss = self.runs.own_task.module.forward
-        function = own_loss if criterion is None else criterion
+        module: Any = self.runs.own_task.module
+        function = module.forward if criterion is None else criterion
         return ignored_values(function, self.request.count)
 
     @property

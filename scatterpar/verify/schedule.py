@@ -113,14 +113,13 @@ class Kinds:
         """
         functions = request.criterion, request.count, request.reduction
         names, numbers = names_and_numbers(functions)
-        kinds_of_leaves: list[Hashable] = []
-        words: list[Hashable] = []
-        for leaf in islice(nested.leaves(batch), _MAX_LEAVES):
-            is_tensor = isinstance(leaf, Tensor)
-            kinds_of_leaves.append(_name_of(leaf) if is_tensor else type(leaf))
-            if isinstance(leaf, (bool, str)):
-                words.append(leaf)
-        key = is_divided, request.whole_batch, names, tuple(kinds_of_leaves)
+        leaves = list(islice(nested.leaves(batch), _MAX_LEAVES))
+        kinds_of_leaves = tuple(
+            _name_of(leaf) if isinstance(leaf, Tensor) else type(leaf)
+            for leaf in leaves
+        )
+        words = [leaf for leaf in leaves if isinstance(leaf, (bool, str))]
+        key = is_divided, request.whole_batch, names, kinds_of_leaves
         details = flags, numbers, tuple(words)
         return self._kinds[hash(key)], hash(details)
 

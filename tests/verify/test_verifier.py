@@ -72,7 +72,9 @@ def test_steps_1_2_4_8_are_looked_at_also_if_each_has_a_new_lambda(factor, recwa
     assert looks == [1, 2, 4, 8, 16, 32]
     texts = [str(each.message) for each in recwarn]
     assert len(texts) == (factor != 1)
-    assert all(re.search(f"(?s)could not check how.*{ALL_WAYS}", text) for text in texts)
+    assert all(
+        re.search(f"(?s)could not check how.*{ALL_WAYS}", text) for text in texts
+    )
 
 
 def one_micro_batch_each(group):
@@ -125,20 +127,11 @@ class Fed(nn.Module):
         return loss
 
 
-def with_its_own_backward(output, targets):
-    """The eighth step had the gradients that its look had computed on a
-    few rows, too.
-    """
-    output.square().mean().backward(retain_graph=True)
-    return F.cross_entropy(output, targets)
-
-
 LOOKED_AT = {
     "torch's random numbers": lambda o, t: (o * torch.rand_like(o)).mean(),
     "Python's random numbers": lambda o, t: o.mean() * (1 + random.random()),
     "NumPy's random numbers": lambda o, t: o.mean() * (1 + np.random.rand()),
     "keeps a state": Fed(),
-    "a backward pass of its own": with_its_own_backward,
 }
 UNTOLD = {
     "NaN": lambda o, t: (o * float("nan")).std(),

@@ -34,6 +34,7 @@ _MALLOC_VARIABLES = (
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can(no|')t allocate memory|"
     "cudnn_status_alloc_failed|cublas_status_alloc_failed|"
+    r"cudnn_status_internal_error_\w+_allocation_failed|"  # of the device or the host
     "cublas_status_not_initialized|"  # its workspace did not fit
     "unable to find an engine to execute this computation",
     re.IGNORECASE,

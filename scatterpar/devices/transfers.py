@@ -28,6 +28,9 @@ PHASES = ("scatter", "replicate", "compute", "reduce")
 # Pairs (source, target) whose copies go through host memory: see ``check_links``.
 VIA_HOST: set[tuple[torch.device, torch.device]] = set()
 _MAX_PINNED = 2  # copy groups in the host's pinned memory at the same time
+# Streams per device for copies to others, of the 32 that torch has. Two more are for
+# arriving copies and for graphs. With more devices, some copies share a stream.
+_MAX_SENDERS = 24
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -224,7 +227,7 @@ class Prefetcher(Transfers):
     def _add_sender(self, source: torch.device, device: torch.device) -> None:
         if source == device:
             return
-        sender = stream_for(("sending to", device), source)
+        sender = stream_for(("sending", (device.index or 0) % _MAX_SENDERS), source)
         if sender is not None:
             sender.wait_stream(torch.accelerator.current_stream(source))
             self._senders.append(sender)

@@ -228,3 +228,20 @@ except torch.OutOfMemoryError:
 """
     fewest, *words = script(code, NULLCUDA_MEMORY=str(700 << 20))
     assert (int(fewest) > 1, words) == (True, ["ran", "out"])
+
+
+def test_more_devices_than_streams():
+    """Torch has 32 streams per device: copies to 33 others cannot all have their own."""
+    code = """
+from scatterpar import ScatterOnceParallel
+model = nn.Linear(4, 2, dtype=torch.float64).to("cuda:0")
+inputs, targets = torch.randn(2, 68, 4, dtype=torch.float64, device="cuda:0")
+targets = targets[:, :2]
+with ScatterOnceParallel(model, 2, range(34), verify=False) as engine:
+    engine.forward_backward(inputs, targets, nn.MSELoss())
+gradient, model.weight.grad = model.weight.grad, None
+nn.MSELoss()(model(inputs), targets).backward()
+torch.testing.assert_close(gradient, model.weight.grad)
+print("exact")
+"""
+    assert script(code, NULLCUDA_DEVICES="34") == ["exact"]

@@ -26,6 +26,9 @@ FORMS = {
     ),
     "CUDA": lambda: RuntimeError("CUDA error: out of memory"),
     "cuDNN": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cuDNN 9": lambda: RuntimeError(
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    ),
     "cuBLAS": lambda: RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"
     ),

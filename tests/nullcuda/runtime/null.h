@@ -8,7 +8,7 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
-enum { MAX_DEVICES = 16 };
+enum { MAX_DEVICES = 64 };
 
 #define KINDS(X)                                                                                  \
   X(launch) X(library) X(read) X(write)                                                           \

@@ -26,6 +26,7 @@ ENGINE, ONE, PER_CALL = "engine", "one device", f"nn.DataParallel x {ACCUM}"
 _Program = tuple[nn.Module, Callable[[], object]]
 BUDGET, ROUNDS = 10.0, 15  # maximal seconds and rounds of the measurement
 _SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
+_WAITED = 0.1  # if the host waits for a smaller part, the GPU is idle between launches
 _SHARED = 1.5  # n GPUs may take this part of one GPU's time, divided by n
 _MUCH_MOVING = 0.4  # a larger part of the step for copies makes it slow
 _COPIES = (
@@ -39,6 +40,12 @@ _LAUNCHES = (
     "the GPUs "
     f"busy. Take a smaller accum than {ACCUM}, or compile=True. A real network "
     "computes more."
+)
+
+
+_IDLE = (
+    "In a plain loop this network is too small to keep a GPU busy: most of the time the "
+    "GPU waits for the host, so no speed is judged. A real network computes more."
 )
 
 
@@ -102,11 +109,17 @@ def on_step(step: Step) -> Iterator[Verdict]:
 class Speed:
     """The seconds of a step in each round, by program, and the engine's median seconds
     by phase.
+
+    Attributes:
+        waited: the part of one device's time that the host waits for it after the last
+            launch, the median over the rounds; next to nothing if the device has
+            waited for the host.
     """
 
     rows: int
     seconds: dict[str, list[float]]
     phases: dict[str, float]
+    waited: float = 1.0
 
     def ratio(self, other: str) -> float:
         """The engine's time divided by another program's: the median
@@ -133,6 +146,7 @@ def measure(devices: Sequence[torch.device]) -> Speed:
     """
     rows = ACCUM * len(devices) * (64 if all(map(has_streams, devices)) else 2)
     times, phases, begin = defaultdict[str, list[float]](list), [], time.perf_counter()
+    waited = list[float]()
     with (
         warnings.catch_warnings(action="ignore"),  # the exact step has reported them
         ScatterOnceParallel(_network(devices[0]), ACCUM, devices) as engine,
@@ -146,13 +160,19 @@ def measure(devices: Sequence[torch.device]) -> Speed:
                 synchronize(devices)
                 start = time.perf_counter()
                 step()
+                launched = time.perf_counter()
                 synchronize(devices)
-                times[name].append(time.perf_counter() - start)
+                end = time.perf_counter()
+                times[name].append(end - start)
+                if name == ONE:
+                    waited.append((end - launched) / (end - start))
             assert engine.last_step is not None
             phases.append(engine.last_step.seconds)
     # The first round is a warm-up.
     medians = {name: median(one[name] for one in phases[1:]) for name in phases[0]}
-    return Speed(rows, {name: each[1:] for name, each in times.items()}, medians)
+    seconds = {name: each[1:] for name, each in times.items()}
+    is_async = all(map(has_streams, devices))
+    return Speed(rows, seconds, medians, median(waited[1:]) if is_async else 1.0)
 
 
 def _programs(
@@ -224,6 +244,9 @@ def on_speed(
         return
     moving = 1 - speed.phases["compute"] / sum(speed.phases.values())
     is_fine = ratios[ONE] <= (_SLOWER if len(devices) == 1 else _SHARED / len(devices))
+    if not is_fine and speed.waited < _WAITED and moving <= _MUCH_MOVING:
+        yield Verdict("note", f"the engine takes {compared}. {_IDLE}")
+        return
     reason = f"{moving:.0%} {_COPIES}" if moving > _MUCH_MOVING else _LAUNCHES
     why = "" if is_fine else f" {reason}"
     if ratios.get(PER_CALL, 0) > _SLOWER:

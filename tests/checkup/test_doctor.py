@@ -5,6 +5,7 @@ itself.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -223,6 +224,27 @@ def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(
     (verdict,) = on_speed(devices, timed(1.0, 1.0), load)
     assert verdict.kind == "note"
     assert "so no speed is judged" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("devices", "of_one", "waited", "kind"),
+    [
+        (CARDS[:1], 1.3, 0.02, "note"),
+        (CARDS[:1], 1.3, 0.5, "slow"),
+        (CARDS[:1], 1.05, 0.02, "fine"),
+        (CARDS, 1.0, 0.02, "note"),
+    ],
+)
+def test_a_gpu_that_waits_for_the_host_is_not_called_slow(
+    devices, of_one, waited, kind
+):
+    """The doctor's network is so small that a healthy GPU was idle most of the time."""
+    speed = dataclasses.replace(timed(of_one, 1.0), waited=waited)
+    (verdict,) = on_speed(devices, speed, 0)
+    assert verdict.kind == kind
+    assert ("waits for the host, so no speed is judged" in verdict.text) == (
+        kind == "note"
+    )
 
 
 @contextlib.contextmanager

@@ -380,19 +380,23 @@ class OperatorMode(TorchDispatchMode):
 # A mode key that torch does not use (c10/core/DispatchKey.h). A Python dispatch mode
 # would do the same, but costs some microseconds for every operator. The key costs
 # nothing for operators that draw no random numbers.
-_KEY_NAME = "TESTING_ONLY_GenericMode"
-try:
-    _KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
-except RuntimeError as error:
-    raise Missing(f"dispatch key {_KEY_NAME}") from error
+RANDOM_KEY = "TESTING_ONLY_GenericMode"
+_KEY: Any = None
+with contextlib.suppress(RuntimeError):
+    _KEY = torch._C._dispatch_key_parse(RANDOM_KEY)
+# If this version of torch has no such key, ``Generators`` does without.
+HAS_RANDOM_KEY = _KEY is not None
 
 _Switch = Callable[[], contextlib.AbstractContextManager[Any]]
 # In the body, random operators of this thread are sent to the registered kernels.
-random_key_on: _Switch = partial(torch._C._IncludeDispatchKeyGuard, _KEY)
+random_key_on: _Switch = contextlib.nullcontext
 # In the body, the key is off in this thread: for the call inside a registered kernel.
-random_key_off: _Switch = partial(
-    torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_KEY)
-)
+random_key_off: _Switch = contextlib.nullcontext
+if HAS_RANDOM_KEY:
+    random_key_on = partial(torch._C._IncludeDispatchKeyGuard, _KEY)
+    random_key_off = partial(
+        torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_KEY)
+    )
 
 # Control flow traces its branches in every call, forward and backward, and torch's
 # tracing is not thread-safe (https://github.com/pytorch/pytorch/issues/118260): two
@@ -412,7 +416,7 @@ def register_random_kernels(
     or a custom ``autograd.Function`` under ``vmap``, including those registered later.
     """
     fallback, operators = Library("_", "IMPL"), Library("aten", "IMPL")
-    fallback.fallback(fallthrough_kernel, _KEY_NAME)
+    fallback.fallback(fallthrough_kernel, RANDOM_KEY)
     for schema in torch._C._jit_get_all_schemas():
         # str() is one call of C++; reading each argument of 4,000 schemas would take 15
         # ms more.
@@ -422,7 +426,7 @@ def register_random_kernels(
             operator = getattr(packet, schema.overload_name or "default", None)
             if operator is not None:  # else only TorchScript has it
                 kernel = kernel_of(operator, names.index("generator"))
-                operators.impl(operator, kernel, _KEY_NAME)
+                operators.impl(operator, kernel, RANDOM_KEY)
     # The Python table of higher-order operators has no fallbacks. For those registered
     # later:
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)

@@ -276,5 +276,5 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
                 [(task,) for task in tasks],
                 devices=[task.share.device for task in tasks],
                 cancel=cancel,
-                is_serial=self.is_serial,
+                is_serial=self.is_serial or self.generators.must_take_turns,
             )

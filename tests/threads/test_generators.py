@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from faults.processes import run
 from harness.models import CLASSES, FEATURES, Returns, mlp
 from harness.oracle import (
     assert_close,
@@ -311,3 +312,52 @@ def test_what_another_thread_draws_meanwhile_it_does_not_draw_again():
         for _ in range(3):
             engine.forward_backward(INPUTS, LABELS, LOSS)
     assert len({*drawn}) == 3
+
+
+WITHOUT_KEY = """
+import torch, warnings
+parse = torch._C._dispatch_key_parse
+def parse_without(name):
+    if name == "TESTING_ONLY_GenericMode":
+        raise RuntimeError(f"could not parse dispatch key: {name}")
+    return parse(name)
+torch._C._dispatch_key_parse = parse_without
+"""
+DRAWING_STEPS = """
+import sys, warnings
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from scatterpar import ScatterOnceParallel
+
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2))
+
+    def forward(self, rows):
+        return checkpoint(self.inner, rows, use_reentrant=False)
+
+torch.manual_seed(3)
+model, found = Again().double(), []
+inputs, targets = torch.randn(12, 4).double(), torch.randn(12, 2).double()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for devices in (["cpu"] * 3, ["cpu:0", "cpu:1"]):
+        with ScatterOnceParallel(model, 2, devices) as engine:
+            for rows in (12, 2):
+                loss = engine.forward_backward(inputs[:rows], targets[:rows], nn.MSELoss())
+                found.append(loss.item())
+            found.append(engine.map(lambda model, rows: torch.rand_like(rows), inputs).sum())
+found += [parameter.grad.sum().item() for parameter in model.parameters()]
+print(*map(float, found), float(torch.rand(())))
+print(*(str(warning.message) for warning in told), sep="\\n", file=sys.stderr)
+"""
+
+
+def test_without_the_dispatch_key_replicas_take_turns_and_draw_the_same_numbers():
+    """A later version of torch may lack the key, and nobody could import the package."""
+    without = run("-c", WITHOUT_KEY + DRAWING_STEPS)
+    assert without.code == 0, without.err
+    assert without.out == run("-c", DRAWING_STEPS).out
+    assert without.err.count("replicas on the host run one after the other") == 1

@@ -212,9 +212,12 @@ replicas keep the gradients of the last step
   ScatterOnceParallel._attempt -> test_used_once_then_unused_keeps_the_gradient_it_had
   self._replicas.clear_step_state() => pass
 # all or nothing
-buffers are written before hooks on gradients run
-  commit -> test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises
-  loss = outcome.loss_tensor() => write_buffers(); loss = outcome.loss_tensor()
+buffers are not restored if a hook on a gradient raises
+  _add_with_hooks -> test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises
+  restore_after(error, buffers.restore) => pass
+buffers are written after hooks on gradients have run
+  _add_with_hooks -> test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays
+  _add(pairs, attempt, observed=True) => _add(pairs, attempt, observed=True), buffers.write()
 a rollback forgets .grad
   Attempt.undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
   partial(setattr, leaf, "grad", value) => (lambda: None)

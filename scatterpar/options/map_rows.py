@@ -15,7 +15,7 @@ from torch import nn
 from scatterpar.batch import nested
 from scatterpar.batch.markers import has_markers
 from scatterpar.batch.nested import Lists
-from scatterpar.replicas.buffers import buffer_writer
+from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt, Proceed
@@ -59,7 +59,7 @@ def map_rows(
     transfers.synchronize()
     if any(part.training for part in module.modules()):
         buffers, statistics = reduce_buffers(attempt)
-        buffer_writer([*buffers, *(statistics.values() if statistics else ())])()
+        BufferWriter([*buffers, *(statistics.values() if statistics else ())]).write()
     attempt.generators.commit()
     return output
 

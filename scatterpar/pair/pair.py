@@ -34,7 +34,7 @@ from scatterpar.pair.autograd import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, check_int, make_plan
-from scatterpar.replicas.buffers import buffer_writer
+from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas
@@ -103,7 +103,7 @@ class _OfPair(Wrapper):
                 call, [SimpleNamespace(share=share) for share in plan.shares]
             )
         attempt.generators.commit()
-        buffer_writer(copies[0].changed_buffers() if copies else ())()
+        BufferWriter(copies[0].changed_buffers() if copies else ()).write()
         return results
 
 

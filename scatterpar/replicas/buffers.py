@@ -56,38 +56,58 @@ def _refuse_registrations(module: nn.Module, copy: nn.Module) -> None:
         )
 
 
-def buffer_writer(buffers: Iterable[BufferValue]) -> Callable[[], None]:
-    """Returns a function that writes the buffers, in place if possible.
+class BufferWriter:
+    """Writes the user's buffers, in place if possible, and takes it back.
 
-    That function allocates nothing. Buffers that cannot be written in place are
-    replaced if they have changed.
+    Buffers that cannot be written in place are replaced if they have changed.
+    ``write`` allocates nothing.
     """
-    # In inference mode also tensors that were made there can be written.
-    can_write_all = torch.is_inference_mode_enabled()
-    targets: dict[int, Tensor] = {}
-    values: dict[int, Tensor] = {}
-    replacements: list[BufferValue] = []
-    for container, name, value in buffers:
-        target = container.get(name)
-        if value is None:
-            if target is not None:
-                replacements.append((container, name, None))
-        elif (
-            target is None
-            or _kind_of(target) != _kind_of(value)
-            or values.get(id(target), value) is not value
-        ):
-            replacements.append((container, name, value.detach()))
-        elif (can_write_all or not target.is_inference()) and is_unexpanded(target):
-            targets[id(target)] = target
-            values[id(target)] = value
-        elif not same_bits(target, value):
-            replacements.append((container, name, value.detach().clone()))
 
-    def write() -> None:
+    def __init__(self, buffers: Iterable[BufferValue]) -> None:
+        # In inference mode also tensors that were made there can be written.
+        can_write_all = torch.is_inference_mode_enabled()
+        self._targets: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._replacements: list[BufferValue] = []
+        self._places: list[tuple[Buffers, str]] = []
+        self._earlier_values: list[Tensor] = []
+        self._earlier_buffers: list[BufferValue] = []
+        for container, name, value in buffers:
+            self._places.append((container, name))
+            target = container.get(name)
+            if value is None:
+                if target is not None:
+                    self._replacements.append((container, name, None))
+            elif (
+                target is None
+                or _kind_of(target) != _kind_of(value)
+                or self._values.get(id(target), value) is not value
+            ):
+                self._replacements.append((container, name, value.detach()))
+            elif (can_write_all or not target.is_inference()) and is_unexpanded(target):
+                self._targets[id(target)] = target
+                self._values[id(target)] = value
+            elif not same_bits(target, value):
+                self._replacements.append((container, name, value.detach().clone()))
+
+    def write(self) -> None:
+        """Write all buffers."""
         with torch.no_grad():
-            copy_each(list(targets.values()), list(values.values()))
-        for container, name, value in replacements:
+            copy_each(list(self._targets.values()), list(self._values.values()))
+        for container, name, value in self._replacements:
             container[name] = value
 
-    return write
+    def save(self) -> None:
+        """Save the buffers for ``restore``, before ``write`` and the user's hooks."""
+        targets = self._targets.values()
+        self._earlier_values = [target.detach().clone() for target in targets]
+        self._earlier_buffers = [
+            (container, name, container.get(name)) for container, name in self._places
+        ]
+
+    def restore(self) -> None:
+        """Undo what was written since ``save``, by whomever."""
+        for container, name, buffer in self._earlier_buffers:
+            container[name] = buffer
+        with torch.no_grad():
+            copy_each(list(self._targets.values()), self._earlier_values)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import is_part
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.replicas.buffers import buffer_writer
+from scatterpar.errors import restore_after
+from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
@@ -34,21 +35,42 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
     running = outcome.statistics.values() if outcome.statistics else []
-    write_buffers = buffer_writer([*outcome.buffers, *running])
+    buffers = BufferWriter([*outcome.buffers, *running])
     if deferred:
         loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()
+        buffers.write()
+        return loss
+    loss = outcome.loss_tensor()
+    if are_observed([leaf for leaf, _ in pairs]):
+        _add_with_hooks(pairs, outcome.attempt, buffers)
     else:
-        loss = outcome.loss_tensor()
-        _add(pairs, outcome.attempt)
-    write_buffers()  # last: it allocates no memory and runs no user code
+        _add(pairs, outcome.attempt, observed=False)
+        buffers.write()  # last: it allocates no memory and runs no user code
     return loss
 
 
-def _add(pairs: list[_Pair], attempt: Attempt) -> None:
+def _add_with_hooks(
+    pairs: list[_Pair], attempt: Attempt, buffers: BufferWriter
+) -> None:
+    """Add gradients, write buffers, and run the user's hooks on gradients.
+
+    Buffers come first, because hooks read them, write them, or write a parameter that
+    shares their memory: what they write stays. If a hook raises, buffers are as before.
+    """
+    buffers.save()
+    try:
+        buffers.write()
+        _add(pairs, attempt, observed=True)
+    except BaseException as error:
+        restore_after(error, buffers.restore)
+        raise
+
+
+def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
-    earlier, observed = [leaf.grad for leaf in leaves], are_observed(leaves)
+    earlier = [leaf.grad for leaf in leaves]
     # What must be restored if a hook raises or memory runs out while gradients are
     # added.
     old = [

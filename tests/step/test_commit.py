@@ -149,6 +149,99 @@ def test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises(devices):
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
 
 
+def records_in_a_buffer(model):
+    model.register_buffer("norm", torch.zeros((), dtype=torch.float64))
+    model[0].weight.register_hook(lambda grad: model.norm.copy_(grad.norm()) and None)
+
+
+def rebinds_a_buffer(model):
+    model.register_buffer("norm", torch.zeros((), dtype=torch.float64))
+
+    def record(parameter):
+        model.norm = parameter.grad.norm()
+
+    model[2].weight.register_post_accumulate_grad_hook(record)
+
+
+def reads_a_statistic(model):
+    """What a hook reads is what the forward pass has left."""
+    model.register_buffer("seen", torch.zeros(7, dtype=torch.float64))
+
+    def record(grad):
+        model.seen.copy_(model[1].running_mean)
+
+    model[2].bias.register_hook(record)
+
+
+def steps_in_the_backward_pass(model):
+    """Beside buffers that share the memory of parameters."""
+    for number in (0, 2):
+        flat = model[number].weight.data.view(-1)
+        model.register_buffer(f"flat{number}", flat, persistent=False)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], 0.1)
+
+        def step(parameter, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+HOOKED = {
+    "records": records_in_a_buffer,
+    "rebinds": rebinds_a_buffer,
+    "reads": reads_a_statistic,
+    "steps": steps_in_the_backward_pass,
+}
+
+
+def normalised():
+    return nn.Sequential(
+        nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.Linear(7, CLASSES)
+    )
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays(
+    devices, kind
+):
+    plain, model = build(normalised), build(normalised)
+    for each in (plain, model):
+        HOOKED[kind](each)
+        each.train(kind == "reads")
+    # One sub-step of one replica has the statistics of plain torch.
+    for ids in (["cpu"], ["cpu"] if kind == "reads" else devices(2)):
+        with ScatterOnceParallel(model, 1, ids) as engine:
+            for _ in range(2):
+                nn.CrossEntropyLoss()(plain(BATCH[0]), BATCH[1]).backward()
+                engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    ours, theirs = (
+        {**dict(each.named_parameters()), **dict(each.named_buffers())}
+        for each in (model, plain)
+    )
+    for name, tensor in ours.items():
+        assert_close(tensor.detach(), theirs[name].detach(), name)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", HOOKED)
+def test_what_hooks_have_written_is_undone_if_a_later_hook_raises(devices, kind):
+    model = build(normalised)
+    HOOKED[kind](model)
+
+    def fails(_):
+        raise ArithmeticError("a hook")
+
+    model[0].bias.register_post_accumulate_grad_hook(fails)
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        nothing_changes(model),
+        pytest.raises(ArithmeticError),
+    ):
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+
+
 def uses(m, inputs):
     """Uses its weights, and what it made of them when it was built."""
     return m.linear(inputs).tanh() * (1 + m.kept[-1].reshape(-1)[:CLASSES])
@@ -172,7 +265,7 @@ def test_what_a_module_made_of_its_parameters_is_not_trained_silently(
     model.kept = KEPT[kind](model)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         with pytest.raises(
-            ValueError, match=r"computed from parameters.*compute it in forward"
+            ValueError, match=r"(?s)computed from parameters.*compute .*in forward"
         ):
             engine.forward_backward(
                 *BATCH, nn.CrossEntropyLoss(), whole_batch=whole_batch

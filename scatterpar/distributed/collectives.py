@@ -1,8 +1,7 @@
-"""The collectives of a process group: comparison of modules, one status exchange per
-step, sums.
+"""The collectives of a process group.
 
-Nothing is pickled: texts are sent as UTF-8 bytes, tensors as the bytes of their
-elements.
+They compare modules, exchange the status of each step, and add tensors. Nothing is
+pickled: texts are sent as UTF-8 bytes, tensors as the bytes of their elements.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from itertools import chain, zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,56 @@ from torch.nn.parameter import is_lazy
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.replicas.checks import is_quantised
 
-# a status is ``number << 18 | checksum``; float64 is exact up to 53 bits
+# A status is ``number << 18 | checksum``; float64 is exact up to 53 bits.
 _CHECKSUM_BITS = 18
 _NO_SUMMANDS = (0.0,) * 4  # of a rank that adds nothing
 _FAILED = -1  # the status of a failed rank
 
 
+class _NamedTensor(NamedTuple):
+    """A parameter or buffer of the user's module."""
+
+    kind: str  # "parameter" or "buffer"
+    name: str
+    tensor: Tensor
+    has_sparse_gradients: bool
+
+    def __str__(self) -> str:
+        """The line that all ranks compare."""
+        if is_lazy(self.tensor):  # first: it has no shape
+            shape = "not initialised yet"
+        else:
+            shape = f"of shape {tuple(self.tensor.shape)}"
+        sparse = ", sparse" if self.has_sparse_gradients else ""
+        return f"{self.kind} {self.name!r} {shape}, {self.tensor.dtype}{sparse}"
+
+    def refuse_what_ranks_lack(self) -> None:
+        """Raise ``ValueError`` if ranks cannot add or copy this tensor."""
+        if self.has_sparse_gradients:
+            problem = "has sparse gradients, which ranks do not add"
+            remedy = "make the embedding with sparse=False"
+        elif is_lazy(self.tensor):
+            problem = "is not initialised yet"
+            remedy = "call the module once before you pass a process_group"
+        elif is_quantised(self.tensor):
+            kind = type(self.tensor).__name__
+            problem = f"is quantised, a {kind}, and ranks cannot copy it"
+            remedy = "train without a process_group"
+        else:
+            return
+        raise ValueError(f"{self.name!r} {problem}; {remedy}")
+
+
 class Collectives:
-    """The collectives of a group; every rank must call each. Small tensors are on
-    ``control``.
+    """The collectives of a group; every rank must call each.
+
+    Args:
+        group: the process group.
+        control: the device of small tensors, such as counts and texts.
+
+    Attributes:
+        rank: the number of this process.
+        size: the number of processes.
     """
 
     def __init__(self, group: dist.ProcessGroup, control: torch.device) -> None:
@@ -42,73 +83,32 @@ class Collectives:
         self.size = dist.get_world_size(group)
 
     def require_same(self, module: nn.Module, options: str) -> None:
-        """Raise the same ``ValueError`` on all ranks if their modules or options
-        differ.
-        """
-        embeddings = [
-            m
-            for m in module.modules()
-            if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-        ]
-        sparse = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
-        named = {
-            "parameter": module.named_parameters(),
-            "buffer": module.named_buffers(),
-        }
-        tensors = [(kind, *each) for kind, of_kind in named.items() for each in of_kind]
-        lines = [options]
-        for kind, name, tensor in tensors:
-            shape = (
-                "not initialised yet"
-                if is_lazy(tensor)
-                else f"of shape {tuple(tensor.shape)}"
-            )
-            more = ", sparse" if id(tensor) in sparse else ""
-            lines.append(f"{kind} {name!r} {shape}, {tensor.dtype}{more}")
-        first, *others = (text.split("\n") for text in self._texts("\n".join(lines)))
-        for rank, rank_lines in enumerate(others, 1):
-            for line, other in zip_longest(first, rank_lines, fillvalue="nothing more"):
-                if line != other:
+        """Raise the same ``ValueError`` on all ranks if modules or options differ."""
+        tensors = _named_tensors(module)
+        description = "\n".join([options, *map(str, tensors)])
+        first, *later = [text.split("\n") for text in self._texts(description)]
+        for rank, lines in enumerate(later, 1):
+            for expected, line in zip_longest(first, lines, fillvalue="nothing more"):
+                if line != expected:
                     raise ValueError(
-                        f"the ranks' modules differ: rank 0 has {line}, rank {rank} "
-                        f"has {other}; "
-                        f"make the same module on every rank"
+                        f"the ranks' modules differ: rank 0 has {expected}, rank "
+                        f"{rank} has {line}; make the same module on every rank"
                     )
-        for _, name, tensor in tensors:
-            if id(tensor) in sparse:
-                problem = "has sparse gradients, which ranks do not add"
-                remedy = "make the embedding with sparse=False"
-            elif is_lazy(tensor):
-                problem = "is not initialised yet"
-                remedy = "call the module once before you pass a process_group"
-            elif is_quantised(tensor):
-                problem = (
-                    f"is quantised, a {type(tensor).__name__}, and ranks cannot copy it"
-                )
-                remedy = "train without a process_group"
-            else:
-                continue
-            raise ValueError(f"{name!r} {problem}; {remedy}")
+        # After the comparison, so that all ranks find the same.
+        for tensor in tensors:
+            tensor.refuse_what_ranks_lack()
 
     def broadcast_from_rank_0(self, module: nn.Module) -> None:
         """Copy rank 0's parameters and buffers to ``module``, as bytes."""
-        for tensor in (
-            t for t in chain(module.parameters(), module.buffers()) if t.numel()
-        ):
-            values = (
-                torch.zeros_like(as_bytes(tensor)) if self.rank else as_bytes(tensor)
-            )
+        for tensor in chain(module.parameters(), module.buffers()):
+            if tensor.numel() == 0:
+                continue
+            values = as_bytes(tensor)
+            if self.rank:
+                values = torch.zeros_like(values)  # the sum is rank 0's
             self.all_reduce(values, "rank 0's parameters and buffers", still="")
             if self.rank:
-                place = tuple(
-                    slice(None) if stride else slice(1) for stride in tensor.stride()
-                )
-                # each place of an expanded tensor once, as torch requires
-                with torch.no_grad():
-                    write(
-                        tensor[place],
-                        values.view(tensor.dtype).view(tensor.shape)[place],
-                    )
+                _write_bytes(tensor, values)
 
     def exchange_status(
         self,
@@ -124,29 +124,30 @@ class Collectives:
         ``kind`` differs between ranks: they disagree on ``disagreement``.
         """
         checksum = zlib.crc32(kind.encode()) % 2**_CHECKSUM_BITS
-        sums, statuses, failed = self._exchange(
-            summands, number << _CHECKSUM_BITS | checksum
-        )
+        status = number << _CHECKSUM_BITS | checksum
+        sums, statuses = self._exchange(summands, status)
+        failed = _failed(statuses)
         if failed:
             raise RuntimeError(
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this "
-                "step, so that "
-                f"nothing was changed on any rank; see what it raised there"
+                "step, so that nothing was changed on any rank; see what it raised "
+                "there"
             )
-        if len({status % 2**_CHECKSUM_BITS for status in statuses}) > 1:
+        checksums = {status % 2**_CHECKSUM_BITS for status in statuses}
+        if len(checksums) > 1:
             raise RuntimeError(
                 f"the ranks disagree on {disagreement}; make the same changes and the "
-                "same calls "
-                f"on every rank"
+                f"same calls on every rank"
             )
         return sums, [status >> _CHECKSUM_BITS for status in statuses]
 
     def report_failure(self) -> list[int]:
-        """Exchange this rank's failure as its status. Returns the other ranks that
-        failed.
+        """Exchange this rank's failure as its status.
+
+        Returns the other ranks that failed.
         """
-        *_, failed = self._exchange(_NO_SUMMANDS, _FAILED)
-        return [rank for rank in failed if rank != self.rank]
+        _, statuses = self._exchange(_NO_SUMMANDS, _FAILED)
+        return [rank for rank in _failed(statuses) if rank != self.rank]
 
     def all_reduce(
         self,
@@ -154,15 +155,15 @@ class Collectives:
         what: str,
         still: str = "; nothing was changed on this rank",
     ) -> None:
-        """Add ``tensor`` over all ranks, in place; ``what`` and ``still`` describe it
-        in errors.
+        """Add ``tensor`` over all ranks, in place.
+
+        ``what`` and ``still`` describe it in errors.
         """
         group = self._group()
         if group is None:
             raise RuntimeError(
                 "the engine's process group is gone, by dist.destroy_process_group() "
-                "perhaps; make "
-                "a new group and a new engine"
+                "perhaps; make a new group and a new engine"
             )
         start = time.perf_counter()
         try:
@@ -171,10 +172,9 @@ class Collectives:
             seconds = time.perf_counter() - start
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} waited {seconds:.1f} s for {what}, "
-                "and another "
-                "rank was lost, or did not come within the process group's "
-                f"timeout{still}. The "
-                f"group cannot be used any more: start all ranks again"
+                "and another rank was lost, or did not come within the process "
+                f"group's timeout{still}. The group cannot be used any more: start all "
+                "ranks again"
             ) from error
 
     def all_gather(
@@ -188,21 +188,22 @@ class Collectives:
         return parts
 
     def _texts(self, text: str) -> list[str]:
-        what = "the other ranks' description of the module"
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        data = to_device(data, self._control)
-        size = torch.tensor([len(data)], device=self._control)
-        sizes = to_numbers(torch.cat(self.all_gather(size, [1] * self.size, what)))
-        return [
-            bytes(to_numbers(part)).decode()
-            for part in self.all_gather(data, sizes, what)
-        ]
+        """Every rank's text."""
+        description = "the other ranks' description of the module"
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        content = to_device(content, self._control)
+        size = torch.tensor([len(content)], device=self._control)
+        gathered = self.all_gather(size, [1] * self.size, description)
+        sizes = to_numbers(torch.cat(gathered))
+        contents = self.all_gather(content, sizes, description)
+        return [bytes(to_numbers(content)).decode() for content in contents]
 
     def _exchange(
         self, summands: Sequence[float], status: int
-    ) -> tuple[list[float], list[int], list[int]]:
-        """The sums of ``summands`` over all ranks, each rank's ``status``, and who
-        failed.
+    ) -> tuple[list[float], list[int]]:
+        """The sums of ``summands`` over all ranks, and each rank's ``status``.
+
+        One collective: a rank adds zeros to the places of the other ranks' statuses.
         """
         statuses = [0] * self.size
         statuses[self.rank] = status
@@ -211,6 +212,34 @@ class Collectives:
         )
         self.all_reduce(flat, "the flags and counts of all ranks")
         values = to_numbers(flat)
-        statuses = [int(value) for value in values[len(summands) :]]
-        failed = [rank for rank, each in enumerate(statuses) if each == _FAILED]
-        return values[: len(summands)], statuses, failed
+        sums = values[: len(summands)]
+        return sums, [int(value) for value in values[len(summands) :]]
+
+
+def _failed(statuses: Sequence[int]) -> list[int]:
+    """The ranks that failed."""
+    return [rank for rank, status in enumerate(statuses) if status == _FAILED]
+
+
+def _named_tensors(module: nn.Module) -> list[_NamedTensor]:
+    """The parameters of a module, then its buffers."""
+    sparse = set()
+    for layer in module.modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            sparse.add(id(layer.weight))
+    tensors: list[_NamedTensor] = []
+    for name, parameter in module.named_parameters():
+        is_sparse = id(parameter) in sparse
+        tensors.append(_NamedTensor("parameter", name, parameter, is_sparse))
+    for name, buffer in module.named_buffers():
+        tensors.append(_NamedTensor("buffer", name, buffer, id(buffer) in sparse))
+    return tensors
+
+
+def _write_bytes(tensor: Tensor, values: Tensor) -> None:
+    """Write the elements that ``values`` has as bytes to ``tensor``."""
+    # Each place of an expanded tensor once, as torch requires.
+    place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+    elements = values.view(tensor.dtype).view(tensor.shape)
+    with torch.no_grad():
+        write(tensor[place], elements[place])

@@ -109,7 +109,7 @@ sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
   if accumulate_dtype is None: => if True:
 ranks weigh alike, however many rows they have
   Ranks._exchange -> test_a_step_of_ranks_is_that_of_one_device
-  own / total if total else 0.0 => 1.0 / self.size
+  weight / total if total else 0.0 => 1.0 / self.size
 the second pass draws other random numbers
   Passes.second -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
   attempt.generators.set_state(share.replica, self._states[number]) => pass
@@ -243,8 +243,8 @@ threads that were abandoned keep replicas that the next step uses
   ScatterOnceParallel._attempt -> test_the_second_time_does_not_wait_for_a_replica_that_is_stuck
   self._replicas.discard() => pass
 a rank that fails lets the others wait
-  Ranks.reduce_outcome -> test_a_rank_that_fails_fails_all
-  not self._error_is_common and (others := self._collectives.report_failure()) => others := ()
+  Ranks.failing_together -> test_a_rank_that_fails_fails_all
+  if not self._error_is_common: => if False:
 two engines may step on one module at once
   Workers.exclusive -> test_two_engines_on_one_module_in_two_threads
   _claims.setdefault(key, self) is not self: => _claims.setdefault(key, self) is None:

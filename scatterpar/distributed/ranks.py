@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,16 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.distributed.collectives import Collectives
 from scatterpar.errors import add_note, warn
+from scatterpar.replicas.batch_statistics import StepStatistics
+from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step.reduce import Outcome
-from scatterpar.step.substeps import detached_output
+from scatterpar.step.substeps import Gradient, detached_output
 from scatterpar.torch_private import unflatten
 
 _OTHER_TENSORS = (
-    "which tensors are trained, on their shapes, on reduction=, or on "
-    "the scale of scaler="
+    "which tensors are trained, on their shapes, on reduction=, or on the scale of "
+    "scaler="
 )
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -45,6 +48,10 @@ class Ranks:
     At construction all ranks check that they have the same module and options, which
     else raise the same ``ValueError`` on every rank, and copy rank 0's parameters and
     buffers.
+
+    Attributes:
+        rank: the number of this process.
+        size: the number of processes.
     """
 
     def __init__(
@@ -58,22 +65,25 @@ class Ranks:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 "process_group must be a torch.distributed process group that this "
-                "process "
-                f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
+                "process belongs to, such as torch.distributed.group.WORLD, got "
+                f"{group!r}"
             )
-        self._module, self._accumulate_dtype = module, accumulate_dtype
-        on_host = "cpu:" in str(dist.get_backend_config(group))
-        control = torch.device("cpu") if on_host else physical(device)
+        self._module = module
+        self._accumulate_dtype = accumulate_dtype
+        # Whether all ranks raise what this rank raises, so that it needs no report.
+        self._error_is_common = False
+        has_host_backend = "cpu:" in str(dist.get_backend_config(group))
+        control = torch.device("cpu") if has_host_backend else physical(device)
         self._collectives = Collectives(group, control)
-        self.rank, self.size = self._collectives.rank, self._collectives.size
-        if not on_host:
+        self.rank = self._collectives.rank
+        self.size = self._collectives.size
+        if not has_host_backend:
             backend = dist.get_backend(group)
             warn(
-                f"the process group has {backend} alone, which ends this process "
-                "where another "
-                "rank is lost; with gloo for the host's memory too that is an error "
-                "you can "
-                f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
+                f"the process group has {backend} alone, which ends this process where "
+                "another rank is lost; with gloo for the host's memory too that is an "
+                "error you can catch: "
+                f'init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
         options = f"buffers={buffers!r}\naccumulate_dtype={accumulate_dtype}"
         self._collectives.require_same(module, options)
@@ -82,54 +92,71 @@ class Ranks:
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "an engine with a process_group cannot be copied or pickled, since the "
-            "group belongs "
-            "to this process; copy engine.module, or save engine.state_dict()"
+            "group belongs to this process; copy engine.module, or save "
+            "engine.state_dict()"
         )
 
-    def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
-        """The outcome of all ranks together, the same bits on each. If one raises, all
-        raise.
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """What one rank raises in the body, every rank raises.
+
+        A rank that fails alone sends its failure in the place of its status, for which
+        the others wait in the next exchange.
         """
         self._error_is_common = False
         try:
-            outcome = compute()
-            with outcome.attempt as attempt, attempt.phase("reduce"):
-                return self._exchange(outcome)
+            yield
         except BaseException as error:
-            with contextlib.suppress(Exception):
-                if not self._error_is_common and (
-                    others := self._collectives.report_failure()
-                ):
-                    add_note(
-                        error,
-                        f"rank {', '.join(map(str, others))} failed in this step too",
-                    )
+            if not self._error_is_common:
+                with contextlib.suppress(Exception):  # the group may be lost
+                    failed = self._collectives.report_failure()
+                    if failed:
+                        ranks = ", ".join(map(str, failed))
+                        add_note(error, f"rank {ranks} failed in this step too")
             raise
 
+    def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
+        """The outcome of all ranks together, the same bits on each."""
+        with self.failing_together():
+            outcome = compute()
+            with outcome.attempt:
+                return self.sum_of_all(outcome)
+
+    def sum_of_all(self, outcome: Outcome) -> Outcome:
+        """The outcome of all ranks together, the same bits on each.
+
+        Call it in the body of ``failing_together``.
+        """
+        with outcome.attempt.phase("reduce"):
+            return self._exchange(outcome)
+
     def _exchange(self, outcome: Outcome) -> Outcome:
-        is_mean, rows = outcome.request.is_mean, outcome.attempt.plan.rows
+        is_mean = outcome.request.is_mean
         buckets = Buckets(outcome, self.rank, self.size, self._accumulate_dtype)
-        positions = {
-            id(parameter): n for n, parameter in enumerate(self._module.parameters())
-        }
+        parameters = enumerate(self._module.parameters())
+        positions = {id(parameter): position for position, parameter in parameters}
         trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
         kind = f"{is_mean} {trained} {outcome.request.scale} {buckets.kind}"
-        own = outcome.terms if is_mean else 1.0  # the weight of this rank's loss
-        mine = [outcome.terms, outcome.loss * own, *outcome.observed]
+        rows = outcome.attempt.plan.rows
+        weight = outcome.terms if is_mean else 1.0  # of this rank's loss
+        summands = [outcome.terms, outcome.loss * weight, *outcome.observed]
         self._error_is_common = True  # what is raised from here on, every rank raises
-        numbers, each = self._collectives.exchange_status(
-            kind, rows, _OTHER_TENSORS, mine
+        sums, rows_by_rank = self._collectives.exchange_status(
+            kind, rows, _OTHER_TENSORS, summands
         )
-        terms, loss, squares, replicas = numbers
+        terms, loss, squares, replicas = sums
         total = terms if is_mean else 1.0
-        loss = loss / total if total else 0.0
-        buckets.weigh(own / total if total else 0.0)
+        buckets.weigh(weight / total if total else 0.0)
         for flat in buckets.flats:
-            self._collectives.all_reduce(
-                flat, f"the sum of all gradients in {flat.dtype}"
-            )
-        outcome = replace(buckets.of_all(), loss=loss, terms=terms, rows=sum(each))
-        return replace(outcome, observed=(squares, replicas))
+            what = f"the sum of all gradients in {flat.dtype}"
+            self._collectives.all_reduce(flat, what)
+        return replace(
+            buckets.of_all(),
+            loss=loss / total if total else 0.0,
+            terms=terms,
+            rows=sum(rows_by_rank),
+            observed=(squares, replicas),
+        )
 
     def outputs_of_all(
         self,
@@ -147,45 +174,57 @@ class Ranks:
         rank order. Targets without rows are rank 0's. Raises the same ``RuntimeError``
         on every rank if one failed, or has outputs or targets of another kind.
         """
-        output = join_rows(
-            [detached_output(piece, True) for piece in pieces], dim, rows, rows
-        )
-        own_data = output, unwrap_markers(targets)
-        payload = pack(nested.tensors(own_data), seed, sum(rows))
-        kind = f"outputs {kind_of(own_data, dim)}"
+        detached = [detached_output(piece, True) for piece in pieces]
+        values_here = join_rows(detached, dim, rows, rows), unwrap_markers(targets)
+        bytes_here = pack(nested.tensors(values_here), seed, sum(rows))
+        kind = f"outputs {kind_of(values_here, dim)}"
         self._error_is_common = True  # up to the end of the exchange
         _, sizes = self._collectives.exchange_status(
-            kind, payload.numel(), _OTHER_OUTPUTS
+            kind, bytes_here.numel(), _OTHER_OUTPUTS
         )
         what = "the outputs and targets of all ranks"
-        payloads = self._collectives.all_gather(payload, sizes, what)
+        bytes_by_rank = self._collectives.all_gather(bytes_here, sizes, what)
         self._error_is_common = False
-        values, seeds, counts = zip(
-            *(unpack(one, own_data) for one in payloads), strict=True
-        )
-        outputs, rows_of_all = [output for output, _ in values], [*counts]
-        # its pieces have gradients, the copies have none
-        own = slice(self.rank, self.rank + 1)
-        outputs[own], rows_of_all[own] = pieces, rows
+        payloads = [unpack(content, values_here) for content in bytes_by_rank]
+        outputs: list[Any] = []
+        rows_of_outputs: list[int] = []
+        for rank, payload in enumerate(payloads):
+            if rank == self.rank:  # its pieces have gradients, the copies have none
+                outputs += pieces
+                rows_of_outputs += rows
+            else:
+                output, _ = payload.values
+                outputs.append(output)
+                rows_of_outputs.append(payload.rows)
+        targets_by_rank = [payload.values[1] for payload in payloads]
 
-        def join(leaves: list[Any]) -> Any:  # what has no rows is rank 0's
-            mine, *of_ranks = leaves
-            has_rows = isinstance(mine, Tensor) and mine.ndim
-            return torch.cat(of_ranks, dim) if has_rows else of_ranks[0]
+        def join(leaves: list[Any]) -> Any:
+            here, *of_ranks = leaves
+            if isinstance(here, Tensor) and here.ndim:
+                return torch.cat(of_ranks, dim)
+            return of_ranks[0]  # what has no rows is rank 0's
 
-        joined = nested.merge(join, [targets, *(of_rank for _, of_rank in values)])
-        return outputs, rows_of_all, joined, seeds[0]
+        joined_targets = nested.merge(join, [targets, *targets_by_rank])
+        return outputs, rows_of_outputs, joined_targets, payloads[0].seed
 
 
 class Buckets:
-    """The part of this rank in the step's all-reduce: ``flats`` has one 1-D tensor per
-    dtype.
+    """The part of this rank in the step's all-reduce.
 
-    They contain the gradients, zero if this rank has none; a flag per gradient, whether
-    this rank has one; buffers, from rank 0 only; and, in one row per rank, the
-    statistics that are pooled. What has no gradient's dtype is sent as bytes. An
-    allocation fails here, while the other ranks can still be informed. ``kind`` must be
-    equal on all ranks.
+    ::
+
+        part          of rank 0           of each other rank
+        gradients     its gradients, or zeros for a leaf that it did not use
+        flags         per gradient, 1 if it has one, else 0
+        buffers       its buffers         zeros
+        statistics    one row per rank; zeros but for its own row
+
+    What has no gradient's dtype is sent as bytes. An allocation fails here, while the
+    other ranks can still be informed.
+
+    Attributes:
+        flats: one 1-D tensor per dtype, with all parts of this dtype.
+        kind: a description of the parts, which must be equal on all ranks.
     """
 
     def __init__(
@@ -195,113 +234,176 @@ class Buckets:
         size: int,
         accumulate_dtype: torch.dtype | None,
     ) -> None:
-        self._outcome, statistics = outcome, outcome.statistics
-        buffers = [value.detach() for *_, value in outcome.buffers if value is not None]
-        self._rows = statistics.to_pool() if statistics else []
-        parts: list[Tensor] = []
-        for leaf, gradient in outcome.gradients:
-            dtype = sum_dtype(leaf, accumulate_dtype)
-            dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
-            parts.append(dense.detach().to(dtype))
-        if parts:
-            flags = [gradient is not None for _, gradient in outcome.gradients]
-            parts.append(
-                torch.tensor(flags, dtype=parts[0].dtype, device=parts[0].device)
-            )
-        dtypes = {part.dtype for part in parts}
-        sent = [
-            v if v.dtype in dtypes else as_bytes(v) for v in (*buffers, *self._rows)
+        self._outcome = outcome
+        values = [value for *_, value in outcome.buffers]
+        self._buffers = [value.detach() for value in values if value is not None]
+        self._statistics: list[Tensor] = []
+        if outcome.statistics:
+            self._statistics = outcome.statistics.to_pool()
+        gradients = [
+            _dense(leaf, gradient, accumulate_dtype)
+            for leaf, gradient in outcome.gradients
         ]
-        parts += [torch.zeros_like(v) if rank else v for v in sent[: len(buffers)]]
-        for value in sent[len(buffers) :]:
-            parts.append(value.new_zeros(size, *value.shape))
-            write(parts[-1][rank], value)
-        names = [
+        flags: list[Tensor] = []  # one tensor, or none without gradients
+        if gradients:
+            has_gradient = [gradient is not None for _, gradient in outcome.gradients]
+            like = gradients[0]
+            flags = [torch.tensor(has_gradient, dtype=like.dtype, device=like.device)]
+        dtypes = {gradient.dtype for gradient in gradients}
+        buffers = [_sendable(value, dtypes) for value in self._buffers]
+        if rank:
+            buffers = [torch.zeros_like(value) for value in buffers]
+        statistics: list[Tensor] = []
+        for value in self._statistics:
+            row = _sendable(value, dtypes)
+            rows = row.new_zeros(size, *row.shape)
+            write(rows[rank], row)
+            statistics.append(rows)
+        parts = [*gradients, *flags, *buffers, *statistics]
+        named_dtypes = [
             (name, value is None or value.dtype) for _, name, value in outcome.buffers
         ]
-        self.kind = str([names, *((part.dtype, part.shape) for part in parts)])
-        self.flats, self._views = list[Tensor](), parts
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            mine = {i: part for i, part in enumerate(parts) if part.dtype == dtype}
-            self.flats.append(torch.cat([part.flatten() for part in mine.values()]))
-            for i, view in zip(
-                mine, unflatten(self.flats[-1], [*mine.values()]), strict=True
-            ):
-                self._views[i] = view
+        self.kind = str([named_dtypes, *((part.dtype, part.shape) for part in parts)])
+        self.flats, views = _packed_by_dtype(parts)
+        # In these views of ``flats`` the sums of all ranks arrive.
+        remaining = iter(views)
+        self._gradient_views = list(islice(remaining, len(gradients)))
+        self._flag_views = list(islice(remaining, len(flags)))
+        self._buffer_views = list(islice(remaining, len(buffers)))
+        self._statistics_views = list(remaining)
 
     def weigh(self, factor: float) -> None:
-        """Scale this rank's gradients; called when the counts of the other ranks are
-        known.
+        """Scale this rank's gradients.
+
+        Called when the counts of the other ranks are known.
         """
-        if self._outcome.gradients and factor != 1:
-            torch._foreach_mul_(self._views[: len(self._outcome.gradients)], factor)
+        if self._gradient_views and factor != 1:
+            torch._foreach_mul_(self._gradient_views, factor)
 
     def of_all(self) -> Outcome:
-        """The outcome with the gradients, buffers and statistics of all ranks'
-        all-reduce.
-        """
-        outcome, views = self._outcome, iter(self._views)
-        totals = [(leaf, next(views)) for leaf, _ in outcome.gradients]
-        flags = to_numbers(next(views)) if totals else []
-        found = zip(totals, flags, strict=True)
-        gradients = [(leaf, total if flag else None) for (leaf, total), flag in found]
-        buffers = [
-            (at, name, None if value is None else _like(next(views), value))
-            for at, name, value in outcome.buffers
-        ]
-        rows = [[_like(row, value) for row in next(views)] for value in self._rows]
-        statistics = outcome.statistics.pooled(rows) if outcome.statistics else None
+        """The outcome with the gradients, buffers and statistics of all ranks."""
+        outcome = self._outcome
         return replace(
-            outcome, gradients=gradients, buffers=buffers, statistics=statistics
+            outcome,
+            gradients=self._gradients_of_all(),
+            buffers=self._buffers_of_all(),
+            statistics=self._statistics_of_all(),
         )
 
+    def _gradients_of_all(self) -> list[Gradient]:
+        flags = to_numbers(self._flag_views[0]) if self._flag_views else []
+        leaves = [leaf for leaf, _ in self._outcome.gradients]
+        return [
+            (leaf, total if flag else None)
+            for leaf, total, flag in zip(
+                leaves, self._gradient_views, flags, strict=True
+            )
+        ]
 
-def pack(tensors: Sequence[Tensor], *numbers: int) -> Tensor:
-    """A 1-D byte tensor: the bytes of the tensors, then of the numbers and the tensors'
-    sizes.
+    def _buffers_of_all(self) -> list[BufferValue]:
+        views = zip(self._buffer_views, self._buffers, strict=True)
+        buffers: list[BufferValue] = []
+        for container, name, value in self._outcome.buffers:
+            if value is not None:
+                value = _like(*next(views))
+            buffers.append((container, name, value))
+        return buffers
+
+    def _statistics_of_all(self) -> StepStatistics | None:
+        statistics = self._outcome.statistics
+        if statistics is None:
+            return None
+        by_tensor: list[list[Tensor]] = []
+        for rows, value in zip(self._statistics_views, self._statistics, strict=True):
+            by_tensor.append([_like(row, value) for row in rows])
+        return statistics.pooled(by_tensor)
+
+
+def _dense(
+    leaf: Tensor, gradient: Tensor | None, accumulate_dtype: torch.dtype | None
+) -> Tensor:
+    """The gradient of a leaf as ranks add it: dense, in the dtype of the sum.
+
+    Zeros for a leaf without a gradient.
     """
-    header = torch.tensor(
-        [*numbers, *(size for tensor in tensors for size in tensor.shape)]
-    )
-    flat = list(map(as_bytes, (*tensors, header)))
-    return torch.cat([to_device(each, flat[0].device) for each in flat])
+    dtype = sum_dtype(leaf, accumulate_dtype)
+    dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
+    return dense.detach().to(dtype)
 
 
-def unpack(payload: Tensor, like: Any) -> tuple[Any, int, int]:
-    """The tensors that a rank packed, in the structure of ``like``, and its two
-    numbers.
-    """
-    num_sizes = sum(leaf.ndim for leaf in nested.tensors(like))
-    header = payload[-8 * (2 + num_sizes) :].clone().view(torch.int64)
-    first, second, *sizes = to_numbers(header)
-    remaining = iter(sizes)
+def _sendable(value: Tensor, dtypes: set[torch.dtype]) -> Tensor:
+    """A value as it is sent: as bytes if no gradient has its dtype."""
+    return value if value.dtype in dtypes else as_bytes(value)
+
+
+def _packed_by_dtype(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """One 1-D tensor per dtype with all ``parts``, and a view of it for each part."""
+    flats: list[Tensor] = []
+    views = list(parts)
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        positions = [i for i, part in enumerate(parts) if part.dtype == dtype]
+        parts_of_dtype = [parts[i] for i in positions]
+        flat = torch.cat([part.flatten() for part in parts_of_dtype])
+        flats.append(flat)
+        views_of_flat = unflatten(flat, parts_of_dtype)
+        for i, view in zip(positions, views_of_flat, strict=True):
+            views[i] = view
+    return flats, views
+
+
+class Payload(NamedTuple):
+    """The outputs and targets of a rank, and its numbers."""
+
+    values: Any
+    seed: int
+    rows: int
+
+
+def pack(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
+    """A 1-D byte tensor: the bytes of the tensors, then of the numbers and sizes."""
+    sizes = [size for tensor in tensors for size in tensor.shape]
+    header = torch.tensor([seed, rows, *sizes])
+    parts = [as_bytes(tensor) for tensor in (*tensors, header)]
+    return torch.cat([to_device(part, parts[0].device) for part in parts])
+
+
+def unpack(payload: Tensor, like: Any) -> Payload:
+    """What a rank packed, with the tensors in the structure of ``like``."""
+    num_numbers = 2 + sum(leaf.ndim for leaf in nested.tensors(like))
+    # A copy is aligned for any dtype.
+    header = payload[-8 * num_numbers :].clone().view(torch.int64)
+    seed, rows, *sizes = to_numbers(header)
+    remaining_sizes = iter(sizes)
+    start = 0
 
     def read(leaf: Tensor) -> Tensor:
-        nonlocal payload
-        shape = [next(remaining) for _ in leaf.shape]
-        part, payload = payload.tensor_split([math.prod(shape) * leaf.itemsize])
-        return to_device(part.clone().view(leaf.dtype).view(shape), leaf.device)
+        nonlocal start
+        shape = [next(remaining_sizes) for _ in leaf.shape]
+        stop = start + math.prod(shape) * leaf.itemsize
+        values = payload[start:stop].clone().view(leaf.dtype).view(shape)
+        start = stop
+        return to_device(values, leaf.device)
 
-    return nested.map_tensors(read, like), first, second
+    return Payload(nested.map_tensors(read, like), seed, rows)
 
 
 def kind_of(value: Any, dim: int) -> str:
-    """A description of a nested value without the number of rows; must be equal on all
-    ranks.
+    """A description of a nested value without the number of rows.
+
+    It must be equal on all ranks.
     """
+    return ";".join(_kind_of_leaf(leaf, dim) for leaf in nested.leaves(value))
 
-    def kind(leaf: Any) -> str:
-        if not isinstance(leaf, Tensor):
-            return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
-        return f"{leaf.dtype} {leaf.ndim} {leaf.shape[:dim] + leaf.shape[dim:][1:]}"
 
-    return ";".join(map(kind, nested.leaves(value)))
+def _kind_of_leaf(leaf: Any, dim: int) -> str:
+    if isinstance(leaf, Tensor):
+        sizes = leaf.shape[:dim] + leaf.shape[dim:][1:]  # all but that along ``dim``
+        return f"{leaf.dtype} {leaf.ndim} {sizes}"
+    return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
 
 
 def _like(total: Tensor, value: Tensor) -> Tensor:
-    """``total`` in the dtype and shape of ``value``, which may have been
-    sent as bytes.
-    """
+    """``total`` in the dtype and shape of ``value``, perhaps sent as bytes."""
     if total.dtype != value.dtype:
         total = total.clone().view(value.dtype)  # a copy is aligned for any dtype
     return total.view(value.shape)

@@ -1,11 +1,10 @@
-"""An optimizer with its state distributed over an engine's devices: each owns whole
-parameters.
+"""An optimizer with its state distributed over an engine's devices.
 
-One step::
+Each device owns whole parameters. One step::
 
-    master      gradients ---> owner 1: steps there, on its copy ---+
-                gradients ---> owner 2: steps there, on its copy ---+---> new values, everywhere
-                its own parameters: steps here ---------------------+
+    master   gradients ---> owner 1: steps there, on its copy ---+
+             gradients ---> owner 2: steps there, on its copy ---+---> new values to all
+             its own parameters: steps here ---------------------+
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,23 @@ from scatterpar.errors import add_note
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.replicas import parameter_like
 from scatterpar.torch_private import loading_hooks, step_without_hooks
+
+
+class _Copies(NamedTuple):
+    """The engine's copies of the parameters that an owner may update.
+
+    Attributes:
+        broadcast: has the copies in each memory.
+        numbers: the number of each such parameter in ``broadcast``: dense ones that
+            share no memory with others.
+    """
+
+    broadcast: Broadcast
+    numbers: dict[Tensor, int]
+
+    def copy_at(self, device: torch.device, parameter: Tensor) -> Tensor:
+        """The copy of ``parameter`` in the memory of ``device``."""
+        return self.broadcast.at(device)[self.numbers[parameter]]
 
 
 class ShardedOptimizer(Optimizer):
@@ -63,8 +80,9 @@ class ShardedOptimizer(Optimizer):
 
     Example:
         >>> engine = ScatterOnceParallel(torch.nn.Linear(4, 2), 1, ["cpu:0", "cpu:1"])
-        >>> optimizer = ShardedOptimizer(engine, torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
-        >>> loss = engine.forward_backward(torch.randn(8, 4), None, lambda y, _: y.mean())
+        >>> optimizer = ShardedOptimizer(engine, torch.optim.AdamW, lr=3e-4)
+        >>> rows = torch.randn(8, 4)
+        >>> loss = engine.forward_backward(rows, None, lambda output, _: output.mean())
         >>> optimizer.step()
         >>> optimizer.state_bytes  # two moments of float32, and one count per parameter
         {device(type='cpu', index=0): 20, device(type='cpu', index=1): 68}
@@ -79,46 +97,43 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if not isinstance(engine, ScatterOnceParallel):
             raise TypeError(
-                "engine must be a ScatterOnceParallel, whose devices share the "
-                "state, got "
-                f"{type(engine).__name__}"
+                "engine must be a ScatterOnceParallel, whose devices share the state, "
+                f"got {type(engine).__name__}"
             )
-        params = engine.module.parameters() if params is None else params
-        made = (
-            optimizer_class(params, **defaults) if callable(optimizer_class) else None
-        )
-        if not isinstance(made, Optimizer):
+        if not callable(optimizer_class):
+            raise TypeError(_not_a_class(optimizer_class))
+        if params is None:
+            params = engine.module.parameters()
+        plain = optimizer_class(params, **defaults)
+        if not isinstance(plain, Optimizer):
+            raise TypeError(_not_a_class(optimizer_class))
+        if isinstance(plain, (LBFGS, ShardedOptimizer)):
             raise TypeError(
-                f"optimizer_class must be a class such as torch.optim.AdamW, got "
-                f"{optimizer_class!r}; its arguments come after it: "
-                "ShardedOptimizer(engine, "
-                f"torch.optim.AdamW, lr=3e-4)"
+                f"{type(plain).__name__} cannot be sharded: it does not treat each "
+                "parameter by itself; use it as it is, on engine.module.parameters()"
             )
-        if isinstance(made, (LBFGS, ShardedOptimizer)):
-            raise TypeError(
-                f"{type(made).__name__} cannot be sharded: it does not treat each "
-                "parameter by "
-                f"itself; use it as it is, on engine.module.parameters()"
-            )
-        self._plain = made
-        super().__init__(self._plain.param_groups, self._plain.defaults)
+        self._plain = plain
+        super().__init__(plain.param_groups, plain.defaults)
         self.engine = engine
         self._memories = list(dict.fromkeys(engine.device_ids))
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
-        self.state, self._plain.param_groups = self._plain.state, self.param_groups
+        # Both optimizers use the same state and the same groups.
+        self.state = plain.state
+        plain.param_groups = self.param_groups
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             "a ShardedOptimizer cannot be copied or pickled, since its state lies on "
-            "the devices "
-            "of one engine; save its state_dict(), and load that into another"
+            "the devices of one engine; save its state_dict(), and load that into "
+            "another"
         )
 
     @property
     def state_bytes(self) -> dict[torch.device, int]:
-        """Bytes of optimizer state per device; host scalars count for their parameter's
-        owner.
+        """Bytes of optimizer state per device.
+
+        Host scalars count for their parameter's owner.
         """
         sizes = dict.fromkeys(self._memories, 0)
         for key, state in self.state.items():
@@ -147,117 +162,133 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         if len(self._memories) == 1:
             step_without_hooks(self._plain)
-            return loss
-        with self._replicas() as (broadcast, numbers):
-            parameters = dict.fromkeys(
-                p for group in self.param_groups for p in group["params"]
-            )
-            updated = [p for p in parameters if p.grad is not None]
-            stand_ins = self._assign_owners(updated, broadcast, numbers)
-            self._send_gradients(stand_ins)
-            undo = self._undo_on_error(updated, broadcast, numbers)
-            with undo, self._plain_optimizer_on(stand_ins) as plain:
-                step_without_hooks(plain)
-            for stand_in in stand_ins.values():
-                stand_in.grad = None  # frees memory for the new values
-            try:
-                owners = {numbers[p]: self._owners[p] for p in updated if p in numbers}
-                broadcast.send(owners, self._transfers)
-            # no memory for messages: the next refresh sends the other copies
-            except Exception:
-                for p, stand_in in stand_ins.items():
-                    self._transfers.copy_into(p, stand_in, "replicate")
+        else:
+            with self._copies() as copies:
+                self._step_on_owners(copies)
         return loss
 
+    def _step_on_owners(self, copies: _Copies) -> None:
+        """Update each parameter that has a gradient in its owner's memory."""
+        # A parameter may be in several groups.
+        parameters = dict.fromkeys(self._parameters())
+        updated = [parameter for parameter in parameters if parameter.grad is not None]
+        stand_ins = self._assign_owners(updated, copies)
+        self._send_gradients(stand_ins)
+        with (
+            self._undone_on_error(updated, copies),
+            self._plain_optimizer_on(stand_ins) as plain,
+        ):
+            step_without_hooks(plain)
+        for stand_in in stand_ins.values():
+            stand_in.grad = None  # frees memory for the new values
+        owners = {
+            copies.numbers[parameter]: self._owners[parameter]
+            for parameter in updated
+            if parameter in copies.numbers
+        }
+        try:
+            copies.broadcast.send(owners, self._transfers)
+        except Exception:
+            # No memory for messages. The master's values are enough: the next refresh
+            # sends them to the other copies.
+            for parameter, stand_in in stand_ins.items():
+                self._transfers.copy_into(parameter, stand_in, "replicate")
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
     @contextlib.contextmanager
-    def _replicas(self) -> Iterator[tuple[Broadcast, dict[Tensor, int]]]:
-        """Yields the engine's copies, and the numbers of dense parameters that share no
-        memory.
-        """
+    def _copies(self) -> Iterator[_Copies]:
+        """Yields the engine's copies, which nobody else uses in the body."""
         with self.engine.replicas_for_update() as replica_set:
-            tensors, broadcast = replica_set.tensors, replica_set.broadcast
-            starts = Counter(map(Tensor.data_ptr, tensors))
-            alone = (
-                i for i in broadcast.parameters if starts[tensors[i].data_ptr()] == 1
-            )
-            yield broadcast, {tensors[i]: i for i in alone if is_unexpanded(tensors[i])}
+            tensors = replica_set.tensors
+            broadcast = replica_set.broadcast
+            num_starts = Counter(map(Tensor.data_ptr, tensors))
+            numbers: dict[Tensor, int] = {}
+            for number in broadcast.parameters:
+                parameter = tensors[number]
+                shares_memory = num_starts[parameter.data_ptr()] > 1
+                if not shares_memory and is_unexpanded(parameter):
+                    numbers[parameter] = number
+            yield _Copies(broadcast, numbers)
 
     def _assign_owners(
-        self,
-        needed: Iterable[Tensor],
-        broadcast: Broadcast,
-        numbers: Mapping[Tensor, int],
+        self, parameters: Iterable[Tensor], copies: _Copies
     ) -> dict[Tensor, Tensor]:
-        """Assign an owner to every parameter that has none. Returns stand-ins, by
-        parameter.
+        """Assign an owner to every parameter that has none.
 
-        For a parameter that another device owns, the plain optimizer updates a stand-in
-        there. The largest parameters are assigned first, each to the device that owns
-        least. In a tie the master is last.
+        Returns stand-ins, by parameter: for a parameter that another device owns, the
+        plain optimizer updates a stand-in there. The largest parameters are assigned
+        first, each to the device that owns least. In a tie the master is last.
         """
-        master, *others = self._memories
-        load = Counter(dict.fromkeys([*others, master], 0))
-        for p, owner in self._owners.items():
-            load[owner] += p.nbytes
-        stand_ins = {}
-        for p in sorted(needed, key=lambda p: -p.nbytes):
-            if p not in self._owners or (
-                p not in numbers and self._owners[p] != master
-            ):
-                owner = min(load, key=load.__getitem__) if p in numbers else master
-                if p in self.state:
-                    self.state[p] = self._moved(self.state[p], owner)
-                self._owners[p] = owner
-                load[owner] += p.nbytes
-            if self._owners[p] != master:
-                values = broadcast.at(self._owners[p])[numbers[p]].data
-                stand_ins[p] = parameter_like(p, values).requires_grad_(p.requires_grad)
-                stand_ins[p].grad_dtype = p.grad_dtype
-                vars(stand_ins[p]).update(vars(p))
+        master, *replicas = self._memories
+        owned_bytes = dict.fromkeys([*replicas, master], 0)  # ``min`` takes the first
+        for parameter, owner in self._owners.items():
+            owned_bytes[owner] += parameter.nbytes
+        stand_ins: dict[Tensor, Tensor] = {}
+        for parameter in sorted(parameters, key=_nbytes, reverse=True):
+            can_have_owner = parameter in copies.numbers
+            may_stay = can_have_owner or self._owners.get(parameter) == master
+            if parameter not in self._owners or not may_stay:
+                owner = master
+                if can_have_owner:
+                    owner = min(owned_bytes, key=owned_bytes.__getitem__)
+                if parameter in self.state:
+                    self.state[parameter] = self._moved(self.state[parameter], owner)
+                self._owners[parameter] = owner
+                owned_bytes[owner] += parameter.nbytes
+            owner = self._owners[parameter]
+            if owner != master:
+                copy = copies.copy_at(owner, parameter)
+                stand_ins[parameter] = _stand_in(parameter, copy)
         return stand_ins
 
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
         """Copy to each owner the gradients of its parameters, message by message."""
         for device in self._memories[1:]:
-            owned = (p for p in stand_ins if self._owners[p] == device)
-            gradients = {p: p.grad.detach() for p in owned if p.grad is not None}
+            gradients: dict[Tensor, Tensor] = {}
+            for parameter in stand_ins:
+                if self._owners[parameter] == device and parameter.grad is not None:
+                    gradients[parameter] = parameter.grad.detach()
             for message in iter_copies(gradients, device, self._transfers, "reduce"):
-                for p, gradient in message.items():
+                for parameter, gradient in message.items():
                     # Not a part of the message: sums may depend on where a tensor
                     # starts.
-                    stand_ins[p].grad = (
-                        gradient.clone() if is_part(gradient) else gradient
-                    )
+                    if is_part(gradient):
+                        gradient = gradient.clone()
+                    stand_ins[parameter].grad = gradient
 
     @contextlib.contextmanager
-    def _undo_on_error(
-        self,
-        updated: Sequence[Tensor],
-        broadcast: Broadcast,
-        numbers: Mapping[Tensor, int],
+    def _undone_on_error(
+        self, updated: Sequence[Tensor], copies: _Copies
     ) -> Iterator[None]:
-        """If the body fails, restore the optimizer's state and the parameters the
-        master owns.
+        """If the body fails, restore the optimizer's state and what the master owns.
 
         The other owners write only to their copies, which the next refresh overwrites.
         Gradients are restored as well: some classes write ``.grad``, such as ``SGD``
         with ``nesterov`` and ``foreach``.
         """
-        master, other = self._memories[:2]
-        saved = []
-        for p in (p for p in updated if self._owners[p] == master):
-            saved.append(
-                (p, broadcast.at(other)[numbers[p]] if p in numbers else p.clone())
-            )
-            if p.grad is not None and p.grad.layout == torch.strided:
-                saved.append((p.grad, p.grad.clone()))
+        master, neighbour = self._memories[:2]
+        saved: list[tuple[Tensor, Tensor]] = []  # tensors and their values
+        for parameter in updated:
+            if self._owners[parameter] != master:
+                continue
+            if parameter in copies.numbers:
+                # The body does not write there, so no copy is needed.
+                saved.append((parameter, copies.copy_at(neighbour, parameter)))
+            else:
+                saved.append((parameter, parameter.clone()))
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout == torch.strided:
+                saved.append((gradient, gradient.clone()))
         state = nested.map_tensors(Tensor.clone, dict(self.state))
         try:
             yield
         except BaseException as error:
             self.state = defaultdict(dict, state)
-            for target, value in saved:
-                self._transfers.copy_into(target, value, "replicate")
+            for target, values in saved:
+                self._transfers.copy_into(target, values, "replicate")
             add_note(
                 error,
                 "optimizer.step(): parameters and state are as they were before it",
@@ -268,38 +299,38 @@ class ShardedOptimizer(Optimizer):
     def _plain_optimizer_on(
         self, stand_ins: Mapping[Tensor, Tensor]
     ) -> Iterator[Optimizer]:
-        """Yields the plain optimizer with stand-ins instead of the parameters that they
-        replace.
+        """Yields the plain optimizer with stand-ins instead of their parameters.
 
         If the body succeeds, the optimizer's new state and options are taken over.
         """
         plain = self._plain
-        plain.param_groups = [
-            group | {"params": [stand_ins.get(p, p) for p in group["params"]]}
-            for group in self.param_groups
-        ]
-        plain.state = defaultdict(
-            dict, {stand_ins.get(k, k): v for k, v in self.state.items()}
-        )
+        groups: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            params = [
+                stand_ins.get(parameter, parameter) for parameter in group["params"]
+            ]
+            groups.append(group | {"params": params})
         try:
+            plain.param_groups = groups
+            plain.state = _with_keys(self.state, stand_ins)
             yield plain
-            originals = {stand_in: p for p, stand_in in stand_ins.items()}
-            self.state = defaultdict(
-                dict, {originals.get(k, k): v for k, v in plain.state.items()}
-            )
+            originals = {
+                stand_in: parameter for parameter, stand_in in stand_ins.items()
+            }
+            self.state = _with_keys(plain.state, originals)
             for group, stepped in zip(
                 self.param_groups, plain.param_groups, strict=True
             ):
+                # In place: schedulers refer to the group.
                 params = group["params"]
                 group.clear()
                 group.update(stepped, params=params)
         finally:
-            plain.param_groups, plain.state = self.param_groups, self.state
+            plain.param_groups = self.param_groups
+            plain.state = self.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of ``optimizer_class`` with all parameters: a copy in host
-        memory.
-        """
+        """The state dict of ``optimizer_class`` with all parameters, in host memory."""
         return dict(self._moved(super().state_dict(), HOST))
 
     @torch.no_grad()
@@ -314,26 +345,52 @@ class ShardedOptimizer(Optimizer):
         loaded = dict(state_dict)
         for hook in before:
             loaded = hook(self, loaded) or loaded
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        with self._replicas() as (broadcast, numbers):
-            stand_ins = self._assign_owners(parameters, broadcast, numbers)
+        with self._copies() as copies:
+            stand_ins = self._assign_owners(self._parameters(), copies)
             with self._plain_optimizer_on(stand_ins) as plain:
-                # to where each stand-in is
+                # From the host, torch moves it to where each stand-in is.
                 plain.load_state_dict(self._moved(loaded, HOST))
         for hook in after:
             hook(self)
 
     def _moved(self, state: Any, device: torch.device) -> Any:
-        """A copy of ``state`` on ``device``; host scalars (step counts) stay on the
-        host.
+        """A copy of ``state`` on ``device``.
+
+        Host scalars (step counts) stay on the host.
         """
 
         def move(tensor: Tensor) -> Tensor:
-            stays = not tensor.ndim and tensor.device == HOST
-            return (
-                tensor.clone()
-                if stays
-                else self._transfers.copy(tensor, device, "reduce")
-            )
+            if tensor.ndim == 0 and tensor.device == HOST:
+                return tensor.clone()
+            return self._transfers.copy(tensor, device, "reduce")
 
         return nested.map_tensors(move, state)
+
+
+_nbytes = attrgetter("nbytes")
+
+
+def _not_a_class(optimizer_class: object) -> str:
+    return (
+        f"optimizer_class must be a class such as torch.optim.AdamW, got "
+        f"{optimizer_class!r}; its arguments come after it: ShardedOptimizer(engine, "
+        f"torch.optim.AdamW, lr=3e-4)"
+    )
+
+
+def _stand_in(parameter: Tensor, copy: Tensor) -> Tensor:
+    """The owner's ``copy`` as the plain optimizer updates it."""
+    stand_in = parameter_like(parameter, copy.data)
+    stand_in.requires_grad_(parameter.requires_grad)
+    stand_in.grad_dtype = parameter.grad_dtype
+    vars(stand_in).update(vars(parameter))  # attributes that optimizers may read
+    return stand_in
+
+
+def _with_keys(
+    state: Mapping[Any, Any], keys: Mapping[Tensor, Tensor]
+) -> defaultdict[Any, Any]:
+    """``state`` with each of its keys replaced by that in ``keys``, if it has one."""
+    return defaultdict(
+        dict, {keys.get(key, key): value for key, value in state.items()}
+    )

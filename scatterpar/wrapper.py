@@ -14,23 +14,27 @@ _PREFIX = "module."
 
 
 def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` without the prefix ``module.``, except in keys that the module has
-    itself.
+    """``state_dict`` without the prefix ``module.``, except in keys of the module's
+    own.
 
     So checkpoints of ``nn.DataParallel`` and ``DistributedDataParallel`` load, and a
     model may have a child named ``module``.
     """
-    own = module.state_dict().keys()
-    renamed: OrderedDict[str, Any] = OrderedDict(
-        (key if key in own else key.removeprefix(_PREFIX), value)
-        for key, value in state_dict.items()
-    )
+    own_keys = module.state_dict().keys()
+    renamed: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state_dict.items():
+        if key not in own_keys:
+            key = key.removeprefix(_PREFIX)
+        renamed[key] = value
+    # The versions of modules, by their names. torch reads them when it loads.
     versions = getattr(state_dict, "_metadata", None)
     if versions is not None:
-        stripped = {
-            k[len(_PREFIX) :]: v for k, v in versions.items() if k.startswith(_PREFIX)
+        metadata = {
+            name.removeprefix(_PREFIX): version
+            for name, version in versions.items()
+            if name.startswith(_PREFIX)
         }
-        renamed._metadata = stripped | dict(versions)  # type: ignore[attr-defined]
+        renamed._metadata = metadata | dict(versions)  # type: ignore[attr-defined]
     return renamed
 
 
@@ -55,7 +59,7 @@ class Wrapper(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own keys."""
-        self._check_outside()
+        self._refuse_inside()
         return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -68,20 +72,21 @@ class Wrapper(nn.Module):
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The module; ``train``, ``to`` and ``apply`` call this."""
-        self._check_outside()
+        self._refuse_inside()
         return super().named_children()
 
-    def _check_outside(self) -> None:
+    def _refuse_inside(self) -> None:
         """Refuse a module that has its wrapper as a child: traversing it would never
         end.
         """
-        if any(m is self for m in self._inner.modules()):
-            kind, name = type(self.module).__name__, type(self).__name__
+        if any(part is self for part in self._inner.modules()):
+            kind = type(self.module).__name__
+            name = type(self).__name__
             raise ValueError(
                 f"{kind} has the {name} that wraps it as a child (self.engine = "
                 f"{name}(self)), so train(), to() and state_dict() would never end; "
-                "keep it "
-                f"outside of the module, or in a list, self.engine = [{name}(self)]"
+                "keep it outside of the module, or in a list, self.engine = "
+                f"[{name}(self)]"
             )
 
     def _init_transient(self) -> None:
@@ -89,7 +94,11 @@ class Wrapper(nn.Module):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in self._transient}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in self._transient
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -97,13 +106,13 @@ class Wrapper(nn.Module):
 
 
 def _add_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook for a parent that loads: convert the wrapper's keys to those that torch
-    expects.
+    """Hook for a parent that loads: convert the wrapper's keys to those of torch.
+
+    The parent loads each child by itself, and torch expects the names of attributes.
     """
-    own = {
-        k[len(prefix) :]: state_dict.pop(k)
-        for k in list(state_dict)
-        if k.startswith(prefix)
-    }
-    for key, value in to_own_keys(wrapper._inner, own).items():
+    wrapper_state: dict[str, Any] = {}
+    for key in list(state_dict):
+        if key.startswith(prefix):
+            wrapper_state[key.removeprefix(prefix)] = state_dict.pop(key)
+    for key, value in to_own_keys(wrapper._inner, wrapper_state).items():
         state_dict[prefix + _PREFIX + key] = value

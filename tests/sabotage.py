@@ -159,8 +159,8 @@ gather averages 0-dim entries with equal weights
   gather -> test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows
   join_rows(moved, dim, rows) => join_rows(moved, dim, [1] * len(rows))
 an owner's new values of a sharded optimizer reach no other device
-  ShardedOptimizer.step -> test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again
-  in numbers} => in numbers and self._owners[p] == self._memories[0]}
+  ShardedOptimizer._step_on_owners -> test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again
+  if parameter in copies.numbers => if self._owners[parameter] == self._memories[0]
 rounding of shares makes a sub-step more
   _plan -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
   part - _ROUNDING) => part)

@@ -80,34 +80,35 @@ class StepReport:
     replica_seconds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """The loss, then one line per phase: milliseconds, bytes copied, number of
-        copies.
-        """
+        """The loss, then one line per phase: milliseconds, bytes, number of copies."""
         return "\n".join([self._title(), as_text(self._phases())])
 
     def _repr_html_(self) -> str:
-        """The phases, the replicas and the wait before the step as tables, for
-        notebooks.
-        """
-        shares = zip(self.plan.shares, self.replica_seconds, strict=False)
-        replicas = [("replica", "device", "rows", "ms")]
-        replicas += [
-            (f"{s.replica}", f"{s.device}", f"{s.rows:,}", _ms(t)) for s, t in shares
-        ]
+        """The phases, the replicas and the wait before the step, for notebooks."""
         waited = f"waited {_ms(self.waited)} ms for the caller"
-        tables = as_html(self._phases()) + as_html(replicas)
+        tables = as_html(self._phases()) + as_html(self._replicas())
         return f"<p>{self._title()}; {waited}</p>{tables}"
 
     def _title(self) -> str:
-        used = len(self.plan.shares)
-        replicas = "replica" if used == 1 else "replicas"
-        return f"loss {self.loss:.6g}, {self.plan.rows} rows on {used} {replicas}"
+        count = len(self.plan.shares)
+        replicas = "replica" if count == 1 else "replicas"
+        return f"loss {self.loss:.6g}, {self.plan.rows} rows on {count} {replicas}"
 
     def _phases(self) -> list[tuple[str, ...]]:
         table: list[tuple[str, ...]] = [("phase", "ms", "bytes", "copies")]
         for phase, seconds in self.seconds.items():
-            copied = f"{self.bytes[phase]:,}", f"{self.messages[phase]:,}"
-            table.append((phase, _ms(seconds), *copied))
+            copied_bytes = f"{self.bytes[phase]:,}"
+            copies = f"{self.messages[phase]:,}"
+            table.append((phase, _ms(seconds), copied_bytes, copies))
+        return table
+
+    def _replicas(self) -> list[tuple[str, ...]]:
+        table: list[tuple[str, ...]] = [("replica", "device", "rows", "ms")]
+        # A report that was made without seconds has no lines.
+        for share, seconds in zip(self.plan.shares, self.replica_seconds, strict=False):
+            replica = str(share.replica)
+            rows = f"{share.rows:,}"
+            table.append((replica, str(share.device), rows, _ms(seconds)))
         return table
 
 
@@ -117,5 +118,8 @@ def _ms(seconds: float) -> str:
 
 def as_html(table: Sequence[Sequence[str]]) -> str:
     """Rows of cells as an HTML table."""
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in table)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    lines: list[str] = []
+    for row in table:
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"

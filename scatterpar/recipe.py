@@ -53,15 +53,14 @@ def gradual_warmup(
     start_lr: float,
     after: LRScheduler | None = None,
 ) -> LRScheduler:
-    """A scheduler that moves rates to their targets in equal steps; then `after` takes
-    over.
+    """A scheduler that moves rates to their targets in equal steps.
 
-    After Goyal et al., section 2.2. The targets are the present rates of the
-    optimizer's groups. At step `t < warmup_steps` the first group's rate is `start_lr +
-    (target - start_lr) * t / warmup_steps`, and the others are in proportion. At step
-    `warmup_steps + t` every rate is that of `after` at its own step `t`. Without
-    `after` it stays at its target. Call `.step()` once after each `optimizer.step()`,
-    and never `after.step()`. `state_dict()` includes `after`'s.
+    Then `after` takes over. After Goyal et al., section 2.2. The targets are the
+    present rates of the optimizer's groups. At step `t < warmup_steps` the first
+    group's rate is `start_lr + (target - start_lr) * t / warmup_steps`, and the others
+    are in proportion. At step `warmup_steps + t` every rate is that of `after` at its
+    own step `t`. Without `after` it stays at its target. Call `.step()` once after each
+    `optimizer.step()`, and never `after.step()`. `state_dict()` includes `after`'s.
 
     Args:
         optimizer: this call sets the rates of its groups to those of step 0.
@@ -88,26 +87,30 @@ def gradual_warmup(
     [0.1, 0.6, 1.1, 1.6, 0.8, 0.4]
     """
     _check_positive(warmup_steps=warmup_steps, start_lr=start_lr)
-    check_number(
-        "the first group's learning rate", float(optimizer.param_groups[0]["lr"])
-    )
+    # Rates at the start are in proportion to it.
+    first_lr = float(optimizer.param_groups[0]["lr"])
+    check_number("the first group's learning rate", first_lr)
     if isinstance(after, ReduceLROnPlateau):
         raise TypeError(
             "`after` is a ReduceLROnPlateau, which needs a metric at every step: warm "
-            "up without "
-            "`after`, then step the ReduceLROnPlateau yourself"
+            "up without `after`, then step the ReduceLROnPlateau yourself"
         )
-    if after is not None and (
-        after.optimizer is not optimizer or after.last_epoch != 0
-    ):
-        which = "this" if after.optimizer is optimizer else "another"
-        raise ValueError(
-            f"`after` is of {which} optimizer and at step {after.last_epoch}, not of "
-            "this one and "
-            "at step 0: build it on this optimizer right before the warm-up and do "
-            "not step it"
-        )
+    if after is not None:
+        _refuse_other_or_stepped(after, optimizer)
     return _GradualWarmup(optimizer, warmup_steps, start_lr, after)
+
+
+def _refuse_other_or_stepped(after: LRScheduler, optimizer: Optimizer) -> None:
+    """Refuse a scheduler that belongs to another optimizer or has been stepped."""
+    is_same = after.optimizer is optimizer
+    if is_same and after.last_epoch == 0:
+        return
+    which = "this" if is_same else "another"
+    raise ValueError(
+        f"`after` is of {which} optimizer and at step {after.last_epoch}, not of this "
+        "one and at step 0: build it on this optimizer right before the warm-up and "
+        "do not step it"
+    )
 
 
 class _GradualWarmup(LRScheduler):
@@ -131,9 +134,8 @@ class _GradualWarmup(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The groups' rates at step `last_epoch`; after the warm-up, their present
-        rates.
-        """
+        """The groups' rates at step `last_epoch`."""
+        # After the warm-up `after` has set them.
         if self.last_epoch > self.warmup_steps:
             return [group["lr"] for group in self.optimizer.param_groups]
         done = self.last_epoch / self.warmup_steps
@@ -161,14 +163,14 @@ class _GradualWarmup(LRScheduler):
         if (after_state is None) != (self.after is None):
             saved = "without" if after_state is None else "with"
             raise ValueError(
-                f"the state is of a warm-up {saved} `after`, unlike this one: build "
-                "it as the "
-                f"saved one was"
+                f"the state is of a warm-up {saved} `after`, unlike this one: build it "
+                f"as the saved one was"
             )
         super().load_state_dict({**state_dict, "after": self.after})
         if self.after is not None:
             self.after.load_state_dict(after_state)
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            # In place: compiled optimizers and CUDA graphs refer to the tensor.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -193,49 +195,51 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
     0.0 [(3,), (3,), (3,)]
     """
     check_number("weight_decay", float(weight_decay), zero=True)
-    exempt = {
-        parameter
-        for layer in module.modules()
+    exempt: set[Tensor] = set()
+    for layer in module.modules():
+        is_normalisation = _NORMALISATION.search(type(layer).__name__)
+        # Also under a second name, such as a tied bias.
         for name, parameter in layer.named_parameters(
             recurse=False, remove_duplicate=False
-        )
-        if "bias" in name or _NORMALISATION.search(type(layer).__name__)
-    }
-    parameters = list(module.parameters())
+        ):
+            if is_normalisation or "bias" in name:
+                exempt.add(parameter)
+    decayed: list[Tensor] = []
+    undecayed: list[Tensor] = []
+    for parameter in module.parameters():
+        group = undecayed if parameter in exempt else decayed
+        group.append(parameter)
     return [
-        {
-            "params": [p for p in parameters if p not in exempt],
-            "weight_decay": weight_decay,
-        },
-        {"params": [p for p in parameters if p in exempt], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
 
 
 def zero_init_residual(module: nn.Module) -> int:
-    """Set the scale of the last normalisation of every residual block to zero, in
-    place.
+    """Set the scale of the last normalisation of every residual block to zero.
 
-    Each block then starts as the identity, which stabilises the first steps at a large
-    rate (Goyal et al., section 5.1). Residual blocks are recognised by the names of
-    their parts, as in `torchvision` and this package: a `downsample` or `shortcut`, and
-    `bn3` or else `bn2` as the last normalisation. Returns their number.
+    In place. Each block then starts as the identity, which stabilises the first steps
+    at a large rate (Goyal et al., section 5.1). Residual blocks are recognised by the
+    names of their parts, as in `torchvision` and this package: a `downsample` or
+    `shortcut`, and `bn3` or else `bn2` as the last normalisation. Returns their number.
 
     >>> block = nn.Module()
-    >>> block.bn1, block.bn2, block.shortcut = nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.Identity()
+    >>> block.bn1, block.bn2 = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+    >>> block.shortcut = nn.Identity()
     >>> zero_init_residual(nn.Sequential(block))
     1
     >>> block.bn1.weight.tolist(), block.bn2.weight.tolist()
     ([1.0, 1.0], [0.0, 0.0])
     """
-    blocks = 0
+    num_blocks = 0
     for block in module.modules():
-        last = getattr(block, "bn3", None) or getattr(block, "bn2", None)
         is_residual = hasattr(block, "downsample") or hasattr(block, "shortcut")
-        scale = getattr(last, "weight", None)
+        normalisation = getattr(block, "bn3", None) or getattr(block, "bn2", None)
+        scale = getattr(normalisation, "weight", None)
         if is_residual and isinstance(scale, nn.Parameter):
             nn.init.zeros_(scale)
-            blocks += 1
-    return blocks
+            num_blocks += 1
+    return num_blocks
 
 
 def _check_positive(**numbers: float) -> None:

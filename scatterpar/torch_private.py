@@ -35,9 +35,8 @@ class Missing(RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"torch {torch.__version__} has no {what}, which scatterpar needs; "
-            "install a version "
-            f"of torch that the README names"
+            f"torch {torch.__version__} has no {what}, which scatterpar needs; install "
+            "a version of torch that the README names"
         )
 
 
@@ -50,7 +49,8 @@ def _find(module: str, path: str) -> Any:
 
 _NAMES = """
     _foreach_add_ _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_sub _foreach_zero_
-    Tensor._version Tensor._use_count Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
+    Tensor._version Tensor._use_count
+    Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
     nn.Module._replicate_for_data_parallel optim.Optimizer.profile_hook_step
     _C._autograd._top_saved_tensors_default_hooks _C._current_graph_task_id
     autograd.graph._engine_run_backward
@@ -75,17 +75,24 @@ unflatten = _find("torch._utils", "_unflatten_dense_tensors")
 
 
 class ForAllThreads(contextlib.AbstractContextManager[None]):
-    """A context that all threads share: the first body enters it, and the last one
-    leaves it.
+    """A context that all threads share. ::
+
+        thread 1   enters, and the context begins   ...   leaves
+        thread 2                                     enters   ...   leaves, and it ends
 
     With a context per thread, each thread would restore what another one has set.
+
+    Attributes:
+        bodies: how many bodies run at present.
     """
 
     def __init__(
         self, make_context: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> None:
-        self._make_context, self._context = make_context, contextlib.ExitStack()
-        self._lock, self.bodies = threading.Lock(), 0
+        self._make_context = make_context
+        self._context = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self.bodies = 0
 
     def __enter__(self) -> None:
         with self._lock:
@@ -104,17 +111,19 @@ class ForAllThreads(contextlib.AbstractContextManager[None]):
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Run ``optimizer.step()`` without its step hooks, global hooks, and profiler
-    annotation.
-    """
+    """Run ``optimizer.step()`` without step hooks, global hooks, profiler annotation."""
     step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    if getattr(step, "hooked", False):  # torch has replaced it by ``profile_hook_step``
+        step = step.__wrapped__
+    step(optimizer)
 
 
 def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     """The hooks that run before and after ``optimizer.load_state_dict``."""
-    names = [f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")]
-    return [list(getattr(optimizer, name).values()) for name in names]
+    hooks: Any = optimizer
+    before = list(hooks._optimizer_load_state_dict_pre_hooks.values())
+    after = list(hooks._optimizer_load_state_dict_post_hooks.values())
+    return [before, after]
 
 
 # --- the caller's context: there is no public way to read it ---
@@ -128,20 +137,24 @@ saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hook
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 _PROFILER: Any = torch.autograd.profiler
-PROFILE_ALL_THREADS = "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
+PROFILE_ALL_THREADS = (
+    "experimental_config=torch._C._profiler._ExperimentalConfig"
+    "(profile_all_threads=True)"
+)
 
 
 def modes() -> list[str]:
-    """Names of this thread's dispatch and function modes, but not the default device's
-    and ours.
+    """Names of this thread's dispatch and function modes.
+
+    Without the mode of the default device, which workers get too, and those of the
+    package.
     """
-    stack = [*_dispatch_modes(), *_function_modes()]
-    others = "torch.utils._device", "scatterpar."
-    return [
-        kind.__name__
-        for kind in map(type, stack)
-        if not kind.__module__.startswith(others)
-    ]
+    names: list[str] = []
+    for mode in (*_dispatch_modes(), *_function_modes()):
+        kind = type(mode)
+        if not kind.__module__.startswith(("torch.utils._device", "scatterpar.")):
+            names.append(kind.__name__)
+    return names
 
 
 def profiler_is_on() -> bool:
@@ -150,19 +163,15 @@ def profiler_is_on() -> bool:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler records the operators of this thread, but not those of all
-    threads.
-    """
+    """Whether a profiler records this thread's operators, but not all threads'."""
     return profiler_is_on() and torch._C._autograd._profiler_enabled()
 
 
 # --- autograd's graph, and hooks on leaves ---
 
 _USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
-_BEFORE, _AFTER = (
-    attrgetter("_backward_hooks"),
-    attrgetter("_post_accumulate_grad_hooks"),
-)
+_HOOKS_BEFORE = attrgetter("_backward_hooks")
+_HOOKS_AFTER = attrgetter("_post_accumulate_grad_hooks")
 _GRAPH: Any = torch.autograd.graph
 
 
@@ -172,21 +181,21 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def are_observed(leaves: Sequence[Tensor]) -> bool:
-    """Whether a hook may run when these leaves get gradients, on a leaf or its
-    AccumulateGrad node.
+    """Whether a hook may run when these leaves get gradients.
 
-    The node refers to the leaf, so a node that somebody keeps raises the leaf's use
-    count.
+    On a leaf, or on its AccumulateGrad node. The node refers to the leaf, so a node
+    that somebody keeps raises the leaf's use count.
     """
-    is_held = max(map(_USE_COUNT, leaves), default=0) > 1
-    return is_held or any(map(_BEFORE, leaves)) or any(map(_AFTER, leaves))
+    if max(map(_USE_COUNT, leaves), default=0) > 1:
+        return True
+    return any(map(_HOOKS_BEFORE, leaves)) or any(map(_HOOKS_AFTER, leaves))
 
 
 @contextlib.contextmanager
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
     """In the body, no hook that the user registered on one of these leaves runs."""
-    found = [*map(_BEFORE, tensors), *map(_AFTER, tensors)]
-    saved = [(hooks, dict(hooks)) for hooks in found if hooks]
+    dictionaries = [*map(_HOOKS_BEFORE, tensors), *map(_HOOKS_AFTER, tensors)]
+    saved = [(hooks, dict(hooks)) for hooks in dictionaries if hooks]
     try:
         for hooks, _ in saved:
             hooks.clear()  # torch keeps the dictionary even if another one is assigned
@@ -202,27 +211,30 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def nodes_reached(loss: Tensor, without: Sequence[Any] = ()) -> list[Any]:
-    """The nodes, leaves too, that a backward pass from ``loss`` reaches, but not
-    ``without``.
+    """The nodes, leaves too, that a backward pass from ``loss`` reaches.
+
+    Not those of ``without``, nor what is reached through them alone.
     """
-    seen, reached = {None, *without}, []
-    pending: list[Any] = [get_gradient_edge(loss).node] if loss.requires_grad else []
+    seen = {None, *without}
+    reached: list[Any] = []
+    pending: list[Any] = []
+    if loss.requires_grad:
+        pending.append(get_gradient_edge(loss).node)
     while pending:
         node = pending.pop()
         if node not in seen:
             seen.add(node)
             reached.append(node)
-            pending += [following for following, _ in node.next_functions]
+            pending += [next_node for next_node, _ in node.next_functions]
     return reached
 
 
 def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
-    """The leaves that a backward pass from ``loss`` reaches without passing one of
-    ``nodes``.
-    """
-    reached = nodes_reached(loss, nodes)
+    """The leaves that a backward pass from ``loss`` reaches, not through ``nodes``."""
     return [
-        node.variable for node in reached if type(node).__name__ == "AccumulateGrad"
+        node.variable
+        for node in nodes_reached(loss, nodes)
+        if type(node).__name__ == "AccumulateGrad"
     ]
 
 
@@ -287,7 +299,7 @@ def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
             another.capture_end()
 
 
-# --- compiled modules: there is no public way to compile another function in the same way --------
+# --- compiled modules: no public way compiles another function in the same way ---
 
 _DYNAMO = "torch._dynamo.eval_frame"
 CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
@@ -295,51 +307,49 @@ CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.
 
 def is_compiled_module(value: Any) -> bool:
     """Whether ``value`` is a module that ``torch.compile`` returned."""
-    # Importing torch._dynamo takes a second.
-    return _DYNAMO in sys.modules and isinstance(
-        value, _find("torch._dynamo", "OptimizedModule")
-    )
+    if _DYNAMO not in sys.modules:  # importing it takes a second
+        return False
+    return isinstance(value, _find("torch._dynamo", "OptimizedModule"))
 
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
-    """The original and the compile function of a compiled module; otherwise itself and
-    ``None``.
+    """The original and the compile function of a compiled module.
+
+    Of any other module itself and ``None``.
     """
-    return (
-        (module._orig_mod, module.dynamo_ctx)
-        if is_compiled_module(module)
-        else (module, None)
-    )
+    if is_compiled_module(module):
+        return module._orig_mod, module.dynamo_ctx
+    return module, None
 
 
 def compile_fn_of(function: Callable[..., Any]) -> CompileFn:
-    """The function that compiled ``function``: it compiles another one with the same
-    options.
+    """The function that compiled ``function``.
+
+    It compiles another function with the same options.
     """
-    compile_fn: CompileFn | None = inspect.getclosurevars(function).nonlocals.get(
-        "self"
-    )
+    closure = inspect.getclosurevars(function).nonlocals
+    compile_fn: CompileFn | None = closure.get("self")
     if compile_fn is None:
         raise Missing("context in compiled functions")
     return compile_fn
 
 
 def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
-    """Whether a compile function, see ``compile_fn_of``, records CUDA
-    graphs on a GPU.
-    """
+    """Whether a function as from ``compile_fn_of`` records CUDA graphs on a GPU."""
     config: Any = getattr(compile_fn, "compiler_config", None)
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
 
 def many_graphs() -> contextlib.AbstractContextManager[Any]:
-    """In the body, torch.compile keeps up to 64 graphs of a function, which serves all
-    replicas.
+    """In the body, torch.compile keeps up to 64 graphs of a function.
+
+    All replicas share the function, so its graphs are those of all of them.
     """
     config = _find("torch._dynamo", "config")
-    limits = {"recompile_limit": 64, "accumulated_recompile_limit": 256}
-    more = {name: max(limit, getattr(config, name)) for name, limit in limits.items()}
-    patch: contextlib.AbstractContextManager[Any] = config.patch(**more)
+    patch: contextlib.AbstractContextManager[Any] = config.patch(
+        recompile_limit=max(64, config.recompile_limit),
+        accumulated_recompile_limit=max(256, config.accumulated_recompile_limit),
+    )
     return patch
 
 
@@ -366,8 +376,9 @@ def uncompiled() -> contextlib.AbstractContextManager[None]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """A dispatch mode for code that is not compiled: torch does not import its compiler
-    for it.
+    """A dispatch mode for code that is not compiled.
+
+    torch does not import its compiler for it.
     """
 
     @classmethod
@@ -408,25 +419,29 @@ _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 def register_random_kernels(
     kernel_of: Callable[[Any, int], Callable[..., Any]],
 ) -> tuple[Library, ...]:
-    """Send random operators to ``kernel_of(operator, position)`` in threads that have
-    the key on.
+    """In threads that have the key on, replace random operators.
 
-    They are torch's that take a generator, as the argument at ``position``. All other
-    operators fall through the key. So do higher-order operators such as ``torch.cond``
-    or a custom ``autograd.Function`` under ``vmap``, including those registered later.
+    ``kernel_of(operator, position)`` makes the kernel. The operators are torch's that
+    take a generator, as the argument at ``position``. All other operators fall through
+    the key. So do higher-order operators such as ``torch.cond`` or a custom
+    ``autograd.Function`` under ``vmap``, including those registered later.
     """
-    fallback, operators = Library("_", "IMPL"), Library("aten", "IMPL")
+    fallback = Library("_", "IMPL")
     fallback.fallback(fallthrough_kernel, RANDOM_KEY)
+    operators = Library("aten", "IMPL")
     for schema in torch._C._jit_get_all_schemas():
         # str() is one call of C++; reading each argument of 4,000 schemas would take 15
         # ms more.
-        if schema.name.startswith("aten::") and "Generator? generator" in str(schema):
-            names = [argument.name for argument in schema.arguments]
-            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
-            operator = getattr(packet, schema.overload_name or "default", None)
-            if operator is not None:  # else only TorchScript has it
-                kernel = kernel_of(operator, names.index("generator"))
-                operators.impl(operator, kernel, RANDOM_KEY)
+        is_aten = schema.name.startswith("aten::")
+        if not is_aten or "Generator? generator" not in str(schema):
+            continue
+        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
+        operator = getattr(packet, schema.overload_name or "default", None)
+        if operator is None:  # only TorchScript has it
+            continue
+        names = [argument.name for argument in schema.arguments]
+        kernel = kernel_of(operator, names.index("generator"))
+        operators.impl(operator, kernel, RANDOM_KEY)
     # The Python table of higher-order operators has no fallbacks. For those registered
     # later:
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
@@ -439,16 +454,12 @@ def register_random_kernels(
 
 
 def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to run an operator that traces; torch.compile, which has a lock, may trace
-    it.
-    """
-    if _dispatch_modes():
+    """Refuse to run an operator that traces."""
+    if _dispatch_modes():  # torch.compile traces it, which has a lock
         with random_key_off():
             return operator(*args, **kwargs)
     raise RuntimeError(
         f"{operator.name()}: torch's control flow traces its branches in every call, "
-        "and torch "
-        "cannot trace in several threads at once; use one replica, or compute all "
-        "branches and "
-        f"choose with torch.where"
+        "and torch cannot trace in several threads at once; use one replica, or "
+        "compute all branches and choose with torch.where"
     )

@@ -1,6 +1,6 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step. Comments in ``_step``, ``_fit`` and ``_compute`` have the same
+The path of one step. Comments in ``_step`` and ``_compute`` have the same
 numbers::
 
     1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
@@ -22,7 +22,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -32,12 +31,13 @@ from torch import nn
 from scatterpar.batch.markers import count_rows
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
+from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
-from scatterpar.options.auto_accum import AutoAccum
+from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.costs import has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
-from scatterpar.options.gradient_noise import check_noise, noise_of, observe
+from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
 from scatterpar.options.map_rows import map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
@@ -46,10 +46,10 @@ from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
 from scatterpar.report import StepReport
-from scatterpar.step.attempt import Attempt
+from scatterpar.step.attempt import WHOLE_STEP, Attempt, Extent
 from scatterpar.step.commit import commit
 from scatterpar.step.loss_weights import compute_loss_weights
-from scatterpar.step.reduce import Outcome, reduce
+from scatterpar.step.reduce import Outcome, ReplicaNorms, reduce
 from scatterpar.step.request import (
     Call,
     Count,
@@ -59,11 +59,12 @@ from scatterpar.step.request import (
     checked,
 )
 from scatterpar.step.scatter import in_order, micro_batches, scatter
-from scatterpar.step.substeps import Schedule, call_inputs, compute
+from scatterpar.step.substeps import Schedule, returned_part, user_state_guarded
+from scatterpar.step.task import call_inputs, make_tasks
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import unwrapped
 from scatterpar.verify.gradient_check import GradientCheck, compare
-from scatterpar.verify.verifier import Verifier
+from scatterpar.verify.verifier import Verifier, fits
 from scatterpar.wrapper import Wrapper
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
@@ -371,68 +372,94 @@ class ScatterOnceParallel(Wrapper):
         return self._step(call, deferred=True)
 
     def _step(self, call: Call, *, deferred: bool) -> Any:
-        """The whole step. ``forward_backward`` and ``loss`` differ only
-        in the commit.
-        """
-        waited = max(0.0, time.perf_counter() - self._step_ended)
-        recorded = self._trace.step() if self._trace else contextlib.nullcontext()
-        with self._workers.exclusive(self.module), recorded:
-            try:
-                compute = partial(
-                    self._fit, call, not deferred or torch.is_grad_enabled()
+        """The step; ``forward_backward`` and ``loss`` differ only in the commit."""
+        backward = not deferred or torch.is_grad_enabled()
+        with self._workers.exclusive(self.module), self._recorded() as waited:
+            with self._failing_on_all_ranks():
+                schedule = self._schedule(call)
+                request = checked(
+                    call, self.dim, self.device_ids[0], self.check_finite, backward
                 )
-                if self._ranks is None:
-                    outcome = compute()
+                if self._auto_accum is not None and call.costs is None:
+                    outcome = self._fewest_substeps(request, schedule)  # 1 to 5
                 else:
-                    outcome = self._ranks.reduce_outcome(compute)
-                attempt = outcome.attempt
-                # a hook that raises undoes the step
-                with attempt, attempt.span("commit"):
-                    noise = noise_of(outcome) if self.measure_noise else None
-                    loss = commit(outcome, deferred=deferred)  # 6
-                self.last_step = outcome.report(noise, waited)
-            finally:
-                self._step_ended = time.perf_counter()
+                    plan = self.plan(request.sizes, call.costs)  # 1
+                    outcome = self._compute(request, plan, schedule)  # 2 to 5
+                undo = outcome.attempt.undo
+                with undo:
+                    # Later interrupts wait until every rank has committed.
+                    self._workers.interrupts.deliver()
+                    if self._ranks is not None:
+                        outcome = self._ranks.sum_of_all(outcome)
+            # A hook that raises undoes the step.
+            with undo, outcome.attempt.span("commit"):
+                noise = noise_of(outcome) if self.measure_noise else None
+                loss = commit(outcome, deferred=deferred)  # 6
+            self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if call.return_outputs else loss
 
-    def _fit(self, call: Call, backward: bool) -> Outcome:
-        """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit
-        into memory.
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[float]:
+        """The body is a step, in a trace if there is one.
+
+        Yields for how many seconds the engine has waited for its caller.
         """
-        schedule = self._schedule(call)
-        request = checked(
-            call, self.dim, self.device_ids[0], self.check_finite, backward
-        )
-        if self._auto_accum and call.costs is None:
-            # 1
-            plan_with = partial(
-                make_plan, request.sizes, self.device_ids, shares=self.shares
-            )
-            compute = partial(self._compute, schedule)
-            replicas, release = len(self.device_ids), self._workers.release
-            outcome = self._auto_accum.fit(
-                request, replicas, plan_with, compute, release
-            )
-        else:
-            plan = self.plan(request.sizes, call.costs)  # 1
-            outcome = self._compute(schedule, request, plan)
-        with outcome.attempt:
-            # later ones wait until every rank has committed
-            self._workers.interrupts.deliver()
-        return outcome
+        waited = max(0.0, time.perf_counter() - self._step_ended)
+        traced = contextlib.nullcontext() if self._trace is None else self._trace.step()
+        try:
+            with traced:
+                yield waited
+        finally:
+            self._step_ended = time.perf_counter()
+
+    def _failing_on_all_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """What one rank raises in the body, every rank raises."""
+        if self._ranks is None:
+            return contextlib.nullcontext()
+        return self._ranks.failing_together()
 
     def _schedule(self, call: Call) -> Schedule:
         """How the shares of a call become gradients."""
         if not call.whole_batch:
             return self._one_pass
-        return TwoPasses(call, self._ranks, self.graphs)
+        return TwoPasses(call, self._ranks, self._verifier, self.graphs)
+
+    def _fewest_substeps(self, request: Request, schedule: Schedule) -> Outcome:
+        """Parts 1 to 5 with the fewest sub-steps that fit into memory."""
+        assert self._auto_accum is not None
+        search = Search(self._auto_accum, request, self.device_ids, self.shares)
+        for candidate in search.candidates():
+            try:
+                outcome = self._compute(
+                    candidate.request, candidate.plan, schedule, candidate.extent
+                )
+            except Exception as error:
+                if not (schedule.may_start_again and search.goes_on(candidate, error)):
+                    raise
+                clear_frames(error)
+            else:
+                if not candidate.extent.is_trial:
+                    break
+                outcome.attempt.undo.restore()
+                del outcome  # the next try needs the memory of its gradients
+            self._workers.release()
+        with outcome.attempt.undo:  # warnings may be errors
+            search.keep(candidate)
+        outcome.retries = search.retries
+        return outcome
 
     def _compute(
-        self, schedule: Schedule, request: Request, plan: Plan, **trial: Any
+        self,
+        request: Request,
+        plan: Plan,
+        schedule: Schedule,
+        extent: Extent = WHOLE_STEP,
     ) -> Outcome:
         """Parts 2 to 5 of the step: all except the plan and the commit."""
-        with self._attempt(request, plan, **trial) as attempt:
-            transfers, have_losses = attempt.transfers, schedule.weights_apply()
+        verifier = None if extent.is_trial else self._verifier
+        have_losses = schedule.weights_apply()
+        with self._attempt(request, plan, extent) as attempt:
+            transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
                 data = in_order(schedule.data(request), plan, self.dim)
                 pieces = micro_batches(data, plan, self.dim) if have_losses else None
@@ -445,35 +472,42 @@ class ScatterOnceParallel(Wrapper):
                 self._replicas.refresh(
                     self.module, request.criterion, transfers, number
                 )
-            with attempt.phase("compute"):  # 4
-                computed = compute(attempt, loaders, schedule)
+            with attempt.phase("compute"), user_state_guarded(attempt):  # 4
+                tasks = make_tasks(attempt, loaders)
+                if verifier is not None:
+                    verifier.check(attempt, tasks)
+                computed = schedule.run(attempt, tasks)
+                # With whole_batch the schedule asks, before the criterion is called.
+                if verifier is not None and have_losses and request.return_outputs:
+                    part = returned_part(attempt)
+                    verifier.check_join(attempt, tasks[0], computed.outputs, part)
             with attempt.phase("reduce"):  # 5
-                measures = self.measure_noise and have_losses
-                return reduce(attempt, computed, observe if measures else None)
+                norms = ReplicaNorms()
+                # First: sums are made in place, in the gradients of replica 0.
+                if self.measure_noise and have_losses:
+                    norms = norms_of(attempt)
+                return reduce(attempt, computed, norms)
 
     @contextlib.contextmanager
-    def _attempt(self, request: Request, plan: Plan, **trial: Any) -> Iterator[Attempt]:
-        """One try at a step, undone if the body raises. Checks the links between
-        devices first.
+    def _attempt(
+        self, request: Request, plan: Plan, extent: Extent = WHOLE_STEP
+    ) -> Iterator[Attempt]:
+        """One try at a step, undone if the body raises.
+
+        Raises ``RuntimeError`` if copies between devices arrive corrupted.
         """
         check_links(self.device_ids)
-        checks: dict[str, Any] = {}
-        if self._verifier is not None and trial.get("max_substeps") is None:
-            checks["check"] = self._verifier.check
-            checks["check_join"] = self._verifier.check_join
-        offset = self._ranks.rank * _MAX_REPLICAS if self._ranks else None
-        clock = self._trace.clock if self._trace else None
+        attempt = Attempt(
+            request,
+            plan,
+            self._replicas,
+            self._workers,
+            extent=extent,
+            replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
+            clock=self._trace.clock if self._trace else None,
+        )
         try:
-            with Attempt(
-                self._workers,
-                request,
-                plan,
-                self._replicas,
-                offset,
-                clock,
-                **checks,
-                **trial,
-            ) as attempt:
+            with attempt.undo:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -593,7 +627,7 @@ class ScatterOnceParallel(Wrapper):
             batches = [(0, (call_inputs(inputs, kwargs), None))]
             request = Request(batches, self.dim, [rows])
             with self._attempt(request, plan) as attempt:
-                return map_rows(attempt, self.module, function, pad)
+                return map_rows(attempt, self.module, function, self._verifier, pad)
 
     def check(
         self,
@@ -633,16 +667,43 @@ class ScatterOnceParallel(Wrapper):
             inputs, targets, criterion, reduction, count, whole_batch=whole_batch
         )
         with self._workers.exclusive(self.module):
-            schedule, master = self._schedule(call), self.device_ids[0]
+            schedule = self._schedule(call)
+            master = self.device_ids[0]
             request = checked(call, self.dim, master, self.check_finite)
             if len(request.sizes) > 1:
                 raise ValueError(
                     f"check takes one batch, got {len(request.sizes)}; pass one"
                 )
             plan = self.plan(request.sizes, costs)
-            # A limit on sub-steps makes it a trial, of this rank only.
-            outcome = self._compute(schedule, request, plan, max_substeps=request.rows)
+            # A trial is of this rank only.
+            outcome = self._compute(request, plan, schedule, Extent(is_trial=True))
             return compare(self.module, outcome, master)
+
+    def losses_combine(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+    ) -> bool | None:
+        """Whether losses combine as ``reduction`` and ``count`` say, for a few rows.
+
+        Takes the arguments of ``forward_backward``. The first replica computes the
+        rows, and all state is restored. Returns ``None`` if the look is inconclusive.
+
+        Raises:
+            ValueError: as ``forward_backward``, for arguments that it refuses.
+        """
+        call = Call(inputs, targets, criterion, reduction, count)
+        request = checked(call, self.dim, self.device_ids[0]).of_largest_batch()
+        plan = self.plan(request.sizes)
+        with self._workers.exclusive(), self._attempt(request, plan) as attempt:
+            self._replicas.refresh(self.module, criterion, attempt.transfers)
+            loaders = scatter(request.batches, plan, self.dim, attempt.transfers)
+            tasks = make_tasks(attempt, loaders)
+            return fits(attempt, tasks[0])
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:

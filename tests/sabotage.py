@@ -67,7 +67,7 @@ the first micro-batch counts one row more
   float(stop - start) for => float(stop - start + (start == 0)) for
 the last micro-batch of a share is dropped
   Substeps.train -> test_training_is_that_of_one_device
-  [:max_substeps] => [: max_substeps or max(1, len(task.weights) - 1)]
+  [:max_substeps] => [: max_substeps or max(1, len(self._task.weights) - 1)]
 a sum is taken for a mean
   compute_loss_weights -> test_a_step_is_that_of_plain_torch
   if request.is_mean: => if True:
@@ -91,7 +91,7 @@ a parameter that no replica used gets zeros
   sums.get(i)) => sums.get(i, torch.zeros_like(leaf)))
 the scale of a scaler is left out
   Substeps.run -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
-  weight * self._request.scale => weight
+  weight * request.scale => weight
 the factor that arrives at engine.loss is left out
   _ReturnGradients.backward -> test_a_loop_gets_what_plain_torch_gives_it
   torch._foreach_mul_(gradients, by) => pass
@@ -117,7 +117,7 @@ micro_batch_size= is exceeded
   _plan -> test_every_plan
   -(-(stop - start) // limits[replica]) => max(1, (stop - start) // limits[replica])
 steps are not checked
-  Verifier.check -> test_a_wrong_gradient_is_told_before_anything_changes
+  Verifier._check -> test_a_wrong_gradient_is_told_before_anything_changes
   if kind.is_due(question.ranges, details): => if False:
 0-dim outputs of a ragged share are averaged with equal weights
   returned_outputs -> test_return_outputs
@@ -154,7 +154,7 @@ a micro-batch without terms is divided by zero
   count / total if count else 0.0 => count / total
 the noise of gradients counts a replica too many
   noise_of -> test_the_formula
-  / (replicas - 1) => / replicas
+  / (norms.replicas - 1) => / norms.replicas
 gather averages 0-dim entries with equal weights
   gather -> test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows
   join_rows(moved, dim, rows) => join_rows(moved, dim, [1] * len(rows))
@@ -171,7 +171,7 @@ rank 0's parameters are not sent to other ranks
   Ranks.__init__ -> test_the_first_ranks_parameters_are_taken_over
   self._collectives.broadcast_from_rank_0(module) => pass
 a gradient that arrives at another network, and that no graph shows, is not refused
-  compute -> test_the_error_names_what_it_arrives_at
+  user_state_guarded -> test_the_error_names_what_it_arrives_at
   if leaf.grad is not None: => if False:
 two replicas are in one criterion at a time
   criterion_lock -> test_a_function_that_replicas_share_computes_one_loss_at_a_time
@@ -187,8 +187,8 @@ parameters are sent at every step, changed or not
   Broadcast.update -> test_frozen_parameters_go_out_once_and_do_not_come_back
   - unchanged => - set()
 an automatic accum is searched again in each step
-  AutoAccum._keep -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
-  start, self.accum = self.accum, number => start = self.accum
+  Search.keep -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
+  self._auto_accum.accum = candidate.accum => pass
 # never stale
 values count as sent before all devices have them
   Broadcast.update -> test_a_failed_refresh_is_made_good
@@ -219,23 +219,23 @@ buffers are written after hooks on gradients have run
   _add_with_hooks -> test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays
   _add(pairs, attempt, observed=True) => _add(pairs, attempt, observed=True), buffers.write()
 a rollback forgets .grad
-  Attempt.undo -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
-  partial(setattr, leaf, "grad", value) => (lambda: None)
+  Undo.restore -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
+  partial(setattr, leaf, "grad", gradient) => (lambda: None)
 a rollback forgets values
-  Attempt.undo -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
+  Undo.restore -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
   partial(write, tensor, value) => (lambda: None)
 a rollback forgets torch's generators
-  Attempt.undo -> test_a_failed_step_leaves_the_generator_as_it_was
-  self.generators.rollback, *self => *self
+  Undo.restore -> test_a_failed_step_leaves_the_generator_as_it_was
+  [self._generators.rollback] => []
 a rollback forgets the user's generators
-  Attempt.save_for_undo -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
-  partial(each.set_state, each.get_state()) => (lambda: None)
+  Undo.restore -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
+  partial(generator.set_state, state) => (lambda: None)
 a loss that is not finite is committed in spite of check_finite=True
-  Substeps.train -> test_names_replica_and_sub_step_and_changes_nothing
-  if self._request.check_finite and not math.isfinite(value): => if False:
+  Substeps._weighted_sum -> test_names_replica_and_sub_step_and_changes_nothing
+  if self._request.check_finite and not math.isfinite(loss): => if False:
 tries of an automatic accum leave what they wrote
-  AutoAccum.fit -> test_a_second_try_starts_anew
-  max_substeps=2, retain_rows=False).attempt.undo() => max_substeps=2, retain_rows=False)
+  ScatterOnceParallel._fewest_substeps -> test_a_second_try_starts_anew
+  outcome.attempt.undo.restore() => pass
 Ctrl-C is forgotten
   Workers._wait -> test_a_long_step_ends_at_its_next_sub_step
   job.errors[_CALLER] = error => pass
@@ -260,8 +260,8 @@ all replicas of a rank draw the same numbers
   Generators._generator -> test_every_replica_of_every_rank_draws_masks_of_its_own
   replica + self._replica_offset => self._replica_offset
 a second pass and checks move the replicas' generators
-  Attempt.isolated -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
-  with restored(set_state), contextlib => with contextlib
+  ReplicaTask.isolated -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
+  restored(partial(generators.set_state, replica, state)) => contextlib.nullcontext()
 numbers that replicas draw in inference are drawn again
   map_rows -> test_inference_draws_on_and_the_seed_decides_it
   attempt.generators.commit() => pass
@@ -298,8 +298,8 @@ the user's exception is replaced
   Workers.parallel_apply -> test_the_lowest_replica_speaks_and_the_others_are_noted_once
   raise error => raise RuntimeError(str(error))
 the note on an error names no sub-step
-  note_replica.__exit__ -> test_the_words_of_a_note
-  if self.number is not None: => if False:
+  ReplicaNote.__exit__ -> test_the_words_of_a_note
+  if self.sub_step is not None: => if False:
 a closed engine steps on
   Workers._refuse_if_closed -> test_close_twice_and_close_before_use
   if self._closed: => if False:
@@ -307,8 +307,8 @@ a second backward pass of engine.loss gives nothing
   _ReturnGradients.backward -> test_a_second_backward_pass_is_an_error
   raise RuntimeError(_TWICE) => return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
 a report says that nothing was tried again
-  AutoAccum.fit -> test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit
-  replace(outcome, retries=retries) => outcome
+  Outcome.report -> test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit
+  retries=self.retries => retries=0
 copies that arrive altered are not noticed
   ScatterOnceParallel._attempt -> test_the_engine_refuses_devices_whose_memory_brings_other_bytes
   check_links(self.device_ids) => pass

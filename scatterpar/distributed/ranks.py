@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
@@ -30,7 +30,7 @@ from scatterpar.errors import add_note, warn
 from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
-from scatterpar.step.reduce import Outcome
+from scatterpar.step.reduce import Outcome, ReplicaNorms
 from scatterpar.step.substeps import Gradient, detached_output
 from scatterpar.torch_private import unflatten
 
@@ -115,13 +115,6 @@ class Ranks:
                         add_note(error, f"rank {ranks} failed in this step too")
             raise
 
-    def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
-        """The outcome of all ranks together, the same bits on each."""
-        with self.failing_together():
-            outcome = compute()
-            with outcome.attempt:
-                return self.sum_of_all(outcome)
-
     def sum_of_all(self, outcome: Outcome) -> Outcome:
         """The outcome of all ranks together, the same bits on each.
 
@@ -139,7 +132,7 @@ class Ranks:
         kind = f"{is_mean} {trained} {outcome.request.scale} {buckets.kind}"
         rows = outcome.attempt.plan.rows
         weight = outcome.terms if is_mean else 1.0  # of this rank's loss
-        summands = [outcome.terms, outcome.loss * weight, *outcome.observed]
+        summands = [outcome.terms, outcome.loss * weight, *outcome.norms]
         self._error_is_common = True  # what is raised from here on, every rank raises
         sums, rows_by_rank = self._collectives.exchange_status(
             kind, rows, _OTHER_TENSORS, summands
@@ -155,7 +148,7 @@ class Ranks:
             loss=loss / total if total else 0.0,
             terms=terms,
             rows=sum(rows_by_rank),
-            observed=(squares, replicas),
+            norms=ReplicaNorms(squares, replicas),
         )
 
     def outputs_of_all(

@@ -36,7 +36,6 @@ from scatterpar.pair.pair import gather
 from scatterpar.plan import check_number
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.torch_private import unwrapped
-from scatterpar.verify import fits
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
@@ -381,7 +380,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         training = self.model.training
         self.model.eval()
         try:
-            return fits(self._engine_of_the_model(), inputs, **steps.options(how))
+            engine = self._engine_of_the_model()
+            return engine.losses_combine(inputs, **steps.options(how))
         finally:
             self.model.train(training)
 

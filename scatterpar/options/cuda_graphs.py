@@ -37,14 +37,14 @@ from scatterpar.errors import restored, warn
 from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step.attempt import Attempt
+from scatterpar.step.loss import forward
 from scatterpar.step.substeps import (
-    ReplicaTask,
     Schedule,
     Substeps,
     detached_output,
-    forward,
     set_aside,
 )
+from scatterpar.step.task import ReplicaTask
 from scatterpar.threads.caller_context import autocast_types
 
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
@@ -159,7 +159,7 @@ class Captured(Schedule):
         """The sub-steps of one replica in one step; drops graphs that are no longer
         valid.
         """
-        if attempt.max_substeps is not None or not attempt.request.backward:
+        if attempt.extent.is_trial or not attempt.request.backward:
             return super().substeps(attempt, task)
         graphs = self._by_replica[task.share.replica]
         if graphs.state != (state := _state_of(task, attempt.replicas.replica_sets)):
@@ -259,7 +259,7 @@ class GraphedSubsteps(Substeps):
     def _recorded(self, rows: Any, number: int) -> _Graph:
         """A graph of the static ``rows``. Raises ``_Refused``; restores all state."""
         task = replace(self._task, clock=None)
-        isolated = self._attempt.isolated(task)
+        isolated = task.isolated(self._attempt.generators)
         no_gradients = set_aside(task.leaves)
         try:
             with self._task.span("capture", number), no_gradients, isolated:

@@ -1,9 +1,8 @@
-"""measure_noise=True: the noise of a step's gradient, from the differences between
-replicas.
+"""measure_noise=True: how noisy a step's gradient is.
 
-``observe`` looks at the replicas' gradients before they are added; ``noise_of``
-compares its numbers, which ranks have added meanwhile, with the gradient of the whole
-batch. The formula is in the docstring of :class:`scatterpar.GradientNoise`.
+``norms_of`` measures the replicas' gradients before they are added, ``noise_of``
+compares these norms with that of their sum. The formula is in the docstring of
+:class:`scatterpar.GradientNoise`; ``NoiseScale`` averages it over steps.
 """
 
 from __future__ import annotations
@@ -17,34 +16,32 @@ from torch import Tensor
 from scatterpar.devices.transfers import to_host, to_numbers
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.reduce import Outcome
+from scatterpar.step.reduce import Outcome, ReplicaNorms
 
 
 def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
-    """Refuse ``measure_noise`` with a single replica, whose gradient cannot be
-    compared.
-    """
+    """Refuse ``measure_noise`` with a single replica, which none is compared with."""
     if len(device_ids) * ranks < 2:
         raise ValueError(
-            "measure_noise=True compares the gradients of replicas, and there is "
-            "one; name its "
-            f"device twice: device_ids={[str(device_ids[0])] * 2}"
+            f"measure_noise=True compares the gradients of replicas, and there is one; "
+            f"name its device twice: device_ids={[str(device_ids[0])] * 2}"
         )
 
 
-def observe(attempt: Attempt) -> tuple[float, float]:
+def norms_of(attempt: Attempt) -> ReplicaNorms:
     """The ``sum of c_i |g_i|^2`` over the replicas that had terms, and their number."""
-    request, weights, terms = attempt.request, attempt.weights, attempt.weights.terms
-    counts = [float(share.rows) for share in attempt.plan.shares]
-    if request.is_mean:
-        counts = [sum(factors) * terms for factors in weights.by_share]
-    scale = request.scale / (terms or 1.0)  # a replica has c_i g_i times this
-    squares = [
-        _squared_norm(_gradients_of(attempt, replica).values()) / (count * scale**2)
-        for replica, count in enumerate(counts)
-        if count
-    ]
-    return sum(squares), len(squares)
+    request = attempt.request
+    weights = attempt.weights
+    scale = request.scale / (weights.terms or 1.0)  # a replica has c_i g_i times this
+    squares: list[float] = []
+    for share, factors in zip(attempt.plan.shares, weights.by_share, strict=True):
+        terms = float(share.rows)
+        if request.is_mean:
+            terms = sum(factors) * weights.terms
+        if terms:
+            gradients = _gradients_of(attempt, share.replica).values()
+            squares.append(_squared_norm(gradients) / (terms * scale**2))
+    return ReplicaNorms(sum(squares), len(squares))
 
 
 def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:
@@ -53,23 +50,28 @@ def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:
     A leaf that model and criterion share is one parameter: the norm is that of the sum.
     """
     gradients: dict[int, Tensor] = {}
-    for each in attempt.replicas.replica_sets:
-        for i in each.trained:
-            leaf, gradient = id(each.tensors[i]), each.replicas[replica].tensors[i].grad
-            if gradient is not None:
-                gradients[leaf] = (
-                    gradients[leaf] + gradient if leaf in gradients else gradient
-                )
+    for replica_set in attempt.replicas.replica_sets:
+        for number, gradient in replica_set.gradients_of(replica).items():
+            leaf = id(replica_set.tensors[number])
+            if leaf in gradients:
+                gradients[leaf] = gradients[leaf] + gradient
+            else:
+                gradients[leaf] = gradient
     return gradients
 
 
 def noise_of(outcome: Outcome) -> GradientNoise:
-    """The gradient's noise; NaN if there is nothing to compare. Call it before the
-    commit.
-    """
-    request, (squares, replicas), square = outcome.request, outcome.observed, math.nan
+    """The gradient's noise; NaN if nothing can be compared. Call it before the commit."""
+    request = outcome.request
+    norms = outcome.norms
     terms = outcome.terms if request.is_mean else float(outcome.rows)
-    if replicas > 1 and terms and request.backward and math.isfinite(squares):
+    square = math.nan  # |g|^2, of the whole batch's gradient
+    if (
+        norms.replicas > 1
+        and terms
+        and request.backward
+        and math.isfinite(norms.squares)
+    ):
         gradients = [
             gradient for _, gradient in outcome.gradients if gradient is not None
         ]
@@ -77,7 +79,7 @@ def noise_of(outcome: Outcome) -> GradientNoise:
         square = _squared_norm(gradients) / factor**2
     if not math.isfinite(square):
         return GradientNoise(math.nan, math.nan)
-    variance = (squares - terms * square) / (replicas - 1)
+    variance = (norms.squares - terms * square) / (norms.replicas - 1)
     return GradientNoise(square - variance / terms, variance * outcome.rows / terms)
 
 

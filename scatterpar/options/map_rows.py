@@ -18,22 +18,24 @@ from scatterpar.batch.nested import Lists
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
-from scatterpar.step.attempt import Attempt, Proceed
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import named_values
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import join_on_master, reduce_buffers
+from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import in_order, scatter
-from scatterpar.step.substeps import ReplicaTask, make_tasks
+from scatterpar.step.task import ReplicaTask, make_tasks
+from scatterpar.verify.verifier import Verifier
 
 
 def map_rows(
     attempt: Attempt,
     module: nn.Module,
     function: Callable[..., Any],
+    verifier: Verifier | None,
     pad: float | None = None,
 ) -> Any:
-    """The function's results for the whole batch, on the master: scatter, replicate,
-    call, join.
+    """The function's results for the whole batch, joined on the master.
 
     The request's inputs are a pair of positional and keyword arguments. ``function`` is
     the module, a method of a part of it, or gets a replica as its first argument.
@@ -50,8 +52,9 @@ def map_rows(
     tasks = make_tasks(attempt, loaders)
     work = _Work(function, replicas.of_model)
     with parameter_writes_refused(replicas.replica_sets):
-        outputs = attempt.run(work.of_share, tasks)
-        attempt.check_join(attempt, tasks[0], outputs, work)
+        outputs = attempt.threads.run(work.of_share, tasks)
+        if verifier is not None:
+            verifier.check_join(attempt, tasks[0], outputs, work, work.function)
     lists: Lists = "always"
     if function is module:
         lists = "if clear" if has_markers(request.batches, with_rows=True) else "never"
@@ -102,7 +105,7 @@ class _Work:
         nested.refuse_generators(output)
         return output
 
-    def of_share(self, task: ReplicaTask, *, proceed: Proceed) -> list[Any]:
+    def of_share(self, task: ReplicaTask, proceed: Proceed) -> list[Any]:
         """The results for the micro-batches of a share."""
         outputs = []
         for number in range(len(task.share.micro_batches)):

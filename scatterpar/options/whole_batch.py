@@ -40,22 +40,24 @@ from scatterpar.devices.transfers import to_numbers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused
-from scatterpar.step.attempt import Attempt, Proceed
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.inner_backward import gradient_versions, inner_backward
+from scatterpar.step.loss import scalar_loss
+from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import (
     Computed,
     Gradient,
-    ReplicaTask,
     Schedule,
     detached_output,
-    scalar_loss,
     set_aside,
     unalias,
 )
+from scatterpar.step.task import ReplicaTask
 from scatterpar.threads.generators import State
 from scatterpar.torch_private import leaves_reached, nodes_of
+from scatterpar.verify.verifier import Verifier
 
 
 class TwoPasses(Schedule):
@@ -68,8 +70,15 @@ class TwoPasses(Schedule):
 
     replicas_of_criterion = 1  # the master's
 
-    def __init__(self, call: Call, ranks: Ranks | None, graphs: bool = False) -> None:
+    def __init__(
+        self,
+        call: Call,
+        ranks: Ranks | None,
+        verifier: Verifier | None,
+        graphs: bool = False,
+    ) -> None:
         self._ranks = ranks
+        self._verifier = verifier
         if graphs:
             raise ValueError(
                 "graphs=True captures the loss in each sub-step, and whole_batch=True "
@@ -100,22 +109,22 @@ class TwoPasses(Schedule):
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run both passes, and the master's criterion between them."""
+        is_trial = attempt.extent.is_trial
+        ranks = None if is_trial else self._ranks
         replica_sets = attempt.replicas.replica_sets
         with parameter_writes_refused(replica_sets):
-            passes = attempt.run(partial(Passes, attempt), tasks)
-        attempt.check_join(
-            attempt, tasks[0], [each.outputs for each in passes], output_at
-        )
-        # A trial runs in this process only.
-        ranks = self._ranks if attempt.max_substeps is None else None
+            passes = attempt.threads.run(partial(Passes, attempt), tasks)
+        if self._verifier is not None and not is_trial:
+            outputs = [passes_of_replica.outputs for passes_of_replica in passes]
+            self._verifier.check_join(attempt, tasks[0], outputs, output_at)
         try:
             with parameter_writes_refused(replica_sets, second_pass=True):
                 batch = WholeBatch(attempt, passes, ranks)
                 loss = batch.loss()
-                attempt.run(Passes.second, passes)
+                attempt.threads.run(Passes.second, passes)
         except BaseException as error:
             if ranks is not None and is_out_of_memory(error):
-                error.more_substeps_cannot_help = True  # type: ignore[attr-defined]  # for accum="auto"
+                self.may_start_again = False
                 why = "other ranks have seen these outputs"
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
@@ -131,9 +140,7 @@ class Passes:
     the caller's grad mode: modules may compute other outputs without.
     """
 
-    def __init__(
-        self, attempt: Attempt, task: ReplicaTask, *, proceed: Proceed
-    ) -> None:
+    def __init__(self, attempt: Attempt, task: ReplicaTask, proceed: Proceed) -> None:
         self._attempt, self.task, self.share = attempt, task, task.share
         # of micro-batches, without graphs; tensors get gradients
         self.outputs: list[Any] = []
@@ -141,7 +148,7 @@ class Passes:
         self._states: list[State] = []  # of the generators, before each micro-batch
         self._without_gradient: Sequence[Tensor] = task.leaves
         return_outputs = attempt.request.return_outputs
-        retain_rows = attempt.retain_rows and len(self.share.micro_batches) > 1
+        retain_rows = attempt.extent.retain_rows and len(self.share.micro_batches) > 1
         for number in range(len(self.share.micro_batches)):
             proceed(number)
             # the last output with its graph; dropped before the next
@@ -158,7 +165,7 @@ class Passes:
             if return_outputs:
                 self.returned.append(detached_output(self._last, return_outputs))
 
-    def second(self, *, proceed: Proceed) -> None:
+    def second(self, proceed: Proceed) -> None:
         """Accumulate gradients in the replica's parameters, given those of its outputs.
 
         The backward pass of the retained graph comes first, because restoring state may
@@ -166,8 +173,9 @@ class Passes:
         """
         task, share, attempt = self.task, self.share, self._attempt
         *others, last = range(len(self.outputs))
-        if attempt.max_substeps is not None:
-            others = others[: attempt.max_substeps - 1]
+        max_substeps = attempt.extent.max_substeps
+        if max_substeps is not None:
+            others = others[: max_substeps - 1]
         proceed(last)
         tensors, self._last = nested.tensors(self._last), None
         self._run_backward(last, tensors)
@@ -179,7 +187,7 @@ class Passes:
         # With the sub-step of each. If the host read them there, the next sub-step
         # would wait.
         agreed: list[tuple[int, Tensor]] = []
-        with attempt.isolated(task):
+        with task.isolated(attempt.generators):
             for number in others:
                 proceed(number)
                 attempt.generators.set_state(share.replica, self._states[number])
@@ -283,10 +291,7 @@ class WholeBatch:
             seed = self._join_ranks(self._ranks, attempt.generators.seed_of_criterion())
         # Interrupts wait until the criterion and its backward pass have ended.
         with attempt.span("criterion"), attempt.generators.of_criterion(seed):
-            loss: Tensor
-            (loss,) = attempt.workers.parallel_apply(
-                [self._backward], [()], devices=[self._master]
-            )
+            loss = attempt.threads.call(self._master, self._backward)
         if not self.counts:
             for of_criterion in attempt.replicas.replica_sets[1:]:
                 of_criterion.replicas[0].clear_records()
@@ -349,7 +354,7 @@ class WholeBatch:
                 with set_aside(
                     leaves if self.counts else [*leaves, *self._task.leaves]
                 ):
-                    self._task.run_backward(None, [loss], [scale])
+                    self._task.run_untimed_backward([loss], [scale])
                     unalias([*self._task.leaves, *leaves])
                     self.gradients = [
                         (t, t.grad if self.counts else None) for t in leaves

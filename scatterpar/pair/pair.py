@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,9 +36,9 @@ from scatterpar.plan import Plan, check_int, make_plan
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
-from scatterpar.replicas.replicas import ReplicaOptions, Replicas
-from scatterpar.step.attempt import Attempt, Proceed
+from scatterpar.step.loss import scalar_loss
 from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.request import (
     Count,
     Request,
@@ -47,7 +46,9 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
-from scatterpar.step.substeps import call_inputs, criterion_lock, scalar_loss
+from scatterpar.step.task import call_inputs, criterion_lock
+from scatterpar.step.undo import Undo
+from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.wrapper import Wrapper
@@ -73,36 +74,41 @@ class _OfPair(Wrapper):
         self._checked_modes: set[Hashable] = set()
 
     def _run(
-        self, request: Request, plan: Plan, work: Callable[[Any, int], Any]
+        self,
+        plan: Plan,
+        calls: Sequence[Any],
+        work: Callable[[Any, Any], Any],
+        transfers: AutogradTransfers,
     ) -> list[Any]:
-        """Call ``work(replica of module, number)`` for each share on its device, in
-        parallel.
+        """Call ``work(replica of module, call)`` for the call of each share, in parallel.
 
         Then the module gets the buffers of replica 0. If a call raises, random state is
         restored.
         """
-        module, devices = self.module, [share.device for share in plan.shares]
+        devices = [share.device for share in plan.shares]
         copies: list[PassingReplica] = []
         guard: AbstractContextManager[None] = nullcontext()
-        if (root := root_to_replicate(module)) is not None:
+        root = root_to_replicate(self.module)
+        if root is not None:
             copies, guard = replicate(root, devices, self._checked_modes)
-        modules = [copy.copy_of(module) for copy in copies] or [module] * len(devices)
+        modules = [copy.copy_of(self.module) for copy in copies]
+        if not copies:
+            modules = [self.module] * len(devices)
 
-        def call(task: Any, *, proceed: Proceed) -> Any:
-            return work(modules[task.share.replica], task.share.replica)
+        def run(item: tuple[Any, Any], _: Proceed) -> Any:
+            module, call = item
+            return work(module, call)
 
-        replicas = Replicas(devices, ReplicaOptions())  # none: the calls have their own
-        with Attempt(self._workers, request, plan, replicas) as attempt, guard:
-            # Checkpointing identifies recomputed tensors by the order in which they
-            # were saved.
-            hooks = saved_tensors_hooks()
-            attempt.is_serial = (
-                hooks is not None and hooks[0].__module__ == checkpoint.__module__
-            )
-            results = attempt.run(
-                call, [SimpleNamespace(share=share) for share in plan.shares]
-            )
-        attempt.generators.commit()
+        generators = Generators(devices)
+        threads = ReplicaThreads(self._workers, plan.shares, generators)
+        # Checkpointing identifies recomputed tensors by the order in which they were
+        # saved.
+        hooks = saved_tensors_hooks()
+        if hooks is not None:
+            threads.is_serial = hooks[0].__module__ == checkpoint.__module__
+        with Undo(generators, transfers), guard:
+            results = threads.run(run, list(zip(modules, calls, strict=True)))
+        generators.commit()
         BufferWriter(copies[0].changed_buffers() if copies else ()).write()
         return results
 
@@ -187,13 +193,13 @@ class DataParallelModel(_OfPair):
                 call_inputs(inputs, kwargs), plan, self.dim, transfers
             )
 
-            def output_of(replica: Any, number: int) -> Any:
-                args, kwargs = calls[number]
+            def output_of(replica: Any, call: Any) -> Any:
+                args, kwargs = call
                 output = replica(*args, **kwargs)
                 nested.refuse_generators(output)
                 return output
 
-            return tuple(self._run(Request([], self.dim), plan, output_of))
+            return tuple(self._run(plan, calls, output_of, transfers))
 
 
 class DataParallelCriterion(_OfPair):
@@ -275,11 +281,11 @@ class DataParallelCriterion(_OfPair):
             weights = compute_loss_weights(request, plan, calls)
             lock = criterion_lock(self.module)
 
-            def loss_of(replica: Any, number: int) -> Tensor:
+            def loss_of(replica: Any, call: tuple[Any, Any]) -> Tensor:
                 with lock or nullcontext():
-                    return scalar_loss(replica(*calls[number]), "the criterion")
+                    return scalar_loss(replica(*call), "the criterion")
 
-            losses = self._run(request, plan, loss_of)
+            losses = self._run(plan, calls, loss_of, transfers)
         return combine(losses, [weight for (weight,) in weights.by_share], plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:

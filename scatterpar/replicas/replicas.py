@@ -207,6 +207,16 @@ class ReplicaSet:
         tensors = set(map(id, self.tensors))
         return modules >= parts.modules.keys() and tensors >= parts.tensors.keys()
 
+    def gradients_of(self, replica: int) -> dict[int, Tensor]:
+        """The gradients that a replica has accumulated, by number of the tensor."""
+        tensors = self.replicas[replica].tensors
+        gradients: dict[int, Tensor] = {}
+        for number in self.trained:
+            gradient = tensors[number].grad
+            if gradient is not None:
+                gradients[number] = gradient
+        return gradients
+
     def clear_gradients(self) -> None:
         """Drop the replicas' gradients."""
         for replica in self.replicas:

@@ -83,7 +83,8 @@ def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
     )
     written = [] if is_plain and not observed else [grad for grad, _ in old]
     written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
-    attempt.save_for_undo(written, zip(leaves, earlier, strict=True))
+    attempt.undo.save_gradients(leaves)
+    attempt.undo.save_values(written)
     fit = (  # as autograd requires of a tensor that it makes a leaf's first gradient
         type(leaf) in (nn.Parameter, Tensor)
         and type(g) is Tensor

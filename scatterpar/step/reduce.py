@@ -15,11 +15,11 @@ by message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,22 @@ from scatterpar.errors import warn
 from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.report import GradientNoise, StepReport
-from scatterpar.step.attempt import Attempt, note_replica
+from scatterpar.step.attempt import Attempt
+from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Computed, Gradient
+
+
+class ReplicaNorms(NamedTuple):
+    """How large the replicas' own gradients are, for the noise scale.
+
+    Attributes:
+        squares: the sum over replicas of the squared norm, times the number of terms.
+        replicas: the number of replicas that had terms.
+    """
+
+    squares: float = 0.0
+    replicas: float = 0.0
 
 
 @dataclass
@@ -48,7 +61,7 @@ class Outcome:
     outputs: Sequence[Any]  # to be returned, if the user asked for outputs
     terms: float  # the number of terms that a mean loss averages over; 1 for a sum
     rows: int  # the number of rows in the batch; of all ranks
-    observed: tuple[float, float]  # what an observer returned; ranks add it
+    norms: ReplicaNorms  # of the replicas' gradients; of all ranks
     gradients: list[Gradient]  # of every trained tensor of the user's
     buffers: list[BufferValue]
     statistics: StepStatistics | None  # of layers that are updated once per step
@@ -79,36 +92,25 @@ class Outcome:
         """The report of the step, which began ``waited`` seconds after the previous
         one.
         """
-        attempt, retries = self.attempt, self.retries
-        seconds, busy = attempt.seconds, tuple(attempt.replica_seconds)
-        sizes, messages = attempt.transfers.bytes, attempt.transfers.messages
+        attempt = self.attempt
         return StepReport(
-            attempt.plan,
-            self.loss,
-            seconds,
-            sizes,
-            messages,
-            retries,
-            noise,
-            waited,
-            busy,
+            plan=attempt.plan,
+            loss=self.loss,
+            seconds=attempt.seconds,
+            bytes=attempt.transfers.bytes,
+            messages=attempt.transfers.messages,
+            retries=self.retries,
+            noise=noise,
+            waited=waited,
+            replica_seconds=tuple(attempt.threads.seconds),
         )
 
 
-# Called while each replica has its own gradients, before they are added. Ranks add the
-# numbers.
-Observer = Callable[[Attempt], tuple[float, float]]
-
-
-def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Outcome:
-    """Combine what the replicas have; the results of the step are in the master's
-    memory.
-    """
-    # First: sums are made in place, in the gradients of replica 0.
-    observed = observe(attempt) if observe is not None else (0.0, 0.0)
+def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome:
+    """Combine what the replicas have; the results are in the master's memory."""
     buffers, statistics = reduce_buffers(attempt)
-    # buffers that the criterion has written keep its values
-    written = attempt.written()
+    # Buffers that the criterion has written keep its values.
+    written = attempt.undo.written()
     return Outcome(
         attempt,
         loss=computed.loss,
@@ -116,9 +118,13 @@ def reduce(attempt: Attempt, computed: Computed, observe: Observer | None) -> Ou
         outputs=returned_outputs(attempt, computed.outputs),
         terms=attempt.weights.terms,
         rows=attempt.plan.rows,
-        observed=observed,
+        norms=norms,
         gradients=reduce_gradients(attempt, computed.external_gradients),
-        buffers=[one for one in buffers if id(one[0].get(one[1])) not in written],
+        buffers=[
+            (place, name, value)
+            for place, name, value in buffers
+            if id(place.get(name)) not in written
+        ],
         statistics=statistics,
     )
 
@@ -134,10 +140,7 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
     gradients: list[Gradient] = []
     for each in attempt.replicas.replica_sets if attempt.request.backward else ():
         replicas = each.replicas[: len(attempt.plan.shares)]
-        of_replicas = [
-            {i: g for i in each.trained if (g := replica.tensors[i].grad) is not None}
-            for replica in replicas
-        ]
+        of_replicas = [each.gradients_of(number) for number in range(len(replicas))]
         devices = [replica.device for replica in replicas]
         sums = sum_in_order(of_replicas, devices, attempt.transfers, in_place=True)
         if others := sums.keys() - each.leaves.keys():
@@ -280,6 +283,6 @@ def returned_outputs(
         shares, outputs, attempt.weights.by_share, strict=True
     ):
         rows = [stop - start for start, stop in share.micro_batches]
-        with note_replica(share):
+        with ReplicaNote(share):
             joined.append(nested.join_rows(pieces, attempt.request.dim, weights, rows))
     return tuple(joined)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,14 @@ class Request:
     def rows(self) -> int:
         """The number of rows in the step."""
         return sum(self.sizes)
+
+    def of_largest_batch(self) -> Self:
+        """The request with its largest batch only."""
+        if len(self.batches) == 1:
+            return self
+        rows = max(self.sizes)
+        _, batch = self.batches[self.sizes.index(rows)]
+        return replace(self, batches=[(0, batch)], sizes=[rows])
 
     @property
     def is_mean(self) -> bool:

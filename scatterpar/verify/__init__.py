@@ -20,7 +20,3 @@ rounding, it refuses before anything changes, and says what would be right::
 
 The engine imports this package, and ``splitting`` the parts that know no engine.
 """
-
-from scatterpar.verify.verifier import fits
-
-__all__ = ["fits"]

@@ -17,10 +17,11 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restored
 from scatterpar.plan import Printed
 from scatterpar.replicas.module_copy import module_of
+from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
-from scatterpar.step.substeps import as_call, loss_of
+from scatterpar.step.task import as_call
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import hooks_taken_off, uncompiled
 from scatterpar.verify.comparison import Gradients, magnitudes, relative_difference
@@ -90,7 +91,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     attempt = outcome.attempt
     request = attempt.request
     drew_numbers = attempt.generators.drawn
-    attempt.undo()
+    attempt.undo.restore()
     leaves = [leaf for leaf, _ in outcome.gradients]
     actual = [gradient for _, gradient in outcome.gradients]
     roots = {"": module}
@@ -101,7 +102,7 @@ def compare(module: nn.Module, outcome: Outcome, device: torch.device) -> Gradie
     state = UserState([*roots.values(), request.criterion], [device], weights=True)
     plain = partial(_plain, module, request, device, leaves, rounding)
     with restored(state.restore), uncompiled(), hooks_taken_off(leaves):
-        (expected,) = attempt.workers.parallel_apply([plain], [()], devices=[device])
+        expected = attempt.threads.call(device, plain)
     worst, position = relative_difference(actual, expected)
     if not all(map(math.isfinite, magnitudes(expected))):
         meaning = _NAN

@@ -13,7 +13,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import ReplicaTask
+from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.causes import refused_order
 from scatterpar.verify.joined import compare_outputs, entries_per_row
 from scatterpar.verify.rows import Parts
@@ -40,13 +40,15 @@ class JoinCheck:
         attempt: Attempt,
         request: Request,
         task: ReplicaTask,
-        outputs: Sequence[list[Any]],
+        outputs: Sequence[Sequence[Any]],
         compute: Compute,
+        function: Callable[..., Any] | None,
     ) -> None:
         """Compare outputs of a few rows with one output, until values show the order.
 
         Only outputs that may have several entries per row are compared. ``request`` is
-        that of the largest batch.
+        that of the largest batch, and ``function`` what the user passed to
+        ``engine.map``.
 
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call; or
@@ -58,7 +60,6 @@ class JoinCheck:
         dim = request.dim
         if not _has_several_per_row(pieces, sizes, dim):
             return
-        function = getattr(compute, "function", None)  # of ``engine.map``
         if function is not None and attempt.generators.drawn:
             raise ValueError(_DRAWN)
         key = self._key_of(attempt, request, function, pieces[0], sizes[0])
@@ -121,10 +122,9 @@ def _outputs_of(
     runs = Runs(attempt, request, task)
 
     def outputs() -> list[Any]:
-        with attempt.isolated(task), runs.isolated(), torch.no_grad():
+        isolated = task.isolated(attempt.generators)
+        with isolated, runs.isolated(), torch.no_grad():
             return [runs.output_of(rows, compute) for rows in parts]
 
-    apply = attempt.workers.parallel_apply
     with no_kernel_search():  # a look has other sizes
-        computed: list[list[Any]] = apply([outputs], [()], devices=[task.share.device])
-    return computed[0]
+        return attempt.threads.call(task.share.device, outputs)

@@ -25,7 +25,7 @@ from typing import Any
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import ReplicaTask
+from scatterpar.step.task import ReplicaTask
 from scatterpar.threads.workers import Overdue
 from scatterpar.verify.causes import RIGHT, Verdict, error_of_replica, verdict_of
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
@@ -95,7 +95,7 @@ def look(
         finally:
             has_ended.set()
 
-    apply = attempt.workers.parallel_apply
+    apply = attempt.threads.workers.parallel_apply
     devices = [task.share.device for task in tasks]
     arguments = [(replica_look,) for replica_look in looks]
     limit = _WORKERS_PATIENCE * PATIENCE_SECONDS

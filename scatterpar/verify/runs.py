@@ -30,10 +30,12 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, has_markers, select_rows, unwrap_markers
 from scatterpar.errors import restored
 from scatterpar.replicas.module_copy import module_of, root_to_replicate
-from scatterpar.step.attempt import Attempt, note_replica
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_contents
+from scatterpar.step.loss import loss_of
+from scatterpar.step.replica_threads import ReplicaNote
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import ReplicaTask, loss_of
+from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.comparison import Result
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
@@ -129,7 +131,7 @@ class Runs:
         """In the body user code may run; afterwards all that it changed is restored."""
         self._fixed_layers = self._layers_to_fix()
         with_graph = torch.inference_mode(False)  # also within no_grad
-        where = note_replica(self.replica_task.share)
+        where = ReplicaNote(self.replica_task.share)
         with where, restored(self.end), uncompiled(), with_graph:
             self._undo.callback(self._use_running_statistics, False)
             self._use_running_statistics(

@@ -6,23 +6,21 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from scatterpar.batch.markers import all_tensors
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.plan import shown
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import is_cross_entropy
-from scatterpar.step.request import Call, Request, checked
-from scatterpar.step.scatter import scatter
-from scatterpar.step.substeps import ReplicaTask, make_tasks
+from scatterpar.step.request import Request
+from scatterpar.step.task import ReplicaTask
 from scatterpar.verify.causes import RETURN, Outcome, in_lines
 from scatterpar.verify.evidence import name_of
 from scatterpar.verify.joins import Compute, JoinCheck
@@ -57,7 +55,11 @@ class Verifier:
             ValueError: a replica, in parts, gives another loss or gradient than the
                 user's own module and criterion for the same rows.
         """
-        request = _of_largest(attempt.request)
+        with attempt.span("verify"), no_kernel_search():  # a look has other sizes
+            self._check(attempt, tasks[: len(attempt.replicas.criteria)])
+
+    def _check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> None:
+        request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
         if request.whole_batch and request.rows == 1:
             is_divided = False
@@ -71,7 +73,7 @@ class Verifier:
                 # After a refusal the same rows again: fewer may not show it.
                 kind.looks += not kind.is_refused
                 _drop_gradients(attempt)  # user code may compute some
-        attempt.is_serial = kind.is_serial
+        attempt.threads.is_serial = kind.is_serial
 
     def _ask(self, question: Question, kind: Kind) -> None:
         """Look at a step. Refuses it, or tells what the look has found."""
@@ -119,40 +121,34 @@ class Verifier:
         self,
         attempt: Attempt,
         task: ReplicaTask,
-        outputs: Sequence[list[Any]],
+        outputs: Sequence[Sequence[Any]],
         compute: Compute,
+        function: Callable[..., Any] | None = None,
     ) -> None:
         """Check on a few rows how ``outputs`` are joined, until values show the order.
+
+        ``compute`` gave the outputs; ``function`` is what the user passed to
+        ``engine.map``.
 
         Raises:
             ValueError: the outputs of parts, joined, are not the output of one call.
         """
-        request = _of_largest(attempt.request)
-        self._joins.check(attempt, request, task, outputs, compute)
+        request = attempt.request.of_largest_batch()
+        self._joins.check(attempt, request, task, outputs, compute, function)
 
 
-def fits(engine: Any, *batch: Any, **options: Any) -> bool | None:
-    """Whether losses combine as ``reduction=`` and ``count=`` say, for a few rows.
+def fits(attempt: Attempt, task: ReplicaTask) -> bool | None:
+    """Whether losses combine as the request says, for a few rows of its only batch.
 
-    Takes the arguments of ``forward_backward``. The first replica of the engine computes
-    the rows, and all state is restored. Returns ``None`` if the look is inconclusive.
-
-    Raises:
-        ValueError: as ``forward_backward``, for arguments that it refuses.
+    The replica of ``task`` computes the rows, and all state is restored. Returns
+    ``None`` if the look is inconclusive.
     """
-    call = Call(*batch, **options)
-    request = _of_largest(checked(call, engine.dim, engine.device_ids[0]))
-    plan = engine.plan(request.sizes)
-    with engine._workers.exclusive(), engine._attempt(request, plan) as attempt:
-        attempt.replicas.refresh(engine.module, request.criterion, Transfers())
-        loaders = scatter(request.batches, plan, request.dim, Transfers())
-        tasks = make_tasks(attempt, loaders)[:1]
-        question = Question(attempt, request, tasks, is_divided=True)
-        try:
-            findings = question.findings(looks=1)
-        except Exception:  # inconclusive, or raised by user code
-            return None
-        return findings.verdict.outcome is not Outcome.REFUSED
+    question = Question(attempt, attempt.request, [task], is_divided=True)
+    try:
+        findings = question.findings(looks=1)
+    except Exception:  # inconclusive, or raised by user code
+        return None
+    return findings.verdict.outcome is not Outcome.REFUSED
 
 
 class Question:
@@ -298,15 +294,6 @@ def _text_of_lost(shape: tuple[int, ...]) -> str:
         "few rows did not save.",
         "Keep it in a buffer of the module, or pass verify=False.",
     )
-
-
-def _of_largest(request: Request) -> Request:
-    """The request with its largest batch only."""
-    if len(request.sizes) == 1:
-        return request
-    num_rows = max(request.sizes)
-    _, batch = request.batches[request.sizes.index(num_rows)]
-    return replace(request, batches=[(0, batch)], sizes=[num_rows])
 
 
 def _drop_gradients(attempt: Attempt) -> None:

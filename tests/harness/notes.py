@@ -5,7 +5,7 @@ alone.
 import torch
 
 from scatterpar.plan import Share
-from scatterpar.step.attempt import note_replica
+from scatterpar.step.replica_threads import ReplicaNote
 
 
 def note_of(replica, device, sub_step=None, of=1, rows=(0,)):
@@ -19,7 +19,7 @@ def note_of(replica, device, sub_step=None, of=1, rows=(0,)):
     error = Exception()
     by_cost = () if isinstance(rows, range) else (tuple(rows),) * of
     share = Share(replica, torch.device(device), 0, 0, spans, by_cost)
-    note_replica(share, sub_step).__exit__(None, error, None)
+    ReplicaNote(share, sub_step).__exit__(None, error, None)
     (note,) = error.__notes__
     return note
 

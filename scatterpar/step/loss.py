@@ -1,0 +1,143 @@
+"""The output and loss of one micro-batch, and the errors for what is no loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from scatterpar.batch import nested
+from scatterpar.errors import add_note
+from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
+from scatterpar.step.inner_backward import gradient_versions, inner_backward
+from scatterpar.step.task import Context, ReplicaTask
+from scatterpar.torch_private import leaves_reached, nodes_of
+
+
+def forward(
+    task: ReplicaTask, rows: tuple[Any, Any], sub_step: int = 0
+) -> tuple[Any, Tensor]:
+    """The output and loss of one micro-batch.
+
+    One replica at a time calls a function that they share: what a call stores in a
+    network that it closes over, such as features that a hook keeps, the same call
+    reads.
+    """
+    before = gradient_versions(task.leaves)
+    inputs, targets = rows
+    with task.span("forward", sub_step):
+        output = task.output_of(inputs)
+        # A backward pass that needs no inputs lets them be freed before the criterion.
+        del rows, inputs
+        if task.criterion_lock is None:
+            loss = loss_of(output, targets, task.criterion)
+    if task.criterion_lock is not None:
+        loss = _loss_under_lock(task, task.criterion_lock, output, targets, sub_step)
+    if gradient_versions(task.leaves) != before:
+        raise inner_backward(task.leaves, before, task.replicas)
+    return output, loss
+
+
+def _loss_under_lock(
+    task: ReplicaTask, lock: Context, output: Any, targets: Any, sub_step: int
+) -> Tensor:
+    """The loss of one micro-batch, from a criterion that is no loss of torch's.
+
+    Raises ``ValueError`` if the loss reaches parameters of a network that no replica
+    has. The graph shows them before they get a gradient, wherever the criterion hides
+    them. Leaves that are no parameters may be the criterion's own.
+    """
+    nodes = nodes_of(nested.tensors(output))  # first: a criterion may write outputs
+    # The lock before the span: in a trace, replicas that wait for it do not compute.
+    with lock, task.span("criterion", sub_step):
+        loss = loss_of(output, targets, task.criterion)
+    for leaf in leaves_reached(loss, nodes):
+        if isinstance(leaf, nn.Parameter) and not any(
+            leaf is own for own in task.leaves
+        ):
+            raise not_replicated(leaf, task.criterion)
+    return loss
+
+
+def loss_of(
+    output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None
+) -> Tensor:
+    """The loss of one micro-batch, from the criterion or from the module's output."""
+    if criterion is None:
+        return scalar_loss(_loss_in(output), "the module")
+    try:
+        loss = criterion(output, targets)
+    except Exception as error:
+        for tensor in nested.tensors(output)[:1]:
+            note_wrong_devices(error, criterion, tensor.device)
+        if isinstance(error, TypeError) and "positional argument" in str(error):
+            add_note(error, "the criterion is called as criterion(output, targets)")
+        raise
+    return scalar_loss(loss, "the criterion")
+
+
+def _loss_in(output: Any) -> Any:
+    """What a module returns as its loss: its output, or ``.loss`` or ``["loss"]``."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(output, Tensor):
+        return output
+    return getattr(output, "loss", output)
+
+
+def scalar_loss(loss: Any, source: str) -> Tensor:
+    """``loss``, if it is a real 0-dim tensor; else raises an error with ``source``."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{source} must give the loss as a 0-dim tensor, got "
+            f"{type(loss).__name__}; {_instead_of(loss, source)}"
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; reduce it"
+        )
+    # torch refuses it in backward(), but not if a gradient is passed.
+    if loss.is_complex():
+        raise ValueError(
+            f"{source} must give a real loss, got {loss.dtype}; take its .abs()"
+        )
+    return loss
+
+
+def _instead_of(loss: Any, source: str) -> str:
+    """What to pass or return for a loss that is no tensor, but may have one in it."""
+    entries: dict[Any, Any] = {}
+    if isinstance(loss, Mapping):
+        entries = dict(loss)
+    elif isinstance(loss, (tuple, list)):
+        entries = dict(enumerate(loss))
+    scalars = [
+        key
+        for key, entry in entries.items()
+        if isinstance(entry, Tensor) and not entry.ndim
+    ]
+    if isinstance(loss, Mapping) and scalars and len(scalars) == len(entries):
+        value = "sum(losses.values())"
+        criterion = "criterion=lambda losses, _: sum(losses.values())"
+    else:
+        key = scalars[0] if scalars else 0  # many models return (logits, loss)
+        value = "it alone"
+        criterion = f"a criterion, such as lambda output, _: output[{key!r}]"
+    if source == "the module":
+        return (
+            f"pass {criterion}, or return the loss, .loss or ['loss'] from the module"
+        )
+    return f"return {value}"
+
+
+def require_trainable(module: Any) -> None:
+    """Raise ``ValueError`` if no parameter of the module requires grad."""
+    if not isinstance(module, nn.Module):
+        return
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            f"the module, {type(module).__name__}, has no parameter that requires "
+            f"grad: there is nothing to train; call .requires_grad_() on what is to be "
+            f"trained"
+        )

@@ -1,0 +1,168 @@
+"""Run the work of replicas, each in its own thread and from its own random stream."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import traceback as fx_traceback
+
+from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.errors import add_note
+from scatterpar.plan import Share, shown
+from scatterpar.threads.generators import Generators
+from scatterpar.threads.workers import Cancelled, Workers
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+# Called with the number of each sub-step before it begins, and with ``None`` after the
+# last one.
+Proceed = Callable[[int | None], None]
+
+
+class ReplicaThreads:
+    """The threads of the replicas that have a share of the batch.
+
+    Attributes:
+        workers: the threads.
+        is_serial: whether replicas run one after the other.
+        seconds: for each replica, how long its thread has worked.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        shares: Sequence[Share],
+        generators: Generators,
+        end_substep: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``end_substep`` is called in a replica's thread after each sub-step."""
+        self.workers = workers
+        self.is_serial = False
+        self.seconds = [0.0] * len(shares)
+        self._shares = shares
+        self._generators = generators
+        self._end_substep = end_substep
+
+    def run(
+        self, function: Callable[[_Item, Proceed], _Result], items: Sequence[_Item]
+    ) -> list[_Result]:
+        """Call ``function(item, proceed)`` for each share, in its replica's thread.
+
+        ``items`` has one item per share. The function calls ``proceed`` before each
+        sub-step. There it can stop: between two sub-steps ``proceed`` raises if another
+        replica has failed. Every replica runs its first sub-step, so errors do not
+        depend on timing.
+
+        Returns the results, one per share.
+        """
+        cancel = threading.Event()
+
+        def work(share: Share, item: _Item) -> _Result:
+            start = time.perf_counter()
+            note = ReplicaNote(share)
+
+            def proceed(sub_step: int | None) -> None:
+                is_between = note.sub_step is not None and sub_step is not None
+                if is_between:
+                    self._end_substep()
+                    if cancel.is_set():
+                        raise Cancelled
+                note.sub_step = sub_step
+
+            with self._generators.of(share.replica), note:
+                try:
+                    result = function(item, proceed)
+                finally:
+                    self._end_substep()
+            self.seconds[share.replica] += time.perf_counter() - start
+            return result
+
+        # Threads that run one compiled graph restore each other's value of a
+        # process-wide flag. Once it stayed set after activation checkpoints, and later
+        # calls of torch.export failed.
+        with fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta()):
+            return self.workers.parallel_apply(
+                [work] * len(items),
+                list(zip(self._shares, items, strict=True)),
+                devices=[share.device for share in self._shares],
+                cancel=cancel,
+                is_serial=self.is_serial or self._generators.must_take_turns,
+            )
+
+    def call(self, device: torch.device, function: Callable[[], _Result]) -> _Result:
+        """Call ``function()`` on ``device``, in the caller's thread."""
+        results: list[_Result]
+        results = self.workers.parallel_apply([function], [()], devices=[device])
+        return results[0]
+
+
+_ONE_ROW = (
+    "batch normalisation cannot train on a micro-batch of one row: use a smaller "
+    "accum=, or micro_batch_size= in its place, which cuts a small last batch into "
+    "fewer micro-batches"
+)
+_NO_GRAPH = (
+    "the loss of these rows has no graph: where it has no terms, return a zero that "
+    "has one, such as (output * 0).sum(), or pass count=, its number of terms"
+)
+_OTHER_KEYS = (
+    "the key is a replica's: a dictionary in an object that replicas share has the keys "
+    "of your own module; make it an attribute of a module, or a variable that the hook "
+    "closes over, and replicas get copies of its keys"
+)
+_LESS_MEMORY = (
+    "more sub-steps need less memory: a larger accum=, a smaller "
+    'micro_batch_size=, or accum="auto"'
+)
+
+
+class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
+    """Add notes to an exception of the body: replica, device, sub-step and its rows.
+
+    Attributes:
+        sub_step: the number of the sub-step that runs; ``None`` between sub-steps.
+    """
+
+    def __init__(self, share: Share, sub_step: int | None = None) -> None:
+        self._share = share
+        self.sub_step = sub_step
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            return
+        share = self._share
+        where = f"in replica {share.replica} on {share.device}"
+        rows: Sequence[int] = ()
+        if self.sub_step is not None:
+            rows = share.rows_of(self.sub_step)
+            where += f", sub-step {self.sub_step} of {len(share.micro_batches)}"
+            where += f", {_named(rows)}"
+        add_note(error, f"{where}, counted from 0")
+        text = str(error)
+        if isinstance(error, ValueError) and "Expected more than 1 value" in text:
+            add_note(error, _ONE_ROW)
+        if isinstance(error, RuntimeError) and "does not require grad and" in text:
+            add_note(error, _NO_GRAPH)
+        if isinstance(error, KeyError) and _is_about_a_replica(error):
+            add_note(error, _OTHER_KEYS)
+        if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
+            add_note(error, _LESS_MEMORY)
+
+
+def _is_about_a_replica(error: KeyError) -> bool:
+    return bool(error.args) and isinstance(error.args[0], (nn.Module, Tensor))
+
+
+def _named(rows: Sequence[int]) -> str:
+    """The numbers of rows as text, such as ``rows 8 to 9``."""
+    if len(rows) == 1:
+        return f"row {rows[0]}"
+    if isinstance(rows, range):
+        return f"rows {rows[0]} to {rows[-1]}"
+    return f"rows {shown(', '.join(map(str, rows)))}"

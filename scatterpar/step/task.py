@@ -1,0 +1,198 @@
+"""The work of one replica in one step: its module, its rows, its criterion."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from scatterpar.batch.markers import Marker
+from scatterpar.errors import restored
+from scatterpar.plan import Share
+from scatterpar.replicas.replicas import Replica
+from scatterpar.step.attempt import Attempt, Clock
+from scatterpar.step.scatter import ShareLoader
+from scatterpar.threads.caller_context import autocast_types
+from scatterpar.threads.generators import Generators, generator_for_backward
+from scatterpar.torch_private import backward
+
+Context = contextlib.AbstractContextManager[object]
+_UNTIMED = contextlib.nullcontext()
+_TORCHS_LOSSES = ("torch.nn.functional", "torch.nn.modules.loss")
+
+
+@dataclass(frozen=True)
+class ReplicaTask:
+    """The work of one replica in one step; only the replica's thread uses it.
+
+    Attributes:
+        share: the rows, and how they are cut into micro-batches.
+        module: the replica.
+        loader: copies the share's rows to the replica's device.
+        criterion: the replica's criterion; ``None`` if the module has the loss.
+        weights: the factor of each micro-batch's loss in the loss of the batch.
+        replicas: that of the model, and that of the criterion if it needs one.
+        leaves: the tensors in which backward passes accumulate gradients.
+        criterion_lock: held in calls of the criterion; ``None`` for torch's own losses.
+        clock: times the parts of a sub-step; ``None`` if nobody asks for times.
+        autocast: the device types for which the caller has enabled autocast.
+    """
+
+    share: Share
+    module: Callable[..., Any]
+    loader: ShareLoader
+    criterion: Callable[[Any, Any], Any] | None
+    weights: Sequence[float]
+    replicas: Sequence[Replica]
+    leaves: Sequence[Tensor]
+    criterion_lock: Context | None
+    clock: Clock | None
+    autocast: Sequence[str]
+
+    def span(self, name: str, sub_step: int) -> Context:
+        """Time the body as a part of a sub-step."""
+        if self.clock is None:
+            return _UNTIMED
+        return self.clock(name, self.share, sub_step)
+
+    def rows_of(self, sub_step: int, *, retain: bool = False) -> Any:
+        """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
+        # No empty span without a clock: replicas share the GIL in every sub-step.
+        if self.clock is None:
+            return self.loader.load(sub_step, retain=retain)
+        with self.span("arrival", sub_step):
+            return self.loader.load(sub_step, retain=retain)
+
+    def output_of(self, inputs: Any) -> Any:
+        """The module's output for the inputs of one micro-batch."""
+        args, kwargs = as_call(inputs)
+        return self.module(*args, **kwargs)
+
+    def run_backward(
+        self, sub_step: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Run and time the backward pass of a sub-step."""
+        if self.clock is None:
+            self.run_untimed_backward(roots, gradients)
+            return
+        with self.span("backward", sub_step):
+            self.run_untimed_backward(roots, gradients)
+
+    def run_untimed_backward(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Run a backward pass with autocast off, as torch recommends."""
+        for device_type in self.autocast:
+            torch.set_autocast_enabled(device_type, False)
+        try:
+            with generator_for_backward(roots):
+                backward(roots, gradients)
+        finally:
+            for device_type in self.autocast:
+                torch.set_autocast_enabled(device_type, True)
+
+    @contextlib.contextmanager
+    def isolated(self, generators: Generators) -> Iterator[None]:
+        """In the body, the task's replicas start in the state of the last refresh.
+
+        Afterwards their present state and that of the replica's generators is restored,
+        but not their gradients.
+        """
+        replica = self.share.replica
+        state = generators.get_state(replica)
+        with (
+            restored(partial(generators.set_state, replica, state)),
+            contextlib.ExitStack() as stack,
+        ):
+            for replica_of_root in self.replicas:
+                stack.enter_context(replica_of_root.isolated())
+            yield
+
+
+def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[ReplicaTask]:
+    """One task per share: with fewer rows than replicas, the last replicas have none.
+
+    Replicas are refreshed before, and the attempt's weights are known.
+    """
+    replica_sets = attempt.replicas.replica_sets
+    criteria = attempt.replicas.criteria
+    weights = attempt.weights.by_share
+    lock = criterion_lock(criteria[0])
+    autocast = autocast_types()
+    tasks: list[ReplicaTask] = []
+    for number, share in enumerate(attempt.plan.shares):
+        replicas: list[Replica] = []
+        leaves: list[Tensor] = []
+        for replica_set in replica_sets:
+            # With whole_batch only the master has a replica of the criterion.
+            if number < len(replica_set.replicas):
+                replica = replica_set.replicas[number]
+                replicas.append(replica)
+                leaves += [
+                    replica.tensors[position] for position in replica_set.trained
+                ]
+        task = ReplicaTask(
+            share,
+            module=replicas[0].root,
+            loader=loaders[number],
+            criterion=criteria[number] if number < len(criteria) else None,
+            weights=weights[number] if weights else (),
+            replicas=replicas,
+            leaves=leaves,
+            criterion_lock=lock,
+            clock=attempt.clock,
+            autocast=autocast,
+        )
+        tasks.append(task)
+    return tasks
+
+
+def criterion_lock(criterion: Callable[..., Any] | None) -> Context | None:
+    """A lock that all replicas hold in calls of the criterion.
+
+    A function is shared, with all that it refers to; of a module each replica has a
+    copy, and the lock locks nothing. Returns ``None`` for torch's own losses.
+    """
+    is_module = isinstance(criterion, nn.Module)
+    definition = type(criterion) if is_module else criterion
+    if criterion is None or getattr(definition, "__module__", None) in _TORCHS_LOSSES:
+        return None
+    return contextlib.nullcontext() if is_module else threading.Lock()
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module.
+
+    A mapping has arguments by name, a tuple by position; any other value is alone.
+    """
+    if isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
+        return inputs, {}
+    # Tensor first: the Mapping check is slow.
+    if not isinstance(inputs, Tensor) and isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs,), {}
+
+
+def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call as inputs of a batch.
+
+    That is a pair of both, or a single marker whose ``collate`` returns such a pair.
+    """
+    is_single = len(args) == 1 and not kwargs
+    if not is_single or not isinstance(args[0], Marker) or args[0].collate is None:
+        return args, kwargs
+    marker = copy.copy(args[0])
+    marker.collate = partial(_collated_call, args[0].collate)
+    return marker
+
+
+def _collated_call(collate: Callable[[Any], Any], contents: Any) -> Any:
+    return as_call(collate(contents))

@@ -1,0 +1,84 @@
+"""What a failed step puts back: values of tensors, ``.grad``, random generators."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import Transfers, write
+from scatterpar.errors import restore_after
+from scatterpar.threads.generators import Generators
+
+
+class Undo(contextlib.AbstractContextManager["Undo"]):
+    """The state before a step of all that user code and the commit may write.
+
+    As a context manager, which may be entered again, it calls ``restore`` if the body
+    raises::
+
+        undo.save_values([buffer])
+        with undo:
+            buffer.add_(1)
+            raise RuntimeError      # the buffer is as before, and the error goes on
+    """
+
+    def __init__(self, generators: Generators, transfers: Transfers) -> None:
+        self._generators = generators
+        self._transfers = transfers
+        # Each with what it is restored to.
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._generator_states: list[tuple[torch.Generator, Tensor]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.restore(error)
+
+    def save_values(self, tensors: Iterable[Tensor]) -> None:
+        """Save the values of tensors that may be written before the commit is over."""
+        for tensor in tensors:
+            self._values.append((tensor, tensor.detach().clone()))
+
+    def save_gradients(self, leaves: Iterable[Tensor]) -> None:
+        """Save the ``.grad`` of leaves: which tensor it is, not its values."""
+        for leaf in leaves:
+            self._gradients.append((leaf, leaf.grad))
+
+    def save_generators(self, generators: Iterable[torch.Generator]) -> None:
+        """Save the states of the user's own random generators."""
+        for generator in generators:
+            self._generator_states.append((generator, generator.get_state()))
+
+    def written(self) -> set[int]:
+        """The ids of the tensors with a saved value that have another value now."""
+        written: set[int] = set()
+        for tensor, value in self._values:
+            if not same_bits(tensor, value):
+                written.add(id(tensor))
+        return written
+
+    def restore(self, error: BaseException | None = None) -> None:
+        """Restore everything that was saved, and wait for pending copies.
+
+        With ``error``, a failure becomes a note on it and the rest is restored.
+        """
+        restores: list[Callable[[], object]] = [self._generators.rollback]
+        for generator, state in self._generator_states:
+            restores.append(partial(generator.set_state, state))
+        for leaf, gradient in self._gradients:
+            restores.append(partial(setattr, leaf, "grad", gradient))
+        for tensor, value in self._values:
+            restores.append(partial(write, tensor, value))
+        # Last, because it raises on a device that has failed: all else is restored.
+        restores.append(self._transfers.synchronize)
+        with torch.no_grad():
+            restore_after(error, *restores)

@@ -236,6 +236,15 @@ a loss that is not finite is committed in spite of check_finite=True
 tries of an automatic accum leave what they wrote
   ScatterOnceParallel._fewest_substeps -> test_a_second_try_starts_anew
   outcome.attempt.undo.restore() => pass
+the gradients of a trial stay while the next try runs
+  ScatterOnceParallel._fewest_substeps -> test_the_gradients_of_a_trial_are_freed_before_the_next_try
+  del outcome => pass
+trials of an automatic accum call the user's function of outputs
+  Search._trial -> test_a_function_of_outputs_is_not_called_by_trials
+  replace(self._request, return_outputs=False) => self._request
+inputs are kept while the criterion runs
+  forward -> test_inputs_that_no_graph_needs_are_freed_before_the_criterion
+  del rows, inputs => pass
 Ctrl-C is forgotten
   Workers._wait -> test_a_long_step_ends_at_its_next_sub_step
   job.errors[_CALLER] = error => pass

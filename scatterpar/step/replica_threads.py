@@ -144,15 +144,19 @@ class ReplicaNote(contextlib.AbstractContextManager["ReplicaNote"]):
             where += f", sub-step {self.sub_step} of {len(share.micro_batches)}"
             where += f", {_named(rows)}"
         add_note(error, f"{where}, counted from 0")
-        text = str(error)
-        if isinstance(error, ValueError) and "Expected more than 1 value" in text:
+        # The class is asked first: the text of a user's own error may raise another.
+        if isinstance(error, ValueError) and _says(error, "Expected more than 1 value"):
             add_note(error, _ONE_ROW)
-        if isinstance(error, RuntimeError) and "does not require grad and" in text:
+        if isinstance(error, RuntimeError) and _says(error, "not require grad and"):
             add_note(error, _NO_GRAPH)
         if isinstance(error, KeyError) and _is_about_a_replica(error):
             add_note(error, _OTHER_KEYS)
         if len(rows) > 1 and is_out_of_memory(error):  # one row cannot be divided
             add_note(error, _LESS_MEMORY)
+
+
+def _says(error: BaseException, words: str) -> bool:
+    return words in str(error)
 
 
 def _is_about_a_replica(error: KeyError) -> bool:

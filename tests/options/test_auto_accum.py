@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 
@@ -11,7 +12,7 @@ from faults.state import nothing_changes, values_differ
 from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import build, randint, randn
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
 
@@ -188,3 +189,42 @@ def test_other_errors_are_not_taken_for_it(room):
         wanted,
     ):
         step(engine, 29, fails)
+
+
+def test_the_gradients_of_a_trial_are_freed_before_the_next_try(devices):
+    """The search exists because memory is short."""
+    alive = []  # tensors of a weight's size at the start of each try
+
+    def forward(model, inputs):
+        weight = model.enter.weight
+        if weight.grad is None:
+            tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+            alive.append(sum(tensor.shape == weight.shape for tensor in tensors))
+        return within_budget(model, inputs)
+
+    model = budget(3)
+    model.enter = nn.Linear(FEATURES, 13)  # no other test has a weight of this size
+    model.norm = nn.BatchNorm1d(13)
+    model.leave = nn.Linear(13, CLASSES)
+    model.double().function = forward
+    options = {"device_ids": devices(1), "verify": False}
+    with ScatterOnceParallel(model, "auto", **options) as engine:
+        with pytest.warns(UserWarning, match="is the smallest that fits"):
+            step(engine)
+        assert engine.last_step.retries == 5
+    assert len(alive) == 7  # tries: a trial of 8 sub-steps has fitted between others
+    assert len(set(alive)) == 1, alive
+
+
+def test_a_function_of_outputs_is_not_called_by_trials(devices):
+    sizes = []
+
+    def number_of_rows(output):
+        sizes.append(len(output))
+        return output
+
+    with ScatterOnceParallel(budget(3), "auto", devices(2)) as engine:
+        with pytest.warns(UserWarning, match="is the smallest that fits"):
+            _, outputs = step(engine, return_outputs=number_of_rows)
+    assert sizes == [3] * 8
+    assert [len(output) for output in outputs] == [12, 12]

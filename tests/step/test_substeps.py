@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections import Counter
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, linear
+from harness.models import CLASSES, FEATURES, Of, linear
 from harness.oracle import build, randint, randn
 from torch import nn
 
@@ -42,6 +43,28 @@ def test_micro_batches_without_terms_still_run_forward(devices):
     with ScatterOnceParallel(model, 3, devices(1)) as engine:
         engine.forward_backward(randn(12, FEATURES), targets, LOSS)
     assert model[0].num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_inputs_that_no_graph_needs_are_freed_before_the_criterion(devices, is_module):
+    seen = []
+
+    def forward(model, inputs):
+        seen.append(weakref.ref(inputs))
+        return model.weight * inputs.detach().sum(1, keepdim=True)
+
+    model = Of(forward, weight=nn.Parameter(torch.ones(CLASSES)))
+
+    class Loss(nn.CrossEntropyLoss):
+        def forward(self, output, targets):
+            assert seen[-1]() is None
+            return super().forward(output, targets)
+
+    loss = Loss()
+    criterion = loss if is_module else (lambda output, targets: loss(output, targets))
+    with ScatterOnceParallel(model, 3, devices(1), verify=False) as engine:
+        engine.forward_backward(ROWS.float(), LABELS, criterion)
+    assert len(seen) == 3
 
 
 # --- what a sub-step runs besides the model, with the GIL, times all replicas: once 56 calls ---

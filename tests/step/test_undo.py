@@ -1,0 +1,89 @@
+"""What a step that fails puts back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scatterpar.devices.transfers import Transfers
+from scatterpar.step.undo import Undo
+from scatterpar.threads.generators import Generators
+
+pytestmark = pytest.mark.draws
+
+
+def undo_of_a_step():
+    return Undo(Generators([torch.device("cpu")] * 2), Transfers())
+
+
+def state_of(tensor, leaf, generator):
+    return (
+        tensor.tolist(),
+        id(leaf.grad),
+        generator.get_state().tolist(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def change_all(tensor, leaf, generator):
+    tensor.add_(1)
+    leaf.grad = torch.ones(2)
+    torch.rand(3, generator=generator)
+    torch.rand(3)
+
+
+def saved_objects(undo):
+    tensor = torch.zeros(3)
+    leaf = torch.zeros(2, requires_grad=True)
+    leaf.grad = torch.full((2,), 5.0)
+    generator = torch.Generator().manual_seed(3)
+    undo.save_values([tensor])
+    undo.save_gradients([leaf])
+    undo.save_generators([generator])
+    return tensor, leaf, generator
+
+
+def test_all_that_was_saved_is_put_back_if_the_body_raises():
+    undo = undo_of_a_step()
+    objects = saved_objects(undo)
+    before = state_of(*objects)
+    with pytest.raises(ZeroDivisionError), undo:
+        change_all(*objects)
+        raise ZeroDivisionError
+    assert state_of(*objects) == before
+
+
+def test_nothing_is_put_back_if_the_body_succeeds_and_later_all_is():
+    undo = undo_of_a_step()
+    objects = saved_objects(undo)
+    before = state_of(*objects)
+    with undo:
+        change_all(*objects)
+    assert state_of(*objects) != before
+    with pytest.raises(ZeroDivisionError), undo:  # entered again
+        raise ZeroDivisionError
+    assert state_of(*objects) == before
+
+
+def test_a_value_that_cannot_be_put_back_is_a_note_and_the_rest_is_put_back():
+    undo = undo_of_a_step()
+    shrinks = torch.zeros(3)
+    undo.save_values([shrinks])
+    objects = saved_objects(undo)
+    before = state_of(*objects)
+    with pytest.raises(ZeroDivisionError) as caught, undo:
+        shrinks.resize_(2)
+        change_all(*objects)
+        raise ZeroDivisionError
+    (note,) = caught.value.__notes__
+    assert "could not be put back" in note
+    assert state_of(*objects) == before
+
+
+def test_written_are_the_tensors_whose_bits_differ():
+    undo = undo_of_a_step()
+    same, other = torch.zeros(3), torch.zeros(3)
+    undo.save_values([same, other])
+    same.add_(0)
+    other.add_(1)
+    assert undo.written() == {id(other)}

@@ -223,8 +223,8 @@ def test_a_function_of_outputs_is_not_called_by_trials(devices):
         sizes.append(len(output))
         return output
 
-    with ScatterOnceParallel(budget(3), "auto", devices(2)) as engine:
-        with pytest.warns(UserWarning, match="is the smallest that fits"):
-            _, outputs = step(engine, return_outputs=number_of_rows)
+    warns = pytest.warns(UserWarning, match="is the smallest that fits")
+    with ScatterOnceParallel(budget(3), "auto", devices(2)) as engine, warns:
+        _, outputs = step(engine, return_outputs=number_of_rows)
     assert sizes == [3] * 8
     assert [len(output) for output in outputs] == [12, 12]

@@ -32,6 +32,13 @@ def change_all(tensor, leaf, generator):
     torch.rand(3)
 
 
+def change_all_and_fail(tensor, leaf, generator, shrinks=None):
+    change_all(tensor, leaf, generator)
+    if shrinks is not None:
+        shrinks.resize_(2)
+    raise ZeroDivisionError
+
+
 def saved_objects(undo):
     tensor = torch.zeros(3)
     leaf = torch.zeros(2, requires_grad=True)
@@ -48,8 +55,7 @@ def test_all_that_was_saved_is_put_back_if_the_body_raises():
     objects = saved_objects(undo)
     before = state_of(*objects)
     with pytest.raises(ZeroDivisionError), undo:
-        change_all(*objects)
-        raise ZeroDivisionError
+        change_all_and_fail(*objects)
     assert state_of(*objects) == before
 
 
@@ -72,9 +78,7 @@ def test_a_value_that_cannot_be_put_back_is_a_note_and_the_rest_is_put_back():
     objects = saved_objects(undo)
     before = state_of(*objects)
     with pytest.raises(ZeroDivisionError) as caught, undo:
-        shrinks.resize_(2)
-        change_all(*objects)
-        raise ZeroDivisionError
+        change_all_and_fail(*objects, shrinks)
     (note,) = caught.value.__notes__
     assert "could not be put back" in note
     assert state_of(*objects) == before

@@ -1,11 +1,9 @@
-"""Copies in chunks, fingerprints, and the order of the sum.
+"""Copies in chunks, and the order of the sum.
 
 Chunks are of a few bytes here, so that small models are cut as large ones are.
 """
 
 from __future__ import annotations
-
-from itertools import product
 
 import pytest
 import torch
@@ -17,13 +15,11 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices import coalescing, fingerprints
-from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.transfers import Transfers
 from scatterpar.step.reduce import sum_in_order
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
 CRITERION = nn.CrossEntropyLoss()
-HOST = torch.device("cpu")
 
 
 @pytest.fixture
@@ -121,47 +117,3 @@ def test_tensors_begin_where_allocations_do(devices, accum):
         engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
     assert len(places) >= 6 * 3 * accum
     assert set(places) == {0}
-
-
-# ---- fingerprints: what tells that bits have changed unseen -------------------------------------
-
-
-def prints(*tensors):
-    return Fingerprints(dict(enumerate(tensors)), HOST).values.tolist()
-
-
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-]
-DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
-
-
-@pytest.mark.parametrize("words", [3, 4, 2**21])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_change_shows(monkeypatch, dtype, words):
-    """Of a single bit, and of many."""
-    monkeypatch.setattr(fingerprints, "_WORDS_IN_THE_HOST", words)
-    numbers = torch.arange(1.0, 11)
-    tensor = numbers.to(dtype)
-    before, raw = prints(tensor), tensor.view(torch.uint8)
-    assert prints(torch.cat([tensor[:1], tensor])[1:]) == before, "elsewhere in memory"
-    for byte, bit in product(range(len(raw)), range(8)):
-        raw[byte] ^= 1 << bit
-        assert prints(tensor) != before, (byte, bit)
-        raw[byte] ^= 1 << bit
-    assert prints(tensor) == before
-    if dtype.is_floating_point:
-        others = [
-            -numbers,
-            numbers.flip(0),
-            numbers.roll(1),
-            numbers.roll(5),
-            numbers * torch.nan,
-        ]
-        others += [numbers[[1, 0, *range(2, 10)]], 0 * numbers]
-        assert before not in [prints(other.to(dtype)) for other in others]

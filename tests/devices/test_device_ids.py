@@ -1,0 +1,87 @@
+"""Which devices a list of names means, and which of them share a memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scatterpar.devices import device_ids
+from scatterpar.devices.device_ids import HOST, parse_devices, physical, resolve
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def two_accelerators(monkeypatch):
+    """torch says that it has two, of which the second is current."""
+    accelerator = torch.device("cuda")
+    monkeypatch.setattr(
+        device_ids.torch.accelerator, "current_accelerator", lambda **_: accelerator
+    )
+    monkeypatch.setattr(device_ids.torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(device_ids.torch.accelerator, "current_device_index", lambda: 1)
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch):
+    monkeypatch.setattr(
+        device_ids.torch.accelerator, "current_accelerator", lambda **_: None
+    )
+    monkeypatch.setattr(device_ids.torch.accelerator, "device_count", lambda: 0)
+
+
+WITH_TWO = {
+    "all": (None, ["cuda:0", "cuda:1"]),
+    "ordinals": ([1, 0, 1], ["cuda:1", "cuda:0", "cuda:1"]),
+    "names": (["cuda:1", "cpu", "cpu:3"], ["cuda:1", "cpu", "cpu:3"]),
+    "the current one": (["cuda"], ["cuda:1"]),
+    "devices": ((torch.device("cuda", 0),), ["cuda:0"]),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TWO)
+def test_with_two_accelerators(two_accelerators, name):
+    entries, expected = WITH_TWO[name]
+    assert resolve(entries) == tuple(map(torch.device, expected))
+
+
+def test_without_an_accelerator_there_is_one_replica_on_the_host(no_accelerator):
+    assert resolve(None) == (HOST,)
+    assert resolve(["cpu"] * 2) == (HOST, HOST)
+
+
+REFUSED = {
+    "no list": ("cpu", TypeError, r"'cpu'; for one replica pass \['cpu'\]"),
+    "one number": (3, TypeError, r"pass \[3\]"),
+    "a set": ({"cpu"}, TypeError, "must be a list"),
+    "empty": ([], ValueError, "device_ids is empty"),
+    "a bool": ([True], TypeError, "got True"),
+    "a float": ([1.0], TypeError, "got 1.0"),
+    "an ordinal": ([0], ValueError, "0 is the ordinal of an accelerator"),
+    "no device": (["cpux"], ValueError, "'cpux' is not a device"),
+    "not here": (["cuda:0"], ValueError, r"cuda:0 is not here \(visible: no accel"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_names_no_device_is_refused(no_accelerator, name):
+    entries, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        resolve(entries)
+
+
+def test_a_device_beyond_the_visible_ones_is_refused(two_accelerators):
+    with pytest.raises(ValueError, match=r"cuda:2 is not here \(visible: 2 cuda dev"):
+        resolve([2])
+
+
+@pytest.mark.parametrize(
+    "words", ["cuda:0,1 cpu", "cuda:0 1,cpu", ["cuda:0,1", "cpu"], ["cuda:0", "1,,cpu"]]
+)
+def test_a_command_s_devices_are_separated_by_commas_or_spaces(words):
+    assert parse_devices(words) == ["cuda:0", 1, "cpu"]
+
+
+def test_virtual_devices_are_the_host_for_torch():
+    assert physical(torch.device("cpu:3")) == HOST
+    assert physical(torch.device("cuda:1")) == torch.device("cuda:1")

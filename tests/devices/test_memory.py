@@ -1,0 +1,121 @@
+"""Errors that mean "out of memory", what they keep alive, and the host's malloc."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+
+from scatterpar.devices import memory
+
+pytestmark = pytest.mark.core
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA"),
+    MemoryError(),
+    RuntimeError("MPS backend out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"),
+    RuntimeError("Cannot allocate memory"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"
+    ),
+]
+OTHERS = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("out of memory"),  # no allocator raises it
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+def test_out_of_memory_is_known_by_its_text(error):
+    assert memory.is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=repr)
+def test_other_errors_are_not_out_of_memory(error):
+    assert not memory.is_out_of_memory(error)
+
+
+def test_memory_of_a_virtual_device_is_the_host_s():
+    tensor = memory.empty(3, torch.int16, torch.device("cpu:1"))
+    assert (tensor.shape, tensor.dtype, tensor.device.type) == (
+        (3,),
+        torch.int16,
+        "cpu",
+    )
+
+
+class Activation:
+    """Something that a local variable keeps alive."""
+
+
+def failing(alive):
+    activation = Activation()
+    alive.append(weakref.ref(activation))
+    raise RuntimeError("out of memory")
+
+
+def failing_with_a_cause(alive):
+    activation = Activation()
+    alive.append(weakref.ref(activation))
+    try:
+        failing(alive)
+    except RuntimeError as error:
+        raise ValueError("step") from error
+
+
+def test_frames_of_an_error_and_its_cause_let_go_of_activations():
+    alive = []
+    with pytest.raises(ValueError, match="step") as caught:
+        failing_with_a_cause(alive)
+    assert [reference() is None for reference in alive] == [False, False]
+    memory.clear_frames(caught.value)
+    assert [reference() is None for reference in alive] == [True, True]
+
+
+def test_errors_that_refer_to_each_other_are_cleared_once():
+    first, second = ValueError(), ValueError()
+    first.__context__, second.__context__ = second, first
+    memory.clear_frames(first)  # ends
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_kernel_search_restores_the_flag(is_on):
+    with torch.backends.cudnn.flags(benchmark=is_on):
+        with memory.no_kernel_search():
+            assert not torch.backends.cudnn.benchmark
+        assert torch.backends.cudnn.benchmark == is_on
+
+
+@pytest.mark.parametrize("variable", [None, *memory._MALLOC_VARIABLES])
+def test_malloc_is_tuned_unless_the_user_has_set_it_up(monkeypatch, variable):
+    for name in memory._MALLOC_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.39"))
+    libc = mock.Mock()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
+    memory.tune_malloc.__wrapped__(torch.device("cpu"))
+    expected = [] if variable else [mock.call(-3, 2**25), mock.call(-1, 2**30)]
+    assert libc.mallopt.mock_calls == expected
+
+
+def test_the_cache_is_not_emptied_while_another_thread_captures(monkeypatch):
+    emptied = mock.Mock()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", emptied)
+    with memory.CAPTURE:
+        thread = threading.Thread(target=memory.empty_cache)
+        thread.start()
+        thread.join()
+    assert emptied.call_count == 0
+    memory.empty_cache()
+    assert emptied.call_count == 1

@@ -1,0 +1,68 @@
+"""Streams: which one a use gets. With devices that have some: ``cards/`` and ``nullcuda/``."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import cycle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from scatterpar.devices import streams
+from scatterpar.devices.device_ids import HOST
+
+pytestmark = pytest.mark.core
+DEVICE = torch.device("cuda:0")
+
+
+def test_the_host_has_no_streams():
+    for device in (HOST, torch.device("cpu:1")):
+        assert not streams.is_async(device)
+        assert not streams.has_streams(device)
+        assert streams.stream_for("arriving", device) is None
+        streams.synchronize(device)  # nothing to wait for
+        with streams.use_device(device, ()):
+            assert torch.empty(1).device == HOST
+
+
+def test_a_device_whose_streams_fail_has_none(monkeypatch):
+    def refused(_):
+        raise RuntimeError("Backend doesn't support streams")
+
+    monkeypatch.setattr(streams.torch, "Stream", refused)
+    monkeypatch.setattr(streams, "use_device", lambda *_: contextlib.nullcontext())
+    assert streams.has_streams.__wrapped__(DEVICE) is False
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """A device with a pool of streams 1 to 4, of which the caller is on stream 2."""
+    numbers = cycle([1, 2, 3, 4])
+
+    def stream(*_, stream_id=None, **__):
+        return SimpleNamespace(
+            stream_id=next(numbers) if stream_id is None else stream_id,
+            device_index=0,
+            device_type=1,
+        )
+
+    fake = SimpleNamespace(
+        Stream=stream,
+        accelerator=SimpleNamespace(current_stream=lambda _: stream(stream_id=2)),
+    )
+    monkeypatch.setattr(streams, "torch", fake)
+    monkeypatch.setattr(streams, "has_streams", lambda _: True)
+    monkeypatch.setattr(streams, "_streams", {})
+
+
+def test_each_use_keeps_a_stream_that_nobody_else_has(pool):
+    """Not 2, which the caller is on; and the fourth in turn would be 1 again."""
+    uses = ["arriving", "sending", "recording", "sending", "arriving"]
+    numbers = [streams.stream_for(use, DEVICE).stream_id for use in uses]
+    assert numbers == [1, 3, 4, 3, 1]
+
+
+def test_two_threads_get_two_objects_for_one_stream(pool):
+    first = streams.stream_for("arriving", DEVICE)
+    assert streams.stream_for("arriving", DEVICE) is not first

@@ -1,0 +1,115 @@
+"""Signals wait for the end of the body. In steps, at every instruction: ``faults/``."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from scatterpar.threads.interrupts import Interrupts
+
+pytestmark = pytest.mark.core
+FIRST, SECOND = signal.SIGINT, signal.SIGTERM
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt():
+    raise Interrupted
+
+
+@pytest.fixture
+def order():
+    """What happens, in order; the handlers of both signals are there."""
+    happened = []
+
+    def handler(number, _):
+        happened.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handler) for number in (FIRST, SECOND)}
+    yield happened
+    for number, earlier in before.items():
+        signal.signal(number, earlier)
+
+
+def test_a_signal_waits_for_the_end_of_the_body(order):
+    with Interrupts():
+        signal.raise_signal(FIRST)
+        order.append("body")
+    order.append("after")
+    assert order == ["body", "SIGINT", "after"]
+
+
+def test_where_they_are_allowed_signals_come_at_once(order):
+    with Interrupts() as interrupts:
+        signal.raise_signal(FIRST)
+        order.append("body")
+        with interrupts.allowed():
+            order.append("allowed")
+            signal.raise_signal(SECOND)
+            order.append("still allowed")
+        signal.raise_signal(SECOND)
+        order.append("body again")
+    assert order == [
+        "body",
+        "SIGINT",
+        "allowed",
+        "SIGTERM",
+        "still allowed",
+        "body again",
+        "SIGTERM",
+    ]
+
+
+def test_deliver_runs_what_waits(order):
+    with Interrupts() as interrupts:
+        signal.raise_signal(FIRST)
+        interrupts.deliver()
+        order.append("body")
+    assert order == ["SIGINT", "body"]
+
+
+def test_handlers_are_put_back_also_after_an_error(order):
+    handlers = [signal.getsignal(number) for number in (FIRST, SECOND)]
+    with pytest.raises(Interrupted), Interrupts():
+        interrupt()
+    assert [signal.getsignal(number) for number in (FIRST, SECOND)] == handlers
+
+
+def test_each_waiting_handler_runs_although_one_raises(order):
+    def raising(number, _):
+        order.append(signal.Signals(number).name)
+        raise Interrupted
+
+    signal.signal(FIRST, raising)
+    signal.signal(SECOND, raising)
+    interrupts = Interrupts()
+    interrupts.__enter__()
+    signal.raise_signal(FIRST)
+    signal.raise_signal(SECOND)
+    assert not order
+    with pytest.raises(Interrupted):
+        interrupts.__exit__()
+    assert sorted(order) == ["SIGINT", "SIGTERM"]
+
+
+def test_signals_without_a_python_handler_are_left_alone(order):
+    signal.signal(SECOND, signal.SIG_IGN)
+    with Interrupts():
+        assert signal.getsignal(SECOND) is signal.SIG_IGN
+
+
+def test_other_threads_change_no_handler(order):
+    seen = []
+
+    def body():
+        with Interrupts():
+            seen.append(signal.getsignal(FIRST))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(FIRST)]

@@ -23,6 +23,10 @@ _SHOWN = 72  # characters of row numbers in a table or an error
 class Printed:
     """IPython shows the object as ``print`` does."""
 
+    def __init_subclass__(cls) -> None:
+        """IPython asks a dataclass for ``__repr__`` before it asks its base class."""
+        cls._repr_pretty_ = Printed._repr_pretty_  # type: ignore[method-assign]
+
     def _repr_pretty_(self, printer: Any, _: bool) -> None:
         printer.text(str(self))
 

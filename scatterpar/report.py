@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scatterpar.plan import Plan, as_text
+from scatterpar.plan import Plan, Printed, as_text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GradientNoise:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Printed):
     """Counts and times of one step; ``print`` shows a table.
 
     Attributes:

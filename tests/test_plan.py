@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,15 +75,25 @@ def test_a_plan_is_pure_arithmetic():
 
 
 def test_a_plan_prints_as_a_table_in_a_notebook_too():
-    plan, shown = ScatterOnceParallel(nn.ReLU(), 2, ["cpu:0", "cpu:1"]).plan(9), []
+    plan = ScatterOnceParallel(nn.ReLU(), 2, ["cpu:0", "cpu:1"]).plan(9)
     assert str(plan).splitlines() == [
         "9 rows on 2 replicas",
         "replica  device  rows  micro-batches",
         "0        cpu:0   0:5   1 x 3 + 1 x 2",
         "1        cpu:1   5:9   2 x 2",
     ]
-    plan._repr_pretty_(SimpleNamespace(text=shown.append), False)
-    assert shown == [str(plan)]
+
+
+def test_ipython_shows_what_print_does():
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    engine = ScatterOnceParallel(linear(), device_ids=["cpu"] * 2, micro_batch_cost=9)
+    step = randn(8, FEATURES), randint(CLASSES, 8), nn.functional.cross_entropy
+    with engine.trace() as trace:
+        engine.forward_backward(*step, costs=range(1, 9))
+    check = engine.check(*step, costs=range(1, 9))
+    plan = engine.plan(8, range(1, 9))
+    for result in (make_plan(9, [CPU]), plan, engine.last_step, trace, check):
+        assert pretty(result) == str(result)
 
 
 @pytest.mark.parametrize(

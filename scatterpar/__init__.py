@@ -17,6 +17,7 @@ from scatterpar.recipe import (
 )
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.sharded import ShardedOptimizer
+from scatterpar.splitting.check import SplitCheck, splitcheck
 from scatterpar.step.loss_weights import count_labels
 from scatterpar.version import __version__ as __version__
 
@@ -31,6 +32,7 @@ __all__ = [
     "ScatterOnceParallel",
     "ShardedOptimizer",
     "Share",
+    "SplitCheck",
     "StepReport",
     "Trace",
     "count_labels",
@@ -38,6 +40,7 @@ __all__ = [
     "gather",
     "gradual_warmup",
     "linear_scaled_lr",
+    "splitcheck",
     "weight_decay_groups",
     "zero_init_residual",
 ]

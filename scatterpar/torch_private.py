@@ -126,6 +126,78 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     return [before, after]
 
 
+# --- a training step that is only looked at ---
+
+
+# Gets parameters, and whether their gradients exceed the limit.
+Clip = Callable[[list[Tensor], bool], None]
+_clips: list[Clip] = []  # the last one is called in the place of torch's functions
+
+
+@contextlib.contextmanager
+def clipping_replaced(clip: Clip) -> Iterator[None]:
+    """In the body, torch's functions that clip gradients call ``clip`` in their place.
+
+    Their code is exchanged, not a name in a module: others may have imported them by
+    name.
+    """
+    name = "torch.nn.utils.clip_grad"
+    exchanged = (
+        (inspect.unwrap(_find(name, "_clip_grads_with_norm_")), _by_norm),
+        (inspect.unwrap(_find(name, "clip_grad_value_")), _by_value),
+    )
+    codes = [function.__code__ for function, _ in exchanged]
+    _clips.append(clip)
+    try:
+        for function, replacement in exchanged:
+            function.__code__ = replacement.__code__
+        yield
+    finally:
+        for (function, _), code in zip(exchanged, codes, strict=True):
+            function.__code__ = code
+        _clips.pop()
+
+
+def _by_norm(
+    parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None
+) -> None:
+    """Runs with the globals of ``torch.nn.utils.clip_grad``."""
+    import sys
+
+    sys.modules["scatterpar.torch_private"].clip_by_norm(
+        parameters, max_norm, total_norm
+    )
+
+
+def _by_value(parameters: Any, clip_value: Any, foreach: Any = None) -> None:
+    """Runs with the globals of ``torch.nn.utils.clip_grad``."""
+    import sys
+
+    sys.modules["scatterpar.torch_private"].clip_by_value(parameters, clip_value)
+
+
+def clip_by_norm(parameters: Any, max_norm: float, total_norm: Tensor) -> None:
+    """Call the function that ``clipping_replaced`` got."""
+    _clips[-1](_as_list(parameters), float(total_norm) > float(max_norm))
+
+
+def clip_by_value(parameters: Any, clip_value: float) -> None:
+    """Call the function that ``clipping_replaced`` got."""
+    tensors = _as_list(parameters)
+    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    largest = max((float(each.abs().max()) for each in gradients), default=0.0)
+    _clips[-1](tensors, largest > float(clip_value))
+
+
+def _as_list(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def import_compiler() -> None:
+    """Import torch's compiler, which DDP imports at its first use, in seconds."""
+    importlib.import_module("torch._dynamo")
+
+
 # --- the caller's context: there is no public way to read it ---
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]

@@ -79,6 +79,13 @@ def test_no_package_imports_a_higher_one():
         ], module
 
 
+def test_splitcheck_knows_no_engine():
+    for module, others in graph().items():
+        if module.startswith("scatterpar.splitting"):
+            above = {name for name in others - FOR_ALL if level_of(name) == ABOVE}
+            assert all(name.startswith("scatterpar.splitting") for name in above)
+
+
 def test_there_is_no_circle():
     TopologicalSorter(graph()).prepare()  # or the error names the circle
 

@@ -1,0 +1,15 @@
+"""``splitcheck``: is the gradient of anybody's training loop that of the whole batch?
+
+The engine has no part in it.
+
+- ``check`` compares, and reports;
+- ``parts`` cuts the rows of the batch;
+- ``trial`` runs the step on any split: in this process, which ``process_state``
+  restores, or in the processes of ``ranks``. Both call ``step_run``;
+- ``causes`` tests which of the usual mistakes explains a difference, on the numbers
+  that ``evidence`` computes with ``gradients``.
+"""
+
+from scatterpar.splitting.check import SplitCheck, splitcheck
+
+__all__ = ["SplitCheck", "splitcheck"]

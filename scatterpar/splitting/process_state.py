@@ -1,0 +1,178 @@
+"""What a user's step may change in this process: saved once, restored after each run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from scatterpar.step.criterion_closure import DEPTH, reachable
+from scatterpar.threads.interrupts import Interrupts
+from scatterpar.verify.user_state import UserState
+
+# Switches of torch: how to read one, and how to set it.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+_SINGLETONS = ("PartialState", "AcceleratorState", "GradientState")
+
+
+class ProcessState:
+    """The state of a user's model and step, and of this process.
+
+    - what ``UserState`` finds: parameters, buffers, attributes, closures, random state;
+    - of tensors among these, ``.grad``, hooks, and whether they require grad;
+    - optimizers, schedulers and gradient scalers that ``step`` refers to;
+    - switches of torch, environment variables, accelerate's singletons;
+    - a process group that the step has made is destroyed.
+    """
+
+    def __init__(self, model: nn.Module, step: Any) -> None:
+        helpers = _training_helpers(step)
+        roots = [model, step, *(vars(helper) for helper in helpers)]
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        self._user = UserState(roots, list(devices), weights=True)
+        self.tensors = list(self._user.tensors.values())
+        self._leaves = [_Leaf(tensor) for tensor in self.tensors if tensor.is_leaf]
+        self._switches = [(read(), read, write) for read, write in _SWITCHES]
+        self._environment = dict(os.environ)
+        self._singletons = _contents_of_singletons()
+        self._has_group = dist.is_available() and dist.is_initialized()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore everything after the body. Ctrl-C waits until this is done."""
+        try:
+            yield
+        finally:
+            with Interrupts():
+                self._restore()
+
+    def _restore(self) -> None:
+        for saved, read, write in self._switches:
+            if read() != saved:
+                write(saved)
+        for leaf in self._leaves:
+            leaf.forget_gradient()  # of another dtype than the restored values
+        self._user.restore()
+        for leaf in self._leaves:
+            leaf.restore()
+        if os.environ != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
+        _restore_singletons(self._singletons)
+        if dist.is_available() and dist.is_initialized() and not self._has_group:
+            dist.destroy_process_group()
+
+
+class _Leaf:
+    """What a leaf tensor has beside its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._gradient = tensor.grad
+        self._requires_grad = tensor.requires_grad
+        self._hooks = [copy.copy(hooks) for hooks in self._hook_dictionaries()]
+
+    def _hook_dictionaries(self) -> tuple[Any, Any]:
+        tensor: Any = self._tensor
+        return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+    def forget_gradient(self) -> None:
+        """Drop the gradient of a run."""
+        self._tensor.grad = None
+
+    def restore(self) -> None:
+        """Restore the gradient, hooks, and whether the tensor requires grad."""
+        if self._tensor.requires_grad != self._requires_grad:
+            self._tensor.requires_grad_(self._requires_grad)
+        pairs = zip(self._hook_dictionaries(), self._hooks, strict=True)
+        for hooks, saved in pairs:
+            if hooks != saved and hooks is not None:
+                hooks.clear()  # torch keeps the dictionary
+                hooks.update(saved or {})
+        self._tensor.grad = self._gradient
+
+
+def _training_helpers(step: Any) -> list[Any]:
+    """The optimizers, schedulers and gradient scalers that ``step`` refers to.
+
+    A step may set a rate, or step a schedule, before its optimizer would step.
+    """
+    kinds = (Optimizer, LRScheduler, GradScaler)
+    values = reachable(step, DEPTH, set())
+    return [value for value in values if isinstance(value, kinds)]
+
+
+# --- accelerate ---
+
+
+def reset_accelerate() -> None:
+    """Make accelerate forget which processes there are: after a fork, there are others."""
+    for shared in _singletons().values():
+        shared.clear()
+
+
+def _singletons() -> dict[str, Any]:
+    """The dictionaries that all instances of accelerate's singletons share, by class."""
+    states = sys.modules.get("accelerate.state")
+    if states is None:
+        return {}
+    return {name: getattr(states, name)._shared_state for name in _SINGLETONS}
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of a shared dictionary; ``contents`` if it is a list or dictionary."""
+
+    value: Any
+    contents: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Value:
+        """The value, with a copy of its contents."""
+        is_container = type(value) in (list, dict)
+        return cls(value, copy.copy(value) if is_container else None)
+
+    def restored(self) -> Any:
+        """The value, with its earlier contents."""
+        if type(self.value) is list:
+            self.value[:] = self.contents
+        elif type(self.value) is dict:
+            self.value.clear()
+            self.value.update(self.contents)
+        return self.value
+
+
+def _contents_of_singletons() -> dict[str, dict[str, _Value]]:
+    """The contents of accelerate's shared dictionaries."""
+    contents = {}
+    for name, shared in _singletons().items():
+        contents[name] = {key: _Value.of(value) for key, value in shared.items()}
+    return contents
+
+
+def _restore_singletons(saved: dict[str, dict[str, _Value]]) -> None:
+    for name, shared in _singletons().items():
+        shared.clear()  # also of a class that was not imported before
+        for key, value in saved.get(name, {}).items():
+            shared[key] = value.restored()

@@ -1,0 +1,188 @@
+"""A user's step, model and batch: run on any split of the batch's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import count_rows, select_rows, unwrap_markers
+from scatterpar.splitting import parts as row_parts
+from scatterpar.splitting.gradients import is_usable, is_zero
+from scatterpar.splitting.parts import Part, Split
+from scatterpar.splitting.process_state import ProcessState
+from scatterpar.splitting.ranks import Job, run_on_ranks
+from scatterpar.splitting.step_run import (
+    Numbers,
+    Outcome,
+    Settings,
+    Step,
+    as_double,
+    run_step,
+)
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+# The largest relative difference that rounding explains: in float64, and by the dtype
+# to which the step casts or in which all is computed.
+_EXACT = 1e-6
+_CAST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_SINGLE = 1e-3
+_LARGEST_LIMIT = max(_CAST.values())
+
+
+class Trial:
+    """Runs a step on any split. Nothing stays changed in this process.
+
+    Attributes:
+        rows: the numbers of all rows, in the order in which they are cut.
+        tensors: those with rows, which may tell how many terms a loss has.
+        settings: how the step is run; found out by ``first_reference``.
+        limit: the largest relative difference that rounding explains.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module,
+        batch: Any,
+        *,
+        parts: int,
+        ranks: int,
+        equal: bool | None,
+        loss: Loss | None,
+        seconds: float,
+    ) -> None:
+        self.step = step
+        self.model = model
+        self.parts = parts
+        self.ranks = ranks
+        self.has_loss = loss is not None
+        self.settings = Settings()
+        self.limit = _EXACT
+        self._reference_step = step if loss is None else _PlainStep(loss)
+        self._batch = batch
+        self._equal = equal
+        self._seconds = seconds
+        num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
+        least = ranks * parts if equal else 2 * ranks * parts
+        if num_rows < least:
+            raise ValueError(
+                f"batch has {num_rows} rows, too few for {ranks * parts} parts; pass "
+                f"at least {least} rows"
+            )
+        self.tensors = row_parts.tensors_with_rows(batch)
+        self.rows = row_parts.order_rows(self.tensors, num_rows)
+        self._state = ProcessState(model, (step, loss))
+
+    # --- cutting ---
+
+    def split(self) -> Split:
+        """All rows, for the numbers of ranks and parts that the user has given."""
+        return self.cut(self.rows, self.ranks, self.parts, self._equal)
+
+    def cut(
+        self, rows: Sequence[int], ranks: int, parts: int, equal: bool | None
+    ) -> Split:
+        """Rows in parts. Unless ``equal`` says otherwise, only ranks have equally many."""
+        shares = row_parts.cut(rows, ranks, equal=equal is not False)
+        return [row_parts.cut(share, parts, equal=equal is True) for share in shares]
+
+    # --- running ---
+
+    def first_reference(self) -> Outcome:
+        """The gradient of the whole batch. Finds out the settings.
+
+        Raises ``ValueError`` if the step leaves no gradient.
+        """
+        try:
+            outcome = self.reference(self.rows)
+        except TimeoutError:
+            raise
+        except Exception:  # a dtype in the user's code? If not, it fails again
+            self.settings = replace(self.settings, in_double=False)
+            self.limit = max(_SINGLE, self._limit_of_model())
+            outcome = self.reference(self.rows)
+        if "torch" in outcome.drawn:
+            for numbers in (Numbers.CONSTANT, Numbers.BY_COLUMN):
+                self.settings = replace(self.settings, numbers=numbers)
+                outcome = self.reference(self.rows)
+                if is_usable(outcome.gradients):
+                    break
+        if is_zero(outcome.gradients):
+            raise ValueError(
+                "step left no gradient on a parameter of the model; call backward() for "
+                "the model that step gets, and do not end with zero_grad()"
+            )
+        return outcome
+
+    def _limit_of_model(self) -> float:
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        return max(_CAST.get(dtype, 0.0) for dtype in dtypes)
+
+    def allow_casts(self, worst: float) -> None:
+        """Raise the limit for a ``worst`` difference that a cast of the step explains."""
+        if not self.limit < worst <= _LARGEST_LIMIT or not self.settings.in_double:
+            return
+        settings = self.settings
+        self.settings = replace(settings, watch_dtypes=True)
+        try:
+            coarsest = self.reference(self.rows).coarsest
+        finally:
+            self.settings = settings
+        if coarsest is not None:
+            self.limit = _CAST.get(coarsest, _LARGEST_LIMIT)
+
+    def reference(self, rows: Part) -> Outcome:
+        """The outcome for rows as one part of one rank, or of ``loss=``."""
+        return self._run(self._reference_step, [[rows]])[0]
+
+    def outcomes(self, split: Split) -> list[Outcome]:
+        """The outcomes of a split, rank by rank."""
+        return self._run(self.step, split)
+
+    def _run(self, step: Step, split: Split) -> list[Outcome]:
+        shares = []
+        for share in split:
+            shares.append([self._select(part) for part in share])
+        try:
+            if self.ranks > 1:
+                job = Job(step, self.model, shares, self.settings)
+                return run_on_ranks(job, self._seconds)
+            tensors = self._state.tensors
+            with self._state.restored():
+                return [run_step(step, self.model, shares[0], self.settings, tensors)]
+        except Exception as error:
+            error.add_note(f"splitcheck called step with {described(split)} rows")
+            raise
+
+    def _select(self, part: Part) -> Any:
+        batch = unwrap_markers(select_rows(self._batch, part, 0), copy=True)
+        if self.settings.in_double:
+            batch = nested.map_tensors(as_double, batch)
+        return batch
+
+
+@dataclass(frozen=True)
+class _PlainStep:
+    """A step of plain torch, for one batch. No closure, so that it can be pickled."""
+
+    loss: Loss
+
+    def __call__(self, model: nn.Module, batches: list[Any]) -> Tensor:
+        (batch,) = batches
+        value = self.loss(model, batch)
+        value.backward()
+        return value
+
+
+def described(split: Split) -> str:
+    """The sizes of parts, such as ``6 + 4 | 6 + 4`` for two ranks."""
+    shares = []
+    for share in split:
+        shares.append(" + ".join(str(len(part)) for part in share))
+    return " | ".join(shares)

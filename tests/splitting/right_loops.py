@@ -1,0 +1,513 @@
+"""Right loops, which must pass. To add one, write a function here.
+
+``@right(model, batch, **options)`` may stand before a function more than once.
+"""
+
+import contextlib
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+from splitting.loop_models import (
+    Adversaries,
+    Experts,
+    Net,
+    Recurrent,
+    Tagger,
+    average,
+    backward_sums,
+    balance,
+    class_loss,
+    embedded,
+    gathered,
+    images,
+    info_nce,
+    info_nce_of_pairs,
+    is_last,
+    net_with_norm,
+    num_labels,
+    num_rows,
+    pairs,
+    partly_unlabelled,
+    token_loss,
+    tokens,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.functional import cross_entropy, logsigmoid, softplus
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from scatterpar import Rows, ScatterOnceParallel
+
+
+@dataclass
+class Right:
+    step: object
+    model: object
+    batch: object
+    options: dict
+
+
+RIGHT = {}
+_USES = defaultdict(int)
+
+
+def right(model, batch, **options):
+    def add(step):
+        _USES[step.__name__] += 1
+        number = _USES[step.__name__]
+        name = step.__name__ if number == 1 else f"{step.__name__}-{number}"
+        RIGHT[name] = Right(step, model, batch, options)
+        return step
+
+    return add
+
+
+def net_with_dropout():
+    return nn.Sequential(nn.Linear(10, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+def sparse_tagger():
+    model = Tagger()
+    model.embedding.sparse = True
+    return model
+
+
+def frozen_net():
+    model = Net()
+    model.first.requires_grad_(False)
+    return model
+
+
+def clamped_net():
+    model = Net()
+    model.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return model
+
+
+# --- one process ---
+
+
+@right(Net, images)
+@right(net_with_dropout, images)
+@right(lambda: net_with_norm().eval(), images)
+@right(lambda: nn.Sequential(weight_norm(nn.Linear(10, 4))), images)
+@right(frozen_net, images)
+@right(clamped_net, images)
+@right(lambda: Net().half(), lambda: (images()[0].half(), images()[1]))
+def weighted_by_rows(model, batches):
+    for batch in batches:
+        loss = class_loss(model, batch) * len(batch[1]) / num_rows(batches)
+        loss.backward()
+
+
+@right(Tagger, tokens)
+@right(lambda: Tagger(tied=True, dropout=0.2), tokens)
+@right(sparse_tagger, tokens)
+@right(lambda: Tagger().bfloat16(), tokens)
+@right(Recurrent, tokens)
+@right(Tagger, partly_unlabelled)
+def sums_over_all_labels(model, batches):
+    count = num_labels(batches)
+    for batch in batches:
+        (token_loss(model, batch, "sum") / count).backward()
+
+
+@right(Net, images, equal=True)
+def equal_parts(model, batches):
+    for batch in batches:
+        (class_loss(model, batch) / len(batches)).backward()
+
+
+@right(Net, images, equal=True, parts=4, loss=class_loss)
+def constant_divisor_beside_the_loss(model, batches):
+    for batch in batches:
+        (class_loss(model, batch) / 4).backward()
+
+
+@right(Net, images)
+@right(Net, images, loss=class_loss)
+def autocast_clipping_adamw_scheduler(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for pixels, classes in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model(pixels), classes, reduction="sum")
+        (loss / num_rows(batches)).backward()
+    clip_grad_value_(model.parameters(), 1e-3)
+    clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+@right(Net, images)
+def optimizer_steps_after_four_parts(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number, batch in enumerate(batches):
+        (class_loss(model, batch, "sum") / num_rows(batches)).backward()
+        if (number + 1) % 4 == 0:
+            clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@right(Net, images)
+def updated_by_hand(model, batches):
+    backward_sums(model, batches)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad.zero_()
+
+
+with torch.random.fork_rng():
+    trained_net = Net()
+    sgd = torch.optim.SGD(trained_net.parameters(), 0.1, momentum=0.9)
+    class_loss(trained_net, images()).backward()
+    sgd.step()
+    sgd.zero_grad()
+scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda epoch: 0.5**epoch)
+scaler = torch.amp.GradScaler("cpu")
+
+
+@right(lambda: trained_net, images)
+def optimizer_and_scaler_from_outside(model, batches):
+    sgd.param_groups[0]["lr"] *= 0.5
+    sgd.zero_grad()
+    for batch in batches:
+        loss = class_loss(model, batch, "sum") / num_rows(batches)
+        scaler.scale(loss).backward()
+    scaler.unscale_(sgd)
+    clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(sgd)
+    scaler.update()
+    scheduler.step()
+
+
+@right(Net, images)
+def closure_of_lbfgs(model, batches):
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        backward_sums(model, batches)
+        return 0.0
+
+    optimizer.step(closure)
+
+
+@right(Net, images)
+def matrices_and_vectors_apart(model, batches):
+    for_matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], 0.1)
+    for_vectors = torch.optim.AdamW([p for p in model.parameters() if p.ndim == 1])
+    backward_sums(model, batches)
+    for_matrices.step()
+    for_matrices.zero_grad()
+    for_vectors.step()
+    for_vectors.zero_grad()
+
+
+@right(Adversaries, images)
+def two_optimizers_in_turn(model, batches):
+    for_discriminator = torch.optim.Adam(model.discriminator.parameters())
+    for_generator = torch.optim.Adam(model.generator.parameters())
+    for pixels, _ in batches:
+        generated = model.generator(pixels).detach()
+        loss = softplus(-model.discriminator(pixels)).sum()
+        loss = loss + softplus(model.discriminator(generated)).sum()
+        (loss / num_rows(batches)).backward()
+    for_discriminator.step()
+    model.zero_grad()
+    for pixels, _ in batches:
+        loss = softplus(-model.discriminator(model.generator(pixels))).sum()
+        (loss / num_rows(batches)).backward()
+    for_generator.step()
+
+
+@right(Net, pairs)
+@right(Net, pairs, loss=info_nce_of_pairs)
+def cached_contrastive_loss(model, batches):
+    with torch.no_grad():
+        firsts = torch.cat([model(first) for first, _ in batches])
+        seconds = torch.cat([model(second) for _, second in batches])
+    firsts.requires_grad_()
+    seconds.requires_grad_()
+    info_nce(firsts, seconds).backward()
+    start = 0
+    for first, second in batches:
+        stop = start + len(first)
+        (model(first) * firsts.grad[start:stop]).sum().backward()
+        (model(second) * seconds.grad[start:stop]).sum().backward()
+        start = stop
+
+
+@right(Experts, images)
+def balance_loss_of_all_rows(model, batches):
+    for pixels, classes in batches:
+        loss = cross_entropy(model(pixels)[0], classes, reduction="sum")
+        (loss / num_rows(batches)).backward()
+    with torch.no_grad():
+        logits = torch.cat([model(pixels)[1] for pixels, _ in batches])
+    logits.requires_grad_()
+    (0.1 * balance(logits)).backward()
+    gradients = logits.grad.split([len(pixels) for pixels, _ in batches])
+    for (pixels, _), gradient in zip(batches, gradients, strict=True):
+        model(pixels)[1].backward(gradient)
+
+
+@right(Net, images)
+def penalty_added_once(model, batches):
+    backward_sums(model, batches)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    (0.01 * penalty).backward()
+
+
+@right(Net, images)
+def checkpointed(model, batches):
+    for pixels, classes in batches:
+        outputs = checkpoint(model, pixels, use_reentrant=False)
+        loss = cross_entropy(outputs, classes, reduction="sum") / num_rows(batches)
+        loss.backward()
+
+
+@right(Net, images)
+def gradients_by_hand(model, batches):
+    parameters = list(model.parameters())
+    totals = [torch.zeros_like(parameter) for parameter in parameters]
+    for batch in batches:
+        loss = class_loss(model, batch, "sum") / num_rows(batches)
+        gradients = torch.autograd.grad(loss, parameters)
+        for total, gradient in zip(totals, gradients, strict=True):
+            total += gradient
+    for parameter, total in zip(parameters, totals, strict=True):
+        parameter.grad = total
+
+
+@right(Net, images)
+def gradient_penalty_of_each_row(model, batches):
+    for pixels, _ in batches:
+        pixels.requires_grad_()
+        (slope,) = torch.autograd.grad(model(pixels).sum(), pixels, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().sum()
+        (penalty / num_rows(batches)).backward()
+
+
+@right(Net, images)
+def float32_written_in_the_code(model, batches):
+    for pixels, classes in batches:
+        loss = cross_entropy(model(pixels.float()), classes, reduction="sum")
+        (loss / num_rows(batches)).backward()
+
+
+@right(Net, images)
+def cast_to_bfloat16(model, batches):
+    for pixels, classes in batches:
+        hidden = torch.relu(model.first(pixels)).bfloat16()
+        outputs = nn.functional.linear(hidden, model.last.weight.bfloat16())
+        loss = cross_entropy(outputs.float(), classes, reduction="sum")
+        (loss / num_rows(batches)).backward()
+
+
+@right(Net, images)
+def noise_depth_and_time_steps(model, batches):
+    for pixels, classes in batches:
+        time = torch.randint(0, 100, (len(pixels), 1)) / 100
+        is_kept = torch.rand(len(pixels), 1) < 0.9
+        outputs = model(pixels + time * torch.randn_like(pixels)) * is_kept
+        loss = cross_entropy(outputs, classes, reduction="sum") / num_rows(batches)
+        loss.backward()
+
+
+@right(Tagger, tokens)
+def tokens_masked_in_the_step(model, batches):
+    masks = [torch.rand(ids.shape) < 0.3 for ids, _ in batches]
+    count = sum(mask.sum() for mask in masks)
+    for (ids, _), mask in zip(batches, masks, strict=True):
+        labels = ids.masked_fill(~mask, -100)
+        masked = ids.masked_fill(mask, 0)
+        (token_loss(model, (masked, labels), "sum") / count).backward()
+
+
+@right(Net, images)
+def mixed_rows(model, batches):
+    for pixels, classes in batches:
+        order = torch.randperm(len(pixels))
+        mixed = 0.7 * pixels + 0.3 * pixels[order]
+        loss = cross_entropy(model(mixed), classes, reduction="sum")
+        (loss / num_rows(batches)).backward()
+
+
+@right(Net, images)
+def shuffled_loader(model, batches):
+    for batch in batches:
+        for few in DataLoader(TensorDataset(*batch), batch_size=2, shuffle=True):
+            (class_loss(model, few, "sum") / num_rows(batches)).backward()
+
+
+@right(Net, images)
+def hooks_registered_in_the_step(model, batches):
+    model.register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+    backward_sums(model, batches)
+
+
+@right(Net, images)
+def compiled_model(model, batches):
+    compiled = torch.compile(model, backend="eager")
+    backward_sums(compiled, batches)
+
+
+@right(Net, lambda: {"pixels": images()[0], "classes": images()[1], "name": "train"})
+def batches_are_mappings(model, batches):
+    count = sum(len(batch["classes"]) for batch in batches)
+    for batch in batches:
+        loss = cross_entropy(model(batch["pixels"]), batch["classes"], reduction="sum")
+        (loss / count).backward()
+
+
+def lists_of_images():
+    pixels, _ = images()
+    sizes = [1 + row % 5 for row in range(16)]
+    return Rows([pixels[:size] for size in sizes])
+
+
+@right(Net, lists_of_images)
+def rows_of_several_sizes(model, batches):
+    count = sum(len(rows) for rows in batches)
+    for rows in batches:
+        loss = sum(model(pixels).square().mean() for pixels in rows)
+        (loss / count).backward()
+
+
+@right(lambda: nn.Linear(10, 4, dtype=torch.complex64), images)
+def complex_numbers(model, batches):
+    for pixels, _ in batches:
+        outputs = model(pixels.to(torch.complex128))
+        (outputs.abs().square().sum() / num_rows(batches)).backward()
+
+
+# --- the engine ---
+
+
+@right(Net, images)
+@right(Net, images, loss=class_loss)
+def engine_in_the_step(model, batches):
+    pixels = torch.cat([pixels for pixels, _ in batches])
+    classes = torch.cat([classes for _, classes in batches])
+    with ScatterOnceParallel(model, len(batches), ["cpu"] * 2) as engine:
+        engine.forward_backward(pixels, classes, cross_entropy)
+
+
+@right(Net, images, ranks=2)
+def engine_on_ranks(model, batches):
+    ((pixels, classes),) = batches
+    group = dist.group.WORLD
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group) as engine:
+        engine.forward_backward(pixels, classes, cross_entropy)
+
+
+# --- ranks ---
+
+
+@right(Net, images, ranks=2, parts=3)
+@right(net_with_dropout, images, ranks=2, parts=3)
+def no_sync_until_the_last_part(model, batches):
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    for number, batch in enumerate(batches):
+        waits = is_last(number, batches)
+        with contextlib.nullcontext() if waits else parallel.no_sync():
+            (class_loss(parallel, batch, "sum") / num_rows(batches)).backward()
+    clip_grad_norm_(parallel.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@right(Tagger, tokens, ranks=2, parts=3)
+@right(Tagger, tokens, ranks=2, parts=3, equal=False)
+def global_count_times_ranks(model, batches):
+    count = num_labels(batches)
+    dist.all_reduce(count)
+    parallel = DistributedDataParallel(model)
+    for batch in batches:
+        loss = token_loss(parallel, batch, "sum") * dist.get_world_size() / count
+        loss.backward()
+
+
+@right(Net, images, ranks=3)
+@right(lambda: net_with_norm().eval(), images, ranks=2)
+def plain_ddp(model, batches):
+    parallel = DistributedDataParallel(model, static_graph=True)
+    for batch in batches:
+        class_loss(parallel, batch).backward()
+
+
+@right(Net, pairs, ranks=2)
+def contrastive_loss_times_ranks(model, batches):
+    parallel = DistributedDataParallel(model)
+    first, second = embedded(parallel, batches)
+    loss = info_nce(gathered(first), gathered(second))
+    (loss * dist.get_world_size()).backward()
+
+
+@right(Net, pairs, ranks=2)
+def contrastive_loss_gathered_with_gradient(model, batches):
+    parallel = DistributedDataParallel(model)
+    first, second = embedded(parallel, batches)
+    firsts = torch.cat(torch.distributed.nn.all_gather(first))
+    seconds = torch.cat(torch.distributed.nn.all_gather(second))
+    info_nce(firsts, seconds).backward()
+
+
+@right(Net, pairs, ranks=2)
+def sigmoid_loss_gathered_with_gradient(model, batches):
+    parallel = DistributedDataParallel(model)
+    first, second = embedded(parallel, batches)
+    seconds = torch.cat(torch.distributed.nn.all_gather(second))
+    rows = torch.arange(len(first))
+    labels = -torch.ones(len(first), len(seconds))
+    labels[rows, rows + len(first) * dist.get_rank()] = 1
+    loss = -logsigmoid(labels * (first @ seconds.T)).sum() / len(first)
+    loss.backward()
+
+
+@right(Tagger, tokens, ranks=2, parts=3)
+def summed_by_hand(model, batches):
+    count = num_labels(batches)
+    dist.all_reduce(count)
+    for batch in batches:
+        token_loss(model, batch, "sum").backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= count
+
+
+@right(Net, images, ranks=2)
+def group_destroyed_by_the_step(model, batches):
+    backward_sums(model, batches)
+    average(model)
+    dist.destroy_process_group()
+
+
+@right(Net, images, ranks=2)
+def sharded_optimizer(model, batches):
+    parallel = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.Adam)
+    backward_sums(parallel, batches)
+    optimizer.step()
+
+
+@right(Net, images, ranks=2)
+def sharded_parameters(model, batches):
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    backward_sums(model, batches)

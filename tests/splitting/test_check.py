@@ -1,0 +1,52 @@
+"""``splitcheck`` finds wrong loops, names them, and passes right ones."""
+
+import pytest
+import torch
+from splitting.right_loops import RIGHT
+from splitting.wrong_loops import WRONG
+
+from scatterpar import splitcheck
+
+QUICK = {
+    "averaged_after_a_global_count",
+    "balance_loss_times_ranks",
+    "forward_past_ddp",
+    "no_sync_until_the_last_part",
+    "global_count_times_ranks-2",
+}
+
+
+def cases(table):
+    """Each entry; those that start processes are slow, but for a few."""
+    params = []
+    for name, case in table.items():
+        is_slow = "ranks" in case.options and name not in QUICK
+        marks = [pytest.mark.slow] if is_slow or name == "compiled_model" else []
+        params.append(pytest.param(case, id=name, marks=marks))
+    return params
+
+
+def new(make):
+    """A model with the same values in each test."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+@pytest.mark.parametrize("case", cases(WRONG))
+def test_a_wrong_loop_is_found_and_named(case):
+    report = splitcheck(case.step, new(case.model), case.batch(), **case.options)
+    assert not report.passed
+    assert report.cause == case.cause, report
+    for words in case.words:
+        assert words in f"{report.why} {report.remedy}"
+    assert len(str(report).splitlines()) == 4
+    with pytest.raises(AssertionError, match="NOT the same"):
+        report.assert_passed()
+
+
+@pytest.mark.parametrize("case", cases(RIGHT))
+def test_a_right_loop_passes(case):
+    report = splitcheck(case.step, new(case.model), case.batch(), **case.options)
+    report.assert_passed()
+    assert report.cause == ""

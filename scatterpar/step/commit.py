@@ -155,7 +155,8 @@ class _ReturnGradients(torch.autograd.Function):
         ]
         ctx.gradients.clear()
         if ctx.scale is not None and (by := to_numbers(factor) / ctx.scale) != 1:
-            torch._foreach_mul_(gradients, by)
+            for gradient in gradients:
+                gradient.mul_(by)
         return (None, None, None, *gradients)
 
 

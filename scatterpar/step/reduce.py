@@ -26,7 +26,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.devices import coalescing
-from scatterpar.devices.coalescing import is_part, iter_copies, tree_pairs
+from scatterpar.devices.coalescing import has_foreach, is_part, iter_copies, tree_pairs
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import warn
@@ -226,7 +226,7 @@ def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -
     its gradient.
     """
     both = [(i, g) for i, g in message.items() if in_place and i in total]
-    dense = [i for i, g in both if total[i].layout == g.layout == torch.strided]
+    dense = [i for i, g in both if has_foreach(total[i]) and has_foreach(g)]
     if dense:
         torch._foreach_add_([total[i] for i in dense], [message[i] for i in dense])
     for i in message.keys() - dense:

@@ -60,7 +60,20 @@ def _informative(value: Any, dim: int) -> Iterator[Tensor]:
             and 0 < leaf.numel() <= _LARGEST
             and not leaf.is_complex()
         ):
-            yield leaf.detach().movedim(dim, 0)
+            yield _with_all_operators(leaf.detach()).movedim(dim, 0)
+
+
+def _with_all_operators(tensor: Tensor) -> Tensor:
+    """The tensor in a dtype that has a minimum, and an order.
+
+    Unsigned integers of more than one byte have neither, nor has float8.
+    """
+    dtype = tensor.dtype
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.to(torch.int64)
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return tensor.to(torch.float32)
+    return tensor
 
 
 def _sizes_of_rows(marker: Marker, num_rows: int) -> Tensor:

@@ -270,6 +270,18 @@ def of_complex():
     )
 
 
+def conjugate_gradients():
+    """The gradients of its parameters are conjugated lazily."""
+
+    def forward(m, inputs):
+        rows = inputs.to(torch.complex128)
+        return (rows @ m.weight.conj() + m.bias.conj()).abs() + m.linear(inputs)
+
+    weight = torch.randn(FEATURES, CLASSES, dtype=torch.complex128)
+    bias = nn.Parameter(torch.randn(CLASSES, dtype=torch.complex128))
+    return Of(forward, weight=nn.Parameter(weight), bias=bias, linear=linear().double())
+
+
 def several_dtypes():
     parts = {"wide": linear(FEATURES, 4).double(), "narrow": linear(4).float()}
     odd = nn.Parameter(torch.randn(3))
@@ -585,6 +597,7 @@ CASES = {
     "fx": Case(lambda: torch.fx.symbolic_trace(small())),
     "complex": Case(of_complex, keep_dtypes=True),
     "conjugates": Case(conjugates),
+    "conjugate gradients": Case(conjugate_gradients, keep_dtypes=True),
     **{
         str(dtype): Case(
             lambda dtype=dtype: linear().to(dtype),
@@ -597,6 +610,13 @@ CASES = {
             (torch.bfloat16, 0.03),
             (torch.half, 3e-3),
         )
+    },
+    **{
+        str(dtype): Case(
+            lambda: Of(lambda m, x: m.body(x.long())[:, :, 0], body=TokenClassifier()),
+            batch=(randint(11, 9, 3).to(dtype), BATCH[1]),
+        )
+        for dtype in (torch.uint16, torch.uint64)
     },
     "several dtypes": Case(several_dtypes, keep_dtypes=True, relative=1e-5),
     "layouts, torch.float32": Case(

@@ -107,6 +107,45 @@ class ForAllThreads(contextlib.AbstractContextManager[None]):
                 self._context.close()
 
 
+# --- settings of the process that have no public getter or setter of their own ---
+
+# How a setting is read and written.
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _settings() -> Iterator[Setting]:
+    """The settings that this version of torch has, of those that contexts change."""
+    for name in _SETTINGS_OF_C.split():
+        getter = getattr(torch._C, f"_get_{name}", None)
+        setter = getattr(torch._C, f"_set_{name}", None)
+        if getter is not None and setter is not None:
+            yield getter, setter
+    for path in _SETTINGS_OF_MODULES.split():
+        module, _, name = path.rpartition(".")
+        owner: Any = sys.modules.get(module)
+        if hasattr(owner, name):
+            yield partial(getattr, owner, name), partial(setattr, owner, name)
+    backends = torch.backends
+    for path in ("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn"):
+        with contextlib.suppress(AttributeError):
+            owner = attrgetter(path)(backends) if path else backends
+            name = "fp32_precision"
+            getattr(owner, name)
+            yield partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+_SETTINGS_OF_C = """
+    sdp_priority_order cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled
+    mkldnn_deterministic nnpack_enabled deterministic_fill_uninitialized_memory
+"""
+_SETTINGS_OF_MODULES = """
+    torch._functorch.eager_transforms.JVP_NESTING
+    torch.utils.checkpoint._enable_checkpoint_early_stop
+    torch.utils.checkpoint._checkpoint_debug_enabled
+"""
+SETTINGS: tuple[Setting, ...] = tuple(_settings())
+
+
 # --- an optimizer within another: the outer one runs the hooks, once ---
 
 

@@ -212,6 +212,9 @@ replicas keep the gradients of the last step
   ScatterOnceParallel._attempt -> test_used_once_then_unused_keeps_the_gradient_it_had
   self._replicas.clear_step_state() => pass
 # all or nothing
+settings of the process stay as replicas leave them
+  Workers.parallel_apply -> test_settings_are_after_a_step_what_they_were_before_it
+  restore_settings(settings) => pass
 buffers are not restored if a hook on a gradient raises
   _add_with_hooks -> test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises
   restore_after(error, buffers.restore) => pass

@@ -27,6 +27,7 @@ from scatterpar.devices import memory, streams
 from scatterpar.errors import add_note
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
 from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.process_settings import read_settings, restore_settings
 
 _Queue = SimpleQueue[Callable[[], object] | None]
 
@@ -249,15 +250,17 @@ class Workers:
             for module, args, device in zip(modules, inputs, devices, strict=True)
         ]
         job = Job(calls, max_concurrency(devices), cancel or threading.Event())
-        self._post(job, [0] * len(calls) if is_serial else _threads_of(devices))
         deadline = math.inf if seconds is None else time.monotonic() + seconds
+        settings = read_settings()
         try:
+            self._post(job, [0] * len(calls) if is_serial else _threads_of(devices))
             self._wait(job, deadline)
             error = job.first_error()
             if error is not None:
                 raise error
             return [job.results.get(number) for number in range(len(calls))]
         finally:
+            restore_settings(settings)
             # A traceback refers to this frame.
             job.results = {}
             job.errors = {}

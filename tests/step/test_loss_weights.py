@@ -1,0 +1,120 @@
+"""Torch's own losses, with their options: each is the loss of the whole batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from harness.models import CLASSES, FEATURES, Of, linear
+from harness.oracle import assert_step, build, randint, randn
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+
+pytestmark = pytest.mark.core
+
+ROWS = randn(13, FEATURES)
+LABELS = randint(CLASSES, 13)
+VALUES = randn(13, CLASSES, seed=3)
+SIGNS = VALUES.sign()
+BITS = (VALUES > 0).double()
+PROBABILITIES = VALUES.softmax(1)
+SORTED = LABELS.sort().values  # a micro-batch has one class, or two
+IGNORED = SORTED.where(torch.arange(13) > 4, -100)
+WEIGHTS = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
+
+# By name: the loss, and its targets.
+LOSSES = {
+    "L1": (nn.L1Loss(), VALUES),
+    "MSE": (nn.MSELoss(), VALUES),
+    "Huber": (nn.HuberLoss(delta=0.3), VALUES),
+    "smooth L1": (nn.SmoothL1Loss(beta=0.3), VALUES),
+    "BCE with logits": (
+        nn.BCEWithLogitsLoss(weight=WEIGHTS, pos_weight=WEIGHTS + 1),
+        BITS,
+    ),
+    "Poisson": (nn.PoissonNLLLoss(full=True), VALUES.abs()),
+    "Poisson, no log": (
+        lambda output, targets: F.poisson_nll_loss(output.exp(), targets, False),
+        VALUES.abs(),
+    ),
+    "KL": (nn.KLDivLoss(), PROBABILITIES),
+    "KL, batchmean": (nn.KLDivLoss("batchmean"), PROBABILITIES),
+    "KL, log": (nn.KLDivLoss("batchmean", log_target=True), PROBABILITIES.log()),
+    "soft margin": (nn.SoftMarginLoss(), SIGNS),
+    "hinge": (nn.HingeEmbeddingLoss(), SIGNS),
+    "multi-label margin": (nn.MultiLabelMarginLoss(), VALUES.argsort(1)),
+    "multi-label soft margin": (nn.MultiLabelSoftMarginLoss(WEIGHTS), BITS),
+    "multi-margin": (nn.MultiMarginLoss(2, 0.5, WEIGHTS), LABELS),
+    "bytes": (nn.CrossEntropyLoss(), LABELS.byte()),
+    "weights, bytes": (nn.CrossEntropyLoss(WEIGHTS), LABELS.byte()),
+    "functional": (
+        partial(F.cross_entropy, weight=WEIGHTS, label_smoothing=0.1),
+        SORTED,
+    ),
+}
+for options in product((None, WEIGHTS), (0.0, 0.2), ("mean", "sum")):
+    weight, smoothing, reduction = options
+    criterion = nn.CrossEntropyLoss(
+        weight, reduction=reduction, label_smoothing=smoothing
+    )
+    name = f"{reduction}, {weight is not None} weights, smoothing {smoothing}"
+    LOSSES[f"probabilities, {name}"] = criterion, PROBABILITIES
+    LOSSES[f"sorted, {name}"] = criterion, SORTED
+    LOSSES[f"ignored, {name}"] = criterion, IGNORED
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_torch_is_that_of_the_whole_batch(devices, name):
+    criterion, targets = LOSSES[name]
+    for accum in (2, 13):  # of one row, too
+        with ScatterOnceParallel(linear(), accum, devices(2)) as engine:
+            assert_step(engine, ROWS, targets, criterion)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_of_several_positions_per_row(devices, length, smoothing):
+    def forward(m, inputs):
+        return torch.stack([m.linear(inputs * n) for n in range(1, 1 + length)], 2)
+
+    targets = torch.stack([SORTED.roll(n) for n in range(length)], 1)
+    targets[2:5] = -100
+    criterion = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=smoothing)
+    model = build(lambda: Of(forward, linear=nn.Linear(FEATURES, CLASSES)))
+    for accum in (2, 13):
+        with ScatterOnceParallel(model, accum, devices(2)) as engine:
+            assert_step(engine, ROWS, targets, criterion)
+
+
+def test_bytes_as_large_as_an_ignored_label_would_wrap_to(devices):
+    model = build(lambda: nn.Linear(FEATURES, 200))
+    targets = torch.full((13,), 156, dtype=torch.uint8)
+    targets[4:] = 3
+    with ScatterOnceParallel(model, 3, devices(2), verify=False) as engine:
+        assert_step(engine, ROWS, targets, nn.CrossEntropyLoss())
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="an older torch")
+@pytest.mark.parametrize("weight", [None, WEIGHTS])
+def test_linear_cross_entropy_counts_its_labels(devices, weight):
+    criterion = build(
+        lambda: nn.LinearCrossEntropyLoss(CLASSES, CLASSES, weight=weight)
+    )
+    with ScatterOnceParallel(linear(), 3, devices(2)) as engine:
+        assert_step(engine, ROWS, IGNORED, criterion)
+
+
+def test_the_pair_takes_a_share_of_one_class_without_weight(devices):
+    targets = torch.tensor([1] * 7 + [0, 2, 3, 2, 2, 0])
+    criterion = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.2)
+    model, plain = linear(), linear()
+    criterion(plain(ROWS), targets).backward()
+    ids = devices(2)
+    outputs = DataParallelModel(model, ids)(ROWS)
+    DataParallelCriterion(criterion, ids)(outputs, targets).backward()
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad)

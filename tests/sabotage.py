@@ -94,7 +94,7 @@ the scale of a scaler is left out
   weight * request.scale => weight
 the factor that arrives at engine.loss is left out
   _ReturnGradients.backward -> test_a_loop_gets_what_plain_torch_gives_it
-  torch._foreach_mul_(gradients, by) => pass
+  gradient.mul_(by) => pass
 outputs are joined in another order
   returned_outputs -> test_return_outputs
   join_rows(pieces, attempt => join_rows(pieces[::-1], attempt

@@ -70,9 +70,9 @@ def _with_all_operators(tensor: Tensor) -> Tensor:
     """
     dtype = tensor.dtype
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return tensor.to(torch.int64)
+        return tensor.long()
     if dtype.is_floating_point and dtype.itemsize == 1:
-        return tensor.to(torch.float32)
+        return tensor.float()
     return tensor
 
 

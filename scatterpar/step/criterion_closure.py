@@ -21,6 +21,10 @@ from scatterpar.replicas.module_copy import contents, module_of
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data
+_MAX_VALUES = 10_000  # that are searched; they take 10 ms
+_LOG_ENTRIES = 32
+_CONTAINERS = {dict, list, tuple}
+_PLAIN_TYPES = {bool, int, float, complex, str, bytes, types.NoneType}
 PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 
 
@@ -62,10 +66,44 @@ Held = Tensor | nn.Module | torch.Generator
 
 def closure_contents(function: Any) -> list[Held]:
     """The tensors, modules and generators that a criterion refers to, except its own
-    module.
+    module; the nearest first.
+
+    Each step searches, so numbers and words are passed over, and logs for the most
+    part.
     """
-    values = reachable(function, DEPTH, {id(module_of(function))})
-    return [value for value in values if isinstance(value, Held)]
+    held: list[Held] = []
+    seen = {id(module_of(function))}
+    level = [function]
+    values_left = _MAX_VALUES
+    for _ in range(DEPTH + 1):
+        next_level: list[Any] = []
+        for value in level:
+            if isinstance(value, PLAIN) or id(value) in seen or not values_left:
+                continue
+            seen.add(id(value))
+            values_left -= 1
+            if isinstance(value, Held):
+                held.append(value)
+                continue
+            try:
+                children = list(_children(value))
+            except Exception:  # raised by a user's object
+                continue
+            next_level += _children_to_search(children)
+        level = next_level
+    return held
+
+
+def _children_to_search(children: list[Any]) -> list[Any]:
+    """These values; of a long list of nothing but numbers, words and containers, which
+    is a log, the first and the last ones.
+    """
+    kinds = set(map(type, children))
+    if kinds <= _PLAIN_TYPES:
+        return []
+    if len(children) > 2 * _LOG_ENTRIES and kinds <= _PLAIN_TYPES | _CONTAINERS:
+        return children[:_LOG_ENTRIES] + children[-_LOG_ENTRIES:]
+    return children
 
 
 def trained_leaves(held: Sequence[Held]) -> list[Tensor]:

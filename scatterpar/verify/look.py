@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 20.0
 # The workers' limit: the look itself ends at twice the patience, unless a call waits.
 _WORKERS_PATIENCE = 2.2
 _MIN_ROWS = 2
-# Of a whole batch whose loss fails for a few rows; so much memory is always there.
+# Of the graph of rows beyond two micro-batches: so much memory is always there.
 _MAX_BYTES = 2**22
 _MAX_ROWS_OF_BATCH = 256
 
@@ -138,7 +138,7 @@ class ReplicaLook:
         Raises:
             Inconclusive: the look could not tell.
         """
-        for parts in self._attempts(choice, most):
+        for parts in self._attempts(choice, self._affordable(most)):
             try:
                 return self._judge(parts)
             except Inconclusive:
@@ -148,6 +148,17 @@ class ReplicaLook:
         if is_out_of_memory(self._error):
             raise Inconclusive("memory ran out", patience=2)
         raise Inconclusive(f"{type(self._error).__name__}: {self._error}")
+
+    def _affordable(self, most: int) -> int:
+        """Up to ``most`` rows, whose graph takes at most the memory of two sub-steps."""
+        rows_of_substep = max(self._plan.substep_rows)
+        two_substeps = max(_MIN_ROWS, 2 * rows_of_substep)
+        if most <= two_substeps:
+            return most
+        # Micro-batches are small: because memory is short, or because the batch is.
+        rows = range(rows_of_substep)
+        is_small = self.runs.bytes_per_row(rows) * most <= _MAX_BYTES
+        return most if is_small else two_substeps
 
     def _attempts(self, choice: RowChoice, most: int) -> Iterator[Parts]:
         """Yield parts of rows until user code computes some; ``_error`` is its last error.

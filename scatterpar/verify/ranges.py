@@ -31,16 +31,19 @@ def may_be_labels(tensor: Tensor) -> bool:
     )
 
 
-def informative_tensors(request: Request) -> list[Tensor]:
-    """Tensors that may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
+def informative_tensors(
+    request: Request, most_entries: int | None = None
+) -> list[Tensor]:
+    """Tensors that may hold labels, masks, lengths or weights of each row.
 
-    Of ``Rows``: the number of elements in each row. Without targets also floating-point inputs of
-    at most two dimensions.
+    Rows are in dimension 0. Of ``Rows``: the number of elements in each row, or in
+    ``most_entries`` of them. Without targets also floating-point inputs of at most two
+    dimensions.
     """
     inputs, targets = request.batches[0][1]
-    tensors = list(_informative(targets, request.dim))
+    tensors = list(_informative(targets, request.dim, most_entries))
     has_targets = bool(tensors)
-    for tensor in _informative(inputs, request.dim):
+    for tensor in _informative(inputs, request.dim, most_entries):
         is_data = tensor.is_floating_point() and has_targets
         dimensions = sum(size > 1 for size in tensor.shape[1:])
         if not is_data and dimensions <= (2 if may_be_labels(tensor) else 1):
@@ -48,18 +51,15 @@ def informative_tensors(request: Request) -> list[Tensor]:
     return sorted(tensors, key=may_be_labels, reverse=True)
 
 
-def _informative(value: Any, dim: int) -> Iterator[Tensor]:
+def _informative(value: Any, dim: int, most_entries: int | None) -> Iterator[Tensor]:
     for leaf in nested.leaves(value):
         if isinstance(leaf, Marker) and leaf.num_rows is not None:
-            yield _sizes_of_rows(leaf, leaf.num_rows)
+            yield _sizes_of_rows(leaf, leaf.num_rows, most_entries)
             continue
         is_plain = type(leaf) in (Tensor, Parameter) and leaf.layout == torch.strided
-        if (
-            is_plain
-            and leaf.ndim
-            and 0 < leaf.numel() <= _LARGEST
-            and not leaf.is_complex()
-        ):
+        if not is_plain or leaf.is_complex():
+            continue
+        if leaf.ndim and 0 < leaf.numel() <= _LARGEST:
             yield _with_all_operators(leaf.detach()).movedim(dim, 0)
 
 
@@ -76,10 +76,11 @@ def _with_all_operators(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _sizes_of_rows(marker: Marker, num_rows: int) -> Tensor:
-    """The number of elements in each row."""
+def _sizes_of_rows(marker: Marker, num_rows: int, most: int | None) -> Tensor:
+    """The number of elements in each row, or in ``most`` rows from all over."""
+    every = 1 if most is None else -(-num_rows // most)
     sizes = []
-    for row in range(num_rows):
+    for row in range(0, num_rows, every):
         tensors = all_tensors(marker.select([row]))
         sizes.append(sum(tensor.numel() for tensor in tensors))
     return torch.tensor(sizes)

@@ -7,7 +7,6 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ _SUBSTEPS_OF_FIRST_LOOK = 2  # as many rows as so many micro-batches have
 _SHARE_OF_LATER_LOOKS = 4  # of the rows of a micro-batch
 _SHARE_OF_LARGE_MODELS = 8  # of the rows of the batch, because each row takes long
 _MAX_BYTES = 2**22  # of inputs in a look
+_MAX_ENTRIES = 128  # of ``Rows``, whose sizes are read in each step
 _KEY_LENGTH = 60  # beginnings of warnings that are not repeated
 _REASON_LENGTH = 120
 
@@ -183,11 +183,7 @@ class Question:
         self.counts_as_torch = is_counted and not request.count
         self.ranges: Sequence[Tensor] = ()
         if not self.counts_as_torch:
-            self.ranges = ranges_of(self._tensors)
-
-    @cached_property
-    def _tensors(self) -> list[Tensor]:
-        return informative_tensors(self.request)
+            self.ranges = ranges_of(informative_tensors(request, _MAX_ENTRIES))
 
     def findings(self, looks: int) -> Findings:
         """What the look number ``looks`` finds.
@@ -196,7 +192,7 @@ class Question:
             Inconclusive: the look could not tell.
         """
         choice = RowChoice(
-            self._tensors,
+            informative_tensors(self.request),
             self.request.rows,
             self._ignored(),
             variant=looks,

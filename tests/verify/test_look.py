@@ -234,3 +234,52 @@ def test_what_differs_each_time_is_no_reason():
             UserWarning, match="could not check.*.it gives another result each time"
         ):
             step(engine, drifts, VALUES)
+
+
+# --- what it costs ---
+
+
+class Sizes:
+    """Numbers of rows of forward passes, where a look does not restore them."""
+
+    seen: list
+
+
+def note_size(net, inputs):
+    Sizes.seen.append(len(inputs))
+    return net.linear(inputs)
+
+
+def wide(net, inputs):
+    """Each row's graph keeps 2 MiB."""
+    return note_size(net, inputs)[:, :1] * net.columns
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_look_takes_the_rows_of_two_sub_steps_if_these_are_large(devices, size):
+    """A language model's look took 9 rows at once, and its sub-steps one."""
+    Sizes.seen = []
+    model = build(net(wide, columns=nn.Parameter(torch.ones(2**18))))
+    with ScatterOnceParallel(model, 1, devices(1), micro_batch_size=size) as engine:
+        step(engine, lambda o, t: o.square().mean(), None, INPUTS[:12])
+    assert max(Sizes.seen) == 2 * size
+    Sizes.seen = []
+    with ScatterOnceParallel(
+        build(net(note_size)), 1, devices(1), micro_batch_size=size
+    ) as engine:
+        step(engine, lambda o, t: o.square().mean(), None, INPUTS[:12])
+    assert max(Sizes.seen) == 9
+
+
+def test_a_look_for_which_memory_is_short_takes_fewer_rows(devices):
+    """Whether a loss combines was not told: two rows of 16 do not show it."""
+
+    def short(net, inputs):
+        if len(inputs) > 5:
+            raise torch.OutOfMemoryError("no memory for more than five rows")
+        return net.linear(inputs)
+
+    for accum in ("auto", 3):
+        engine = ScatterOnceParallel(build(net(short)), accum, devices(2))
+        with engine, pytest.raises(ValueError, match="count="):
+            step(engine, in_a_def, padded(ROWS))

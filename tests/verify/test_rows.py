@@ -15,7 +15,7 @@ from harness.models import linear
 from harness.oracle import build
 from torch.nn import functional as F
 
-from scatterpar import ScatterOnceParallel, count_labels
+from scatterpar import Rows, ScatterOnceParallel, count_labels
 
 
 def mean_or_std(net, rows, mode="plain"):
@@ -109,3 +109,23 @@ def test_count_labels_counts_what_the_loss_averages_over():
     assert count_labels()({"labels": labels}, None) == 5
     assert count_labels(key="y")({"labels": labels}, {"y": labels[:1]}) == 3
     assert pickle.loads(pickle.dumps(count_labels(shifted=True)))(None, labels) == 3
+
+
+class Counted(Rows):
+    """Counts how often rows are selected."""
+
+    calls = 0
+
+    def select(self, rows):
+        Counted.calls += 1
+        return super().select(rows)
+
+
+def test_a_step_that_is_not_looked_at_reads_the_sizes_of_a_few_rows_alone():
+    """A step with 16,384 short rows took 2.5 times that of an engine with verify=False."""
+    rows = Counted([*INPUTS.repeat(100, 1)], torch.stack)
+    with ScatterOnceParallel(build(linear), 2, ["cpu"] * 2) as engine:
+        for _ in range(3):
+            Counted.calls = 0
+            engine.forward_backward(rows, None, lambda o, t: o.square().mean())
+        assert Counted.calls < 200

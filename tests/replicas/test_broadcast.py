@@ -1,0 +1,150 @@
+"""Which tensors are sent to which memories; in steps: ``devices/test_transfers.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar.devices.transfers import Transfers
+from scatterpar.replicas.broadcast import Broadcast, version, versions
+from scatterpar.replicas.module_copy import ModuleContents
+
+pytestmark = pytest.mark.core
+DEVICES = [torch.device(f"cpu:{number}") for number in range(3)]
+
+
+def layer():
+    """Four parameters in one tensor, and a buffer of two elements."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.arange(4.0))
+    module.mean = nn.Buffer(torch.ones(2))
+    return module
+
+
+@pytest.fixture
+def module():
+    return layer()
+
+
+@pytest.fixture
+def broadcast(module):
+    return Broadcast(ModuleContents((module,)), DEVICES)
+
+
+def sent(broadcast):
+    """The bytes that an update sends."""
+    transfers = Transfers()
+    with torch.no_grad():
+        broadcast.update(transfers, broadcast.compare())
+    return transfers.bytes["replicate"]
+
+
+def assert_everywhere(broadcast, module):
+    for device in DEVICES:
+        weight, mean = broadcast.at(device)
+        assert torch.equal(weight, module.weight)
+        assert torch.equal(mean, module.mean)
+
+
+EVERYTHING = 2 * (16 + 8)  # to two devices
+
+
+def test_everything_at_first_then_nothing(broadcast, module):
+    assert sent(broadcast) == EVERYTHING
+    assert_everywhere(broadcast, module)
+    assert sent(broadcast) == 0
+
+
+def write(module):
+    with torch.no_grad():
+        module.weight.add_(1)
+
+
+def write_data(module):
+    module.weight.data[0] += 1
+
+
+def write_buffer(module):
+    module.mean[1] = 3
+
+
+def write_the_same_values(module):
+    with torch.no_grad():
+        module.weight.mul_(1)
+
+
+CHANGES = [
+    (write, 2 * 16),
+    (write_data, 2 * 16),
+    (write_buffer, 2 * 8),
+    (write_the_same_values, 2 * 16),  # its version has changed
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), CHANGES)
+def test_what_has_changed_is_sent(broadcast, module, change, expected):
+    sent(broadcast)
+    change(module)
+    assert sent(broadcast) == expected
+    assert_everywhere(broadcast, module)
+
+
+def test_after_a_failure_everything_is_sent(broadcast, module, monkeypatch):
+    sent(broadcast)
+    write(module)
+
+    def failing(*_):
+        raise OSError("device lost")
+
+    with monkeypatch.context() as context:
+        context.setattr(Transfers, "copy_into", failing)
+        context.setattr(Transfers, "copy", failing)
+        with pytest.raises(OSError, match="device lost"):
+            sent(broadcast)
+    assert sent(broadcast) == EVERYTHING
+    assert_everywhere(broadcast, module)
+
+
+def test_owners_send_to_all_others(broadcast, module):
+    sent(broadcast)
+    transfers = Transfers()
+    with torch.no_grad():
+        broadcast.at(DEVICES[2])[0].fill_(7)
+        broadcast.send({0: DEVICES[2]}, transfers)
+    assert transfers.bytes["replicate"] == 2 * 16
+    assert module.weight.tolist() == [7.0] * 4
+    assert_everywhere(broadcast, module)
+    assert sent(broadcast) == 0
+
+
+def test_storages_have_new_memory_for_buffers_alone(broadcast):
+    weight, mean = broadcast.at(DEVICES[1])
+    new_weight, new_mean = broadcast.storages(DEVICES[1])
+    assert new_weight is weight
+    assert new_mean.data_ptr() != mean.data_ptr()
+    assert new_mean.shape == mean.shape
+
+
+def test_whether_tensors_are_as_before(broadcast, module):
+    assert broadcast.fits()
+    module.weight.data = module.weight.data[:2]
+    assert not broadcast.fits()
+    assert not broadcast.is_of(ModuleContents((layer(),)), DEVICES)
+
+
+def test_the_same_tensors_on_other_devices_are_another_broadcast(module, broadcast):
+    contents = ModuleContents((module,))
+    assert broadcast.is_of(contents, [*DEVICES, DEVICES[1]])
+    assert not broadcast.is_of(contents, DEVICES[:2])
+
+
+def test_versions_count_writes_and_are_zero_in_inference_mode():
+    tensor = torch.zeros(1)
+    tensor += 1
+    with torch.inference_mode():
+        inference_tensor = torch.zeros(1)
+        inference_tensor += 1
+    assert (version(tensor), version(inference_tensor)) == (1, 0)
+    assert versions([tensor, tensor]) == [1, 1]
+    assert versions([tensor, inference_tensor]) == [1, 0]

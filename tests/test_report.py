@@ -1,0 +1,65 @@
+"""A step's report as text and as tables; what it counts: ``devices/test_transfers.py``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from scatterpar.plan import make_plan
+from scatterpar.report import GradientNoise, StepReport, as_html
+
+pytestmark = pytest.mark.core
+DEVICES = torch.device("cpu:0"), torch.device("cpu:1")
+
+
+@pytest.fixture
+def report():
+    """Five rows on two replicas: 3 and 2."""
+    return StepReport(
+        make_plan(5, DEVICES),
+        loss=0.25,
+        seconds={"scatter": 0.0015, "reduce": 1.5},
+        bytes={"scatter": 1234567, "reduce": 0},
+        messages={"scatter": 2, "reduce": 0},
+        waited=0.125,
+        replica_seconds=(0.5, 0.25),
+    )
+
+
+def test_as_text(report):
+    title, *table = str(report).splitlines()
+    assert title == "loss 0.25, 5 rows on 2 replicas"
+    assert [line.split() for line in table] == [
+        ["phase", "ms", "bytes", "copies"],
+        ["scatter", "1.5", "1,234,567", "2"],
+        ["reduce", "1,500.0", "0", "0"],
+    ]
+
+
+def test_as_tables(report):
+    page = report._repr_html_()
+    assert "<p>loss 0.25, 5 rows on 2 replicas; waited 125.0 ms" in page
+    assert "<td>scatter</td><td>1.5</td><td>1,234,567</td><td>2</td>" in page
+    assert "<td>1</td><td>cpu:1</td><td>2</td><td>250.0</td>" in page
+
+
+def test_cells_are_escaped():
+    assert as_html([["a < b"]]) == "<table><tr><td>a &lt; b</td></tr></table>"
+
+
+SCALES = [
+    (2.0, 6.0, 3.0),
+    (0.0, 6.0, math.inf),
+    (-1.0, 6.0, math.inf),
+    (2.0, -6.0, -3.0),
+    (0.0, 0.0, math.nan),
+    (math.nan, math.nan, math.nan),
+]
+
+
+@pytest.mark.parametrize(("signal", "noise", "scale"), SCALES)
+def test_the_noise_scale(signal, noise, scale):
+    found = GradientNoise(signal, noise).scale
+    assert found == pytest.approx(scale, nan_ok=True)

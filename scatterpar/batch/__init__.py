@@ -1,1 +1,6 @@
-"""Nested data, markers, and rows by number."""
+"""A batch: nested data, markers, rows by number, and joining rows again.
+
+Imports ``devices``, and the files that every package may import.
+
+The caller's thread takes a batch apart; each worker selects the rows of its replica.
+"""

@@ -2,6 +2,10 @@
 
 The engine has no part in it.
 
+Imports ``verify`` and the packages below it.
+
+Runs in the caller's thread, or in processes of its own.
+
 - ``check`` compares, and reports;
 - ``parts`` cuts the rows of the batch;
 - ``trial`` runs the step on any split: in this process, which ``process_state``

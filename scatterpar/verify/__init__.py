@@ -19,4 +19,8 @@ rounding, it refuses before anything changes, and says what would be right::
     comparison          losses and gradients beside each other
 
 The engine imports this package, and ``splitting`` the parts that know no engine.
+
+Imports ``step`` and the packages below it.
+
+The engine asks in the caller's thread; the rows are computed in the workers' threads.
 """

@@ -1,9 +1,12 @@
-"""DataParallelModel, DataParallelCriterion, gather: outputs and losses stay on their
-devices.
+"""DataParallelModel, DataParallelCriterion, gather: outputs stay on their devices.
 
 The pair follows Hang Zhang's PyTorch-Encoding (``encoding.parallel``). The model
 returns a tuple with one entry per replica. The criterion computes each entry's loss on
-the device of that entry, so no device has to hold all outputs.
+the device of that entry, so no device has to hold all outputs. ::
+
+    images ---+-- replica 0 -- outputs[0] -- loss 0 --+
+              +-- replica 1 -- outputs[1] -- loss 1 --+-- weighted sum, on the master
+    labels ---------------------------------^
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,9 +59,14 @@ from scatterpar.wrapper import Wrapper
 
 
 class _OfPair(Wrapper):
-    """The module or criterion, a device per replica, and their threads."""
+    """The module or criterion, a device per replica, and their threads.
 
-    device_ids: Any  # ``None`` for a criterion that computes where its outputs are
+    Attributes:
+        device_ids: ``None`` for a criterion that computes where its outputs are.
+        dim: the dimension that holds the rows.
+    """
+
+    device_ids: Any
     dim: int
     _transient = "_workers", "_checked_modes"
 
@@ -65,12 +74,14 @@ class _OfPair(Wrapper):
         super().__init__()
         require_eager(module)
         check_int("dim", dim)
-        self.module, self.device_ids, self.dim = module, device_ids, dim
+        self.module = module
+        self.device_ids = device_ids
+        self.dim = dim
         self._init_transient()
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids or (), f"this {type(self).__name__}")
-        # in which a forward pass wrote no parameter
+        # Those in which a forward pass wrote no parameter.
         self._checked_modes: set[Hashable] = set()
 
     def _run(
@@ -80,7 +91,8 @@ class _OfPair(Wrapper):
         work: Callable[[Any, Any], Any],
         transfers: AutogradTransfers,
     ) -> list[Any]:
-        """Call ``work(replica of module, call)`` for the call of each share, in parallel.
+        """Call ``work(replica of module, call)`` for the call of each share, in
+        parallel.
 
         Then the module gets the buffers of replica 0. If a call raises, random state is
         restored.
@@ -150,17 +162,16 @@ class DataParallelModel(_OfPair):
         check_module(module)
         super().__init__(module, resolve(device_ids), dim)
         master = self.device_ids[0]
-        if len({*self.device_ids}) > 1 and is_async(master) and not has_streams(master):
+        is_copied = len(set(self.device_ids)) > 1
+        if is_copied and is_async(master) and not has_streams(master):
             raise ValueError(
                 f"device_ids: {master} has no events, which autograd needs between "
-                "devices; use "
-                f"one device, or ScatterOnceParallel, which needs none"
+                f"devices; use one device, or ScatterOnceParallel, which needs none"
             )
         check_placement(module, self.device_ids, lazy=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The module's outputs: a tuple with one entry per replica used, each on its
-        device.
+        """The module's outputs, each on the device that computed it.
 
         Args:
             inputs: positional arguments of the module, nested at will. Tensors are
@@ -169,8 +180,9 @@ class DataParallelModel(_OfPair):
             kwargs: keyword arguments of the module, handled in the same way.
 
         Returns:
-            The outputs. The module gets the buffers of replica 0. Inputs that require
-            grad and the module's parameters get their gradients by ``backward()``.
+            A tuple with one entry per replica used. The module gets the buffers of
+            replica 0. Inputs that require grad and the module's parameters get their
+            gradients by ``backward()``.
 
         Raises:
             ValueError: no rows, or tensors with different numbers of rows.
@@ -181,9 +193,8 @@ class DataParallelModel(_OfPair):
             Exceptions of the module are raised unchanged, with a note that names the
                 replica.
         """
-        rows = count_rows(
-            {"inputs": inputs, "keyword inputs": kwargs}, self.dim, refuse_grad=False
-        )
+        arguments = {"inputs": inputs, "keyword inputs": kwargs}
+        rows = count_rows(arguments, self.dim, refuse_grad=False)
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
         transfers = AutogradTransfers()
@@ -220,7 +231,8 @@ class DataParallelCriterion(_OfPair):
     Example:
         >>> import torch
         >>> criterion = DataParallelCriterion(nn.MSELoss())
-        >>> criterion((torch.zeros(2, 1), torch.zeros(1, 1)), torch.tensor([[1.0], [1.0], [4.0]]))
+        >>> outputs = torch.zeros(2, 1), torch.zeros(1, 1)
+        >>> criterion(outputs, torch.tensor([[1.0], [1.0], [4.0]]))
         tensor(6.)
     """
 
@@ -231,9 +243,8 @@ class DataParallelCriterion(_OfPair):
         dim: int = 0,
     ) -> None:
         check_function("criterion", criterion)
-        super().__init__(
-            criterion, None if device_ids is None else resolve(device_ids), dim
-        )
+        devices = None if device_ids is None else resolve(device_ids)
+        super().__init__(criterion, devices, dim)
 
     def forward(
         self,
@@ -268,6 +279,7 @@ class DataParallelCriterion(_OfPair):
         _require_entries(outputs)
         if count is not None:
             check_function("count", count)
+        # A criterion without devices meets its replicas here.
         if self._workers.count < len(outputs):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         transfers = AutogradTransfers()
@@ -289,51 +301,55 @@ class DataParallelCriterion(_OfPair):
         return combine(losses, [weight for (weight,) in weights.by_share], plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
-        """The plan of the targets. Raises ``ValueError`` if the outputs have other
-        shares.
+        """The plan of the targets.
+
+        Raises ``ValueError`` if the outputs have other shares.
         """
-        each = [_sizes(output, self.dim) for output in outputs]
-        locations = []
-        for replica, output in enumerate(outputs):
-            if not (tensors := nested.tensors(output)):
-                kind = type(output).__name__
-                raise TypeError(f"output {replica} has no tensor in it: got {kind}")
-            locations.append(tensors[0].device)
+        sizes_of_outputs = [_sizes(output, self.dim) for output in outputs]
+        locations = [
+            _device_of(output, replica) for replica, output in enumerate(outputs)
+        ]
         devices = locations if self.device_ids is None else self.device_ids
-        # if no target has rows
-        known = sum(sizes[0] for sizes in each) if all(each) else None
+        num_output_rows = None  # unknown if an output has no rows
+        if all(sizes_of_outputs):
+            num_output_rows = sum(sizes[0] for sizes in sizes_of_outputs)
         rows = count_rows(
-            {"targets": targets}, self.dim, refuse_grad=False, known=known
+            # The number of the outputs' rows counts if no target has rows.
+            {"targets": targets},
+            self.dim,
+            refuse_grad=False,
+            known=num_output_rows,
         )
         plan = make_plan(rows, devices) if devices else None
-        if plan is None or len(plan.shares) != len(outputs):
+        num_shares = 0 if plan is None else len(plan.shares)
+        if plan is None or num_shares != len(outputs):
             raise ValueError(
                 f"outputs have {len(outputs)} shares, but {rows} rows of targets on "
-                f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass "
-                "the tuple "
-                f"that the model returned for this batch"
+                f"{len(devices)} devices make {num_shares}; pass the tuple that the "
+                "model returned for this batch"
             )
-        for share, sizes, device in zip(plan.shares, each, locations, strict=True):
+        for share, sizes, device in zip(
+            plan.shares, sizes_of_outputs, locations, strict=True
+        ):
             if physical(share.device) != device:
                 raise ValueError(
                     f"output {share.replica} is on {device}, but "
-                    f"device_ids[{share.replica}] is "
-                    f"{share.device}; give the criterion the model's device_ids, or "
-                    "none"
+                    f"device_ids[{share.replica}] is {share.device}; give the "
+                    "criterion the model's device_ids, or none"
                 )
             if sizes and share.rows not in sizes:
                 raise ValueError(
-                    f"output {share.replica} has {sizes[0]} rows along "
-                    f"dim={self.dim}, but its "
-                    f"share of the targets has {share.rows}; pass outputs and targets "
-                    "of one batch"
+                    f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, "
+                    f"but its share of the targets has {share.rows}; pass outputs and "
+                    f"targets of one batch"
                 )
         return plan
 
 
 def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
-    """Bring the replicas' outputs together on one device, rows in order,
-    differentiably.
+    """Bring the replicas' outputs together on one device, rows in order.
+
+    Differentiable: gradients are copied back to the outputs.
 
     Args:
         outputs: one entry per replica, of the same nested types.
@@ -357,24 +373,37 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     if not outputs:
         raise ValueError("there are no outputs to gather")
     (target,) = resolve([device])
-    moved = [
-        nested.map_tensors(partial(to_device, device=target), output)
-        for output in outputs
-    ]
-    rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
+    move = partial(to_device, device=target)
+    moved = [nested.map_tensors(move, output) for output in outputs]
+    rows: list[int] = []
+    for output in outputs:
+        sizes = _sizes(output, dim)
+        rows.append(sizes[0] if sizes else 1)  # only 0-dim tensors: one entry each
     return join_rows(moved, dim, rows)
 
 
 def _sizes(output: Any, dim: int) -> list[int]:
     """The sizes along ``dim`` of the tensors that have this dimension."""
-    return [t.size(dim) for t in nested.tensors(output) if -t.ndim <= dim < t.ndim]
+    return [
+        tensor.size(dim)
+        for tensor in nested.tensors(output)
+        if -tensor.ndim <= dim < tensor.ndim
+    ]
+
+
+def _device_of(output: Any, replica: int) -> torch.device:
+    """Where the replica's output is. Raises ``TypeError`` if it has no tensor."""
+    tensors = nested.tensors(output)
+    if not tensors:
+        kind = type(output).__name__
+        raise TypeError(f"output {replica} has no tensor in it: got {kind}")
+    return tensors[0].device
 
 
 def _require_entries(outputs: Any) -> None:
     """Refuse outputs that are not a tuple or list with one entry per replica."""
     if not isinstance(outputs, (tuple, list)) or hasattr(outputs, "_fields"):
         raise TypeError(
-            "outputs must be the tuple that DataParallelModel returns, with one "
-            "entry per "
-            f"replica, got {type(outputs).__name__}"
+            f"outputs must be the tuple that DataParallelModel returns, with one entry "
+            f"per replica, got {type(outputs).__name__}"
         )

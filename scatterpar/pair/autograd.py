@@ -36,8 +36,9 @@ from scatterpar.torch_private import is_compiled_module
 
 
 class PassingReplica(ModuleCopy):
-    """A copy of a module for one forward pass, which stays alive in the graph of its
-    outputs.
+    """A copy of a module for one forward pass.
+
+    It stays alive in the graph of its outputs.
     """
 
     def __init__(
@@ -47,34 +48,31 @@ class PassingReplica(ModuleCopy):
         self._versions = {id(copy): version(copy) for copy in copies}
 
     def changed_buffers(self) -> Iterator[BufferValue]:
-        """The buffers that a forward pass may have changed: places in the module, and
-        values.
+        """The buffers that a forward pass may have changed, with their values.
 
         The other buffers are not written, because a graph of the user may still need
         their values.
         """
-        copy_of, modules = self.copy_of, list(self._found.modules.values())
-        for m, name, value in values_after(
-            modules, list(map(copy_of, modules)), copy_of
-        ):
-            module = modules[m]
-            is_same = value is not None and self._versions.get(id(value)) == version(
-                value
-            )
+        modules = list(self._found.modules.values())
+        copies = list(map(self.copy_of, modules))
+        for number, name, value in values_after(modules, copies, self.copy_of):
+            module = modules[number]
+            is_copy = value is self.copy_of(module._buffers[name])
             # Batch normalisation in training writes its statistics without counting
             # versions.
-            if (
-                module.training
-                or not is_same
-                or value is not copy_of(module._buffers[name])
-            ):
+            if module.training or not is_copy or self._is_written(value):
                 yield module._buffers, name, value
+
+    def _is_written(self, value: Tensor | None) -> bool:
+        if value is None:
+            return True
+        return self._versions.get(id(value)) != version(value)
 
 
 def replicate(
     module: nn.Module, device_ids: Sequence[torch.device], checked_modes: set[Hashable]
 ) -> tuple[list[PassingReplica], contextlib.AbstractContextManager[None]]:
-    """Copies of ``module`` whose parameters are differentiable copies of the module's
+    """Copies of ``module``, whose parameters are differentiable copies of its
     parameters.
 
     As ``torch.nn.parallel.replicate``, but the replicas of any one device share its
@@ -83,51 +81,74 @@ def replicate(
     compares versions and storages only.
     """
     check_placement(module, device_ids)
-    module_contents = ModuleContents((module,), physical(device_ids[0]))
-    originals = list(module_contents.tensors.values())
+    contents = ModuleContents((module,), physical(device_ids[0]))
     with torch.inference_mode(False), torch.no_grad():
-        # The first replica shares the version counters of the user's parameters, so
-        # that torch detects an optimizer step before the backward pass. The others have
-        # their own counters, because one of them may exchange its storage.
-        broadcast = Broadcast(module_contents, device_ids)
+        broadcast = Broadcast(contents, device_ids)
         broadcast.update(Transfers(), broadcast.compare())
-        copies: list[list[Tensor]] = []
+        tensors_of_replicas: list[list[Tensor]] = []
         for device in device_ids:
-            storages = broadcast.storages(device)
-            copies.append([t.data if copies else t.detach() for t in storages])
-            for storage, source in zip(storages, broadcast.at(device), strict=True):
-                if storage is not source:
-                    write(storage.data, source)  # ``.data``: its own version counter
-    for i, original in enumerate(originals):
+            storages = _filled_storages(broadcast, device)
+            if tensors_of_replicas:
+                # Own version counters: one of them may exchange its storage.
+                tensors = [storage.data for storage in storages]
+            else:
+                # The first replica shares the version counters of the user's
+                # parameters, so that torch detects an optimizer step before the
+                # backward pass.
+                tensors = [storage.detach() for storage in storages]
+            tensors_of_replicas.append(tensors)
+    for number, original in enumerate(contents.tensors.values()):
+        copies = [tensors[number] for tensors in tensors_of_replicas]
         if original.requires_grad:
-            at = [copy[i] for copy in copies]
-            attached = _ConnectCopies.apply(device_ids, original, *at)  # type: ignore[no-untyped-call]
-            for copy, tensor in zip(copies, attached, strict=True):
-                vars(tensor)["__deepcopy__"] = partial(_leaf_like, original, copy[i])
-                copy[i] = tensor
-        kind = type(original)
-        if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
-            for copy in copies:
-                # its own layout, such as ``__slots__``
-                with contextlib.suppress(TypeError):
-                    copy[i].__class__ = kind
-
-    guard = ParameterGuard(broadcast, zip(device_ids, copies, strict=True))
+            copies = _connected(original, copies, device_ids)
+        for tensors, copy in zip(tensors_of_replicas, copies, strict=True):
+            _give_class_of(original, copy)
+            tensors[number] = copy
+    guard = ParameterGuard(broadcast, zip(device_ids, tensors_of_replicas, strict=True))
     guard.checked_modes = checked_modes
-    read_only = guard.read_only(
-        tuple(part.training for part in module_contents.modules.values())
-    )
-    return [PassingReplica(module_contents, copy) for copy in copies], read_only
+    mode = tuple(part.training for part in contents.modules.values())
+    replicas = [PassingReplica(contents, tensors) for tensors in tensors_of_replicas]
+    return replicas, guard.read_only(mode)
+
+
+def _filled_storages(broadcast: Broadcast, device: torch.device) -> list[Tensor]:
+    """Where a replica's tensors are stored: parameters that it shares, new buffers."""
+    storages = broadcast.storages(device)
+    for storage, source in zip(storages, broadcast.at(device), strict=True):
+        if storage is not source:
+            write(storage.data, source)  # ``.data``: its own version counter
+    return storages
+
+
+def _connected(
+    original: Tensor, copies: Sequence[Tensor], device_ids: Sequence[torch.device]
+) -> list[Tensor]:
+    """The copies as parts of autograd's graph, in which ``original`` is a leaf."""
+    connected = _ConnectCopies.apply(device_ids, original, *copies)  # type: ignore[no-untyped-call]
+    for copy, tensor in zip(copies, connected, strict=True):
+        vars(tensor)["__deepcopy__"] = partial(_leaf_like, original, copy)
+    return list(connected)
+
+
+def _give_class_of(original: Tensor, copy: Tensor) -> None:
+    """Make the copy of a parameter of a user's class an object of this class."""
+    kind = type(original)
+    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+        with contextlib.suppress(TypeError):  # its own layout, such as ``__slots__``
+            copy.__class__ = kind
 
 
 def scatter_owned(
     batch: Any, plan: Plan, dim: int, transfers: AutogradTransfers
 ) -> list[Any]:
-    """The shares of the batch; their tensors share memory neither with it nor with each
-    other.
+    """The shares of the batch.
+
+    Their tensors share memory neither with it nor with each other.
     """
     sources = {tensor.device for tensor in all_tensors(batch)}
-    is_marked, mover, shares = has_markers(batch), LeafMover(transfers), []
+    is_marked = has_markers(batch)
+    mover = LeafMover(transfers)
+    shares: list[Any] = []
     for share in plan.shares:
         rows = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
         move = partial(move_rows, transfers, share.device)
@@ -137,33 +158,39 @@ def scatter_owned(
 
 
 def require_eager(module: Any) -> None:
-    """Refuse compiled modules: the pair copies a module in every call; copies run
-    uncompiled.
+    """Refuse compiled modules.
+
+    The pair copies a module in every call, and copies run uncompiled.
     """
-    for name, child in module.named_modules() if isinstance(module, nn.Module) else ():
+    if not isinstance(module, nn.Module):
+        return
+    for name, child in module.named_modules():
         if is_compiled_module(child) or child._compiled_call_impl is not None:
             which = f"the child {name!r}" if name else "the module"
             raise TypeError(
                 f"{which} was compiled, and the pair runs its copies as they are "
-                "written; pass the "
-                "original (._orig_mod), or train with ScatterOnceParallel, which "
-                "compiles replicas"
+                "written; pass the original (._orig_mod), or train with "
+                "ScatterOnceParallel, which compiles replicas"
             )
 
 
 def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> Tensor:
-    """The weighted sum of the shares' losses, on the master. Weight zero ignores even
-    NaN.
+    """The weighted sum of the shares' losses, on the master.
+
+    A loss of weight zero is ignored, even if it is NaN.
     """
-    master, terms = plan.shares[0].device, []
+    master = plan.shares[0].device
+    terms: list[Tensor] = []
     for loss, weight, share in zip(losses, weights, plan.shares, strict=True):
-        if weight:
-            origin = (
-                share.device if loss.device == physical(share.device) else loss.device
-            )
-            if origin != master:
-                loss = _CopyInGraph.apply(loss, origin, master, Transfers().copy)  # type: ignore[no-untyped-call]
-            terms.append(weight * loss)
+        if weight == 0:
+            continue
+        # The name of a virtual device, which the loss does not have. A criterion may
+        # have moved its loss to another device.
+        is_at_share = loss.device == physical(share.device)
+        origin = share.device if is_at_share else loss.device
+        if origin != master:
+            loss = _copied_in_graph(loss, origin, master, Transfers().copy)
+        terms.append(weight * loss)
     if not terms:
         zero = torch.zeros_like(losses[0], device=physical(master))
         return zero.requires_grad_(torch.is_grad_enabled())
@@ -171,26 +198,24 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
 
 
 class AutogradTransfers(Transfers):
-    """Transfers that autograd records, so that gradients are copied back
-    to the source.
-    """
+    """Transfers that autograd records: gradients are copied back to the source."""
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` on ``device``, in autograd's graph if ``tensor``
-        requires grad.
+        """A copy of ``tensor`` on ``device``.
+
+        It is in autograd's graph if ``tensor`` requires grad.
         """
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        copied: Tensor = _CopyInGraph.apply(tensor, tensor.device, device, super().copy)  # type: ignore[no-untyped-call]
-        return copied
+        return _copied_in_graph(tensor, tensor.device, device, super().copy)
 
 
 class _ConnectCopies(torch.autograd.Function):
-    """Connect the replicas' copies to the master's tensor; backward adds their
-    gradients.
+    """Connect the replicas' copies to the master's tensor.
 
-    There is one node per tensor: a backward pass that uses none of a tensor's copies
-    must not reach its node, or its hooks would run without a gradient.
+    Its backward pass adds their gradients. There is one node per tensor: a backward
+    pass that uses none of a tensor's copies must not reach its node, or its hooks would
+    run without a gradient.
     """
 
     @staticmethod
@@ -207,6 +232,7 @@ class _ConnectCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # As sums of replicas have them: by number of the tensor.
         by_replica = [
             {} if gradient is None else {0: gradient} for gradient in gradients
         ]
@@ -214,7 +240,19 @@ class _ConnectCopies(torch.autograd.Function):
             total = sum_in_order(
                 by_replica, ctx.device_ids, Transfers(), in_place=False
             )
-        return (None, total.get(0), *(None for _ in gradients))
+        of_copies = [None] * len(gradients)
+        return None, total.get(0), *of_copies
+
+
+def _copied_in_graph(
+    tensor: Tensor,
+    origin: torch.device,
+    device: torch.device,
+    copy: Callable[..., Tensor],
+) -> Tensor:
+    """A copy of ``tensor`` from ``origin`` to ``device``, made by ``copy``."""
+    copied: Tensor = _CopyInGraph.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
+    return copied
 
 
 class _CopyInGraph(torch.autograd.Function):
@@ -229,21 +267,25 @@ class _CopyInGraph(torch.autograd.Function):
         copy: Callable[..., Tensor],
     ) -> Tensor:
         # The origin is passed, because the virtual devices are one device of torch's.
-        ctx.route_back = device, origin, Transfers().copy
+        ctx.origin = origin
+        ctx.device = device
         ctx.streams = current_streams()
         return copy(tensor, device, "compute")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with use_device(ctx.route_back[0], ctx.streams):
-            copied = _CopyInGraph.apply(gradients[0], *ctx.route_back)  # type: ignore[no-untyped-call]
+        (gradient,) = gradients
+        with use_device(ctx.device, ctx.streams):
+            # In a graph of its own, for a second derivative.
+            copied = _copied_in_graph(
+                gradient, ctx.device, ctx.origin, Transfers().copy
+            )
         return copied, None, None, None
 
 
 def _leaf_like(original: Tensor, value: Tensor, _: Any) -> Tensor:
-    """``__deepcopy__`` for a copy in the graph: a leaf, as a deep copy of the original
-    would be.
-    """
+    """``__deepcopy__`` of a copy in the graph: a leaf, like that of the original."""
     leaf = value.detach().clone()
-    is_parameter = isinstance(original, nn.Parameter)
-    return nn.Parameter(leaf) if is_parameter else leaf.requires_grad_()
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(leaf)
+    return leaf.requires_grad_()

@@ -76,7 +76,7 @@ count= is ignored by engine.loss
   reduction, count, scaler => reduction, None, scaler
 ignore_index counts unless it is -100
   terms_of_rows -> test_a_step_is_that_of_plain_torch
-  option_of(criterion, "ignore_index", -100) => -100
+  option_of(criterion, "ignore_index", None) => None
 class weights do not count
   terms_of_rows -> test_a_step_is_that_of_plain_torch
   if class_weight is not None: => if False:

@@ -190,7 +190,8 @@ class GraphedSubsteps(Substeps):
             self._request.return_outputs,
         )
         source = task.loader.rows_at_source(number)
-        key = _shape_of((source, bool(return_outputs))) if weight else None
+        is_alike = weight and number not in task.sums
+        key = _shape_of((source, bool(return_outputs))) if is_alike else None
         graph = graphs.by_shape.get(key)
         if graph is not None:  # the next rows arrive while the graph reads these
             rows_now = source if task.loader.ahead is None else task.rows_of(number)

@@ -41,7 +41,7 @@ from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.step.loss import scalar_loss
-from scatterpar.step.loss_weights import compute_loss_weights
+from scatterpar.step.loss_weights import as_sum, compute_loss_weights
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.request import (
     Count,
@@ -291,13 +291,15 @@ class DataParallelCriterion(_OfPair):
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
+            summing = [share for share, _ in weights.sums]
             lock = criterion_lock(self.module)
 
-            def loss_of(replica: Any, call: tuple[Any, Any]) -> Tensor:
+            def loss_of(replica: Any, number: int) -> Tensor:
+                criterion = as_sum(replica) if number in summing else replica
                 with lock or nullcontext():
-                    return scalar_loss(replica(*call), "the criterion")
+                    return scalar_loss(criterion(*calls[number]), "the criterion")
 
-            losses = self._run(plan, calls, loss_of, transfers)
+            losses = self._run(plan, range(len(calls)), loss_of, transfers)
         return combine(losses, [weight for (weight,) in weights.by_share], plan)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:

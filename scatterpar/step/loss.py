@@ -11,7 +11,8 @@ from scatterpar.batch import nested
 from scatterpar.errors import add_note
 from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
 from scatterpar.step.inner_backward import gradient_versions, inner_backward
-from scatterpar.step.task import Context, ReplicaTask
+from scatterpar.step.loss_weights import as_sum
+from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import leaves_reached, nodes_of
 
 
@@ -25,22 +26,25 @@ def forward(
     reads.
     """
     before = gradient_versions(task.leaves)
+    criterion = task.criterion
+    if sub_step in task.sums:
+        criterion = as_sum(criterion)
     inputs, targets = rows
     with task.span("forward", sub_step):
         output = task.output_of(inputs)
         # A backward pass that needs no inputs lets them be freed before the criterion.
         del rows, inputs
         if task.criterion_lock is None:
-            loss = loss_of(output, targets, task.criterion)
+            loss = loss_of(output, targets, criterion)
     if task.criterion_lock is not None:
-        loss = _loss_under_lock(task, task.criterion_lock, output, targets, sub_step)
+        loss = _loss_under_lock(task, criterion, output, targets, sub_step)
     if gradient_versions(task.leaves) != before:
         raise inner_backward(task.leaves, before, task.replicas)
     return output, loss
 
 
 def _loss_under_lock(
-    task: ReplicaTask, lock: Context, output: Any, targets: Any, sub_step: int
+    task: ReplicaTask, criterion: Any, output: Any, targets: Any, sub_step: int
 ) -> Tensor:
     """The loss of one micro-batch, from a criterion that is no loss of torch's.
 
@@ -50,8 +54,9 @@ def _loss_under_lock(
     """
     nodes = nodes_of(nested.tensors(output))  # first: a criterion may write outputs
     # The lock before the span: in a trace, replicas that wait for it do not compute.
-    with lock, task.span("criterion", sub_step):
-        loss = loss_of(output, targets, task.criterion)
+    assert task.criterion_lock is not None
+    with task.criterion_lock, task.span("criterion", sub_step):
+        loss = loss_of(output, targets, criterion)
     for leaf in leaves_reached(loss, nodes):
         if isinstance(leaf, nn.Parameter) and not any(
             leaf is own for own in task.leaves

@@ -7,6 +7,7 @@ weighted, or padded.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -22,12 +23,24 @@ from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.request import Count, Request, option_of
 from scatterpar.torch_private import unwrapped
 
+_CROSS_ENTROPIES: tuple[type[nn.Module], ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
+if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on
+    _CROSS_ENTROPIES += (nn.LinearCrossEntropyLoss,)
+
 
 class LossWeights(NamedTuple):
-    """How the losses of micro-batches combine into the loss of the whole batch."""
+    """How the losses of micro-batches combine into the loss of the whole batch.
 
-    by_share: list[list[float]]  # the factor of each micro-batch's loss
-    terms: float  # that the batch's loss averages over; 1 for a sum
+    Attributes:
+        by_share: the factor of each micro-batch's loss.
+        terms: the number of terms that the batch's loss averages over; 1 for a sum.
+        sums: the micro-batches, as numbers of a share and a sub-step, whose criterion
+            adds its terms up (``as_sum``): it cannot average over none.
+    """
+
+    by_share: list[list[float]]
+    terms: float
+    sums: frozenset[tuple[int, int]] = frozenset()
 
 
 def compute_loss_weights(
@@ -41,17 +54,48 @@ def compute_loss_weights(
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
+    has_loss_without_terms = False
     if pieces is None:
         factors = [float(stop - start) for start, stop in spans]
     elif request.is_mean:
         counts = term_counts(request, spans, pieces, plan.order)
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
+        has_loss_without_terms = total > 0 and is_smoothed(request)
     remaining = iter(factors)
     by_share = [
         list(islice(remaining, len(share.micro_batches))) for share in plan.shares
     ]
-    return LossWeights(by_share, total)
+    sums: set[tuple[int, int]] = set()
+    for number, share_factors in enumerate(by_share):
+        for sub_step, factor in enumerate(share_factors):
+            if has_loss_without_terms and not factor:
+                share_factors[sub_step] = 1.0 / total
+                sums.add((number, sub_step))
+    return LossWeights(by_share, total, frozenset(sums))
+
+
+def is_smoothed(request: Request) -> bool:
+    """Whether labels of classes without weight have a loss, by label smoothing.
+
+    The mean over a micro-batch of such labels is no number. In that of a whole batch
+    with other labels they count, by the other classes' weights.
+    """
+    criterion = request.criterion
+    if request.count is not None or not is_cross_entropy(criterion):
+        return False
+    has_weight = option_of(criterion, "weight", None) is not None
+    return has_weight and option_of(criterion, "label_smoothing", 0.0) > 0
+
+
+def as_sum(criterion: Any) -> Any:
+    """Torch's cross entropy ``criterion``, which adds its terms up."""
+    if isinstance(criterion, partial):
+        return partial(criterion, reduction="sum")
+    module, _ = unwrapped(module_of(criterion))
+    summing = copy.copy(module)
+    summing.reduction = "sum"
+    return summing
 
 
 def term_counts(
@@ -127,7 +171,7 @@ def is_cross_entropy(criterion: Any) -> bool:
     function = criterion.func if isinstance(criterion, partial) else criterion
     loss, _ = unwrapped(module_of(function))
     of_torch = (F.cross_entropy, F.nll_loss)
-    return isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
+    return isinstance(loss, _CROSS_ENTROPIES) or function in of_torch
 
 
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
@@ -147,7 +191,10 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
         return torch.full(
             (rows,), targets.numel() / max(1, rows * classes), device="cpu"
         )
-    terms: Tensor = targets != option_of(criterion, "ignore_index", -100)
+    # Not bytes: compared with one, -100 would be 156, and an index of bytes is a mask.
+    targets = targets.long()
+    ignore_index = option_of(criterion, "ignore_index", None)
+    terms: Tensor = targets != (-100 if ignore_index is None else ignore_index)
     class_weight = option_of(criterion, "weight", None)
     if class_weight is not None:
         dtype = torch.promote_types(class_weight.dtype, torch.float32)

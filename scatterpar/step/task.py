@@ -39,6 +39,7 @@ class ReplicaTask:
         loader: copies the share's rows to the replica's device.
         criterion: the replica's criterion; ``None`` if the module has the loss.
         weights: the factor of each micro-batch's loss in the loss of the batch.
+        sums: the sub-steps whose criterion adds its terms up.
         replicas: that of the model, and that of the criterion if it needs one.
         leaves: the tensors in which backward passes accumulate gradients.
         criterion_lock: held in calls of the criterion; ``None`` for torch's own losses.
@@ -51,6 +52,7 @@ class ReplicaTask:
     loader: ShareLoader
     criterion: Callable[[Any, Any], Any] | None
     weights: Sequence[float]
+    sums: Sequence[int]
     replicas: Sequence[Replica]
     leaves: Sequence[Tensor]
     criterion_lock: Context | None
@@ -125,6 +127,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     replica_sets = attempt.replicas.replica_sets
     criteria = attempt.replicas.criteria
     weights = attempt.weights.by_share
+    sums = attempt.weights.sums
     lock = criterion_lock(criteria[0])
     autocast = autocast_types()
     tasks: list[ReplicaTask] = []
@@ -145,6 +148,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             loader=loaders[number],
             criterion=criteria[number] if number < len(criteria) else None,
             weights=weights[number] if weights else (),
+            sums=[sub_step for index, sub_step in sums if index == number],
             replicas=replicas,
             leaves=leaves,
             criterion_lock=lock,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scatterpar.step.loss_weights import term_counts
+from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
 from scatterpar.verify.joined import OutputDifferences, compare_outputs
@@ -287,6 +287,9 @@ def weighted_parts(request: Request, parts: Parts) -> tuple[Parts, Sequence[floa
     total = sum(terms)
     if not total:
         raise Inconclusive("none of the rows adds anything")
+    if is_smoothed(request) and 0.0 in terms:
+        # They have a loss, but not by themselves: its mean is over no terms.
+        return [list(chain(*parts))], [1.0]
     return parts, [count / total for count in terms]
 
 

@@ -246,13 +246,24 @@ class ReplicaLook:
             expected,
             actual,
             draws_steadily=calls_in_parts == random_calls * len(parts),
-            moved=moved_between(run.states),
+            moved=self._moved(rows, run),
         )
         lost = list(chain(*(state.lost() for state in self.runs.user_states)))
         verdict = self._verdict(evidence, run)
         return Findings(
             verdict, evidence.moved, lost, self.runs.shares_state, evidence.difference
         )
+
+    def _moved(self, rows: Part, run: Run) -> list[str]:
+        """The names of state that each part moves, or each step's only call."""
+        moved = moved_between(run.states)
+        if self._has_one_substep():
+            moved += self.runs.attributes_that_calls_move(rows)
+        return list(dict.fromkeys(moved))
+
+    def _has_one_substep(self) -> bool:
+        """Whether the replica makes one call per step."""
+        return len(self._task.share.micro_batches) == 1
 
     def _expected(self, rows: Part) -> Result:
         """The result of the user's own module and criterion for rows at once."""
@@ -266,10 +277,8 @@ class ReplicaLook:
 
     def _in_parts(self, parts: Parts, weights: Sequence[float]) -> Run:
         """The results of the replica, as the step is about to compute them."""
-        # With one sub-step per replica, each part is another replica's.
-        has_one_substep = len(self._task.share.micro_batches) == 1
         between: Callable[[], None] | None = None
-        if has_one_substep:
+        if self._has_one_substep():  # each part is another replica's
             between = self.runs.refresh
         return self.runs.run(parts, self._task, weights, between=between)
 

@@ -18,8 +18,18 @@ State = dict[str, Any]  # values by the names that a warning tells
 def state_of(replicas: Sequence[Replica]) -> State:
     """The buffers of replicas, and the attributes that are numbers or tensors.
 
-    Running statistics do not change in a look, whose batch normalisations are in evaluation mode.
+    Running statistics do not change in a look, whose batch normalisations are in
+    evaluation mode.
     """
+    return _state_of(replicas, ("buffer", "attribute"))
+
+
+def attributes_of(replicas: Sequence[Replica]) -> State:
+    """The attributes of replicas that are numbers or tensors."""
+    return _state_of(replicas, ("attribute",))
+
+
+def _state_of(replicas: Sequence[Replica], kinds: Sequence[str]) -> State:
     state: State = {}
     for replica in replicas:
         if not isinstance(replica.root, nn.Module):
@@ -27,12 +37,13 @@ def state_of(replicas: Sequence[Replica]) -> State:
         for path, module in replica.root.named_modules():
             prefix = f"{path}." if path else ""
             for kind, name, value in _values_of(module):
-                is_tensor = isinstance(value, Tensor)
-                if is_tensor and value.grad_fn is not None:
+                if kind not in kinds:
                     continue
-                state[f"the {kind} {prefix + name!r}"] = (
-                    value.detach().clone() if is_tensor else value
-                )
+                if isinstance(value, Tensor):
+                    if value.grad_fn is not None:
+                        continue
+                    value = value.detach().clone()
+                state[f"the {kind} {prefix + name!r}"] = value
     return state
 
 

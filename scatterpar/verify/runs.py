@@ -41,7 +41,12 @@ from scatterpar.verify.comparison import Result
 from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
 from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
 from scatterpar.verify.joined import cut_by_parts
-from scatterpar.verify.moved_state import State, state_of
+from scatterpar.verify.moved_state import (
+    State,
+    attributes_of,
+    moved_between,
+    state_of,
+)
 from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.rows import Part, Parts
 from scatterpar.verify.user_state import UserState
@@ -70,7 +75,8 @@ class Run:
     """What one run gave.
 
     Attributes:
-        results: the result of each part, times its weight; one of all parts with ``whole_batch``.
+        results: the result of each part, times its weight; one of all parts with
+            ``whole_batch``.
         states: the state of the replicas after each part.
     """
 
@@ -263,6 +269,23 @@ class Runs:
                     self._result(self._joined(outputs, parts), all_rows, task)
                 )
         return run
+
+    def attributes_that_calls_move(self, rows: Part) -> list[str]:
+        """The names of attributes that a second call of the replica moves again.
+
+        After the step they stay on the replica, even if it makes one call.
+        """
+        states = []
+        self.restart()
+        before = attributes_of(self.replica_task.replicas)
+        with self._surroundings(self.replica_task):
+            for _ in range(2):
+                self.require_time()
+                self.replica_task.output_of(self.move(self.inputs, rows))
+                states.append(attributes_of(self.replica_task.replicas))
+                if not moved_between([before, states[0]]):
+                    return []
+        return moved_between(states)
 
     def outputs(self, parts: Parts) -> list[Any]:
         """The replica's output for each part, without its graph, from the same state."""

@@ -106,7 +106,7 @@ class Verifier:
     def _tell_state(self, question: Question, findings: Findings) -> None:
         """Warn of state that sub-steps move, and of large tensors that code writes."""
         moved = [name for name in findings.moved if name not in self._warned]
-        if moved and question.is_divided:
+        if moved:
             self._warned.update(moved)
             self._warn_once(question.text_of_moved(moved))
         if findings.lost:
@@ -240,9 +240,11 @@ class Question:
     def text_of_moved(self, names: Sequence[str]) -> str:
         """The warning for state that sub-steps move."""
         sub_steps = len(self._attempt.plan.substep_rows)
+        how = f"at each of the {sub_steps} sub-steps, and on each replica apart"
+        if sub_steps == 1:
+            how = "on the replica alone, so the next step begins with your value"
         return in_lines(
-            f"forward passes move {shown(', '.join(names))}: at each of the {sub_steps} "
-            "sub-steps, and on each replica apart.",
+            f"forward passes move {shown(', '.join(names))}: {how}.",
             "Move it once per step, outside of forward, or keep it in a buffer and "
             "train with one sub-step.",
             "docs/limits.md, State in modules.",

@@ -37,6 +37,7 @@ from harness.looks import (
 from harness.models import CLASSES, FEATURES, Classifier, Of, mlp, token_classifier
 from harness.oracle import (
     assert_step,
+    build,
     randint,
     randn,
     seeded,
@@ -456,6 +457,13 @@ def remembering(net, rows):
     return net.linear(rows) if past is None else net.linear(rows) * past
 
 
+def carries(net, rows):
+    """A hidden state that is kept between calls."""
+    output = net.linear(rows) + net.state
+    net.state = output.detach().mean(0)
+    return output
+
+
 class Queue(Classifier):
     """Keeps the last features, a counter, and its last output."""
 
@@ -492,9 +500,13 @@ TOLD: dict[str, tuple[Case, str]] = {
         "the buffer 'queue', the attribute 'calls', the attribute 'last': at each of "
         "the 6",
     ),
-    "a queue, one sub-step per replica": (  # the counter is one device's
+    "a queue, one sub-step per replica": (
         case_of(Queue, accum=1),
-        "move the buffer 'queue', the attribute 'last': at",
+        "move the buffer 'queue', the attribute 'last', the attribute 'calls': at",
+    ),
+    "a hidden state, one sub-step per replica": (
+        case_of(net(carries, state=torch.zeros(CLASSES).double()), accum=1),
+        "move the attribute 'state': at",
     ),
 }
 
@@ -509,6 +521,18 @@ def test_it_is_told_once(devices, name):
         except ValueError as error:  # the losses differ, too
             texts = [str(error)]
     assert len([text for text in texts if re.search(words, text, re.S)]) == 1, texts
+
+
+@pytest.mark.parametrize("make", [Queue, net(carries, state=torch.zeros(CLASSES))])
+def test_attributes_of_one_replica_with_one_sub_step_are_told_by_name(make):
+    """A schedule that counted its own calls stood at its start for ever."""
+    case = case_of(make, accum=1)
+    with ScatterOnceParallel(build(make), 1, ["cpu"]) as engine:
+        texts = said(engine, case, 9)
+    name = "calls" if make is Queue else "state"
+    assert len(texts) == 1
+    assert f"forward passes move the attribute {name!r}: on the replica" in texts[0]
+    assert "keep it in a buffer and train with one sub-step" in texts[0]
 
 
 # --- silent ---

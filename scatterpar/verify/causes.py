@@ -21,6 +21,8 @@ from scatterpar.verify.comparison import weighted_sum
 from scatterpar.verify.evidence import Evidence, Losses
 from scatterpar.verify.runs import Inconclusive, pieces_of
 
+_MAX_SIZES = 6  # of parts, in a text
+
 
 class Outcome(enum.Enum):
     """What becomes of a step."""
@@ -208,11 +210,12 @@ def left_by_last_call(evidence: Evidence) -> Verdict | None:
 
 
 def _refused_combination(losses: Losses, remedy: str) -> Verdict:
-    request = losses.request
-    sizes = " + ".join(str(len(part)) for part in losses.parts)
+    sizes = " + ".join(str(len(part)) for part in losses.parts[:_MAX_SIZES])
+    if len(losses.parts) > _MAX_SIZES:
+        sizes += " + …"
     return _refused(
         f"{losses.name}: your loss of {losses.num_rows} rows is not the "
-        f"{request.reduction} of the losses of {sizes} rows: the gradient would be "
+        f"{losses.request.reduction} of the losses of {sizes} rows: the gradient would be "
         f"{_size_of(losses.difference)}.",
         remedy,
         *losses.other_remedies(remedy),

@@ -40,6 +40,7 @@ PATIENCE_SECONDS = 20.0
 # The workers' limit: the look itself ends at twice the patience, unless a call waits.
 _WORKERS_PATIENCE = 2.2
 _MIN_ROWS = 2
+_PATIENCE = 4  # with code that fails for a few rows
 # Of the graph of rows beyond two micro-batches: so much memory is always there.
 _MAX_BYTES = 2**22
 _MAX_ROWS_OF_BATCH = 256
@@ -110,7 +111,7 @@ def look(
         for replica_look in reversed(looks):
             replica_look.runs.end()
         why = "a call waits for something that does not come"
-        raise Inconclusive(why, patience=1) from None
+        raise Inconclusive(why, patience=1, is_final=True) from None
     finally:
         if len(begun) > 1:
             # The others have restored what the first had changed when they began.
@@ -147,7 +148,10 @@ class ReplicaLook:
                 self._error = error
         if is_out_of_memory(self._error):
             raise Inconclusive("memory ran out", patience=2)
-        raise Inconclusive(f"{type(self._error).__name__}: {self._error}")
+        # The step itself may not fail: what fails for several rows may broadcast to one.
+        patience = 1 if choice.has_single_rows else _PATIENCE
+        why = f"{type(self._error).__name__}: {self._error}"
+        raise Inconclusive(why, patience)
 
     def _affordable(self, most: int) -> int:
         """Up to ``most`` rows, whose graph takes at most the memory of two sub-steps."""

@@ -53,6 +53,8 @@ class RowChoice:
         variant: from which feature of the rows the choice starts.
         is_divided: whether the step divides the batch; otherwise there is one part, and
             only the replica is compared.
+        has_single_rows: whether sub-steps have one row. A tensor with one entry per row
+            of the batch broadcasts to one row, and to no other number.
     """
 
     tensors: Sequence[Tensor]
@@ -60,13 +62,17 @@ class RowChoice:
     ignored: Sequence[int]
     variant: int
     is_divided: bool
+    has_single_rows: bool = False
 
     def parts(self, most: int) -> Parts:
         """Up to ``most`` rows, at least two, in parts."""
         parts = choose_rows(
             self.tensors, self.num_rows, most, self.ignored, self.variant
         )
-        return parts if self.is_divided else [list(chain(*parts))]
+        rows = list(chain(*parts))
+        if not self.is_divided:
+            return [rows]
+        return [[row] for row in rows] if self.has_single_rows else parts
 
 
 def choose_rows(

@@ -63,11 +63,17 @@ _HALF_PRECISION = 1e-5  # formats with a larger eps
 
 
 class Inconclusive(Exception):
-    """The look is inconclusive. After ``patience`` such looks in a row, a warning says so."""
+    """The look is inconclusive.
 
-    def __init__(self, why: str, patience: int = 4) -> None:
+    Attributes:
+        patience: after so many such looks in a row, a warning says so.
+        is_final: whether this kind of step is not looked at again.
+    """
+
+    def __init__(self, why: str, patience: int = 4, is_final: bool = False) -> None:
         super().__init__(why)
         self.patience = patience
+        self.is_final = is_final
 
 
 @dataclass

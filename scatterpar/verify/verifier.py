@@ -98,7 +98,7 @@ class Verifier:
         self, question: Question, kind: Kind, error: Inconclusive
     ) -> None:
         kind.num_inconclusive += 1
-        kind.is_given_up = error.patience == 1
+        kind.is_given_up = error.is_final
         is_told = kind.is_given_up or not question.counts_as_torch
         if is_told and kind.num_inconclusive >= error.patience:
             self._warn_once(question.text_of_unchecked(error))
@@ -197,6 +197,7 @@ class Question:
             self._ignored(),
             variant=looks,
             is_divided=self.is_divided,
+            has_single_rows=max(self._attempt.plan.substep_rows) == 1,
         )
         most = self._most_rows(is_first=not looks)
         return look(self._attempt, self.request, self._tasks, choice, most)

@@ -236,6 +236,20 @@ def test_what_differs_each_time_is_no_reason():
             step(engine, drifts, VALUES)
 
 
+def test_what_fails_for_several_rows_and_not_for_one_is_told_in_the_first_step(devices):
+    """A weight per row broadcasts to one row. The batch is too large to compute at once."""
+    inputs, values = randn(300, INPUTS.shape[1]), randn(300, CLASSES)
+    weights = torch.linspace(0.1, 2, 300).double()
+
+    def weighted(output, targets):
+        return ((output - targets).square().mean(1) * weights).mean()
+
+    engine = ScatterOnceParallel(mlp(), 1, devices(2), micro_batch_size=1)
+    is_told = pytest.warns(UserWarning, match="could not check how.*RuntimeError")
+    with engine, is_told:
+        step(engine, weighted, values, inputs)
+
+
 # --- what it costs ---
 
 

@@ -185,6 +185,13 @@ def sum_of_means(output, targets):
     return in_a_def(output, targets) + 0.05 * output.pow(2).mean().sqrt()
 
 
+WEIGHT_OF_ROW = torch.linspace(0.1, 2, ROWS).double()
+
+
+def weighted_by_row(output, targets):
+    return ((output - targets).square().mean(1) * WEIGHT_OF_ROW).mean()
+
+
 FEW = torch.zeros(ROWS, CLASSES).double()
 FEW[::12] = 1
 
@@ -355,6 +362,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
         f"a language model with {name}": (own_loss(make, tokens()), SHIFTED)
         for name, make in LANGUAGE_MODELS.items()
     },
+    # It broadcast to each row, and looks at several rows failed for seven steps.
+    "a weight for each row in a closure, sub-steps of one row": (
+        loss_of(weighted_by_row, VALUES, accum=ROWS),
+        r"your loss of 24 rows.*1 \+ 1 \+ 1 \+ 1 \+ 1 \+ 1 \+ … rows",
+    ),
     "shapes that broadcast to all pairs": (
         case_of(
             net(lambda net, rows: net.linear(rows)[:, :1]),

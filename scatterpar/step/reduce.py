@@ -226,7 +226,7 @@ def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -
     its gradient.
     """
     both = [(i, g) for i, g in message.items() if in_place and i in total]
-    dense = [i for i, g in both if has_foreach(total[i]) and has_foreach(g)]
+    dense = [i for i, g in both if has_foreach(total[i], g)]
     if dense:
         torch._foreach_add_([total[i] for i in dense], [message[i] for i in dense])
     for i in message.keys() - dense:

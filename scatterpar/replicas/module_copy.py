@@ -550,11 +550,18 @@ def root_to_replicate(function: Any) -> Any:
 
 
 def _is_stateless(module: nn.Module) -> bool:
-    """Whether ``module`` is a loss of torch, whose calls change nothing, with plain
-    values only.
+    """Whether ``module`` is a loss of torch with plain values only.
+
+    Its calls change nothing.
     """
-    others = [value for value in vars(module).values() if type(value) not in _PLAIN]
-    items = (value.values() if isinstance(value, dict) else value for value in others)
-    is_of_torch = type(module).__module__ == "torch.nn.modules.loss"
-    has_registries = _REGISTRIES.issuperset(map(type, others))
-    return is_of_torch and has_registries and {None}.issuperset(chain(*items))
+    if type(module).__module__ != "torch.nn.modules.loss":
+        return False
+    for value in vars(module).values():
+        if type(value) in _PLAIN:
+            continue
+        if type(value) not in _REGISTRIES:
+            return False
+        entries = value.values() if isinstance(value, dict) else value
+        if not {None}.issuperset(entries):
+            return False
+    return True

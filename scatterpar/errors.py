@@ -54,3 +54,10 @@ def restore_after(error: BaseException | None, *restores: Callable[[], object]) 
             if error is None:
                 raise
             add_note(error, f"after that, something could not be put back: {failure!r}")
+
+
+class Refusal(RuntimeError):
+    """Refuses what several threads cannot do at once.
+
+    It goes before the errors that the same attempt causes in other threads.
+    """

@@ -529,12 +529,14 @@ _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
 def register_random_kernels(
     kernel_of: Callable[[Any, int], Callable[..., Any]],
+    make_dual: Callable[..., Tensor],
 ) -> tuple[Library, ...]:
     """In threads that have the key on, replace random operators.
 
     ``kernel_of(operator, position)`` makes the kernel. The operators are torch's that
-    take a generator, as the argument at ``position``. All other operators fall through
-    the key. So do higher-order operators such as ``torch.cond`` or a custom
+    take a generator, as the argument at ``position``. ``make_dual`` is the kernel of the
+    operator with which all forward-mode differentiation begins. All other operators
+    fall through the key. So do higher-order operators such as ``torch.cond`` or a custom
     ``autograd.Function`` under ``vmap``, including those registered later.
     """
     fallback = Library("_", "IMPL")
@@ -553,6 +555,7 @@ def register_random_kernels(
         names = [argument.name for argument in schema.arguments]
         kernel = kernel_of(operator, names.index("generator"))
         operators.impl(operator, kernel, RANDOM_KEY)
+    operators.impl("_make_dual", make_dual, RANDOM_KEY)
     # The Python table of higher-order operators has no fallbacks. For those registered
     # later:
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)

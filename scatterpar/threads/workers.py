@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from scatterpar.devices import memory, streams
-from scatterpar.errors import add_note
+from scatterpar.errors import Refusal, add_note
 from scatterpar.threads.caller_context import CallerContext, no_autocast_cache
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.process_settings import read_settings, restore_settings
@@ -165,6 +165,7 @@ class Job:
         ]
         if not failures:
             return None
+        failures.sort(key=lambda failure: not isinstance(failure[1], Refusal))
         (_, first), *later = failures
         for number, error in later:
             description = _described(error)

@@ -12,10 +12,11 @@ from functools import partial
 import pytest
 import torch
 from faults.processes import run
-from harness.models import CLASSES, FEATURES, Returns, mlp
+from harness.models import CLASSES, FEATURES, Of, Returns, mlp
 from harness.oracle import (
     assert_close,
     assert_gradients,
+    assert_step,
     build,
     gradients,
     randint,
@@ -23,6 +24,7 @@ from harness.oracle import (
 )
 from pair.common import Pair
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
@@ -361,3 +363,95 @@ def test_without_the_dispatch_key_replicas_take_turns_and_draw_the_same_numbers(
     assert without.code == 0, without.err
     assert without.out == run("-c", DRAWING_STEPS).out
     assert without.err.count("replicas on the host run one after the other") == 1
+
+
+# --- forward-mode differentiation: its level belongs to the process ---
+
+
+def penalised_by(derivative):
+    """A network whose outputs are penalised by a derivative along the inputs."""
+
+    def forward(m, inputs):
+        def energy(row):
+            return m.net(row).tanh().sum()
+
+        return m.net(inputs) + derivative(energy, inputs)[:, :CLASSES]
+
+    return build(lambda: Of(forward, net=nn.Linear(FEATURES, CLASSES)))
+
+
+def along_ones(energy, inputs):
+    _, tangent = torch.func.jvp(energy, (inputs,), (torch.ones_like(inputs),))
+    return tangent.expand_as(inputs)
+
+
+def by_dual_numbers(energy, inputs):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs, torch.ones_like(inputs))
+        return forward_ad.unpack_dual(energy(dual)).tangent.expand_as(inputs)
+
+
+def by_rows(transform):
+    return lambda energy, inputs: torch.func.vmap(transform(energy))(inputs)
+
+
+def traces(transform):
+    """The trace of the second derivative for each row."""
+
+    def of(energy):
+        return lambda row: transform(energy)(row).trace().expand_as(row)
+
+    return by_rows(of)
+
+
+FORWARD_MODE = {
+    "jvp": along_ones,
+    "dual numbers": by_dual_numbers,
+    "jacfwd": by_rows(torch.func.jacfwd),
+    "hessian": traces(torch.func.hessian),
+}
+REVERSE_MODE = {
+    "jacrev": by_rows(torch.func.jacrev),
+    "jacrev twice": traces(lambda f: torch.func.jacrev(torch.func.jacrev(f))),
+}
+
+
+@pytest.mark.parametrize("kind", FORWARD_MODE)
+def test_forward_mode_is_refused_in_every_step_of_several_replicas(devices, kind):
+    """It raised torch's errors, or gave another gradient, depending on timing."""
+    model = penalised_by(FORWARD_MODE[kind])
+    for verify in (True, False):
+        with ScatterOnceParallel(model, 2, devices(3), verify=verify) as engine:
+            for _ in range(5):
+                with pytest.raises(RuntimeError, match=r"forward-mode.*one replica"):
+                    engine.forward_backward(INPUTS, LABELS, LOSS)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    one, two = (torch.ones(2, dtype=torch.float64) for _ in range(2))
+    assert torch.func.jvp(torch.sin, (one,), (two,))[1].equal(one.cos())
+    pair = Pair(model, LOSS, devices(2))
+    with pytest.raises(RuntimeError, match=r"forward-mode.*one replica"):
+        pair.loss(INPUTS, LABELS)
+
+
+@pytest.mark.parametrize("kind", FORWARD_MODE)
+def test_forward_mode_is_exact_on_one_replica(kind):
+    """The sum over rows of the energy is no mean of rows: one micro-batch."""
+    model = penalised_by(FORWARD_MODE[kind])
+    with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
+        assert_step(engine, INPUTS, LABELS, LOSS)
+
+
+@pytest.mark.parametrize("kind", REVERSE_MODE)
+def test_reverse_mode_is_exact_on_several_replicas(devices, kind):
+    with ScatterOnceParallel(penalised_by(REVERSE_MODE[kind]), 2, devices(3)) as engine:
+        for _ in range(3):
+            assert_step(engine, INPUTS, LABELS, LOSS)
+
+
+def test_forward_mode_is_exact_in_a_criterion_that_is_called_once(devices):
+    def criterion(output, targets):
+        _, tangent = torch.func.jvp(torch.tanh, (output,), (torch.ones_like(output),))
+        return LOSS(output + tangent, targets)
+
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        assert_step(engine, INPUTS, LABELS, criterion, whole_batch=True)

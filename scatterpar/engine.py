@@ -230,6 +230,8 @@ class ScatterOnceParallel(Wrapper):
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._trace: Trace | None = None
         self._step_ended = math.inf  # the first step has not waited
+        # set by a loop whose replicas share what hooks write and the loop reads
+        self._is_serial = False
 
     def forward_backward(
         self,
@@ -506,6 +508,7 @@ class ScatterOnceParallel(Wrapper):
             replica_offset=self._ranks.rank * _MAX_REPLICAS if self._ranks else None,
             clock=self._trace.clock if self._trace else None,
         )
+        attempt.threads.is_serial = self._is_serial
         try:
             with attempt.undo:
                 yield attempt

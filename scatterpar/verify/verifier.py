@@ -73,7 +73,7 @@ class Verifier:
                 # After a refusal the same rows again: fewer may not show it.
                 kind.looks += not kind.is_refused
                 _drop_gradients(attempt)  # user code may compute some
-        attempt.threads.is_serial = kind.is_serial
+        attempt.threads.is_serial |= kind.is_serial
 
     def _ask(self, question: Question, kind: Kind) -> None:
         """Look at a step. Refuses it, or tells what the look has found."""

@@ -11,16 +11,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
+import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partialmethod
+from functools import partial, partialmethod
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -30,10 +33,15 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import loop
+from scatterpar.errors import warn
+from scatterpar.integrations import kept, loop
+from scatterpar.integrations.turns import Turns
 
 __all__ = ["ScatterOnceStrategy"]
 
+# Attributes of every LightningModule: they are no state of the user's.
+_OF_LIGHTNING = {*vars(LightningModule()), "log"}
+_NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
@@ -83,8 +91,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         )
         # the Trainer sets its devices=
         self.parallel_devices: list[torch.device] | None = None
-        self._device_ids, self._options = device_ids, {"accum": accum, **options}
-        self._count, self._combined = count, dict[str, Any](reduction=reduction)
+        self._device_ids = device_ids
+        self._options = {"accum": accum, **options}
+        self._count = count
+        self._turns = Turns()
+        self._told: set[str] = set()  # places that calls set, of which a warning told
+        self._combined: dict[str, Any] = {"reduction": reduction}
         if count is not None:
             self._combined["count"] = lambda inputs, _: count(inputs["batch"])
         self._engine: Any = None
@@ -151,21 +163,25 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def training_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
         """Compute the whole batch's loss, with ``training_step`` on the replicas."""
         plugin = self.precision_plugin
-        options = {"scaler": getattr(plugin, "scaler", None), **self._combined}
+        scaler = getattr(plugin, "scaler", None)
         with (
             plugin.train_step_context(),
             self._inputs("training_step", batch, rest) as inputs,
         ):
             loss, calls = self._engine.loss(
-                inputs, return_outputs=itemgetter("call"), **options
+                inputs,
+                return_outputs=itemgetter("call"),
+                scaler=scaler,
+                **self._combined,
             )
-        return {**self._finish(calls), "loss": loss}
+        loop.recompute_weights(self.lightning_module)
+        return {**self._finish("training_step", calls), "loss": loss}
 
     def _evaluate(self, step: str, batch: Any, *rest: Any, **_: Any) -> Any:
         context = self.precision_plugin.forward_context()
         with context, torch.no_grad(), self._inputs(step, batch, rest) as inputs:
             calls = self._engine(inputs.pop("work"), **inputs)["call"]
-        return self._finish(calls)
+        return self._finish(step, calls)
 
     validation_step = partialmethod(_evaluate, "validation_step")
     test_step = partialmethod(_evaluate, "test_step")
@@ -178,46 +194,51 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """The engine's inputs for method ``step``; in the body the module has no
         metrics.
         """
-        by_path = _metrics_of(self.lightning_module)
-        with _placed(self.lightning_module, dict.fromkeys(by_path, nn.Identity())):
-            call = {
+        module = self.lightning_module
+        metrics = _metrics_of(module)
+        attributes = kept.kept_attributes(module, _OF_LIGHTNING)
+        function = getattr(type(module), step)
+        with (
+            _placed(module, dict.fromkeys(metrics, _NO_METRIC)),
+            self._turns.in_step(self._engine, module, attributes, function),
+        ):
+            yield {
                 "work": self._call,
                 "step": step,
                 "rest": list(rest),
-                "measures": by_path,
-            }
-            rows = {
+                "measures": _Metrics(metrics),
                 "batch": loop.as_rows(batch),
                 "rows": Rows(range(loop.num_rows(batch))),
             }
-            yield call | rows
 
-    def _finish(self, outputs: Any) -> Any:
-        """Transfer what calls left on replicas to the module. Returns their outputs,
-        joined.
+    def _finish(self, step: str, outputs: Any) -> Any:
+        """Transfer what calls of ``step`` left on replicas to the module. Returns their
+        outputs, joined.
         """
         module, device = self.lightning_module, self.root_device
-        calls, by_path = nested.leaves(outputs), _single(_metrics_of(module))
-        for path, metric in by_path.items():
-            _merge(
-                metric,
-                [call.metrics[path] for call in calls if path in call.metrics],
-                device,
-            )
-        logged = defaultdict(list)
+        calls = nested.leaves(outputs)
+        metrics = _single(_metrics_of(module))
+        for place, metric in metrics.items():
+            updated = [call.metrics[place] for call in calls if place in call.metrics]
+            _merge(metric, updated, device)
+        tell = partial(self._tell, step)
+        kept.apply_changes(module, [call.changes for call in calls], device, tell)
+        trainer_changes = [call.trainer.changes for call in calls]
+        kept.apply_changes(module.trainer, trainer_changes, device, tell)
+        logged: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for call in calls:
-            loop.add(module, call.added)
+            call.trainer.replay(module.trainer, device)
             for key, (value, options) in call.logged.items():
                 logged[key].append((call, value, options))
         for (name, _), entries in logged.items():
-            self._log(name, entries, by_path)
-        outputs = [
-            nested.map_tensors(lambda t: t.to(device), call.output) for call in calls
-        ]
-        weights, rows = (
-            [float(call.weight) for call in calls],
-            [call.rows for call in calls],
-        )
+            self._log(name, entries, metrics)
+        return self._joined(calls)
+
+    def _joined(self, calls: Sequence[Any]) -> Any:
+        """What calls returned beside their losses, with their rows joined."""
+        outputs = [loop.moved(call.output, self.root_device) for call in calls]
+        weights = [float(call.weight) for call in calls]
+        rows = [call.rows for call in calls]
 
         def joined(pieces: list[Any]) -> Any:
             try:
@@ -225,8 +246,19 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             except ValueError:  # such as tensors without rows
                 return pieces
 
-        return nested.merge(
-            joined, outputs, lambda pieces: not isinstance(pieces[0], Mapping)
+        def is_leaf(pieces: Sequence[Any]) -> bool:
+            return not isinstance(pieces[0], Mapping)
+
+        return nested.merge(joined, outputs, is_leaf)
+
+    def _tell(self, step: str, place: str) -> None:
+        if place in self._told:
+            return
+        self._told.add(place)
+        warn(
+            f"{step} sets {place} to another value for each micro-batch, so the "
+            "module's stays as it was; return it, log it, append to a list, or add to a "
+            "number"
         )
 
     def _call(
@@ -237,75 +269,104 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         module: Any = work[0]
         device = next((p.device for p in module.parameters()), module.device)
-        by_path = {path: _emptied(one).to(device) for path, one in measures.items()}
+        metrics = {}
+        for place, metric in measures.by_place.items():
+            metrics[place] = _emptied(metric).to(device)
+        copies = kept.CallCopies(device, pinned=self._turns.pinned_in(module))
+        trainer = _TrainerInCall(module.trainer, copies)
         # by name, and by how often it had been logged
         logged: dict[tuple[str, int], Any] = {}
-
-        def log(*args: Any, **options: Any) -> None:  # later, once for all calls
-            bound = (
-                inspect.signature(LightningModule.log)
-                .bind(module, *args, **options)
-                .arguments
-            )
-            _, name, value = map(bound.pop, ("self", "name", "value"))
-            times = sum(name == other for other, _ in logged)
-            is_tensor = isinstance(value, Tensor)
-            value = (
-                value.detach().squeeze()
-                if is_tensor
-                else paths.get(id(value)) or float(value)
-            )
-            logged[name, times] = value, bound
-
-        paths = {id(metric): path for path, metric in _single(by_path).items()}
-        own = loop.overridden(module, log=log, _device=device)
-        with own, _placed(module, by_path), loop.additions(module) as added:
-            output, loss = getattr(module, step)(batch, *rest), None
+        places = {id(metric): place for place, metric in _single(metrics).items()}
+        own = {
+            "log": partial(_log_later, module, logged, places),
+            "_device": device,
+            "_trainer": trainer,
+        }
+        with (
+            kept.standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
+            _placed(module, metrics),
+        ):
+            state = kept.KeptState(module, _OF_LIGHTNING)
+            output = getattr(module, step)(batch, *rest)
+            changes = state.changes()
+        loss = None
         if step == "training_step":
             output = {**output} if isinstance(output, Mapping) else {"loss": output}
             loss = output.pop("loss", None)
             if not isinstance(loss, Tensor):
                 raise ValueError(
                     f"training_step returned {loss!r} as the loss of a micro-batch, "
-                    "and no part of "
-                    "a batch can be skipped; return a loss that is zero, such as "
-                    "(output * 0).sum()"
+                    "and no part of a batch can be skipped; return a loss that is "
+                    "zero, such as (output * 0).sum()"
                 )
-        output, metrics = nested.map_tensors(Tensor.detach, output), _updated(by_path)
+        trainer.end()
         call = SimpleNamespace(
-            logged=logged, added=added, metrics=metrics, output=output
-        )
-        call.rows, call.weight = (
-            len(rows),
-            self._count(batch) if self._count else len(rows),
+            changes=changes,
+            logged=logged,
+            metrics=_updated(metrics),
+            output=nested.map_tensors(Tensor.detach, output),
+            rows=len(rows),
+            trainer=trainer.calls,
+            weight=self._count(batch) if self._count else len(rows),
         )
         return {"loss": loss, "call": call}
 
     def _log(
-        self, name: str, entries: Sequence[Any], by_path: Mapping[str, Metric]
+        self, name: str, entries: Sequence[Any], metrics: Mapping[Any, Metric]
     ) -> None:
         """Log once, for the whole batch, what calls logged under ``name``: values, or a
         metric.
         """
         _, logged, options = entries[-1]
-        if isinstance(logged, str):  # the path of a metric
-            self.lightning_module.log(name, by_path[logged], **options)
+        if isinstance(logged, _Place):
+            self.lightning_module.log(name, metrics[logged], **options)
             return
-        values = [
-            torch.as_tensor(value).to(self.root_device) for _, value, _ in entries
-        ]
-        size = sum(one.get("batch_size") or call.rows for call, _, one in entries)
-        weights = [
-            float(one.get("batch_size") or call.weight) for call, _, one in entries
-        ]
+        values = []
+        for _, value, _ in entries:
+            values.append(torch.as_tensor(value).to(self.root_device))
+        size, weights = _sizes(entries)
         reduction = options.get("reduce_fx", "mean")
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
-        value = (
-            reduce(torch.stack(values))
-            if reduce
-            else nested.join_rows(values, 0, weights)
-        )
-        self.lightning_module.log(name, value, **options | {"batch_size": size})
+        if reduce is None:
+            value = nested.join_rows(values, 0, weights)
+        else:
+            value = reduce(torch.stack(values))
+        options = {**options, "batch_size": size}
+        self.lightning_module.log(name, value, **options)
+
+
+def _log_later(
+    module: Any,
+    logged: dict[tuple[str, int], Any],
+    places: Mapping[int, _Place],
+    *args: Any,
+    **options: Any,
+) -> None:
+    """``LightningModule.log`` in a call: record the value. All calls log it once."""
+    signature = inspect.signature(LightningModule.log)
+    bound = signature.bind(module, *args, **options).arguments
+    _, name, value = map(bound.pop, ("self", "name", "value"))
+    times = sum(name == other for other, _ in logged)
+    if isinstance(value, Tensor):
+        logged[name, times] = value.detach().squeeze(), bound
+    else:
+        logged[name, times] = places.get(id(value)) or float(value), bound
+
+
+def _sizes(entries: Sequence[Any]) -> tuple[int, list[float]]:
+    """The batch size of a value that calls have logged, and the weight of each call.
+
+    ``batch_size=`` of a call counts unless it is the same in all calls and not their
+    number of rows: then it is that of the whole batch.
+    """
+    rows = [call.rows for call, _, _ in entries]
+    own_weights = [float(call.weight) for call, _, _ in entries]
+    given = [options.get("batch_size") for _, _, options in entries]
+    if None in given:
+        return sum(rows), own_weights
+    if given != rows and len(set(given)) == 1:
+        return given[0], own_weights
+    return sum(given), [float(size) for size in given]
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
@@ -331,45 +392,182 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     )
 
 
+# The Trainer in a call: what the call logs there is recorded.
+
+
+class _TrainerCalls:
+    """What one call has logged with the Trainer, to be done when the step succeeds.
+
+    Attributes:
+        changes: what it has added to the Trainer's profiler.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[kept.Change] = []
+        self._calls: list[tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]] = []
+        self._attributes: dict[str, Any] = {}
+
+    def add(self, path: Sequence[Any], *args: Any, **options: Any) -> None:
+        """Record a call of the Trainer's method at ``path``."""
+        self._calls.append((path, args, options))
+
+    def set(self, name: str, value: Any) -> None:
+        """Record that an attribute of the Trainer is set."""
+        self._attributes[name] = value
+
+    def replay(self, trainer: Any, device: torch.device) -> None:
+        """Do with the Trainer what was recorded, with tensors on ``device``."""
+        for name, value in self._attributes.items():
+            setattr(trainer, name, value)
+        for path, args, options in self._calls:
+            target = trainer
+            for part in path:
+                is_number = isinstance(part, int)
+                target = target[part] if is_number else getattr(target, part)
+            args, options = loop.moved((args, options), device)
+            target(*args, **options)
+
+
+class _TrainerInCall:
+    """The Trainer, as a call sees it: its loggers record, and its profiler is a copy."""
+
+    def __init__(self, trainer: Any, copies: kept.CallCopies) -> None:
+        profiler = copies.of(trainer.profiler)
+        if isinstance(profiler, AdvancedProfiler):  # it profiles one thread at a time
+            profiler = PassThroughProfiler()
+        own = {"_trainer": trainer, "calls": _TrainerCalls()}
+        own["_kept"] = SimpleNamespace(profiler=profiler)
+        vars(self).update(own)
+        vars(self)["_state"] = kept.KeptState(self._kept, ())
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance(self.trainer, Trainer)
+        return type(self._trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.calls.set(name, value)
+
+    @property
+    def profiler(self) -> Any:
+        return self._kept.profiler
+
+    @property
+    def logger(self) -> Any:
+        return _recorded(self._trainer.logger, self.calls, ("logger",))
+
+    @property
+    def loggers(self) -> list[Any]:
+        loggers = enumerate(self._trainer.loggers)
+        return [_recorded(one, self.calls, ("loggers", i)) for i, one in loggers]
+
+    def end(self) -> None:
+        """Record what the call has added to the profiler."""
+        self.calls.changes = self._state.changes()
+
+
+class _Recorded:
+    """A logger, or an object of one, in a call: its methods are recorded, not called.
+
+    Methods that return something, by their name, and attributes are the logger's.
+    """
+
+    def __init__(self, target: Any, calls: _TrainerCalls, path: Sequence[Any]) -> None:
+        self._target = target
+        self._calls = calls
+        self._path = path
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
+        return type(self._target)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if callable(value) and name.startswith(("get", "is_", "has_")):
+            return value
+        return _recorded(value, self._calls, (*self._path, name))
+
+
+def _recorded(value: Any, calls: _TrainerCalls, path: Sequence[Any]) -> Any:
+    """What stands for an attribute of the Trainer's, or of a logger's, in a call."""
+    if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
+        return value
+    is_method = isinstance(value, (types.MethodType, types.FunctionType))
+    if is_method or isinstance(value, types.BuiltinFunctionType):
+        return partial(calls.add, path)
+    return _Recorded(value, calls, path)
+
+
 # Metrics of torchmetrics: each call updates empty copies, whose states are merged in
 # row order.
 
 
-def _metrics_of(module: nn.Module) -> dict[str, Any]:
-    """The outermost metrics and collections of metrics in ``module``, by path."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    paths = [
-        path for path, m in modules.items() if isinstance(m, (Metric, MetricCollection))
-    ]
-    inside = {path for path in paths for outer in paths if path.startswith(f"{outer}.")}
-    return {path: modules[path] for path in paths if path not in inside}
+class _Metrics:
+    """Metrics by place; no container, so that the engine takes it for one value."""
+
+    def __init__(self, by_place: Mapping[Any, Any]) -> None:
+        self.by_place = by_place
 
 
-def _single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
-    """All single metrics by path, including those in collections and in
-    other metrics.
+class _Place(NamedTuple):
+    """Where a single metric is: the place of the outermost one, and the path in it."""
+
+    outer: str | kept.Path
+    inner: str
+
+
+def _metrics_of(module: nn.Module) -> dict[str | kept.Path, Any]:
+    """The outermost metrics and collections of metrics in ``module``.
+
+    By their path, such as ``"head.accuracy"``; those in a plain list or dict of the
+    module's attributes by ``kept.Path``.
     """
-    return {
-        path: metric
-        for prefix, one in metrics.items()
-        for path, metric in one.named_modules(prefix=prefix)
-        if isinstance(metric, Metric)
-    }
+    kinds = Metric, MetricCollection
+    modules = dict(module.named_modules(remove_duplicate=False))
+    paths = [path for path, part in modules.items() if isinstance(part, kinds)]
+    inside = set()
+    for outer in paths:
+        inside |= {path for path in paths if path.startswith(f"{outer}.")}
+    registered = {path: modules[path] for path in paths if path not in inside}
+    attributes = kept.kept_attributes(module, _OF_LIGHTNING)
+    return {**registered, **kept.find(attributes, kinds)}
+
+
+def _single(metrics: Mapping[Any, Any]) -> dict[_Place, Metric]:
+    """All single metrics, including those in collections and in other metrics."""
+    found = {}
+    for outer, metric in metrics.items():
+        for inner, part in metric.named_modules():
+            if isinstance(part, Metric):
+                found[_Place(outer, inner)] = part
+    return found
 
 
 @contextlib.contextmanager
-def _placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
-    """In the body, ``module`` has ``metrics`` at their paths, instead of
-    what is there.
+def _placed(module: nn.Module, metrics: Mapping[Any, Any]) -> Iterator[None]:
+    """In the body, ``module`` has ``metrics`` at their places, instead of what is
+    there.
     """
-    before = {path: module.get_submodule(path) for path in metrics}
-    for path, metric in metrics.items():
-        module.set_submodule(path, metric)
+    before = {place: _exchange(module, place, m) for place, m in metrics.items()}
     try:
         yield
     finally:
-        for path, metric in before.items():
-            module.set_submodule(path, metric)
+        for place, metric in before.items():
+            _exchange(module, place, metric)
+
+
+def _exchange(module: nn.Module, place: str | kept.Path, metric: Any) -> Any:
+    """Put ``metric`` at a place of ``module``. Returns what was there."""
+    if isinstance(place, str):
+        before = module.get_submodule(place)
+        module.set_submodule(place, metric)
+        return before
+    holder = kept.holder_of(module, place)
+    before = place[-1].read(holder)
+    place[-1].write(holder, metric)
+    return before
 
 
 def _emptied(metric: Any) -> Any:
@@ -384,7 +582,7 @@ def _emptied(metric: Any) -> Any:
     return copied
 
 
-def _updated(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+def _updated(metrics: Mapping[Any, Any]) -> dict[_Place, Metric]:
     """The single metrics that were updated, by path."""
     for part in nn.ModuleList(metrics.values()).modules():
         # gives all members of a group the shared state

@@ -9,12 +9,15 @@ refers to the replica's modules.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.weight_norm import WeightNorm
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
@@ -27,6 +30,9 @@ _HOOKS = (
 )
 
 
+_WEIGHT_HOOKS = (prune.BasePruningMethod, WeightNorm)
+
+
 class Modules(nn.ModuleList):
     """The modules of a loop, the model first; called, it calls a step function with
     itself.
@@ -35,29 +41,6 @@ class Modules(nn.ModuleList):
     def forward(self, work: Any, **kwargs: Any) -> Any:
         """Return ``work(self, **kwargs)``."""
         return work(self, **kwargs)
-
-
-def modules_in(value: Any) -> list[nn.Module]:
-    """The modules in ``value``, which is a module, or a list, tuple or dict."""
-    return [part for part in (value, *_entries(value)) if isinstance(part, nn.Module)]
-
-
-def copy_of(
-    owner: Any, replicas: Mapping[int, nn.Module], shared: Container[str]
-) -> Any:
-    """A shallow copy of ``owner`` with copies of its lists, that refers to
-    ``replicas``.
-
-    They are keyed by the modules' ``id``. Attributes named in ``shared`` are not
-    copied.
-    """
-    copied = copy.copy(owner)
-    for name, value in vars(owner).items():
-        if name not in shared and (type(value) is list or modules_in(value)):
-            vars(copied)[name] = nested.map_leaves(
-                lambda one: replicas.get(id(one), one), value
-            )
-    return copied
 
 
 @contextlib.contextmanager
@@ -79,6 +62,30 @@ def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:
     return overridden(module, **methods, **{name: {} for name in _HOOKS})
 
 
+@torch.no_grad()
+def recompute_weights(module: nn.Module) -> None:
+    """Let the user's module compute the weights that forward hooks compute on replicas.
+
+    Pruning and weight norm, as ``torch.nn.utils`` registers them, keep ``weight`` as an
+    attribute, which each forward pass sets. Here no forward pass of the user's module
+    does, but later masks, for example, are chosen by it.
+    """
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, _WEIGHT_HOOKS):
+                _recompute(part, hook)
+
+
+def _recompute(part: nn.Module, hook: Any) -> None:
+    name = getattr(hook, "_tensor_name", None) or hook.name
+    before = getattr(part, name)
+    hook(part, None)
+    computed = getattr(part, name)
+    if computed.shape == before.shape and computed.device == before.device:
+        before.data.copy_(computed)  # the same tensor: replicas need no rebuilding
+        setattr(part, name, before)
+
+
 def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
     """Raise ``ValueError`` for the first entry of ``given`` that is true; its key is
     its name.
@@ -90,29 +97,15 @@ def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
             )
 
 
-@contextlib.contextmanager
-def additions(owner: Any) -> Iterator[dict[str, Any]]:
-    """At the end of the body, what it has added to the numbers and lists of ``owner``,
-    by name.
-    """
-    attributes, added = vars(owner), dict[str, Any]()
-    lists = {name: (v, len(v)) for name, v in attributes.items() if type(v) is list}
-    numbers = {name: v for name, v in attributes.items() if type(v) in (int, float)}
-    yield added
-    added |= {
-        name: v[n:] for name, (v, n) in lists.items() if attributes.get(name) is v
-    }
-    for name, before in numbers.items():
-        if type(attributes.get(name)) in (int, float) and attributes[name] != before:
-            added[name] = attributes[name] - before
+def moved(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``, without their graphs."""
 
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device)
 
-def add(owner: Any, added: Mapping[str, Any]) -> None:
-    """Add to the numbers and lists of ``owner`` what a call has added to those of its
-    copy.
-    """
-    for name in added.keys() & vars(owner).keys():
-        vars(owner)[name] += added[name]  # a list stays the same object
+    if isinstance(value, deque):
+        return deque(moved(list(value), device), value.maxlen)
+    return nested.map_tensors(move, value)
 
 
 def num_rows(batch: Any) -> int:
@@ -122,7 +115,7 @@ def num_rows(batch: Any) -> int:
     """
     level, longest = [batch], 0
     while level:
-        if sizes := [n for n in map(_size, level) if n is not None]:
+        if sizes := [n for n in map(size_of, level) if n is not None]:
             return sizes[0]
         longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
         level = list(chain.from_iterable(map(_entries, level)))
@@ -146,9 +139,9 @@ def as_rows(batch: Any) -> Any:
             nested.leaves(v, containers=True) if isinstance(v, Mapping) else [v]
             for v in value
         ]
-        return {len(v) if _is_list(v) else _size(v) for v in chain(*each)} - {None} != {
-            rows
-        }
+        return {len(v) if _is_list(v) else size_of(v) for v in chain(*each)} - {
+            None
+        } != {rows}
 
     return nested.merge(lambda v: Rows(v[0]) if is_rows(v) else v[0], [batch], is_rows)
 
@@ -157,7 +150,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
-def _size(value: Any) -> int | None:
+def size_of(value: Any) -> int | None:
     """The number of rows of a tensor or marker; ``None`` if there are none."""
     if isinstance(value, Marker):
         return value.num_rows

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,13 +17,13 @@ from scatterpar.integrations.loop import num_rows
 from scatterpar.options.costs import plan_by_cost
 
 # How losses of batches combine into that of all: as means over these numbers, or as a
-# sum.
-LABELS, SHIFTED, ROWS, SUM = (
-    "labels",
-    "labels without the first of each row",
-    "rows",
-    "sum",
-)
+# sum. A function of a batch is a user's ``count=``.
+LABELS = "labels"
+SHIFTED = "labels without the first of each row"
+ROWS = "rows"
+SUM = "sum"
+How = str | Callable[[Any], Any]
+
 FIRST = operator.itemgetter(0)  # collates a batch that is a micro-batch: it is not cut
 _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
 
@@ -31,7 +31,49 @@ _LOOKS = 8  # in steps that are not 1, 2, 4, 8, …
 class Step(list[Any]):
     """The batches of a step: each is a micro-batch of one replica. Others are cut by
     rows.
+
+    An entry of all batches is read by its name: ``step["labels"]`` has the rows of the
+    whole step.
     """
+
+    def __getitem__(self, key: Any) -> Any:
+        """The batch of this number; or the entry of this name, of all rows."""
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        return _joined(key, [batch[key] for batch in self])
+
+    def keys(self) -> Sequence[str]:
+        """The names of the entries that all batches have."""
+        first, *others = self
+        return [name for name in first if all(name in other for other in others)]
+
+    def values(self) -> Iterator[Any]:
+        """The entries of all rows."""
+        return (self[name] for name in self.keys())
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """The names and entries of all rows."""
+        return ((name, self[name]) for name in self.keys())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The entry of this name, of all rows."""
+        return self[key] if key in self.keys() else default
+
+
+def _joined(name: str, entries: Sequence[Any]) -> Any:
+    """The entry of all rows, from that of each batch."""
+    first = entries[0]
+    if isinstance(first, list):
+        return list(chain.from_iterable(entries))
+    if not isinstance(first, Tensor) or not first.ndim:
+        return first
+    shapes = [tuple(entry.shape) for entry in entries]
+    if len({shape[1:] for shape in shapes}) > 1:
+        raise ValueError(
+            f"{name!r} of the batches of this step has the shapes {shapes}, which "
+            f"cannot be joined; read it batch by batch, such as step[0][{name!r}]"
+        )
+    return torch.cat(list(entries))
 
 
 def batches_of(step: Any) -> Sequence[Any]:
@@ -41,128 +83,142 @@ def batches_of(step: Any) -> Sequence[Any]:
 
 def by_number(collate: Any, size: int, rows: Any) -> Step:
     """Batches of ``size`` rows."""
-    return Step(
-        collate(rows[start : start + size]) for start in range(0, len(rows), size)
-    )
+    starts = range(0, len(rows), size)
+    return Step(collate(rows[start : start + size]) for start in starts)
 
 
 def by_cost(
     collate: Any, name: str, budget: float, devices: Sequence[Any], rows: Any
 ) -> Step:
-    """Batches of rows whose entries ``name`` have similar lengths,
-    replica by replica.
+    """Batches of rows whose entries ``name`` have similar lengths, replica by
+    replica.
     """
     try:
         costs = [len(row[name]) for row in rows]
     except (KeyError, TypeError):
-        needed = (
-            f"micro_batch_cost needs the length of each row's {name!r}, the "
-            "model's main input"
-        )
         raise ValueError(
-            f"{needed}; got {rows[0]!r:.80}; leave micro_batch_cost out"
+            f"micro_batch_cost needs the length of each row's {name!r}, the model's "
+            f"main input; got {rows[0]!r:.80}; leave micro_batch_cost out"
         ) from None
-    plan = plan_by_cost(len(rows), costs, devices, budget, [1.0] * len(devices))
+    shares = [1.0] * len(devices)
+    plan = plan_by_cost(len(rows), costs, devices, budget, shares)
     numbers = chain.from_iterable(share.row_numbers for share in plan.shares)
     return Step(collate([rows[row] for row in part]) for part in numbers)
 
 
-def terms(how: str, batch: Mapping[str, Any]) -> Tensor:
-    """The number of terms in each row's loss; in that of the batch, if labels have
-    other rows.
+def terms(how: How, batch: Mapping[str, Any]) -> Tensor:
+    """The number of terms in each row's loss; in that of the batch, if it cannot be
+    said row by row.
     """
-    labels, terms = (
-        batch.get("shift_labels", batch.get("labels")),
-        torch.ones(num_rows(batch)),
-    )
+    if callable(how):
+        return torch.as_tensor(how(batch)).detach().reshape(1)
+    labels = batch.get("shift_labels", batch.get("labels"))
+    ones = torch.ones(num_rows(batch))
     if not isinstance(labels, Tensor) or not labels.ndim:
-        return terms
-    is_alike = len(labels) == len(terms)
-    if how in (LABELS, SHIFTED):
-        skips = how == SHIFTED and "shift_labels" not in batch and labels.ndim > 1
-        labels = labels[..., 1:] if skips else labels
-        terms = labels.ne(-100).reshape(len(labels), -1).sum(1)
-    return terms if is_alike else terms.sum()[None]
+        return ones
+    is_by_row = len(labels) == len(ones)
+    if how not in (LABELS, SHIFTED):
+        return ones if is_by_row else ones.sum()[None]
+    if how == SHIFTED and "shift_labels" not in batch and labels.ndim > 1:
+        labels = labels[..., 1:]
+    counted = labels.ne(-100).reshape(len(labels), -1).sum(1)
+    return counted if is_by_row else counted.sum()[None]
 
 
-def weights(how: str, step: Any) -> list[float]:
-    """The weights of the losses of a ``Step``'s batches, or of any other
-    batch's rows.
+def weights(how: How, step: Any) -> list[float]:
+    """The weights of the losses of a ``Step``'s batches, or of any other batch's
+    rows.
     """
-    each = (
-        [terms(how, b).sum() for b in step]
-        if isinstance(step, Step)
-        else terms(how, step)
-    )
-    counts = [*map(float, each)]
+    if isinstance(step, Step):
+        counts = [float(terms(how, batch).sum()) for batch in step]
+    else:
+        counts = [float(count) for count in terms(how, step)]
+    if how == SUM:
+        return [1.0] * len(counts)
     total = sum(counts) or 1.0
-    return [1.0 if how == SUM else count / total for count in counts]
+    return [count / total for count in counts]
 
 
-def options(how: str) -> dict[str, Any]:
+def options(how: How) -> dict[str, Any]:
     """The engine's options for losses that combine like this."""
-    count = lambda inputs, _: terms(how, inputs["batch"]).sum()  # noqa: E731
-    return {"reduction": "sum"} if how == SUM else {"count": count}
+    if how == SUM:
+        return {"reduction": "sum"}
+
+    def count(inputs: Mapping[str, Any], _: Any) -> Tensor:
+        return terms(how, inputs["batch"]).sum()
+
+    return {"count": count}
 
 
 class Combination:
     """How the losses of a Trainer's batches combine: the first candidate that fits a
     few rows.
+
+    Args:
+        candidates: what is tried, the most likely first.
     """
 
-    def __init__(self, *, shifts_labels: bool) -> None:
-        labels = [SHIFTED, LABELS] if shifts_labels else [LABELS, SHIFTED]
-        self._candidates: Sequence[str] = [*labels, ROWS, SUM]
-        self._asked: list[int] = []  # numbers of steps
+    def __init__(self, candidates: Sequence[How]) -> None:
+        self._candidates = candidates
+        self._looked_at: list[int] = []  # numbers of steps
+        self._is_told = False
 
     def of(
-        self, step: Any, number: int, fit: Callable[[str, Any], bool | None]
-    ) -> str | None:
+        self, step: Any, number: int, fit: Callable[[How, Any], bool | None]
+    ) -> How | None:
         """How losses of a step's batches, or of parts of its only batch, combine, if
         anything fits.
 
         ``fit(how, batch)`` tries a candidate: in steps 1, 2, 4, 8, …, and eight times
         in steps in which it matters which of them fits.
         """
-        is_due = not number & (number - 1) and number not in self._asked
-        is_due |= len(self._asked) < _LOOKS and self._matters(step)
-        if is_due and len(weights(ROWS, step)) > 1:
-            self._asked.append(number)
-            telling = next(filter(self._matters, batches_of(step)), batches_of(step)[0])
-            self._candidates = self._fitting(dict(telling), fit)
-            if self._matters(step):
-                warnings.warn(
-                    "this step's rows do not show how the losses of batches combine "
-                    "(a batch of "
-                    "one row does not); they are averaged, weighted by labels, or "
-                    "else by rows",
-                    stacklevel=4,
-                )
+        is_scheduled = not number & (number - 1) and number not in self._looked_at
+        is_needed = len(self._looked_at) < _LOOKS and self._matters(step)
+        if (is_scheduled or is_needed) and len(weights(ROWS, step)) > 1:
+            self._looked_at.append(number)
+            batches = batches_of(step)
+            telling = next(filter(self._matters, batches), batches[0])
+            self._look(dict(telling), step, fit)
         return next(iter(self._candidates), None)
 
-    def _matters(self, step: Any) -> bool:
-        """Whether candidates give the losses of this step's batches
-        different weights.
-        """
-        found = {
-            tuple(round(w, 9) for w in weights(how, step)) for how in self._candidates
-        }
-        return len(found) > 1
-
-    def _fitting(
-        self, batch: Any, fit: Callable[[str, Any], bool | None]
-    ) -> Sequence[str]:
-        """The candidates that fit a few rows of ``batch``; all if none is refuted or
-        confirmed.
+    def _look(
+        self, batch: Any, step: Any, fit: Callable[[How, Any], bool | None]
+    ) -> None:
+        """Keep the candidates that fit a few rows of ``batch``; all if none is refuted
+        or confirmed. Warns if that leaves open how the losses of ``step`` combine.
         """
         is_single = num_rows(batch) == 1
-        answers = {
-            how: fit(how, batch) for how in ([SUM] if is_single else self._candidates)
-        }
-        # a loss that divides by the items of all batches is exactly this sum
-        if answers.get(SUM):
-            return [SUM]
-        if is_single:
-            return self._candidates
+        tried = [how for how in self._candidates if not is_single or how == SUM]
+        answers = {how: fit(how, batch) for how in tried}
         confirmed = [how for how, answer in answers.items() if answer]
-        return confirmed or [how for how, answer in answers.items() if answer is None]
+        open_ones = [how for how, answer in answers.items() if answer is None]
+        is_unanswered = bool(tried) and len(open_ones) == len(tried)
+        if SUM in confirmed:
+            # a loss that divides by the items of all batches is exactly this sum
+            self._candidates = [SUM]
+        elif not is_single:
+            self._candidates = confirmed or open_ones
+        if is_unanswered or self._matters(step):
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        warnings.warn(
+            "this step's rows do not show how the losses of batches combine (a batch "
+            "of one row does not, nor does a loss that fails for a few rows); they are "
+            "averaged, weighted by labels, or else by rows. That is wrong for a loss "
+            "that compares rows, such as one with in-batch negatives: pass count= or "
+            "reduction= if it combines, or use the stock class on one device",
+            stacklevel=5,
+        )
+
+    def _matters(self, step: Any) -> bool:
+        """Whether candidates give the losses of this step's batches different
+        weights.
+        """
+        different = set()
+        for how in self._candidates:
+            different.add(tuple(round(weight, 9) for weight in weights(how, step)))
+        return len(different) > 1

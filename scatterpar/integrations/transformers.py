@@ -14,9 +14,8 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -30,25 +29,50 @@ from scatterpar.batch import nested
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations import loop, steps
-from scatterpar.integrations.steps import FIRST, ROWS, SUM, Step
+from scatterpar.errors import warn
+from scatterpar.integrations import kept, loop, steps
+from scatterpar.integrations.images import images_by_row
+from scatterpar.integrations.steps import (
+    FIRST,
+    LABELS,
+    ROWS,
+    SHIFTED,
+    SUM,
+    How,
+    Step,
+)
+from scatterpar.integrations.turns import Turns
 from scatterpar.pair.pair import gather
 from scatterpar.plan import check_number
 from scatterpar.sharded import ShardedOptimizer
+from scatterpar.step.criterion_closure import named_values
+from scatterpar.step.request import check_function
 from scatterpar.torch_private import unwrapped
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
-# Not replicated: "model_wrapped" is the model.
-_NOT_REPLICATED = (
+# Attributes that every call shares: they lead to data, or are made for each call.
+_SHARED = {
     "_engine",
+    "_metrics",
     "_parts",
-    "model_wrapped",
-    "train_dataset",
+    "accelerator",
+    "args",
+    "callback_handler",
+    "compute_loss",
+    "data_collator",
     "eval_dataset",
-)
+    "log",
+    "lr_scheduler",
+    "model_wrapped",  # the model
+    "optimizer",
+    "train_dataset",
+    "_get_num_items_in_batch",
+    "_prepare_inputs",
+}
 _ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
+_GIVEN = "_given_to_scatterpar"  # of arguments that are used again: those of the user
 # TRL's trainers whose losses of batches combine into that of all, except with these
 # loss types.
 _OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
@@ -77,6 +101,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
     _predicts_on_master = False
+    _is_in_step = False
 
     def __init__(
         self,
@@ -84,28 +109,45 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         device_ids: Sequence[DeviceLike] | None = None,
         shard_optimizer: bool = False,
         micro_batch_cost: float | None = None,
+        count: Callable[[Any], Any] | None = None,
+        reduction: str | None = None,
         **kwargs: Any,
     ) -> None:
         if micro_batch_cost is not None:
             check_number("micro_batch_cost", micro_batch_cost)
-        self._device_ids, self._shard_optimizer = device_ids, shard_optimizer
+        _check_combination(count, reduction)
+        self._device_ids = device_ids
+        self._shard_optimizer = shard_optimizer
         self._micro_batch_cost = micro_batch_cost
+        self._turns = Turns()
+        self._told: set[str] = set()  # places that calls set, of which a warning told
         libraries = {base.__module__.partition(".")[0] for base in type(self).__mro__}
         self._evaluates_on_all = not libraries & {"trl", "sentence_transformers"}
-        kind = transformers.TrainingArguments
-        copied: Any = lambda v: copy.copy(v) if isinstance(v, kind) else v  # noqa: E731
-        super().__init__(
-            *map(copied, args), **{k: copied(v) for k, v in kwargs.items()}
-        )
+        copied_kwargs = {name: _own_arguments(v) for name, v in kwargs.items()}
+        super().__init__(*map(_own_arguments, args), **copied_kwargs)
         _refuse_losses(self)
-        self._combination = steps.Combination(shifts_labels=self._loss_shifts_labels)
+        self._count = SUM if reduction == "sum" else count
+        labels = [LABELS, SHIFTED]
+        if self._loss_shifts_labels:
+            labels.reverse()
+        candidates: list[How] = [*labels, ROWS, SUM]
+        if self._count is not None:
+            candidates = [self._count]
+        self._combination = steps.Combination(candidates)
+        # Also a ``training_step`` of a subclass calls these.
+        attributes = {
+            "compute_loss": self._loss_of_inputs,
+            "_prepare_inputs": self._prepared,
+        }
+        self.__dict__.update(attributes)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do what the Trainer does, with the arguments of one device for all rows of a
         step.
         """
         _refuse(self.args, self.model)
-        device_ids, main, args = self._device_ids, self.args.device, self.args.__dict__
+        device_ids, main = self._device_ids, self.args.device
+        args = self.args.__dict__
         if device_ids is None and main.type == "cpu":
             # the user asked for the CPU, even if there are accelerators
             device_ids = ["cpu"]
@@ -116,14 +158,18 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             raise ValueError(
                 f"device_ids must begin with {own}; got {self._devices[0]} first"
             )
-        self._user_args = {name: args[name] for name in (_ROWS, _EVAL_ROWS, _BATCHES)}
+        sizes = _ROWS, _EVAL_ROWS, _BATCHES
+        self._user_args = {name: args[name] for name in sizes}
         # in a step; one replica has each
         self._num_batches = len(self._devices) * args[_BATCHES]
         if not args.get(_REFERENCE_ROWS, True):  # TRL's, on the first device
             args[_REFERENCE_ROWS] = args[_ROWS]
-        args[_ROWS], args[_BATCHES] = args[_ROWS] * self._num_batches, 1
-        args[_EVAL_ROWS] *= len(self._devices) if self._evaluates_on_all else 1
+        args[_ROWS] *= self._num_batches
+        args[_BATCHES] = 1
+        if self._evaluates_on_all:
+            args[_EVAL_ROWS] *= len(self._devices)
         args["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
+        args[_GIVEN] = self._user_args, {name: args[name] for name in sizes}
         self._train_batch_size = self.args.train_batch_size
         super().create_accelerator_and_postprocess()
 
@@ -201,10 +247,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         return self._engine
 
     def _modules(self) -> list[Any]:
-        values = [
-            value for name, value in vars(self).items() if name not in _NOT_REPLICATED
-        ]
-        return [self.model, *chain.from_iterable(map(loop.modules_in, values))]
+        values = kept.kept_attributes(self, _SHARED).values()
+        return [self.model, *kept.modules_kept(values)]
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -224,33 +268,56 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """The Trainer's step, whose loss is that of all batches."""
-        prepared, own = self._prepared(inputs), {"compute_loss": self._loss_of_step}
-        with loop.overridden(self, **own, _prepare_inputs=lambda inputs: inputs):
+        prepared = self._prepared(inputs)
+        own = {"_prepare_inputs": lambda inputs: inputs, "_is_in_step": True}
+        with loop.overridden(self, **own):
             return super().training_step(model, prepared, *args, **kwargs)
 
     def _prepared(self, inputs: Any) -> Any:
-        """Inputs after ``_prepare_inputs`` of a subclass; the stock one only moves
-        them.
+        """Inputs after ``_prepare_inputs`` of a subclass, batch by batch.
+
+        The stock one only moves them: batches of a step stay on the host.
         """
-        if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
+        is_stock = type(self)._prepare_inputs is transformers.Trainer._prepare_inputs
+        is_training = isinstance(inputs, Step) or torch.is_grad_enabled()
+        if is_stock and is_training:
             return inputs
-        prepare = self._prepare_inputs
-        return (
-            Step(map(prepare, inputs)) if isinstance(inputs, Step) else prepare(inputs)
-        )
+        prepare = partial(type(self)._prepare_inputs, self)
+        if isinstance(inputs, Step):
+            return Step(prepare(batch) for batch in inputs)
+        return prepare(inputs)
+
+    def _loss_of_inputs(
+        self, model: nn.Module, inputs: Any, *args: Any, **options: Any
+    ) -> Any:
+        """``compute_loss`` in training: the loss of all rows, by all replicas."""
+        is_training = self.is_in_train and model.training and torch.is_grad_enabled()
+        if not (isinstance(inputs, Step) or self._is_in_step or is_training):
+            return type(self).compute_loss(self, model, inputs, *args, **options)
+        returns_outputs = options.get("return_outputs", args[:1] == (True,))
+        reason = "the outputs stay on the replicas; compute what needs them there"
+        with_outputs = {"return_outputs=True in training_step": returns_outputs}
+        loop.refuse("ScatterOnceMixin", with_outputs, reason)
+        return self._loss_of_step(model, inputs)
 
     def _loss_of_step(self, model: Any, step: Any, **options: Any) -> Any:
-        if _towers(self.model) and any(
-            b.get("return_loss") for b in steps.batches_of(step)
-        ):
-            return self._loss_of_towers(steps.batches_of(step))
-        is_step, how = isinstance(step, Step), self._how_losses_combine(step)
-        accum = len(step) if is_step else self._user_args[_BATCHES]
-        loss, calls = self._run(_compute_loss, step, accum, how)
-        self._collect(calls, steps.weights(how, step) if is_step else None)
+        batches = steps.batches_of(step)
+        is_contrastive = any(batch.get("return_loss") for batch in batches)
+        if is_contrastive and _towers(self.model):
+            return self._loss_of_towers(batches)
+        how = self._how_losses_combine(step)
+        if not isinstance(step, Step):
+            loss, calls = self._run(_compute_loss, step, self._user_args[_BATCHES], how)
+            self._collect(calls, None)
+            return loss
+        loss, calls = self._run(_compute_loss, step, len(step), how)
+        counted = how
+        if how == SUM and self._count is None:  # metrics are means over labels
+            counted = SHIFTED if self._loss_shifts_labels else LABELS
+        self._collect(calls, steps.weights(counted, step))
         return loss
 
-    def _run(self, call: Callable[..., Any], step: Any, accum: int, how: str) -> Any:
+    def _run(self, call: Callable[..., Any], step: Any, accum: int, how: How) -> Any:
         """The loss of a step, and what ``call`` returns beside the loss of each
         micro-batch.
         """
@@ -259,61 +326,90 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             "call": call,
             "items": self._items(how, step),
         }
-        inputs["batch"] = (
-            Rows(step, FIRST) if isinstance(step, Step) else loop.as_rows(dict(step))
-        )
-        select, options = itemgetter("beside"), steps.options(how)
+        if isinstance(step, Step):
+            inputs["batch"] = Rows(step, FIRST)
+        else:
+            inputs["batch"] = _divisible(step, getattr(self.model, "config", None))
+        options = steps.options(how)
+        select = itemgetter("beside")
         return self._engine_loss(inputs, accum, return_outputs=select, **options)
 
-    def _items(self, how: str, step: Any) -> Any:
-        """The number of items in all batches of a step, if its loss is a
-        sum over them.
+    def _items(self, how: How, step: Any) -> Any:
+        """The number of items in all batches of a step, if its loss is a sum over
+        them.
         """
+        if how != SUM:
+            return None
         batches = [*steps.batches_of(step)]
-        return (
-            self._get_num_items_in_batch(batches, self.args.device)
-            if how == SUM
-            else None
-        )
+        return self._get_num_items_in_batch(batches, self.args.device)
+
+    def _get_num_items_in_batch(self, batches: Any, device: Any) -> Any:
+        """The Trainer's number; ``None`` for a ``Step``: each batch has its own."""
+        if batches and isinstance(batches[0], Step):
+            return None
+        return super()._get_num_items_in_batch(batches, device)
 
     def _engine_loss(self, inputs: Any, accum: int, *args: Any, **options: Any) -> Any:
         engine = self._engine_of_the_model()
         engine.accum = accum
-        return engine.loss(inputs, *args, scaler=self.accelerator.scaler, **options)
+        scaler = self.accelerator.scaler
+        with self._turns_of(engine):
+            return engine.loss(inputs, *args, scaler=scaler, **options)
+
+    def _turns_of(self, engine: Any) -> contextlib.AbstractContextManager[None]:
+        attributes = kept.kept_attributes(self, _SHARED)
+        function = type(self).compute_loss
+        return self._turns.in_step(engine, self, attributes, function)
 
     def _on_replica(self, work: Any, call: Any, batch: Any, items: Any) -> Any:
-        """What ``call`` returns for a copy of the Trainer that refers to a replica's
-        modules.
-        """
-        replicas = dict(zip(map(id, self._parts), work, strict=True))
-        trainer, model = loop.copy_of(self, replicas, _NOT_REPLICATED), work[0]
+        """What ``call`` returns for a Trainer that refers to a replica's modules."""
+        model = work[0]
         device = next((p.device for p in model.parameters()), self.args.device)
-        items = (
-            self._get_num_items_in_batch([batch], device) if items is None else items
-        )
-        own = trainer.__dict__
-        own.update(model_wrapped=model, accelerator=_Placed(self.accelerator, device))
-        # done
-        own.update(_get_num_items_in_batch=lambda *_: items, _prepare_inputs=copy.copy)
-        own.pop("compute_loss", None)  # the step's
-        if "_metrics" in own:  # TRL's trainers fill them in compute_loss
-            own["_metrics"] = {mode: defaultdict(list) for mode in own["_metrics"]}
-        with loop.additions(trainer) as added:
+        if items is None:
+            items = self._get_num_items_in_batch([batch], device)
+        replicas = dict(zip(map(id, self._parts), work, strict=True))
+        logs: list[Any] = []
+        attributes = {
+            "accelerator": _Placed(self.accelerator, device, logs),
+            "log": partial(_record, logs, "Trainer"),
+            "model_wrapped": model,
+            "_get_num_items_in_batch": lambda *_: items,
+            "_prepare_inputs": copy.copy,  # done
+        }
+        if "_metrics" in vars(self):  # TRL's trainers fill them in compute_loss
+            attributes["_metrics"] = {m: defaultdict(list) for m in self._metrics}
+        pinned = self._turns.pinned
+        copies = kept.CallCopies(device, replicas, pinned)
+        # If hooks write attributes of this Trainer, the call must read them there.
+        in_place = id(self) in pinned
+        with (
+            _explained(device, type(self).compute_loss),
+            kept.standing_in(
+                self, _SHARED, copies, attributes, in_place=in_place
+            ) as trainer,
+        ):
+            vars(trainer).pop("compute_loss")  # the step's
+            state = kept.KeptState(trainer, _SHARED)
             loss, *outputs = call(trainer, batch, items)
+            changes = state.changes()
+        metrics = attributes.get("_metrics", {}).get("train", {})
         # No dict: the engine would join its entries with those of other calls.
-        made = SimpleNamespace(
-            added=added, metrics=own.get("_metrics", {}).get("train", {})
-        )
-        return {"loss": loss, "beside": (*outputs, made)}
+        beside = SimpleNamespace(changes=changes, metrics=metrics, logs=logs)
+        return {"loss": loss, "beside": (*outputs, beside)}
 
     def _collect(self, outputs: Any, weights: Sequence[float] | None) -> None:
-        """Add what calls of ``compute_loss`` counted and measured, as if it had been
-        one call.
+        """Add what calls of ``compute_loss`` counted, kept, logged and measured, as if
+        it had been one call.
         """
-        measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
         calls = nested.leaves(outputs)
+        changes = [call.changes for call in calls]
+        kept.apply_changes(self, changes, self.args.device, self._tell)
+        measured: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for call, weight in zip(calls, weights or [1.0] * len(calls), strict=True):
-            loop.add(self, call.added)
+            for logger, args, options in call.logs:
+                target = self.accelerator if logger == "accelerator" else self
+                args, options = loop.moved((args, options), self.args.device)
+                target.log(*args, **options)
             for name, values in call.metrics.items():
                 measured[name] += [(value, weight) for value in values]
         # of TRL's, which evaluate on the first device
@@ -323,6 +419,15 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             self._metrics["train"][name].append(extreme(pairs)[0] if extreme else mean)
         if "num_tokens" in measured:  # the total of the run
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+
+    def _tell(self, place: str) -> None:
+        if place in self._told or place.startswith("self._"):
+            return
+        self._told.add(place)
+        warn(
+            f"compute_loss sets {place} to another value for each micro-batch, so the "
+            "Trainer's stays as it was; append to a list, add to a number, or log it"
+        )
 
     def _loss_of_towers(self, batches: Sequence[Any]) -> Any:
         """The loss of a contrastive model: once, with the outputs of its towers for all
@@ -344,46 +449,63 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         )
 
     def _how_losses_combine(self, step: Any) -> Any:
-        if (
-            _loss_class(self).__module__.startswith("trl.")
-            and self.loss_is_scaled_for_ga is False
-        ):
+        is_of_trl = _loss_class(self).__module__.startswith("trl.")
+        is_mean_of_rows = is_of_trl and self.loss_is_scaled_for_ga is False
+        if is_mean_of_rows and self._count is None:
             return ROWS
         how = self._combination.of(step, self.state.global_step + 1, self._fits)
-        reason = (
-            "the losses of batches do not combine into the loss of all, as a mean "
-            "over labels or "
-            "rows or a sum (does it compare rows, is it NaN for a single row?); use "
-            "the stock "
-            "class on one device"
+        as_said = (
+            "as count= or reduction= says"
+            if self._count
+            else (
+                "as a mean over labels or rows or a sum (does it compare rows, is it NaN for "
+                "a single row?); pass count=, a function of a batch that gives its number of "
+                "terms, for a mean over something else, or"
+            )
         )
+        reason = (
+            f"the losses of batches do not combine into the loss of all, {as_said}; use "
+            "the stock class on one device"
+        ).replace("or; use", "or use")
         loop.refuse(
             "ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, reason
         )
         return how
 
-    def _fits(self, how: str, batch: Any) -> bool | None:
-        """Whether losses of rows of a batch combine like this."""
-        rows, items = loop.as_rows(batch), self._items(how, batch)
-        if how == SUM and items is None:  # a row whose own loss is NaN looks like a sum
-            return False
-        # twice the items halve a loss that divides by them
+    def _fits(self, how: How, batch: Any) -> bool | None:
+        """Whether losses of rows of a batch combine like this; ``None`` if that cannot
+        be seen.
+        """
+        items = self._items(how, batch)
+        if how == SUM and items is None and self._count is None:
+            return False  # a row whose own loss is NaN looks like a sum
         if loop.num_rows(batch) == 1:
-            rows = Rows([batch] * 2, FIRST)
+            # twice the items halve a loss that divides by them
+            rows: Any = Rows([batch] * 2, FIRST)
             items = Rows([items] * 2, lambda few: few[0] * 2 // len(few))
+        else:
+            try:
+                rows = _divisible(batch, getattr(self.model, "config", None))
+            except ValueError:  # such as another number of images than of rows
+                return None
         inputs = {
             "work": self._on_replica,
             "call": _compute_loss,
             "batch": rows,
             "items": items,
         }
+        engine = self._engine_of_the_model()
         training = self.model.training
-        self.model.eval()
+        answer = None
         try:
-            engine = self._engine_of_the_model()
-            return engine.losses_combine(inputs, **steps.options(how))
+            for mode in (False, True):  # some losses fail in evaluation mode
+                if answer is None:
+                    self.model.train(mode)
+                    with self._turns_of(engine):
+                        answer = engine.losses_combine(inputs, **steps.options(how))
         finally:
             self.model.train(training)
+        return answer
 
     # Evaluation and prediction: on all replicas if the outputs have rows, else on the
     # master.
@@ -504,13 +626,85 @@ def _pooled(work: loop.Modules, batch: Mapping[str, Any]) -> list[list[Tensor]]:
 
 
 class _Placed:
-    """An accelerator on another device."""
+    """An accelerator on another device, whose logs are recorded."""
 
-    def __init__(self, accelerator: Any, device: torch.device) -> None:
-        self._accelerator, self.device = accelerator, device
+    def __init__(self, accelerator: Any, device: torch.device, logs: list[Any]) -> None:
+        self._accelerator = accelerator
+        self.device = device
+        self.log = partial(_record, logs, "accelerator")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
+
+
+def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
+    """Record a call of ``log``, which is made once the step has succeeded."""
+    logs.append((logger, args, options))
+
+
+@contextlib.contextmanager
+def _explained(device: torch.device, function: Any) -> Iterator[None]:
+    """Name the tensors of other devices that ``function`` refers to, if it fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = [
+            name
+            for name, value in named_values(function).items()
+            if isinstance(value, Tensor) and value.device != device
+        ]
+        if names and "same device" in str(error):
+            raise RuntimeError(
+                f"{function.__qualname__} uses {' and '.join(names)} on another device "
+                f"than {device}, where this replica computes; make it an attribute of "
+                "the Trainer, which is moved to each replica's device"
+            ) from error
+        raise
+
+
+def _own_arguments(value: Any) -> Any:
+    """A copy of a user's ``TrainingArguments``; any other value itself.
+
+    Those that another Trainer has changed get their first values again.
+    """
+    if not isinstance(value, transformers.TrainingArguments):
+        return value
+    copied = copy.copy(value)
+    given, changed = vars(copied).pop(_GIVEN, ({}, {}))
+    if all(vars(copied)[name] == size for name, size in changed.items()):
+        vars(copied).update(given)
+    return copied
+
+
+def _check_combination(count: Any, reduction: Any) -> None:
+    """Refuse invalid ``count=`` and ``reduction=``."""
+    if reduction not in (None, "mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    if count is not None:
+        check_function("count", count)
+        if reduction == "sum":
+            raise ValueError(
+                "count= is the number of terms of a mean; leave it out with "
+                'reduction="sum"'
+            )
+
+
+def _divisible(batch: Any, config: Any) -> Any:
+    """A batch whose rows can be divided: images too, if their number differs."""
+    rows = loop.as_rows(images_by_row(dict(batch), config))
+    sizes = {}
+    for name, value in rows.items():
+        size = loop.size_of(value)
+        if size is not None:
+            sizes[name] = size
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"the rows of a batch cannot be divided: its tensors have {sizes} of them; "
+            "let the Trainer's loader make the batches (its collator makes one for each "
+            "replica, which is not divided), with per_device_train_batch_size=1 if "
+            "that is not enough"
+        )
+    return rows
 
 
 def _refuse(args: Any, model: Any) -> None:
@@ -519,11 +713,16 @@ def _refuse(args: Any, model: Any) -> None:
     """
     optimizer = args.optim.lower()
     device_map = getattr(model, "hf_device_map", None) or {}
+    config = getattr(args, "accelerator_config", None)
+    dispatches = getattr(config, "dispatch_batches", None)
     given = {
         "torchrun (several processes)": args.world_size > 1,
         "DeepSpeed": args.deepspeed,
         "FSDP": args.fsdp,
         "a model spread by device_map": len({*device_map.values()}) > 1,
+        "dispatch_batches=True (leave it out: one process reads all batches itself)": (
+            dispatches
+        ),
         f"the optimizer {optimizer}, which steps in the backward pass": "lomo"
         in optimizer,
     }

@@ -1,0 +1,643 @@
+"""What a step function keeps on its owner, and what each call adds to that.
+
+A step function writes into objects that its owner, such as a Trainer, keeps::
+
+    self.losses.append(loss)          entries are appended, in the order of the rows
+    self.by_loader[0].append(loss)    also in containers in containers, and in objects
+    self.seen |= {1, 2}               elements are added
+    self.total += loss                the sum of what the calls have added
+    self.last = loss                  set, not added: the owner's value stays, told once
+
+Replicas call the step function at the same time, and looks call it for some rows. So a
+call gets copies (``CallCopies``). What it has changed in them is recorded as a list of
+``Change`` (``KeptState``). After the step the changes of all calls are applied to the
+owner's own objects (``apply_changes``). Changes of a look are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import functools
+import sys
+import types
+from collections import Counter, defaultdict, deque
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.integrations.loop import moved
+
+# longer containers are copied and appended to, but their entries are not searched
+_MAX_ENTRIES = 1000
+_MAX_DEPTH = 8
+_MAX_OBJECTS = 2000  # of one owner; what goes beyond is shared by all calls
+_MAX_ELEMENTS = 2**16  # of a tensor; larger ones are data, and shared
+_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
+_CONTAINERS = (dict, list, deque, set)
+_LOCKS = {"_thread", "threading", "queue"}
+# Classes of libraries whose objects step functions write, too.
+_WRITTEN = {"TrainerState", "TrainerControl", "SimpleProfiler"}
+# Classes of the user's, by the end of a base's name, that lead to data or to the loop.
+_NOT_COPIED = ("Dataset", "DataLoader", "DataModule", "Sampler", "Trainer", "Callback")
+
+# Names on the way to a value: an attribute's, or the key of an entry in brackets.
+Path = tuple["Attribute | Entry", ...]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A part of a path: an attribute of an object."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+    def read(self, holder: Any) -> Any:
+        """The attribute's value. Raises ``KeyError`` if there is none."""
+        return vars(holder)[self.name]
+
+    def write(self, holder: Any, value: Any) -> None:
+        """Set the attribute."""
+        vars(holder)[self.name] = value
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part of a path: an entry of a list or mapping."""
+
+    key: Any
+
+    def __str__(self) -> str:
+        return f"[{self.key!r}]"
+
+    def read(self, holder: Any) -> Any:
+        """The entry. Raises ``LookupError`` if there is none."""
+        return holder[self.key]
+
+    def write(self, holder: Any, value: Any) -> None:
+        """Set the entry."""
+        holder[self.key] = value
+
+
+class Kind(enum.Enum):
+    """How a call has changed a value."""
+
+    APPENDED = "entries were appended"
+    ELEMENTS = "elements were added"
+    DIFFERENCE = "a number or tensor was added"
+    CREATED = "there was no value before"
+    REPLACED = "anything else"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that one call has made: ``value`` is what it has added or set."""
+
+    path: Path
+    kind: Kind
+    value: Any
+
+
+def is_container(value: Any) -> bool:
+    """Whether ``value`` is a container whose entries calls may add to."""
+    return isinstance(value, _CONTAINERS)
+
+
+def is_object(value: Any) -> bool:
+    """Whether ``value`` is a plain object of a class of the user's, with attributes."""
+    if isinstance(value, (type, enum.Enum, Tensor, nn.Module, BaseException)):
+        return False
+    if not hasattr(value, "__dict__") or not _is_copied(type(value)):
+        return False
+    attributes = vars(value).values()
+    return _LOCKS.isdisjoint(type(attribute).__module__ for attribute in attributes)
+
+
+def _is_copied(kind: type) -> bool:
+    """Whether calls get copies of objects of this class."""
+    if kind.__name__ in _WRITTEN:
+        return True
+    if is_of_a_library(kind.__module__):
+        return False
+    if any(hasattr(kind, name) for name in ("__next__", "__del__", "__len__")):
+        return False  # iterators, owners of resources, data sets
+    return not any(base.__name__.endswith(_NOT_COPIED) for base in kind.__mro__)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_of_a_library(module: str | None) -> bool:
+    """Whether a module, given by its name, is torch's, Python's, or in a package."""
+    root = str(module).partition(".")[0]
+    if root == "__main__":
+        return False
+    file = getattr(sys.modules.get(str(module)), "__file__", None)
+    known = root in sys.stdlib_module_names or root in ("torch", "scatterpar")
+    return known or "-packages" in str(file)
+
+
+def kept_attributes(owner: Any, excluded: Container[str]) -> dict[str, Any]:
+    """The attributes of ``owner`` by name, without those ``excluded``."""
+    return {name: v for name, v in vars(owner).items() if name not in excluded}
+
+
+def modules_kept(values: Iterable[Any]) -> list[nn.Module]:
+    """The modules in ``values``, also in containers and objects, each once."""
+    found: dict[int, nn.Module] = {}
+    seen: dict[int, Any] = {}
+    level = list(values)
+    for _ in range(_MAX_DEPTH):
+        entries: list[Any] = []
+        for value in level:
+            if isinstance(value, nn.Module):
+                found.setdefault(id(value), value)
+            elif not isinstance(value, _PLAIN) and id(value) not in seen:
+                seen[id(value)] = value
+                contents: Any = value if type(value) is tuple else _contents(value)
+                if contents is not None and len(contents) <= _MAX_ENTRIES:
+                    is_mapping = isinstance(contents, dict)
+                    entries += contents.values() if is_mapping else contents
+        level = entries
+    return list(found.values())
+
+
+class CallCopies:
+    """Copies of values for one call: of their containers, objects and small tensors.
+
+    Copies refer to each other as the originals do. Everything else is shared.
+
+    Args:
+        device: where the call computes; tensors are copied there.
+        replicas: what stands for an original, by its ``id``.
+        pinned: the ``id`` of each object that is not copied, because functions that the
+            call does not copy refer to it. Modules and tensors in it are exchanged.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        replicas: Mapping[int, Any] = types.MappingProxyType({}),
+        pinned: frozenset[int] = frozenset(),
+    ) -> None:
+        self._device = device
+        self.pinned = pinned
+        self._copies: dict[int, Any] = dict(replicas)
+        self._originals: list[Any] = []  # keeps their ids in use
+
+    @classmethod
+    def ids_in(cls, values: Iterable[Any]) -> set[int]:
+        """The ``id`` of each object in ``values`` that a call gets a copy of."""
+        copies = cls(torch.device("cpu"))
+        for value in values:
+            copies.of(value)
+        return {*copies._copies}
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """The copy of ``value``, or ``value`` itself if it is shared."""
+        if isinstance(value, _PLAIN):
+            return value
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if depth > _MAX_DEPTH or len(self._originals) > _MAX_OBJECTS:
+            return value
+        if id(value) in self.pinned:
+            return self._exchange(value, depth)
+        if isinstance(value, Tensor):
+            return self._remember(value, self._tensor(value))
+        if isinstance(value, tuple) and type(value) is tuple:
+            entries = tuple(self.of(entry, depth + 1) for entry in value)
+            return value if all(map(is_, entries, value)) else entries
+        if is_container(value):
+            return self._container(value, depth)
+        if is_object(value):
+            return self._object(value, depth)
+        return value
+
+    def _remember(self, value: Any, copied: Any) -> Any:
+        self._copies[id(value)] = copied
+        self._originals.append(value)
+        return copied
+
+    def _exchange(self, value: Any, depth: int) -> Any:
+        """Exchange the entries of a pinned object for their copies. Returns it."""
+        self._remember(value, value)
+        live: Any = value if is_container(value) else getattr(value, "__dict__", ())
+        is_searched = isinstance(live, (dict, list)) and len(live) <= _MAX_ENTRIES
+        for key, entry in _entries(live) if is_searched else ():
+            entry_copy = self.of(entry, depth + 1)
+            if entry_copy is not entry:
+                live[key] = entry_copy
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is not Tensor or tensor.requires_grad:
+            return tensor
+        if tensor.device.type != "cpu" and tensor.device != self._device:
+            return tensor.to(self._device)
+        return tensor.clone() if tensor.numel() <= _MAX_ELEMENTS else tensor
+
+    def _container(self, value: Any, depth: int) -> Any:
+        try:
+            copied = value.copy()
+        except Exception:  # a class of the user's may refuse it
+            return value
+        if type(copied) is not type(value) or copied is value:
+            return value
+        self._remember(value, copied)
+        if isinstance(value, set) or len(value) > _MAX_ENTRIES:
+            return copied
+        for key, entry in _entries(value):
+            entry_copy = self.of(entry, depth + 1)
+            if entry_copy is not entry:
+                copied[key] = entry_copy
+        return copied
+
+    def _object(self, value: Any, depth: int) -> Any:
+        try:
+            copied = object.__new__(type(value))
+            attributes = vars(copied)
+        except Exception:  # a class with a layout of its own
+            return value
+        self._remember(value, copied)
+        for name, attribute in vars(value).items():
+            attributes[name] = self.of(attribute, depth + 1)
+        return copied
+
+
+@contextlib.contextmanager
+def standing_in(
+    owner: Any,
+    excluded: Container[str],
+    copies: CallCopies,
+    attributes: Mapping[str, Any],
+    *,
+    in_place: bool,
+) -> Iterator[Any]:
+    """Yields an object that stands for ``owner`` in one call: a copy, or itself.
+
+    It has copies of what the owner keeps, and other ``attributes``. Afterwards the
+    owner is as before, and so are the pinned objects that it shares with the copy.
+    """
+    pinned_state = KeptState(owner, excluded) if copies.pinned else None
+    own_attributes = dict(vars(owner))
+    stand_in = owner if in_place else copy.copy(owner)
+    try:
+        for name, value in kept_attributes(owner, excluded).items():
+            vars(stand_in)[name] = copies.of(value)
+        vars(stand_in).update(attributes)
+        yield stand_in
+    finally:
+        if pinned_state is not None:
+            pinned_state.restore()
+        if in_place:
+            vars(owner).clear()
+            vars(owner).update(own_attributes)
+
+
+def find(values: Mapping[str, Any], kind: type | tuple[type, ...]) -> dict[Path, Any]:
+    """The values of these classes in ``values``, also in containers, by their paths."""
+    found: dict[Path, Any] = {}
+    level: dict[Path, Any] = {(Attribute(name),): v for name, v in values.items()}
+    for _ in range(_MAX_DEPTH):
+        inner: dict[Path, Any] = {}
+        for path, value in level.items():
+            if isinstance(value, kind):
+                found[path] = value
+            elif isinstance(value, (dict, list)) and len(value) <= _MAX_ENTRIES:
+                for key, entry in _entries(value):
+                    inner[*path, Entry(key)] = entry
+        level = inner
+    return found
+
+
+class KeptState:
+    """The contents of containers, objects and small tensors, before a call.
+
+    Args:
+        owner: the object whose attributes are compared.
+        excluded: names of attributes that are not compared.
+    """
+
+    def __init__(self, owner: Any, excluded: Container[str]) -> None:
+        self._owner = owner
+        self._excluded = excluded
+        self._saved: dict[int, tuple[Any, Any]] = {}  # objects and their contents
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._attributes = kept_attributes(owner, excluded)
+        self._save_entries(self._attributes.values(), 0)
+
+    def _save_entries(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            if not isinstance(value, _PLAIN) and id(value) not in self._saved:
+                self._save(value, depth)
+
+    def _save(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if type(value) is Tensor and value.numel() <= _MAX_ELEMENTS:
+                version = -1 if value.is_inference() else value._version
+                self._tensors[id(value)] = value, version, value.detach().clone()
+            return
+        contents = _contents(value)
+        if contents is None or depth > _MAX_DEPTH or len(self._saved) > _MAX_OBJECTS:
+            return
+        self._saved[id(value)] = value, contents
+        if len(contents) <= _MAX_ENTRIES and not isinstance(contents, set):
+            is_mapping = isinstance(contents, dict)
+            entries = contents.values() if is_mapping else contents
+            self._save_entries(entries, depth + 1)
+
+    def changes(self) -> list[Change]:
+        """What has changed since, attribute by attribute."""
+        changes: list[Change] = []
+        now = kept_attributes(self._owner, self._excluded)
+        compared: set[int] = set()
+        self._compare_mappings((), self._attributes, now, Attribute, changes, compared)
+        return changes
+
+    def restore(self) -> None:
+        """Restore the contents of containers and objects that have changed."""
+        for value, contents in self._saved.values():
+            if _is_unchanged(value, contents):
+                continue
+            live = value if is_container(value) else vars(value)
+            live.clear()
+            if isinstance(live, (dict, set)):
+                live.update(contents)
+            else:
+                live.extend(contents)
+
+    def _compare(
+        self,
+        path: Path,
+        before: Any,
+        now: Any,
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        """Add to ``changes`` how a value became another one, or what was added to it."""
+        if isinstance(now, _PLAIN) and now is before:
+            return
+        if isinstance(before, Tensor) and now is before:
+            self._compare_values(path, before, changes)
+            return
+        _, contents = self._saved.get(id(before), (None, None))
+        if now is before and (contents is None or id(now) in compared):
+            return
+        compared.add(id(now))
+        if contents is not None and type(now) is type(before):
+            self._compare_contents(path, contents, now, changes, compared)
+        elif before is None and now is not None:
+            changes.append(Change(path, Kind.CREATED, now))
+        else:
+            changes += _difference(path, before, now)
+
+    def _compare_values(
+        self, path: Path, tensor: Tensor, changes: list[Change]
+    ) -> None:
+        """Compare a tensor with its values before: it may have been written in place."""
+        if id(tensor) not in self._tensors:
+            return
+        _, version, values = self._tensors[id(tensor)]
+        if version == -1 or tensor._version != version:
+            changes += _difference(path, values, tensor)
+
+    def _compare_contents(
+        self,
+        path: Path,
+        before: Any,
+        now: Any,
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        if isinstance(now, dict):
+            self._compare_mappings(path, before, now, Entry, changes, compared)
+        elif isinstance(now, set):
+            if not before <= now:
+                changes.append(Change(path, Kind.REPLACED, now))
+            elif len(now) > len(before):
+                changes.append(Change(path, Kind.ELEMENTS, now - before))
+        elif is_container(now):
+            self._compare_lists(path, before, now, changes, compared)
+        else:
+            attributes = vars(now)
+            args = attributes, Attribute, changes, compared
+            self._compare_mappings(path, before, *args)
+
+    def _compare_mappings(
+        self,
+        path: Path,
+        before: Mapping[Any, Any],
+        now: Mapping[Any, Any],
+        part: Callable[[Any], Attribute | Entry],
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        for key, value in now.items():
+            if key in before:
+                if value is not before[key] or len(now) <= _MAX_ENTRIES:
+                    entry_path = (*path, part(key))
+                    self._compare(entry_path, before[key], value, changes, compared)
+            else:
+                changes.append(Change((*path, part(key)), Kind.CREATED, value))
+        for key in before:
+            if key not in now:
+                changes.append(Change((*path, part(key)), Kind.REPLACED, None))
+
+    def _compare_lists(
+        self,
+        path: Path,
+        before: list[Any],
+        now: Any,
+        changes: list[Change],
+        compared: set[int],
+    ) -> None:
+        if len(now) == len(before) and isinstance(now, list):
+            for number, entry in enumerate(now):
+                if entry is not before[number] or len(now) <= _MAX_ENTRIES:
+                    entry_path = (*path, Entry(number))
+                    self._compare(entry_path, before[number], entry, changes, compared)
+            return
+        kept = _num_kept(before, now)
+        if kept is None:
+            changes.append(Change(path, Kind.REPLACED, now))
+            return
+        if isinstance(now, list) and kept <= _MAX_ENTRIES:  # the entries before
+            for number, entry in enumerate(before):
+                entry_path = (*path, Entry(number))
+                self._compare(entry_path, entry, now[number], changes, compared)
+        appended = list(now)[kept:]
+        if appended:
+            changes.append(Change(path, Kind.APPENDED, appended))
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what a container or object holds; ``None`` for any other value."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, (list, deque)):
+        return list(value)
+    return dict(vars(value)) if is_object(value) else None
+
+
+def _is_unchanged(value: Any, contents: Any) -> bool:
+    live = value if is_container(value) else vars(value)
+    if isinstance(live, set):
+        return bool(live == contents)
+    if len(live) != len(contents) or not all(map(is_, live, contents)):
+        return False
+    return not isinstance(live, dict) or all(map(is_, live.values(), contents.values()))
+
+
+def _entries(container: Any) -> Iterator[tuple[Any, Any]]:
+    """The keys and entries of a list, deque or mapping."""
+    if isinstance(container, dict):
+        return iter(list(container.items()))
+    return iter(list(enumerate(container)))
+
+
+def _num_kept(before: list[Any], now: Any) -> int | None:
+    """How many entries at the beginning of ``now`` are from ``before``.
+
+    ``None`` if they are not the first, or for a full deque the last, of ``before``.
+    """
+    entries = list(now)
+    first = 0
+    if isinstance(now, deque) and now.maxlen is not None:
+        # A full deque drops entries on the left for those that are appended.
+        while not _begins_with(entries, before[first:]):
+            first += 1
+    kept = before[first:]
+    return len(kept) if _begins_with(entries, kept) else None
+
+
+def _begins_with(entries: list[Any], beginning: list[Any]) -> bool:
+    if len(entries) < len(beginning):
+        return False
+    return all(map(is_, entries[: len(beginning)], beginning))
+
+
+def _difference(path: Path, before: Any, now: Any) -> list[Change]:
+    """The change of a number or tensor to another one, or of anything else."""
+    are_numbers = all(type(value) in (int, float) for value in (before, now))
+    if are_numbers:
+        if now == before:
+            return []
+        return [Change(path, Kind.DIFFERENCE, now - before)]
+    # Of larger tensors, calls may have set some entries, such as those of a queue.
+    is_summed = isinstance(before, Tensor) or type(before) in (int, float)
+    if type(now) is Tensor and is_summed and not now.ndim and now.dtype != torch.bool:
+        earlier = before.detach() if isinstance(before, Tensor) else before
+        if not isinstance(earlier, Tensor) or not earlier.ndim:
+            return [Change(path, Kind.DIFFERENCE, now.detach() - earlier)]
+    if isinstance(now, _PLAIN) and type(now) is type(before) and now == before:
+        return []
+    return [Change(path, Kind.REPLACED, now)]
+
+
+def apply_changes(
+    owner: Any,
+    calls: Sequence[Sequence[Change]],
+    device: torch.device,
+    tell: Callable[[str], object],
+) -> None:
+    """Apply to ``owner`` the changes of all calls of one step, in the order of calls.
+
+    Tensors are moved to ``device``. Changes that cannot be added up are dropped, unless
+    there was one call: ``tell`` gets the place of each, such as ``"self.last"``.
+    """
+    by_path: dict[Path, list[Change]] = defaultdict(list)
+    for changes in calls:
+        for change in changes:
+            by_path[change.path].append(change)
+    for path, changes_there in by_path.items():
+        values = [moved(change.value, device) for change in changes_there]
+        kinds = [change.kind for change in changes_there]
+        try:
+            holder = holder_of(owner, path)
+            if len(calls) == 1 and kinds[0] in (Kind.CREATED, Kind.REPLACED):
+                path[-1].write(holder, values[0])
+            elif set(kinds) <= {Kind.CREATED, Kind.REPLACED}:
+                path[-1].write(holder, _one_of(values, holder))
+            else:
+                _add(holder, path[-1], kinds, values)
+        except (_NotAdditive, LookupError, TypeError, AttributeError):
+            tell("self" + "".join(map(str, path)))
+
+
+class _NotAdditive(Exception):
+    """What calls have set at one place cannot become one value."""
+
+
+def holder_of(owner: Any, path: Path) -> Any:
+    """The object of the owner's that has the last part of ``path``."""
+    holder = owner
+    for part in path[:-1]:
+        holder = part.read(holder)
+    return holder
+
+
+def _add(holder: Any, part: Any, kinds: Sequence[Kind], values: Sequence[Any]) -> None:
+    """Add what calls have added to the value at ``part`` of ``holder``."""
+    target = part.read(holder)
+    for kind, value in zip(kinds, values, strict=True):
+        if kind is Kind.APPENDED:
+            target.extend(value)
+        elif kind is Kind.ELEMENTS:
+            target.update(value)
+        elif kind is Kind.DIFFERENCE:
+            target = _sum(target, value)
+            part.write(holder, target)
+        else:
+            raise _NotAdditive
+
+
+def _sum(target: Any, value: Any) -> Any:
+    is_plain = isinstance(target, Tensor) and not target.requires_grad
+    if not is_plain or target.is_inference() or not isinstance(value, Tensor):
+        return target + value
+    if not torch.can_cast(value.dtype, target.dtype):
+        return target + value
+    return target.add_(value.to(target.device))  # in place: others may refer to it
+
+
+def _one_of(values: Sequence[Any], holder: Any) -> Any:
+    """The value that calls have set: the same in all, or their containers, joined."""
+    first, *others = values
+    if _counts(holder) and all(type(value) in (int, float) for value in values):
+        return sum(values)
+    if isinstance(first, _PLAIN) and first is not None:
+        if all(type(other) is type(first) and other == first for other in others):
+            return first
+        raise _NotAdditive
+    if not is_container(first) or any(type(v) is not type(first) for v in others):
+        raise _NotAdditive
+    if isinstance(first, set):
+        return first.union(*others)
+    if not isinstance(first, dict):
+        for other in others:
+            first.extend(other)
+        return first
+    for key in dict.fromkeys(key for value in values for key in value):
+        first[key] = _one_of([value[key] for value in values if key in value], first)
+    return first
+
+
+def _counts(holder: Any) -> bool:
+    """Whether a missing entry of a mapping counts as zero."""
+    factory = getattr(holder, "default_factory", None)
+    return isinstance(holder, Counter) or factory in (int, float)

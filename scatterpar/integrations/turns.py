@@ -1,0 +1,175 @@
+"""Whether replicas run in turn, because hooks write into what all of them share.
+
+A forward hook may keep what a step function reads::
+
+    teacher.layer.register_forward_hook(lambda *args: features.update(teacher=args[-1]))
+    ...
+    loss = mse_loss(student(rows), features["teacher"])    # in compute_loss, training_step
+
+Replicas have copies of the hook, but share ``features``, so one would read what another
+one has written. Then they run one after the other, which is exact, and one warning says
+so. Objects that only one replica has, such as a dict that is an attribute of the hooked
+module, need no turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from scatterpar.errors import warn
+from scatterpar.integrations.kept import (
+    CallCopies,
+    is_container,
+    is_object,
+    is_of_a_library,
+    modules_kept,
+)
+from scatterpar.replicas.module_copy import ModuleContents, Snapshot
+from scatterpar.step.criterion_closure import DEPTH, reachable
+
+
+@dataclass
+class Turns:
+    """Finds out, step by step, whether the replicas of an engine run in turn.
+
+    Attributes:
+        pinned: the ``id`` of objects that the owner and its hooks share, in this step.
+    """
+
+    pinned: frozenset[int] = frozenset()
+    # Sets of objects that hooks lead to, and did not write in a step.
+    _unwritten: list[list[Any]] = field(default_factory=list)
+    _named: list[nn.Module] | None = None  # modules that the step function names
+    _is_told: bool = False
+    _is_hooked: bool = False
+
+    @contextlib.contextmanager
+    def in_step(
+        self, engine: Any, owner: Any, kept: Mapping[str, Any], function: Any
+    ) -> Iterator[None]:
+        """In the body, replicas of ``engine`` run in turn if hooks make it necessary.
+
+        Args:
+            engine: the engine, whose module is what has the hooks.
+            owner: the object whose step function runs.
+            kept: its attributes that calls may write, by name.
+            function: the step function.
+        """
+        if self._named is None:  # once: a search of a file's globals takes long
+            values = reachable(function, DEPTH, set())
+            self._named = [v for v in values if isinstance(v, nn.Module)]
+        modules = [engine.module, *modules_kept(kept.values()), *self._named]
+        hooked = _reached_by_hooks(modules)
+        self._is_hooked = bool(hooked)
+        if not hooked:
+            self.pinned = frozenset()
+            engine._is_serial = False
+            yield
+            return
+        shared = _without_replicated(hooked, engine.module)
+        self.pinned = _kept_among(shared, owner, kept)
+        is_unwritten = not self.pinned and self._is_known(shared)
+        engine._is_serial = bool(shared) and not is_unwritten
+        unkept = [value for i, value in shared.items() if i not in self.pinned]
+        before = Snapshot(list(map(_live, unkept)))
+        if self.pinned:
+            self._tell(engine)
+        try:
+            yield
+        finally:
+            engine._is_serial = False
+            if not before.unchanged():
+                self._tell(engine)
+            elif not self.pinned and not is_unwritten:
+                self._unwritten.append(list(shared.values()))
+
+    def pinned_in(self, replica: nn.Module) -> frozenset[int]:
+        """The ``id`` of objects that a replica shares with its hooks."""
+        if not self._is_hooked:
+            return frozenset()
+        return frozenset(_reached_by_hooks([replica])) | self.pinned
+
+    def _is_known(self, shared: Mapping[int, Any]) -> bool:
+        """Whether hooks have not written these objects in an earlier step."""
+        return any({*map(id, known)} == {*shared} for known in self._unwritten)
+
+    def _tell(self, engine: Any) -> None:
+        if self._is_told or len(engine.device_ids) < 2:
+            return
+        self._is_told = True
+        warn(
+            "forward hooks keep values in an object that replicas share, so they run "
+            "one after the other, which is slower; let the hook close over the hooked "
+            "module, and keep the values in an attribute of the module (module.features "
+            "= {}), or return them from forward"
+        )
+
+
+def _reached_by_hooks(modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """The containers and objects that the user's hooks in ``modules`` lead to, by
+    id.
+    """
+    reached: dict[int, Any] = {}
+    for part in dict.fromkeys(chain(*(module.modules() for module in modules))):
+        functions = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+        if "forward" in vars(part):
+            functions.append(vars(part)["forward"])
+        for function in functions:
+            if not _is_of_a_library(function):
+                for value in reachable(function, DEPTH, set()):
+                    if isinstance(value, types.MethodType):
+                        value = value.__self__
+                    if is_container(value) or _is_written_object(value):
+                        reached[id(value)] = value
+    return reached
+
+
+def _is_of_a_library(function: Any) -> bool:
+    if isinstance(function, functools.partial):
+        return _is_of_a_library(function.func)
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if not isinstance(function, types.FunctionType):  # an object that can be called
+        function = type(function)
+    return is_of_a_library(function.__module__)
+
+
+def _is_written_object(value: Any) -> bool:
+    """Whether ``value`` is an object or class of the user's, or a loop's owner."""
+    if isinstance(value, type):
+        return not is_of_a_library(value.__module__)
+    is_function = isinstance(value, (types.FunctionType, types.MethodType))
+    names = [base.__name__ for base in type(value).__mro__]
+    is_trainer = any(name.endswith("Trainer") for name in names)
+    return not is_function and (is_object(value) or is_trainer)
+
+
+def _without_replicated(
+    objects: Mapping[int, Any], module: nn.Module
+) -> dict[int, Any]:
+    """The objects of which replicas of ``module`` have no copies of their own."""
+    replicated = {*map(id, ModuleContents((module,)).containers)}
+    return {i: value for i, value in objects.items() if i not in replicated}
+
+
+def _kept_among(
+    objects: Mapping[int, Any], owner: Any, kept: Mapping[str, Any]
+) -> frozenset[int]:
+    """The ``id`` of each object that ``owner`` is, or keeps."""
+    owned: Container[int] = CallCopies.ids_in(kept.values())
+    return frozenset(i for i in objects if i == id(owner) or i in owned)
+
+
+def _live(value: Any) -> Any:
+    """What holds an object's contents: itself, or its attributes."""
+    if is_container(value):
+        return value
+    return dict(vars(value)) if isinstance(value, type) else vars(value)

@@ -571,8 +571,10 @@ def apply_changes(
             holder = holder_of(owner, path)
             if len(calls) == 1 and kinds[0] in (Kind.CREATED, Kind.REPLACED):
                 path[-1].write(holder, values[0])
-            elif set(kinds) <= {Kind.CREATED, Kind.REPLACED}:
+            elif set(kinds) == {Kind.CREATED}:
                 path[-1].write(holder, _one_of(values, holder))
+            elif set(kinds) == {Kind.REPLACED}:
+                path[-1].write(holder, _same_of(values))
             else:
                 _add(holder, path[-1], kinds, values)
         except (_NotAdditive, LookupError, TypeError, AttributeError):
@@ -615,16 +617,24 @@ def _sum(target: Any, value: Any) -> Any:
     return target.add_(value.to(target.device))  # in place: others may refer to it
 
 
+def _same_of(values: Sequence[Any]) -> Any:
+    """The number, text or switch that all calls have set."""
+    first, *others = values
+    if first is None or not isinstance(first, _PLAIN):
+        raise _NotAdditive
+    if any(type(other) is not type(first) or other != first for other in others):
+        raise _NotAdditive
+    return first
+
+
 def _one_of(values: Sequence[Any], holder: Any) -> Any:
-    """The value that calls have set: the same in all, or their containers, joined."""
+    """One value where there was none: the same in all calls, or joined containers."""
     first, *others = values
     if _counts(holder) and all(type(value) in (int, float) for value in values):
         return sum(values)
-    if isinstance(first, _PLAIN) and first is not None:
-        if all(type(other) is type(first) and other == first for other in others):
-            return first
-        raise _NotAdditive
-    if not is_container(first) or any(type(v) is not type(first) for v in others):
+    if not is_container(first):
+        return _same_of(values)
+    if any(type(other) is not type(first) for other in others):
         raise _NotAdditive
     if isinstance(first, set):
         return first.union(*others)

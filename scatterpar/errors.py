@@ -15,6 +15,7 @@ def warn(text: str) -> None:
     """Warn; the location is the line of the user's code that called the package."""
     frame = inspect.currentframe()
     level = 1
+    # Up to the first frame that is not the package's.
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
         level += 1

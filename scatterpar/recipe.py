@@ -129,6 +129,7 @@ class _GradualWarmup(LRScheduler):
     ) -> None:
         self.warmup_steps = warmup_steps
         self.targets = [float(group["lr"]) for group in optimizer.param_groups]
+        # Targets of the other groups are in proportion to the first.
         self.start_factor = start_lr / self.targets[0]
         self.after = after
         super().__init__(optimizer)
@@ -150,6 +151,7 @@ class _GradualWarmup(LRScheduler):
             )
         if self.after is not None and self.last_epoch >= self.warmup_steps:
             self.after.step()
+        # After ``after``: it has set the rates, which ``get_lr`` returns.
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,6 +168,7 @@ class _GradualWarmup(LRScheduler):
                 f"the state is of a warm-up {saved} `after`, unlike this one: build it "
                 f"as the saved one was"
             )
+        # torch's ``load_state_dict`` takes over every entry as an attribute.
         super().load_state_dict({**state_dict, "after": self.after})
         if self.after is not None:
             self.after.load_state_dict(after_state)
@@ -234,6 +237,7 @@ def zero_init_residual(module: nn.Module) -> int:
     num_blocks = 0
     for block in module.modules():
         is_residual = hasattr(block, "downsample") or hasattr(block, "shortcut")
+        # Bottlenecks have three convolutions, basic blocks two.
         normalisation = getattr(block, "bn3", None) or getattr(block, "bn2", None)
         scale = getattr(normalisation, "weight", None)
         if is_residual and isinstance(scale, nn.Parameter):

@@ -45,6 +45,7 @@ class GradientNoise:
         """
         if self.signal > 0:
             return self.noise / self.signal
+        # Without a signal no batch is too large.
         return math.inf if self.noise > 0 else math.nan
 
 

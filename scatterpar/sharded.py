@@ -161,6 +161,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if len(self._memories) == 1:
+            # The hooks of this optimizer have run: it is the one that the user steps.
             step_without_hooks(self._plain)
         else:
             with self._copies() as copies:
@@ -344,6 +345,7 @@ class ShardedOptimizer(Optimizer):
         before, after = loading_hooks(self)
         loaded = dict(state_dict)
         for hook in before:
+            # A hook may return another state, as in torch.
             loaded = hook(self, loaded) or loaded
         with self._copies() as copies:
             stand_ins = self._assign_owners(self._parameters(), copies)
@@ -382,6 +384,7 @@ def _stand_in(parameter: Tensor, copy: Tensor) -> Tensor:
     """The owner's ``copy`` as the plain optimizer updates it."""
     stand_in = parameter_like(parameter, copy.data)
     stand_in.requires_grad_(parameter.requires_grad)
+    # Gradients may have another dtype than their parameter.
     stand_in.grad_dtype = parameter.grad_dtype
     vars(stand_in).update(vars(parameter))  # attributes that optimizers may read
     return stand_in

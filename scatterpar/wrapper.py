@@ -34,6 +34,7 @@ def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
             for name, version in versions.items()
             if name.startswith(_PREFIX)
         }
+        # Names that exist both with and without the prefix keep their own version.
         renamed._metadata = metadata | dict(versions)  # type: ignore[attr-defined]
     return renamed
 
@@ -50,6 +51,7 @@ class Wrapper(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # A parent's ``load_state_dict`` does not call that of its children.
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     @property
@@ -101,6 +103,7 @@ class Wrapper(nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch adds attributes that older versions did not save.
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._init_transient()
 

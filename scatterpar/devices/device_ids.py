@@ -68,6 +68,7 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
     if device.type == "cpu":
         return device
     _require_visible(device, accelerator)
+    # A name without a number, such as "cuda", means the current device.
     current = torch.accelerator.current_device_index()
     index = current if device.index is None else device.index
     return torch.device(device.type, index)
@@ -88,6 +89,7 @@ def parse_devices(words: str | Sequence[str]) -> list[str | int]:
     ['cuda:0', 'cuda:1', 2]
     """
     text = words if isinstance(words, str) else " ".join(words)
+    # Both separators, and any number of them.
     names = text.replace(",", " ").split()
     return [int(name) if name.isdecimal() else name for name in names]
 

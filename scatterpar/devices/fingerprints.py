@@ -129,10 +129,12 @@ def _factors(size: int, device: torch.device) -> Tensor:
     """An odd pseudo-random number for each position."""
     numbers = memory.empty(size, torch.int64, device)
     torch.arange(1, size + 1, out=numbers, device=numbers.device)
+    # A product carries bits up, a shift carries them down again.
     numbers *= _FIRST_MULTIPLIER
     numbers ^= numbers >> 30
     numbers *= _SECOND_MULTIPLIER
     numbers ^= numbers >> 27
+    # A product with an odd number loses no bit of the word.
     return numbers.bitwise_or_(1)
 
 

@@ -37,6 +37,7 @@ def _check_link(source: torch.device, target: torch.device) -> None:
     link = physical(source), physical(target)
     is_within_host = all(device.type == "cpu" for device in link)
     size = _BYTES_IN_THE_HOST if is_within_host else _BYTES
+    # Copies are checked as they are, not around the link.
     VIA_HOST.discard(link)
     if _arrives(source, target, size):
         return

@@ -75,6 +75,7 @@ def tune_malloc(device: torch.device) -> None:
     is_configured = any(name in os.environ for name in _MALLOC_VARIABLES)
     is_glibc = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
     if is_glibc and not is_configured:
+        # The C library that this process has loaded.
         libc = ctypes.CDLL(None)
         # The largest that thread heaps can serve.
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)

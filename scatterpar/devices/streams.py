@@ -12,6 +12,7 @@ import torch
 # Streams per device: kStreamsPerPool in torch's c10/cuda/CUDAStream.cpp.
 _POOL_SIZE = 32
 _streams: dict[tuple[torch.device, Hashable], torch.Stream] = {}  # by device and use
+# Several workers may be the first to need streams.
 _streams_lock = threading.Lock()
 
 
@@ -84,6 +85,7 @@ def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
 def _unused_stream(device: torch.device) -> torch.Stream:
     used = [stream for (owner, _), stream in _streams.items() if owner == device]
     used.append(torch.accelerator.current_stream(device))
+    # One round of the pool: streams are equal if their numbers are.
     candidates = (torch.Stream(device) for _ in range(_POOL_SIZE))
     return next(stream for stream in candidates if stream not in used)
 
@@ -120,6 +122,7 @@ def synchronize(device: torch.device) -> None:
 
     Raises the errors of its kernels.
     """
+    # An event of the current stream: other streams of the device need not be done.
     if has_streams(device):
         event = record_event(device)
         event.synchronize()

@@ -39,6 +39,7 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor,)
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
+        # Not ``indices()``, which refuses a tensor that is not coalesced.
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
@@ -212,9 +213,9 @@ class Prefetcher(Transfers):
         # The targets of each group: if they were freed earlier, copies would write
         # freed memory.
         self._targets: dict[int, list[Tensor]] = {}
-        self._copied: dict[
-            int, torch.Event
-        ] = {}  # completes with the group of that number
+        # Each completes with the group of this number.
+        self._copied: dict[int, torch.Event] = {}
+        # The events of the groups that are staged; each new one drops the oldest.
         self._pinned: deque[torch.Event] = deque(maxlen=_MAX_PINNED)
         # An abandoned worker may call ``issue`` while another thread synchronizes.
         self._lock = threading.Lock()
@@ -229,6 +230,7 @@ class Prefetcher(Transfers):
             return
         sender = stream_for(("sending", (device.index or 0) % _MAX_SENDERS), source)
         if sender is not None:
+            # It may still compute the rows.
             sender.wait_stream(torch.accelerator.current_stream(source))
             self._senders.append(sender)
 
@@ -274,6 +276,7 @@ class Prefetcher(Transfers):
         with self._lock, contextlib.ExitStack() as current:
             self._targets[number] = [target for _, target in requested]
             computing = torch.accelerator.current_stream(self._stream.device)
+            # Work that was launched there may still read the memory of the targets.
             self._stream.wait_stream(computing)
             for stream in (*self._senders, self._stream):
                 current.enter_context(stream)
@@ -304,4 +307,5 @@ class Prefetcher(Transfers):
             return
         current = torch.accelerator.current_stream(self._stream.device)
         current.wait_event(self._copied.pop(number))
+        # From here on the computing stream orders what happens to their memory.
         self._targets.pop(number, None)

@@ -88,6 +88,7 @@ class Collectives:
         description = "\n".join([options, *map(str, tensors)])
         first, *later = [text.split("\n") for text in self._texts(description)]
         for rank, lines in enumerate(later, 1):
+            # A module may have more tensors than the other.
             for expected, line in zip_longest(first, lines, fillvalue="nothing more"):
                 if line != expected:
                     raise ValueError(
@@ -133,6 +134,7 @@ class Collectives:
                 "step, so that nothing was changed on any rank; see what it raised "
                 "there"
             )
+        # Two kinds have the same checksum in one case of 2**18.
         checksums = {status % 2**_CHECKSUM_BITS for status in statuses}
         if len(checksums) > 1:
             raise RuntimeError(
@@ -152,12 +154,12 @@ class Collectives:
     def all_reduce(
         self,
         tensor: Tensor,
-        what: str,
+        subject: str,
         still: str = "; nothing was changed on this rank",
     ) -> None:
         """Add ``tensor`` over all ranks, in place.
 
-        ``what`` and ``still`` describe it in errors.
+        ``subject`` and ``still`` describe it in errors.
         """
         group = self._group()
         if group is None:
@@ -168,28 +170,31 @@ class Collectives:
         start = time.perf_counter()
         try:
             dist.all_reduce(tensor, group=group)
+        # Of gloo and NCCL alike: torch's own errors derive from it.
         except RuntimeError as error:
             seconds = time.perf_counter() - start
             raise RuntimeError(
-                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for {what}, "
+                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for {subject}, "
                 "and another rank was lost, or did not come within the process "
                 f"group's timeout{still}. The group cannot be used any more: start all "
                 "ranks again"
             ) from error
 
     def all_gather(
-        self, tensor: Tensor, sizes: Sequence[int], what: str
+        self, tensor: Tensor, sizes: Sequence[int], subject: str
     ) -> tuple[Tensor, ...]:
         """Every rank's 1-D tensor. ``sizes`` has their lengths."""
+        # By a sum: not every backend gathers tensors of different lengths.
         everything = tensor.new_zeros(sum(sizes))
         parts: tuple[Tensor, ...] = everything.split(list(sizes))
         write(parts[self.rank], tensor)
-        self.all_reduce(everything, what)
+        self.all_reduce(everything, subject)
         return parts
 
     def _texts(self, text: str) -> list[str]:
         """Every rank's text."""
         description = "the other ranks' description of the module"
+        # A copy, because torch warns of buffers that cannot be written.
         content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         content = to_device(content, self._control)
         size = torch.tensor([len(content)], device=self._control)
@@ -206,6 +211,7 @@ class Collectives:
         One collective: a rank adds zeros to the places of the other ranks' statuses.
         """
         statuses = [0] * self.size
+        # The others add zeros.
         statuses[self.rank] = status
         flat = torch.tensor(
             [*summands, *statuses], dtype=torch.float64, device=self._control

@@ -72,6 +72,7 @@ class Ranks:
         self._accumulate_dtype = accumulate_dtype
         # Whether all ranks raise what this rank raises, so that it needs no report.
         self._error_is_common = False
+        # As in "cpu:gloo,cuda:nccl".
         has_host_backend = "cpu:" in str(dist.get_backend_config(group))
         control = torch.device("cpu") if has_host_backend else physical(device)
         self._collectives = Collectives(group, control)
@@ -125,9 +126,11 @@ class Ranks:
 
     def _exchange(self, outcome: Outcome) -> Outcome:
         is_mean = outcome.request.is_mean
+        # First: an allocation that fails here is a failure that others can be told.
         buckets = Buckets(outcome, self.rank, self.size, self._accumulate_dtype)
         parameters = enumerate(self._module.parameters())
         positions = {id(parameter): position for position, parameter in parameters}
+        # Leaves of the criterion have no position.
         trained = [positions.get(id(leaf)) for leaf, _ in outcome.gradients]
         kind = f"{is_mean} {trained} {outcome.request.scale} {buckets.kind}"
         rows = outcome.attempt.plan.rows
@@ -139,10 +142,11 @@ class Ranks:
         )
         terms, loss, squares, replicas = sums
         total = terms if is_mean else 1.0
+        # Without terms nobody has a loss, and gradients count as zero.
         buckets.weigh(weight / total if total else 0.0)
         for flat in buckets.flats:
-            what = f"the sum of all gradients in {flat.dtype}"
-            self._collectives.all_reduce(flat, what)
+            subject = f"the sum of all gradients in {flat.dtype}"
+            self._collectives.all_reduce(flat, subject)
         return replace(
             buckets.of_all(),
             loss=loss / total if total else 0.0,
@@ -167,6 +171,8 @@ class Ranks:
         rank order. Targets without rows are rank 0's. Raises the same ``RuntimeError``
         on every rank if one failed, or has outputs or targets of another kind.
         """
+        # Gradients of other ranks' rows go back through no collective: each rank
+        # computes the criterion for all rows, and keeps the gradient of its own.
         detached = [detached_output(piece, True) for piece in pieces]
         values_here = join_rows(detached, dim, rows, rows), unwrap_markers(targets)
         bytes_here = pack(nested.tensors(values_here), seed, sum(rows))
@@ -175,12 +181,13 @@ class Ranks:
         _, sizes = self._collectives.exchange_status(
             kind, bytes_here.numel(), _OTHER_OUTPUTS
         )
-        what = "the outputs and targets of all ranks"
-        bytes_by_rank = self._collectives.all_gather(bytes_here, sizes, what)
+        subject = "the outputs and targets of all ranks"
+        bytes_by_rank = self._collectives.all_gather(bytes_here, sizes, subject)
         self._error_is_common = False
         payloads = [unpack(content, values_here) for content in bytes_by_rank]
         outputs: list[Any] = []
         rows_of_outputs: list[int] = []
+        # In rank order, so that the criterion sees the same batch everywhere.
         for rank, payload in enumerate(payloads):
             if rank == self.rank:  # its pieces have gradients, the copies have none
                 outputs += pieces
@@ -241,9 +248,11 @@ class Buckets:
         if gradients:
             has_gradient = [gradient is not None for _, gradient in outcome.gradients]
             like = gradients[0]
+            # In the dtype of a gradient, to be sent together.
             flags = [torch.tensor(has_gradient, dtype=like.dtype, device=like.device)]
         dtypes = {gradient.dtype for gradient in gradients}
         buffers = [_sendable(value, dtypes) for value in self._buffers]
+        # Buffers are those of rank 0: the sum of its values and zeros.
         if rank:
             buffers = [torch.zeros_like(value) for value in buffers]
         statistics: list[Tensor] = []
@@ -355,6 +364,7 @@ class Payload(NamedTuple):
 def pack(tensors: Sequence[Tensor], seed: int, rows: int) -> Tensor:
     """A 1-D byte tensor: the bytes of the tensors, then of the numbers and sizes."""
     sizes = [size for tensor in tensors for size in tensor.shape]
+    # At the end, where its place is known from its length.
     header = torch.tensor([seed, rows, *sizes])
     parts = [as_bytes(tensor) for tensor in (*tensors, header)]
     return torch.cat([to_device(part, parts[0].device) for part in parts])

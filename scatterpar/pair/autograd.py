@@ -145,6 +145,7 @@ def scatter_owned(
 
     Their tensors share memory neither with it nor with each other.
     """
+    # Only a tensor that is on a share's device may be passed on as it is.
     sources = {tensor.device for tensor in all_tensors(batch)}
     is_marked = has_markers(batch)
     mover = LeafMover(transfers)
@@ -192,6 +193,7 @@ def combine(losses: Sequence[Tensor], weights: Sequence[float], plan: Plan) -> T
             loss = _copied_in_graph(loss, origin, master, Transfers().copy)
         terms.append(weight * loss)
     if not terms:
+        # Not a loss times zero, which may be NaN.
         zero = torch.zeros_like(losses[0], device=physical(master))
         return zero.requires_grad_(torch.is_grad_enabled())
     return torch.stack(terms).sum()
@@ -223,6 +225,7 @@ class _ConnectCopies(torch.autograd.Function):
         ctx: Any, device_ids: Sequence[torch.device], _: Tensor, *copies: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.device_ids = device_ids
+        # The backward pass may run in a thread of autograd's, on other streams.
         ctx.streams = current_streams()
         ctx.set_materialize_grads(False)
         # An alias per replica, so that each has a separate gradient. It is not a view,

@@ -102,6 +102,7 @@ class _OfPair(Wrapper):
         guard: AbstractContextManager[None] = nullcontext()
         root = root_to_replicate(self.module)
         if root is not None:
+            # In every call: the graph of the outputs keeps these copies.
             copies, guard = replicate(root, devices, self._checked_modes)
         modules = [copy.copy_of(self.module) for copy in copies]
         if not copies:
@@ -196,6 +197,7 @@ class DataParallelModel(_OfPair):
         arguments = {"inputs": inputs, "keyword inputs": kwargs}
         rows = count_rows(arguments, self.dim, refuse_grad=False)
         plan = make_plan(rows, self.device_ids)
+        # Again: the module may have been compiled since it was wrapped.
         require_eager(self.module)
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):

@@ -62,6 +62,7 @@ class StepStatistics(NamedTuple):
         for layer, moments in self.layers:
             if moments is None:
                 moments = _no_moments(layer.running_mean)
+            # All layers take part on all ranks, also those that this rank did not call.
             counts.append(moments.values)
             tensors += [moments.mean, moments.variance]
         return [torch.tensor(counts, device=tensors[0].device), *tensors]
@@ -157,6 +158,7 @@ class _MomentsRecorder:
         self._running = None
         if module.training and module.track_running_stats and mean is not None:
             self._running = _Running(mean, variance, module.momentum)
+            # With momentum 1 the kernel replaces them by the statistics of this call.
             buffers["running_mean"] = torch.zeros_like(mean)
             buffers["running_var"] = torch.zeros_like(variance)
             vars(module)["momentum"] = 1.0
@@ -186,6 +188,7 @@ def pooled(recorded: Sequence[Moments]) -> Moments | None:
         return None
     counts = [moments.values for moments in recorded]
     dtype = torch.promote_types(recorded[0].mean.dtype, torch.float32)
+    # At least float32: half precision loses differences between means.
     means = [moments.mean.to(dtype) for moments in recorded]
     variances = [moments.variance.to(dtype) for moments in recorded]
     if len(recorded) == 1:
@@ -194,7 +197,9 @@ def pooled(recorded: Sequence[Moments]) -> Moments | None:
     mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
     deviations = torch._foreach_sub(means, [mean] * len(means))
     squares = torch._foreach_mul(deviations, deviations)
+    # Of the calls' means from the mean of all.
     between = torch._foreach_mul(squares, [float(count) for count in counts])
+    # From unbiased variances back to sums of squared deviations.
     within = torch._foreach_mul(variances, [count - 1.0 for count in counts])
     return Moments(total, mean, (_sum(between) + _sum(within)) / (total - 1))
 

@@ -81,6 +81,7 @@ class ParameterGuard:
                 error, lambda: refusals.extend(self._refusals(before, fingerprints))
             )
             for refusal in refusals:
+                # Not its subclasses, such as OutOfMemoryError.
                 if type(error) is RuntimeError:  # torch raises it because of the write
                     raise refusal from error
                 add_note(error, f"before that, {refusal}")
@@ -108,7 +109,9 @@ class ParameterGuard:
         writes = self._writes(before, fingerprints)
         if not writes:
             return
+        # Values in other memories may have been written, too.
         self.invalidate()
+        # Only what was written in the master's memory cannot be restored.
         lost = {position for position, memory in writes if memory == self._master}
         positions = lost or {position for position, _ in writes}
         first, *later = sorted(positions)
@@ -159,6 +162,7 @@ class ParameterGuard:
                 if not tensor.is_set_to(canonical[position]):
                     exchanged.add((position, device))
                     if not self._has_values_of(position, tensor, canonical[position]):
+                        # Nothing is lost: the parameter still has its own storage.
                         writes.add((position, None))
                 elif present[position] != earlier[position]:
                     version_changed.add((position, device))
@@ -166,6 +170,7 @@ class ParameterGuard:
             for device, present_values in self._fingerprints().items():
                 differing = present_values.differing_from(fingerprints[device])
                 writes |= {(position, device) for position in differing}
+        # An exchanged storage has another version, which says nothing.
         return writes | (version_changed - exchanged)
 
     def _has_values_of(self, position: int, tensor: Tensor, storage: Tensor) -> bool:

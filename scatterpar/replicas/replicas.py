@@ -94,6 +94,7 @@ class Replicas:
         """
         root = root_to_replicate(criterion)
         self.replica_sets = [self.of_model]
+        # Tensors that are made in inference mode could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
             self.of_model.follow(module, self._device_ids)
             if root is not None and not self.of_model.contains_all_of(root):
@@ -230,6 +231,7 @@ class ReplicaSet:
         Plain values are numbers, strings and flags: schedules change these at every
         step.
         """
+        # No state: nothing was built yet, or building failed.
         if self._state is None or not self.broadcast.fits():
             return False
         if not self._state.unchanged():
@@ -295,6 +297,7 @@ class ReplicaSet:
         """
         for replica in self.replicas:
             known = set(map(id, replica.tensors))
+            # A parameter of a submodule that the first forward pass makes, for example.
             for name, parameter in parameters_of(replica.root):
                 if parameter.requires_grad and id(parameter) not in known:
                     raise ValueError(
@@ -407,6 +410,7 @@ class Replica(ModuleCopy):
         storage of a tensor (``p.data =``, ``p.set_``, ``flatten_parameters``), or set
         ``requires_grad``.
         """
+        # Mostly nothing was rebound, and the question is cheap.
         if not self.is_as_refreshed():
             for tensor, storage in self._places:
                 if not tensor.is_set_to(storage):
@@ -431,6 +435,7 @@ class Replica(ModuleCopy):
         containers: list[Any] = [self.records]
         for module in self.modules:
             containers += [module._buffers, module._non_persistent_buffers_set]
+        # The containers, not only values: a body may register or replace buffers.
         registered = Snapshot(containers)
         with torch.inference_mode(False), torch.no_grad():
             saved = list(map(Tensor.clone, self._private))
@@ -439,6 +444,8 @@ class Replica(ModuleCopy):
         def restore() -> None:
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
+                # After ``refresh``, which puts the storages back that the body
+                # exchanged.
                 copy_each(self._private, saved)
             registered.restore()
 
@@ -466,6 +473,7 @@ def parameter_like(original: Tensor, values: Tensor) -> Tensor:
     """
     if not isinstance(original, nn.Parameter):
         return values
+    # A tensor subclass may count as a parameter by its ``_is_param`` alone.
     kind = type(original) if issubclass(type(original), nn.Parameter) else nn.Parameter
     # Not the constructor of a subclass, which may need more arguments.
     return nn.Parameter.__new__(kind, values, requires_grad=False)

@@ -95,6 +95,7 @@ class CallerContext:
 
 
 def _warn_of_what_replicas_lack() -> None:
+    # Such as FlopCounterMode, which counts the caller's operators alone.
     names = modes()
     if names:
         warn(

@@ -87,6 +87,7 @@ def _shut_down(
     if os.getpid() != pid:  # a forked child has none of these threads
         return
     for queue in queues:
+        # After the calls that it still has.
         queue.put(None)
     deadline = time.monotonic() + _EXIT_SECONDS
     for thread in threads:
@@ -143,6 +144,7 @@ class Job:
             self.errors[number] = error
             self.cancel.set()
         del call
+        # Also after an error: calls that wait would else wait their whole time.
         self._ended_calls.release()
         self.busy.discard(number)
         if not self.busy:
@@ -316,6 +318,7 @@ class Workers:
                     memory.clear_frames(error)
                 raise
             finally:
+                # It may be the claim of another engine, which refused this one.
                 if _claims.get(key) is self:
                     del _claims[key]
                 self._lock.release()
@@ -381,6 +384,7 @@ class Workers:
         before = torch.get_num_threads()
         budget = max(1, before // len(self._names))
         self._queues = [SimpleQueue() for _ in self._names]
+        # So that all have set their number of threads before it is restored here.
         ready = threading.Barrier(len(self._names) + 1)
         threads = [
             threading.Thread(

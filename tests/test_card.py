@@ -1,105 +1,212 @@
-"""``python -m benchmarks card``: what the page says of rows that fail, hang or crash,
-and when.
-"""
+"""``python -m benchmarks card``: the page grows by a line per finding, whatever ends it."""
 
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from faults.processes import run
+from faults.processes import environment, run
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
-pytest.importorskip("pytest_timeout")
 
-from benchmarks.card import BUDGETS, main  # noqa: E402
+from benchmarks.card import main, predictions, rows, speed  # noqa: E402
 
-RUN = "import sys, pathlib; sys.path.append(sys.argv[1]); from benchmarks import card; "
-RUN += "card.HERE = pathlib.Path(sys.argv[2]); sys.exit(card.main(sys.argv[3:]))"
-
-
-def written(tmp_path, *options, **rows):
-    """The exit code, and the rows of the page, of a run on two virtual devices."""
-    for group, code in rows.items():
-        (tmp_path / f"{group}.py").write_text(f"import os, time, pytest\n{code}")
-    page = tmp_path / "card.md"
-    options = ("--devices", "cpu:0,cpu:1", "--page", str(page), *options)
-    folder = tmp_path if rows else ROOT / "benchmarks" / "card"
-    outcome = run("-c", RUN, str(ROOT), str(folder), *options)
-    return outcome.code, page.read_text(encoding="utf-8").split("\n\n")
-
-
-def test_ten_minutes_are_a_sum():
-    assert sum(budget for budget, _ in BUDGETS.values()) == 600
-
-
-ROWS = """
-def test_sound_one(say): say("1.02 | fine")
-def test_wrong(): assert 1 == 2, "2 of 3 tensors differ"
-@pytest.mark.needs(4)
-def test_more(): pass
-@pytest.mark.cuda
-def test_cuda(): pass
-
-import torch
-from benchmarks.card.bits import compare, slow_copies
-
-def test_bits(say):
-    one, other = [torch.ones(3), torch.zeros(2)], [torch.ones(3), torch.tensor([0.0, -0.0])]
-    say(compare(one, one))
-    compare(one, other)
-
+# Rows of a test in the place of the real ones: in this process and in those of rows.
+CODE = """
+import importlib.util, json, os, sys
+sys.path.append({root!r})
+from benchmarks.card import rows, run
+spec = importlib.util.spec_from_file_location("benchmarks.card.tried", {file!r})
+tried = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = tried
+spec.loader.exec_module(tried)
+rows.GROUPS = tried.GROUPS
 """
 
 
-def test_rows_say_what_they_found(tmp_path):
-    code, (table, *others) = written(tmp_path, machine=ROWS)
-    assert code == 1
-    assert table.splitlines() == [
-        "| check | result | verdict |",
-        "|---|---|---|",
-        "| machine: sound one | 1.02 / fine | passed |",
-        "| machine: wrong | AssertionError: 2 of 3 tensors differ | FAILED |",
-        "| machine: more | 4 devices are needed, and 2 are here | not run |",
-        "| machine: cuda | CPU replicas have no CUDA | not run |",
-        "| machine: bits | AssertionError: 1 of 2 tensors differ, by 0.0e+00 at most "
-        "| FAILED |",
-    ]
-    assert (
-        others[1] == "**No GPU computed this: null GPUs, or replicas on a processor.**"
+def tried(tmp_path, functions):
+    """A file with rows, and the code of a process that has them."""
+    file = tmp_path / "tried.py"
+    file.write_text(
+        f"import os, sys, time\nfrom benchmarks.card import rows\n{functions}"
     )
-    assert f"PyTorch version: {torch.__version__}" in "".join(others)
+    start = CODE.format(root=str(ROOT), file=str(file))
+    row = tmp_path / "row.py"
+    row.write_text(f"{start}from benchmarks.card.row import main\nmain()\n")
+    code = f"{start}from benchmarks import card\ncard.GROUPS = rows.GROUPS\n"
+    code += f"run.ROW = [{str(row)!r}]\nsys.exit(card.main(sys.argv[1:]))"
+    return code
+
+
+def arguments(tmp_path, *options):
+    page = tmp_path / "card.md"
+    return page, ("--devices", "cpu:0,cpu:1", "--page", str(page), *options)
+
+
+def table(page):
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^\| (?!check|---)(.*) \|$", text, re.M)
+
+
+ROWS = """
+def sound(setting, say): say("1.02 | fine")
+def wrong(setting, say): assert 1 == 2, "2 of 3 tensors differ"
+def several(setting, say):
+    say("first", "one")
+    say("second", "other", "measured")
+    raise RuntimeError("the third")
+def prints(setting, say):
+    print("noise"); os.system("echo noise")
+    say("quiet")
+def more(setting, say): pass
+def crashes(setting, say): say("before", "one"); os._exit(3)
+def hangs(setting, say): say("before", "one"); time.sleep(1000)
+
+GROUPS = (
+    rows.Group("first", 1.0, 3, (
+        *(rows.Row(name, f"tried.{name}", 30.0) for name in ("sound", "wrong", "several", "prints")),
+        rows.Row("more", "tried.more", 30.0, needs=4),
+        rows.Row("cuda", "tried.more", 30.0, on="cuda"),
+        rows.Row("crashes", "tried.crashes", 30.0),
+        rows.Row("hangs", "tried.hangs", 12.0),
+    )),
+    rows.Group("late", 0.0, 1, (rows.Row("late", "tried.sound", 30.0),)),
+)
+"""
 
 
 @pytest.mark.slow
-def test_one_that_crashes_fails_and_one_that_hangs_is_not_reached(tmp_path):
-    hangs = "def test_hangs(): time.sleep(1000)"
-    crashes = "def test_crashes(): os._exit(3)\ndef test_last(say): say('here')"
-    code, (table, *_) = written(
-        tmp_path, "--seconds", "400", machine=hangs, bits=crashes
-    )
-    assert code == 1
-    assert table.splitlines()[2:] == [
-        "| machine: hangs | not reached: ended by its limit; see stacks.txt | not "
-        "reached |",
-        "| bits: crashes | its process ended | FAILED |",
-        "| bits: last | here | passed |",
+def test_rows_say_what_they_found_and_a_limit_ends_one_row_alone(tmp_path):
+    page, options = arguments(tmp_path)
+    outcome = run("-c", tried(tmp_path, ROWS), *options)
+    assert outcome.code == 1, outcome.err
+    assert sorted(table(page)) == [
+        "crashes | its process ended with 3; see crashes.txt | FAILED",
+        "crashes, one | before | passed",
+        "cuda | CPU replicas have no CUDA | not run",
+        "hangs | ended after 12 s; see hangs.txt | not reached",
+        "hangs, one | before | passed",
+        "late | the time of its group was over | not reached",
+        "more | 4 devices are needed, and 2 are here | not run",
+        "prints | quiet | passed",
+        "several | RuntimeError: the third | FAILED",
+        "several, one | first | passed",
+        "several, other | second | measured",
+        "sound | 1.02 / fine | passed",
+        "wrong | 2 of 3 tensors differ | FAILED",
     ]
-    assert "test_hangs" in (tmp_path / "card" / "stacks.txt").read_text()
+    text = page.read_text(encoding="utf-8")
+    assert "**No GPU computed this: null GPUs, or replicas on a processor.**" in text
+    assert f"torch: {torch.__version__}" in text
+    assert "13 lines in" in text
+    assert "in hangs" in (tmp_path / "card" / "hangs.txt").read_text()
+
+
+LONG = """
+def counts(setting, say):
+    for number in range(1000):
+        say(str(number), f"part {number}")
+        open(setting.folder / "said.txt", "a").write(f"{number} {os.getpid()}\\n")
+        time.sleep(0.05)
+
+GROUPS = (rows.Group("only", 1.0, 1, (rows.Row("counts", "tried.counts", 600.0),)),)
+"""
+
+
+def test_a_killed_run_leaves_a_page_with_all_findings_and_no_process(tmp_path):
+    page, options = arguments(tmp_path)
+    command = [sys.executable, "-c", tried(tmp_path, LONG), *options]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    said = tmp_path / "card" / "said.txt"
+    while not said.exists() or len(said.read_text().splitlines()) < 20:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    found = table(page)
+    assert len(found) >= 19  # the last one may be under way
+    assert found == [f"counts, part {i} | {i} | passed" for i in range(len(found))]
+    (worker,) = {line.split()[1] for line in said.read_text().splitlines()}
+    for _ in range(200):
+        if not _is_alive(int(worker)):
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the process of the row is still there")
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_every_row_can_be_found_and_a_group_ends_after_the_one_before():
+    names = [row.name for group in rows.GROUPS for row in group.rows]
+    assert len(names) == len(set(names))
+    for group in rows.GROUPS:
+        for row in group.rows:
+            module, _, function = row.called.partition(".")
+            text = (ROOT / "benchmarks" / "card" / f"{module}.py").read_text()
+            assert f"\ndef {function}(" in text
+            assert rows.by_name(row.name) is row
+    parts = [group.until for group in rows.GROUPS]
+    assert parts == sorted(parts)
+    assert parts[-1] == 1.0
 
 
 @pytest.mark.slow
 def test_a_run_on_a_processor(tmp_path):
-    code, (table, *_) = written(
-        tmp_path, "-k", "dropout or processes or interrupt or ddp"
-    )
-    assert code == 0
-    assert table.count("| the same bits in 60 tensors | passed |") == 2
-    assert "apart, 2 devices | passed |" in table
-    assert "| KeyboardInterrupt | passed |" in table
+    page, options = arguments(tmp_path, "--seconds", "2000")
+    words = "dropout", "two processes", "Ctrl-C", "gradient"
+    outcome = run("-m", "benchmarks", "card", *options, "--only", *words, silence=600.0)
+    assert outcome.code == 0, outcome.err
+    text = page.read_text(encoding="utf-8")
+    assert text.count("| the same bits in 60 tensors | passed |") == 2
+    assert "apart, 2 devices, of 1e-6 that are allowed | passed |" in text
+    assert "| KeyboardInterrupt, and the next step works | passed |" in text
 
 
 def test_wrong_devices_are_an_error(capsys):
-    assert main(["--devices", "cuda:99"]) == pytest.ExitCode.USAGE_ERROR
+    assert main(["--devices", "cuda:99"]) == 2
     assert "cuda:99 is not here" in capsys.readouterr().err
+
+
+def test_the_page_of_predictions_has_those_of_the_code():
+    page = (ROOT / "benchmarks" / "card" / "README.md").read_text(encoding="utf-8")
+    for prediction in predictions.ALL:
+        low, high = f"{prediction.low:.2f}", f"{prediction.high:.2f}"
+        assert f"| {prediction.figure} | {low} to {high} |" in page
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1.01, "as predicted: 1.01 is in 1 to 1.02"),
+        (0.9, "below the prediction: 0.90, predicted 1 to 1.02"),
+        (1.2, "MISSED: 1.20, predicted 1 to 1.02"),
+    ],
+)
+def test_a_verdict_names_the_figure_that_it_was_compared_with(value, words):
+    assert predictions.TWICE.verdict(value) == words
+
+
+@pytest.mark.parametrize(
+    ("copies", "kernels", "hidden"),
+    [
+        ([(0, 4)], [(0, 4)], 4),
+        ([(0, 4), (6, 8)], [(1, 2), (1, 3), (7, 9)], 3),
+        ([(0, 2)], [(2, 3)], 0),
+        ([(0, 10)], [(1, 4), (3, 5), (5, 6)], 5),
+    ],
+)
+def test_the_hidden_part_of_copies(copies, kernels, hidden):
+    assert speed.overlap(copies, kernels) == hidden

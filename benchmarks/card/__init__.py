@@ -1,56 +1,79 @@
-"""What can only be settled on GPUs, in ten minutes, on one page: ``python -m benchmarks
-card``.
+"""What can only be settled on GPUs, on one page, in five minutes: ``python -m benchmarks card``.
 
-Rows of the page are tests, in one worker of pytest-xdist: no two processes fill the
-first GPU. A row that takes too long is ended by pytest-timeout with its worker (by a
-thread: a signal does not interrupt a wait for CUDA), and pytest-xdist starts another
-one. README.md says what is a failure.
+::
+
+    machine        facts, rates, copies       one row after the other, since times are taken
+    correctness    tests, looks, bits         several rows at a time
+    speed          step times                 one row after the other
+
+A row is a process with a time limit of its own (``row.py``). What it finds is a line of the page,
+which is written when the row says it: whoever ends the run keeps all lines so far. README.md says
+what is a failure.
 """
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+import torch
 
-# The budget of each group, and the limit of each of its rows.
-BUDGETS = {
-    "start": (20, 0),
-    "machine": (140, 50),
-    "bits": (150, 60),
-    "times": (165, 60),
-}
-BUDGETS |= {"suite": (105, 600), "page": (20, 0)}
-HERE = Path(__file__).parent  # the files of the rows
-_OPTIONS = (
-    *(
-        "-p",
-        "benchmarks.card.plugin",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore",
-    ),
-    *(
-        "-n",
-        "1",
-        "--dist",
-        "load",
-        "--maxschedchunk",
-        "1",
-        "--max-worker-restart",
-        "1000",
-    ),
-    *("-o", "faulthandler_timeout=0", "-q"),
+from benchmarks.card.page import Page
+from benchmarks.card.rows import GROUPS
+from benchmarks.card.run import Run
+from benchmarks.card.setting import Setting, draw
+from scatterpar.devices.device_ids import parse_devices, resolve
+
+SECONDS = (
+    300.0  # the longest time of the whole, and what the number of rounds is made for
 )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page. Returns pytest's exit code: 0 if no row failed, 1 if one did.
+    """Write the page. Returns the exit code: 0 if no row failed, 1 if one did, 2 for arguments."""
+    parser = argparse.ArgumentParser("python -m benchmarks card", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--devices", default="", help="such as 0,1; default: all GPUs")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="the longest time of all"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=Path("runs/card.md"), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="WORD", help="rows with such a name"
+    )
+    parser.add_argument(
+        "--under", default="", metavar="MODULE", help="null GPUs: nullcuda.values"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        setting = _setting(options)
+    except (TypeError, ValueError) as error:
+        print(f"benchmarks card: error: {error}", file=sys.stderr)
+        return 2
+    page = Page(options.page, setting)
+    run = Run(setting, page, options.seconds)
+    for group in GROUPS:
+        run.take(
+            group, [row for row in group.rows if _is_chosen(row.name, options.only)]
+        )
+    page.end()
+    print(f"the page to paste: {options.page}")
+    return int(page.has_failed)
 
-    ``arguments`` are options of ``plugin.py`` or of pytest, such as ``-k bits``.
-    """
-    files = [HERE / f"{group}.py" for group in BUDGETS]
-    rows = [str(file) for file in files if file.exists()]
-    return int(pytest.main([*rows, f"--confcutdir={HERE}", *_OPTIONS, *arguments]))
+
+def _setting(options: argparse.Namespace) -> Setting:
+    names = parse_devices([options.devices] if options.devices else ()) or None
+    if names is None and not torch.accelerator.is_available():
+        names = [f"cpu:{i}" for i in range(4)]
+    devices = tuple(dict.fromkeys(resolve(names)))
+    is_real = devices[0].type != "cpu" and not options.under
+    folder = options.page.resolve().with_suffix("")
+    draw(folder)
+    scale = options.seconds / SECONDS
+    return Setting(devices, not is_real, is_real, options.under, folder, scale)
+
+
+def _is_chosen(name: str, words: Sequence[str]) -> bool:
+    return not words or any(word in name for word in words)

@@ -1,47 +1,27 @@
-"""Where rows run, and what they train: ResNet-50 and GPT-2, in mixed precision."""
+"""What rows of the page train: ResNet-50, GPT-2 and a plain GPT, in mixed precision."""
 
 import functools
-import gc
+import importlib
 import math
-from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.blocks import Block
+from benchmarks.card.setting import NotRun, random_bytes
 from scatterpar.devices.device_ids import physical
 
-NAMES = ("ResNet-50", "GPT-2")
+_GIB = 2**30
 
 
-class Setting(NamedTuple):
-    """Where rows run, and with what sizes."""
-
-    devices: tuple[torch.device, ...]
-    small: bool
-    is_real: bool  # GPUs that compute
-    under: str  # a module whose `install` prepares a process for null GPUs
-    folder: Path  # of the data
-
-
-def draw(folder):
-    """Write the random bytes of which all batches consist."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randint(256, (2**25,), dtype=torch.uint8, generator=generator)
-    torch.save(data, folder / "data.pt")
-
-
-_data = functools.cache(lambda folder: torch.load(folder / "data.pt"))
-
-
-def free_memory():
-    """Leave no memory of a GPU to this process."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+def library(name):
+    """The module with this name; ``NotRun`` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotRun(f"{error.name or name} is not installed") from error
 
 
 def criterion(logits, targets):
@@ -49,58 +29,138 @@ def criterion(logits, targets):
 
 
 class Network:
-    """ResNet-50 of torchvision or GPT-2 of transformers; a sub-step has ``rows``."""
+    """A network and its batches; a sub-step has ``rows``.
+
+    Args:
+        name: "ResNet-50" of torchvision, "GPT-2" of transformers, or "GPT", the same
+            sizes in plain torch.
+        exact: few rows and plain attention, because fused kernels add up gradients in
+            any order.
+    """
 
     def __init__(self, name, setting, *, exact=False, dropout=0.0):
-        # Exact are few rows and plain attention: fused kernels add up gradients in any
-        # order.
-        self._setting, self.rows, self._length = setting, 2, 0
-        if not setting.small:
-            memory = torch.cuda.get_device_properties(setting.devices[0]).total_memory
-            most = 32 if memory < 20 * 2**30 else 64 if memory < 40 * 2**30 else 128
-            self.rows = 16 if exact else most
-        if name == "GPT-2":
-            library = pytest.importorskip("transformers", exc_type=ImportError)
-            names = "vocab_size", "n_positions", "n_embd", "n_layer", "n_head"
-            sizes = (128, 16, 32, 2, 2) if setting.small else (50257, 1024, 768, 12, 12)
-            options = dict(zip(names, sizes, strict=True)) | {
-                "bos_token_id": 0,
-                "eos_token_id": 0,
-            }
-            options |= dict.fromkeys(
-                ("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout
-            )
-            options["attn_implementation"] = "eager" if exact else "sdpa"
-            self.build = lambda: library.GPT2LMHeadModel(library.GPT2Config(**options))
-            (self._classes, self._length, *_), self.rows = (
-                sizes,
-                max(self.rows // 16, 1),
-            )
-        else:
-            library = pytest.importorskip(
-                "torchvision.models.resnet", exc_type=ImportError
-            )
-            layers, classes = ([1] * 4, 10) if setting.small else ([3, 4, 6, 3], 1000)
-            build = functools.partial(library.ResNet, library.Bottleneck, layers)
-            self.build, self._classes = lambda: build(num_classes=classes), classes
+        self._setting = setting
+        self._kind = _KINDS[name]
+        self._dropout = dropout
+        self._is_exact = exact
+        self.rows = self._rows_per_substep()
+
+    def _rows_per_substep(self):
+        if self._setting.small:
+            return 2
+        memory = torch.cuda.get_device_properties(self._setting.devices[0]).total_memory
+        most = 32 if memory < 20 * _GIB else 64 if memory < 40 * _GIB else 128
+        return max(1, (16 if self._is_exact else most) // self._kind.rows_divided_by)
+
+    def build(self):
+        """The network without autocast, on the host."""
+        sizes = self._kind.small_sizes if self._setting.small else self._kind.sizes
+        return self._kind.build(sizes, self._dropout, self._is_exact)
 
     def module(self, device):
         """The module on ``device``, with the same weights every time."""
         torch.manual_seed(0)
-        return _Mixed(self.build(), self._setting, self._length).to(physical(device))
+        net = self.build()
+        if self._kind.is_images:
+            net = net.to(memory_format=torch.channels_last)
+        return _Mixed(net, self._setting).to(physical(device))
 
     def batch(self, rows, number=0):
         """Inputs and targets on the host, other ones for each ``number``."""
-        data = _data(self._setting.folder).roll(1001 * number)
-        side = 32 if self._setting.small else 224
-        if not self._length:
-            return _repeated(data, rows, 3, side, side), data[
-                :rows
-            ].long() % self._classes
-        tokens = (
-            _repeated(data.view(torch.int64), rows, self._length + 1) % self._classes
-        )
+        data = random_bytes(self._setting.folder).roll(1001 * number)
+        sizes = self._kind.small_sizes if self._setting.small else self._kind.sizes
+        if self._kind.is_images:
+            labels = data[:rows].long() % sizes.classes
+            return _repeated(data, rows, 3, sizes.length, sizes.length), labels
+        tokens = _repeated(data.view(torch.int64), rows, sizes.length + 1)
+        tokens = tokens % sizes.classes
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Sizes(NamedTuple):
+    """Of a network: classes or words, side of an image or number of words, and more."""
+
+    classes: int
+    length: int
+    width: int
+    layers: int
+    heads: int
+
+
+class _Kind(NamedTuple):
+    build: object
+    sizes: Sizes
+    small_sizes: Sizes
+    rows_divided_by: int
+    is_images: bool
+
+
+def _resnet(sizes, dropout, exact):
+    resnet = library("torchvision.models.resnet")
+    layers = [3, 4, 6, 3] if sizes.layers == 50 else [1] * 4
+    return resnet.ResNet(resnet.Bottleneck, layers, num_classes=sizes.classes)
+
+
+def _gpt2(sizes, dropout, exact):
+    transformers = library("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=sizes.classes,
+        n_positions=sizes.length,
+        n_embd=sizes.width,
+        n_layer=sizes.layers,
+        n_head=sizes.heads,
+        attn_pdrop=dropout,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager" if exact else "sdpa",
+    )
+    return _WithMask(transformers.GPT2LMHeadModel(config), sizes.length)
+
+
+class _WithMask(nn.Module):
+    """GPT-2 with its mask: without one transformers reads numbers on the GPU, and takes
+    other kernels in a graph.
+    """
+
+    def __init__(self, net, length):
+        super().__init__()
+        self.net = net
+        mask = torch.full((1, 1, length, length), -math.inf)
+        self.register_buffer("mask", mask.triu(1))
+
+    def forward(self, words):
+        return self.net(words, attention_mask=self.mask, use_cache=False).logits
+
+
+class GPT(nn.Module):
+    """The sizes of GPT-2 small in plain torch: 124 million parameters."""
+
+    def __init__(self, sizes, dropout, exact):
+        super().__init__()
+        self.words = nn.Embedding(sizes.classes, sizes.width)
+        self.places = nn.Embedding(sizes.length, sizes.width)
+        blocks = [Block(sizes.width, sizes.heads) for _ in range(sizes.layers)]
+        self.blocks = nn.Sequential(*blocks, nn.LayerNorm(sizes.width))
+        self.head = nn.Linear(sizes.width, sizes.classes, bias=False)
+        self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, words):
+        places = torch.arange(words.shape[1], device=words.device)
+        return self.head(self.blocks(self.words(words) + self.places(places)))
+
+
+_GPT = Sizes(50257, 1024, 768, 12, 12)
+_SMALL_GPT = Sizes(128, 16, 32, 2, 2)
+_RESNET = Sizes(1000, 224, 64, 50, 0)
+_SMALL_RESNET = Sizes(10, 32, 64, 14, 0)
+_KINDS = {
+    "ResNet-50": _Kind(_resnet, _RESNET, _SMALL_RESNET, 1, True),
+    "GPT-2": _Kind(_gpt2, _GPT, _SMALL_GPT, 16, False),
+    "GPT": _Kind(GPT, _GPT, _SMALL_GPT, 16, False),
+}
 
 
 def _repeated(data, *shape):
@@ -111,25 +171,18 @@ def _repeated(data, *shape):
 class _Mixed(nn.Module):
     """A network under autocast. Images arrive as bytes."""
 
-    def __init__(self, net, setting, length):
+    def __init__(self, net, setting):
         super().__init__()
-        # it would emulate
+        # An old GPU would emulate bfloat16.
         is_old = setting.is_real and not torch.cuda.is_bf16_supported(False)
-        half = torch.float16 if is_old else torch.bfloat16
-        self._autocast = functools.partial(
-            torch.autocast, setting.devices[0].type, half
-        )
+        dtype = torch.float16 if is_old else torch.bfloat16
+        kind = setting.devices[0].type
+        self._autocast = functools.partial(torch.autocast, kind, dtype)
         self.net = net
-        # Without a mask transformers reads numbers on the GPU, and takes other kernels
-        # in a graph.
-        self.register_buffer(
-            "mask", torch.full((1, 1, length, length), -math.inf).triu(1)
-        )
 
     def forward(self, inputs):
         with self._autocast():
             if inputs.dtype == torch.uint8:
-                return self.net(inputs.float() / 255).float()
-            return self.net(
-                inputs, attention_mask=self.mask, use_cache=False
-            ).logits.float()
+                images = inputs.float() / 255
+                inputs = images.contiguous(memory_format=torch.channels_last)
+            return self.net(inputs).float()

@@ -1,27 +1,49 @@
-"""The tests of the repository that need a GPU."""
+"""The tests of the repository that need a GPU; one is enough."""
 
-import subprocess
-import sys
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from benchmarks.card.page import FAILED, PASSED
+from benchmarks.card.setting import NotRun
 
-@pytest.mark.gpu  # null GPUs have a stage of their own: tests/nullcuda/run
-def test_repository_on_this_machine(setting, say):
-    root, log = Path(__file__).parents[2], setting.folder / "suite.txt"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "cuda",
-        "-q",
-        "-p",
-        "no:cacheprovider",
+TESTS = Path(__file__).parents[2] / "tests"
+
+
+class _Count:
+    """Counts the outcomes, and says each failure at once."""
+
+    def __init__(self, say):
+        self._say = say
+        self.outcomes = {"passed": 0, "failed": 0, "skipped": 0}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.outcome] += 1
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            words = crash.message if crash else str(report.longrepr)
+            name = report.nodeid.rpartition("/")[2]
+            self._say(words.strip().splitlines()[0][:200], name, FAILED)
+
+
+def cuda_tests(setting, say):
+    """The files that mark a test ``cuda``, in several processes if pytest-xdist is here."""
+    files = [
+        str(file)
+        for file in TESTS.rglob("test_*.py")
+        if "mark.cuda" in file.read_text()
     ]
-    with log.open("w") as file:
-        code = subprocess.call(command, cwd=root, stdout=file, stderr=file)
-    last = (log.read_text().strip().splitlines() or ["no output"])[-1].strip("= ")
-    assert code == 0, f"{last}; see {log}"
-    say(last)
+    if not files:
+        raise NotRun("the tests are not here")
+    count = _Count(say)
+    options = ["-q", "-m", "cuda", "-p", "no:cacheprovider", "-W", "ignore"]
+    if find_spec("xdist"):
+        options += ["-n", str(min(6, max(1, (os.cpu_count() or 1) // 2)))]
+    code = pytest.main([*options, *files], plugins=[count])
+    words = ", ".join(
+        f"{number} {outcome}" for outcome, number in count.outcomes.items()
+    )
+    say(words, "all", PASSED if code == 0 else FAILED)

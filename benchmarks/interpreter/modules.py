@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import Block, Bottleneck
+from benchmarks.blocks import Block
+from benchmarks.models import Bottleneck
 
 _CLASSES = 4
 _LETTERS = 32

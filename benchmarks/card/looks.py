@@ -1,0 +1,241 @@
+"""Looks of fifteen networks in float32: how far their difference is from what is allowed.
+
+A look compares the engine's gradient of a few rows with plain torch's. Each network has a
+look without TF32 and one with it, where the GPU has it: TF32 rounds to 10 bits.
+"""
+
+import contextlib
+import time
+import warnings
+
+import torch
+from torch import nn
+
+from benchmarks.card import predictions
+from benchmarks.card.networks import library
+from benchmarks.card.page import FAILED, MEASURED, NOT_RUN
+from benchmarks.card.setting import NotRun, free_memory
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices.device_ids import physical
+from scatterpar.verify.look import ReplicaLook
+from scatterpar.verify.runs import Inconclusive
+
+_ROWS, _ACCUM, _CLASSES = 24, 2, 10
+_SIDE = 64  # of images
+_WORDS, _LENGTH = 100, 16
+NOT_CONCLUSIVE = "inconclusive"
+
+
+def of_torchvision(setting, say):
+    """Five networks for images."""
+    names = (
+        "resnet50",
+        "mobilenet_v3_small",
+        "efficientnet_b0",
+        "densenet121",
+        "convnext_tiny",
+    )
+    for name in names:
+        _look_at(setting, say, name, lambda name=name: _of_torchvision(name), _images)
+
+
+def _of_torchvision(name):
+    return getattr(library("torchvision.models"), name)(num_classes=_CLASSES)
+
+
+def of_transformers(setting, say):
+    """Five networks for words, which compute their loss themselves."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words = {"vocab_size": _WORDS, "pad_token_id": 0}
+    networks = {
+        "GPT2LMHeadModel": (
+            "GPT2Config",
+            {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, **_ENDS},
+        ),
+        "BertForMaskedLM": ("BertConfig", {**sizes, "intermediate_size": 128}),
+        "LlamaForCausalLM": ("LlamaConfig", {**sizes, "intermediate_size": 128}),
+        "T5ForConditionalGeneration": (
+            "T5Config",
+            {
+                "d_model": 64,
+                "d_kv": 16,
+                "d_ff": 128,
+                "num_layers": 2,
+                "num_heads": 4,
+                "decoder_start_token_id": 0,
+            },
+        ),
+        "MistralForCausalLM": (
+            "MistralConfig",
+            {**sizes, "intermediate_size": 128, "num_key_value_heads": 2},
+        ),
+    }
+    for name, (config, options) in networks.items():
+
+        def build(name=name, config=config, options=options):
+            transformers = library("transformers")
+            configured = getattr(transformers, config)(**words, **options)
+            return getattr(transformers, name)(configured)
+
+        _look_at(setting, say, name, build, _words_with_labels)
+
+
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def of_torch_and_timm(setting, say):
+    """Three of plain torch and two of timm."""
+    _look_at(setting, say, "LSTM", _Recurrent, _words)
+    _look_at(setting, say, "TransformerEncoder", _Encoder, _words)
+    _look_at(setting, say, "a U-Net", _UNet, _images_to_images)
+    for name in ("vit_tiny_patch16_224", "mixer_s32_224"):
+
+        def build(name=name):
+            sizes = {"num_classes": _CLASSES, "img_size": _SIDE}
+            return library("timm").create_model(name, **sizes)
+
+        _look_at(setting, say, name, build, _images)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(_WORDS, 64)
+        self.body = nn.LSTM(64, 64, 2, batch_first=True)
+        self.head = nn.Linear(64, _CLASSES)
+
+    def forward(self, words):
+        return self.head(self.body(self.words(words))[0].mean(1))
+
+
+class _Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(_WORDS, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(64, _CLASSES)
+
+    def forward(self, words):
+        return self.head(self.body(self.words(words)).mean(1))
+
+
+class _UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.GroupNorm(4, 32))
+        self.inner = nn.Sequential(nn.Conv2d(32, 64, 3, 2, 1), nn.SiLU())
+        self.up = nn.ConvTranspose2d(64, 32, 2, 2)
+        self.out = nn.ConvTranspose2d(64, 3, 2, 2)
+
+    def forward(self, images):
+        outer = self.down(images)
+        inner = self.up(self.inner(outer))
+        return self.out(torch.cat([outer, inner], 1))
+
+
+def _images(setting):
+    side = _SIDE // 2 if setting.small else _SIDE
+    labels = torch.arange(_ROWS) % _CLASSES
+    return torch.randn(_ROWS, 3, side, side), labels, nn.CrossEntropyLoss()
+
+
+def _images_to_images(setting):
+    images, _, _ = _images(setting)
+    return images, images.tanh(), nn.MSELoss()
+
+
+def _words(setting):
+    words = torch.randint(3, _WORDS, (_ROWS, _LENGTH))
+    return words, torch.arange(_ROWS) % _CLASSES, nn.CrossEntropyLoss()
+
+
+def _words_with_labels(setting):
+    words = torch.randint(3, _WORDS, (_ROWS, _LENGTH))
+    return {"input_ids": words, "labels": words}, None, None
+
+
+def _look_at(setting, say, name, build, batch):
+    """One network, a line for each kind of rounding."""
+    modes = (False, True) if setting.is_real else (False,)
+    for tf32 in modes:
+        part = f"{name}, {'with' if tf32 else 'without'} TF32"
+        try:
+            say(*_look(setting, build, batch, tf32, part))
+        except NotRun as reason:
+            say(str(reason), part, NOT_RUN)
+        except Exception as error:  # one network must not hide the others
+            lines = str(error).strip().splitlines() or [""]
+            say(f"{type(error).__name__}: {lines[0][:300]}", part, FAILED)
+        free_memory()
+
+
+def _look(setting, build, batch, tf32, part):
+    """Take a step that is looked at. Returns result, part and verdict."""
+    device = setting.devices[0]
+    torch.manual_seed(0)
+    module = build().to(physical(device))
+    inputs, targets, criterion = batch(setting)
+    with (
+        _precision(device, "tf32" if tf32 else "ieee"),
+        _looks() as found,
+        warnings.catch_warnings(record=True) as told,
+        ScatterOnceParallel(module, _ACCUM, [device, device]) as engine,
+    ):
+        warnings.simplefilter("always")
+        start = time.perf_counter()
+        engine.forward_backward(inputs, targets, criterion)
+        seconds = time.perf_counter() - start
+    words = [str(warning.message).splitlines()[0][:150] for warning in told]
+    warned = f"; told: {'; '.join(words)}" if words else ""
+    if isinstance(found[-1], str):
+        return f"{found[-1]}{warned}", part, NOT_CONCLUSIVE
+    difference, allowed = found[-1]
+    ratio = difference / allowed
+    result = f"{difference:.1e} of {allowed:.0e} that are allowed ({ratio:.3f})"
+    is_predicted = setting.is_real and not tf32
+    verdict = predictions.LOOK.verdict(ratio) if is_predicted else MEASURED
+    return f"{result}, {seconds:.1f} s{warned}", part, verdict
+
+
+@contextlib.contextmanager
+def _precision(device, name):
+    """In the body, GPUs round float32 numbers inside of operators in this way."""
+    if device.type != "cuda":
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    places = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = name
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
+@contextlib.contextmanager
+def _looks():
+    """Yields a list of pairs: the difference that a look found, and what is allowed.
+
+    Of an inconclusive look it has the reason.
+    """
+    found = []
+    answer = ReplicaLook.answer
+
+    def recording(self, *args):
+        try:
+            findings = answer(self, *args)
+        except Inconclusive as reason:
+            found.append(str(reason))
+            raise
+        found.append((findings.difference, self.runs.rounding.tolerance))
+        return findings
+
+    ReplicaLook.answer = recording
+    try:
+        yield found
+    finally:
+        ReplicaLook.answer = answer

@@ -1,0 +1,244 @@
+"""Steps of the engine on one GPU beside a plain loop and nn.DataParallel, in turns.
+
+Each round has a step of each program, so what slows the machine slows all of them. Ratios
+are medians over the rounds. The engine looks at steps 1, 2, 4, 8, …, which are not timed.
+"""
+
+import contextlib
+import functools
+import time
+import warnings
+from statistics import median
+
+import torch
+from torch import nn
+
+from benchmarks.card import predictions
+from benchmarks.card.networks import Network, criterion
+from benchmarks.card.page import MEASURED, NOT_RUN
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices.device_ids import physical
+
+_ACCUM = 16
+_FIRST_LOOKS = 8  # steps after which none is looked at before the 16th
+_ROUNDS = 5
+_HOST_ROWS = 2  # per sub-step, so few that the host's launching is the whole time
+PLAIN, DATA_PARALLEL = "plain loop", "nn.DataParallel"
+PINNED, PAGEABLE, ON_GPU = "[0], pinned", "[0], pageable", "[0], on the GPU"
+TWICE, GRAPHS = "[0, 0], pinned", "graphs, pinned"
+
+
+class Program:
+    """A way to accumulate the gradient of a batch.
+
+    Attributes:
+        module: what gets the gradient.
+        seconds: of each timed step.
+        host_seconds: of each timed step with so few rows that the host is the bound.
+        first_peak, peak: the most memory of the first and of a later step, in bytes.
+    """
+
+    def __init__(self, module, step, batch, few):
+        self.module = module
+        self._step = step
+        self._batch = batch
+        self._few = few
+        self.seconds = []
+        self.host_seconds = []
+        self.first_peak = self.peak = 0
+
+    def run(self, device, few=False):
+        """Take one step. Returns its seconds, and the most memory."""
+        self.module.zero_grad()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = time.perf_counter()
+        self._step(*(self._few if few else self._batch))
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+        return seconds, torch.cuda.max_memory_allocated(device)
+
+    def warm_up(self, device):
+        """The first step, and as many more as the engine looks at."""
+        _, self.first_peak = self.run(device)
+        for _ in range(_FIRST_LOOKS - 1):
+            self.run(device, few=True)
+
+    def take_turn(self, device):
+        """One timed step with all rows."""
+        seconds, peak = self.run(device)
+        self.seconds.append(seconds)
+        self.peak = max(self.peak, peak)
+
+
+def steps(setting, say, name):
+    """The programs in turns, a line of the page for each."""
+    net = Network(name, setting)
+    device = physical(setting.devices[0])
+    with contextlib.ExitStack() as engines, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="graphs=True")  # one was not captured
+        programs = _programs(net, setting, engines)
+        for program in programs.values():
+            program.warm_up(device)
+        for _ in range(setting.rounds(_ROUNDS, least=2)):
+            for program in programs.values():
+                program.take_turn(device)
+        for _ in range(3):
+            for program in programs.values():
+                program.host_seconds.append(program.run(device, few=True)[0])
+        for program_name, program in programs.items():
+            result = _result(program, programs[PLAIN])
+            verdict = _verdict(name, program_name, programs)
+            say(result, program_name, verdict if setting.is_real else MEASURED)
+        if setting.is_real:
+            _say_host(say, programs)
+        _say_hidden(say, programs[PINNED], device)
+
+
+def _programs(net, setting, engines):
+    """Every program by its name, all with the same rows."""
+    device = setting.devices[0]
+    batch = _pinned(net.batch(net.rows * _ACCUM))
+    few = _pinned(net.batch(_HOST_ROWS * _ACCUM))
+
+    def engine(ids, **options):
+        module = net.module(device)
+        made = ScatterOnceParallel(module, options.pop("accum"), ids, **options)
+        engines.enter_context(made)
+        return module, functools.partial(_by_engine, made)
+
+    module, step = engine([device], accum=_ACCUM)
+    # The pair of a batch and a few rows, in each memory. One engine takes all three.
+    pageable = _copied(batch), _copied(few)
+    on_gpu = _moved(batch, device), _moved(few, device)
+    plain = net.module(device)
+    parallel = nn.DataParallel(net.module(device), [device.index])
+    loop = functools.partial(_plain_loop, plain, device)
+    by_call = functools.partial(_plain_loop, parallel, None)
+    programs = {
+        PLAIN: Program(plain, loop, batch, few),
+        DATA_PARALLEL: Program(parallel, by_call, batch, few),
+        PINNED: Program(module, step, batch, few),
+        TWICE: Program(*engine([device] * 2, accum=_ACCUM // 2), batch, few),
+        GRAPHS: Program(*engine([device], accum=_ACCUM, graphs=True), batch, few),
+    }
+    for name, batches in ((PAGEABLE, pageable), (ON_GPU, on_gpu)):
+        programs[name] = _LikeThat(module, step, *batches)
+    return programs
+
+
+class _LikeThat(Program):
+    """A program whose engine another one has warmed up."""
+
+    def warm_up(self, device):
+        """Nothing more: the engine would look at a step again."""
+
+
+def _by_engine(engine, inputs, targets):
+    engine.forward_backward(inputs, targets, criterion)
+
+
+def _plain_loop(module, device, inputs, targets):
+    """The same micro-batches; without a ``device`` the module moves its inputs."""
+    where = device or torch.device("cuda", module.device_ids[0])
+    for rows, labels in zip(inputs.chunk(_ACCUM), targets.chunk(_ACCUM), strict=True):
+        if device is not None:
+            rows = rows.to(device, non_blocking=True)
+        labels = labels.to(where, non_blocking=True)
+        (criterion(module(rows), labels) / _ACCUM).backward()
+
+
+def _pinned(batch):
+    return [tensor.pin_memory() for tensor in batch]
+
+
+def _copied(batch):
+    return [
+        torch.empty_like(tensor, pin_memory=False).copy_(tensor) for tensor in batch
+    ]
+
+
+def _moved(batch, device):
+    return [tensor.to(device) for tensor in batch]
+
+
+def _ratio(program, other):
+    pairs = zip(program.seconds, other.seconds, strict=True)
+    return median(one / another for one, another in pairs)
+
+
+def _host_ms(program):
+    """Milliseconds of the host per sub-step."""
+    return 1e3 * median(program.host_seconds) / _ACCUM
+
+
+def _result(program, plain):
+    milliseconds = 1e3 * median(program.seconds)
+    words = f"{milliseconds:.1f} ms, {_ratio(program, plain):.3f} of the plain loop"
+    words += f"; host {_host_ms(program):.2f} ms per sub-step"
+    if program.first_peak:
+        words += f"; peak {program.first_peak / 1e9:.2f} GB in the first step"
+    return f"{words}; {program.peak / 1e9:.2f} GB later"
+
+
+def _verdict(network, name, programs):
+    """The verdict, which names the figure that the row was compared with."""
+    program = programs[name]
+    of_plain = _ratio(program, programs[PLAIN])
+    if name == PINNED:
+        by_call = _ratio(program, programs[DATA_PARALLEL])
+        words = predictions.of_data_parallel(by_call)
+        return f"{words}; {predictions.ENGINE[network].verdict(of_plain)}"
+    if name == TWICE:
+        return predictions.TWICE.verdict(_ratio(program, programs[PINNED]))
+    if name == GRAPHS:
+        return predictions.GRAPHS.verdict(of_plain)
+    return MEASURED
+
+
+def _say_host(say, programs):
+    over = _host_ms(programs[PINNED]) - _host_ms(programs[PLAIN])
+    verdict = predictions.HOST.verdict(over)
+    say(f"{over:.2f} ms per sub-step more than the plain loop", "host", verdict)
+
+
+def _say_hidden(say, program, device):
+    """The part of the time of copies to the GPU in which kernels run, by the profiler."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        program.run(device)
+    copies, kernels = [], []
+    for event in profile.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        span = event.time_range.start, event.time_range.end
+        if event.name.startswith("Memcpy HtoD"):
+            copies.append(span)
+        elif not event.name.startswith(("Memcpy", "Memset")):
+            kernels.append(span)
+    if not copies:
+        say("the profiler saw no copies", "copies hidden", NOT_RUN)
+        return
+    total = sum(end - start for start, end in copies)
+    hidden = overlap(copies, kernels) / max(total, 1e-9)
+    words = f"{hidden:.2f} of {total / 1e3:.1f} ms of {len(copies)} copies"
+    say(words, "copies hidden", predictions.HIDDEN.verdict(hidden))
+
+
+def overlap(spans, others):
+    """How long ``spans`` last while one of ``others`` does.
+
+    >>> overlap([(0, 4), (6, 8)], [(1, 2), (1, 3), (7, 9)])
+    3
+    """
+    merged = []
+    for start, end in sorted(others):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    together = 0
+    for start, end in spans:
+        for other_start, other_end in merged:
+            together += max(0, min(end, other_end) - max(start, other_start))
+    return together

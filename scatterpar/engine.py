@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
@@ -463,12 +464,12 @@ class ScatterOnceParallel(Wrapper):
         with self._attempt(request, plan, extent) as attempt:
             transfers = attempt.transfers
             with attempt.phase("scatter"):  # 2
-                data = in_order(schedule.data(request), plan, self.dim)
-                pieces = micro_batches(data, plan, self.dim) if have_losses else None
+                data = in_order(schedule.data(request), plan)
+                pieces = micro_batches(data, plan) if have_losses else None
                 # First: it may read labels from a device, and would wait for copies in
                 # the queue.
                 attempt.weights = compute_loss_weights(request, plan, pieces)
-                loaders = scatter(data, plan, self.dim, transfers)
+                loaders = scatter(data, plan, transfers)
             with attempt.phase("replicate"):  # 3
                 number = schedule.replicas_of_criterion
                 self._replicas.refresh(
@@ -627,8 +628,8 @@ class ScatterOnceParallel(Wrapper):
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
-            batches = [(0, (call_inputs(inputs, kwargs), None))]
-            request = Request(batches, self.dim, [rows])
+            batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
+            request = Request([batch], self.dim)
             with self._attempt(request, plan) as attempt:
                 return map_rows(attempt, self.module, function, self._verifier, pad)
 
@@ -704,7 +705,7 @@ class ScatterOnceParallel(Wrapper):
         plan = self.plan(request.sizes)
         with self._workers.exclusive(), self._attempt(request, plan) as attempt:
             self._replicas.refresh(self.module, criterion, attempt.transfers)
-            loaders = scatter(request.batches, plan, self.dim, attempt.transfers)
+            loaders = scatter(request.batches, plan, attempt.transfers)
             tasks = make_tasks(attempt, loaders)
             return fits(attempt, tasks[0])
 

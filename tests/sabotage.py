@@ -262,7 +262,7 @@ two engines may step on one module at once
   _claims.setdefault(key, self) is not self: => _claims.setdefault(key, self) is None:
 the caller's tensors may be written by a sub-step
   ShareLoader.load -> test_in_place_layers_do_not_write_the_caller_s_tensors
-  return self.rows_at_source(number, _COPIED) => return self.rows_at_source(number)
+  self.at_source(sub_step).unwrapped(copy=True) => self.at_source(sub_step).unwrapped()
 # same bits
 gradients are added in any order
   sum_in_order -> test_the_sum_has_the_same_bits_every_time

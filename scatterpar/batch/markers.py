@@ -13,8 +13,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from numbers import Number
 from typing import Any, Self
 
@@ -247,96 +246,25 @@ class Batches:
         return f"Rows.from_batches({len(self.entries)} batches)"
 
 
-# per batch: the number of its first row, (inputs, targets)
-BatchList = Sequence[tuple[int, Any]]
-
-
-def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[BatchList, list[int]]:
-    """The batches, and the number of rows of each."""
-    parts = {"inputs": inputs, "targets": targets}
-    windows = {
-        name: part.entries for name, part in parts.items() if isinstance(part, Batches)
-    }
-    if not windows:
-        return [(0, (inputs, targets))], [count_rows(parts, dim)]
-    counts = {
-        name: [
-            count_rows({f"{name}, batch {k}": batch}, dim)
-            for k, batch in enumerate(batches)
-        ]
-        for name, batches in windows.items()
-    }
-    sizes = next(iter(counts.values()))
-    firsts = [*accumulate(sizes, initial=0)]
-    for name in parts.keys() - windows.keys():
-        rows = count_rows({name: parts[name]}, dim, known=firsts[-1])
-        counts[name] = sizes if rows == firsts[-1] else [rows]
-    if any(each != sizes for each in counts.values()):
-        shown = ", ".join(
-            f"{name} with {' + '.join(map(str, n))}" for name, n in counts.items()
-        )
-        raise ValueError(
-            f"the several batches disagree in their rows along dim={dim}: {shown}"
-        )
-    # one batch: it is sliced like the others
-    for name in parts.keys() - windows.keys():
-        windows[name] = [
-            select_rows(parts[name], range(*s), dim) for s in pairwise(firsts)
-        ]
-    pairs = zip(windows["inputs"], windows["targets"], strict=True)
-    return list(zip(firsts[:-1], pairs, strict=True)), sizes
-
-
-def has_markers(value: Any, *, with_rows: bool = False) -> bool:
-    """Whether any leaf of ``value`` is a marker, or a marker ``with_rows``."""
-    markers = [leaf for leaf in nested.leaves(value) if isinstance(leaf, Marker)]
-    return any(not with_rows or marker.num_rows is not None for marker in markers)
-
-
-def all_tensors(value: Any) -> list[Tensor]:
-    """Every tensor of ``value``, also inside markers."""
-    leaves = nested.leaves(value)
-    inside = [leaf.leaves() if isinstance(leaf, Marker) else [leaf] for leaf in leaves]
-    return [leaf for leaf in chain(*inside) if isinstance(leaf, Tensor)]
-
-
-def select_rows(
-    value: Any,
-    rows: Sequence[int],
-    dim: int,
-    function: Callable[[Any], Any] | None = None,
-) -> Any:
-    """``value`` with these rows, in this order, of every tensor and marker.
-
-    If they are a ``range``, tensors become views, otherwise copies. ``function``, if
-    given, is applied to each resulting leaf.
-    """
-
-    def select(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            if not leaf.ndim:
-                leaf = leaf.clone()  # replicas must not share it: a module may write it
-            elif type(rows) is range:
-                leaf = leaf.narrow(dim, rows.start, rows.stop - rows.start)
-            else:
-                leaf = leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
-        elif isinstance(leaf, Marker):
-            leaf = leaf.select(rows)
-        return leaf if function is None else function(leaf)
-
-    return nested.map_leaves(select, value)
+def has_marked_rows(value: Any) -> bool:
+    """Whether a leaf of ``value`` is a marker with rows."""
+    for leaf in nested.leaves(value):
+        if isinstance(leaf, Marker) and leaf.num_rows is not None:
+            return True
+    return False
 
 
 def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
     """``value`` as a module or criterion sees it; with ``copy``, tensors are copied."""
-    return nested.map_leaves(partial(unwrap_marker, copy=copy), value)
 
+    def unwrap(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone() if copy else leaf
+        if isinstance(leaf, Marker):
+            return leaf.unwrap(copy=copy)
+        return leaf
 
-def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
-    """One leaf without its marker; with ``copy``, tensors are copied."""
-    if isinstance(leaf, Tensor):
-        return leaf.clone() if copy else leaf
-    return leaf.unwrap(copy=copy) if isinstance(leaf, Marker) else leaf
+    return nested.map_leaves(unwrap, value)
 
 
 def count_rows(
@@ -424,15 +352,13 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
     than rows, and what would silently go whole to every replica although it has as many
     entries as rows.
     """
-    tensors = all_tensors(value) if isinstance(value, Marker) else [value]
-    if needing := [
-        t for t in tensors if refuse_grad and isinstance(t, Tensor) and t.requires_grad
-    ]:
-        shape = tuple(needing[0].shape)
-        return (
-            f"a tensor of shape {shape} requires grad, but a batch is data; pass "
-            "tensor.detach()"
-        )
+    leaves = value.leaves() if isinstance(value, Marker) else [value]
+    for leaf in leaves if refuse_grad else ():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return (
+                f"a tensor of shape {tuple(leaf.shape)} requires grad, but a batch is "
+                f"data; pass tensor.detach()"
+            )
     if (
         isinstance(value, Tensor)
         and value.layout == torch.strided

@@ -44,6 +44,37 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     )
 
 
+# Takes leaves in order from an iterator, and puts them together.
+Build = Callable[[Iterator[Any]], Any]
+
+
+def flatten(value: Any) -> tuple[list[Any], Build]:
+    """Every leaf of ``value``, and a function that puts other leaves in their places.
+
+    >>> leaves, build = flatten({"a": 1, "b": (2, 3)})
+    >>> leaves, build(iter([10, 20, 30]))
+    ([1, 2, 3], {'a': 10, 'b': (20, 30)})
+    """
+    children, make = _parts(value, value)
+    if make is None:
+        return [value], next
+    flat: list[Any] = []
+    builds: list[Build] = []
+    for child in children:
+        if isinstance(child, Tensor):  # most children are tensors
+            flat.append(child)
+            builds.append(next)
+        else:
+            leaves_of_child, build_child = flatten(child)
+            flat += leaves_of_child
+            builds.append(build_child)
+
+    def build(remaining: Iterator[Any]) -> Any:
+        return make([build_child(remaining) for build_child in builds])
+
+    return flat, build
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with every tensor replaced by ``function(tensor)``;
     other leaves stay.

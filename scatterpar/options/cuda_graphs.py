@@ -189,7 +189,7 @@ class GraphedSubsteps(Substeps):
             self._graphs,
             self._request.return_outputs,
         )
-        source = task.loader.rows_at_source(number)
+        source = task.loader.at_source(number).unwrapped()
         is_alike = weight and number not in task.sums
         key = _shape_of((source, bool(return_outputs))) if is_alike else None
         graph = graphs.by_shape.get(key)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import has_markers
 from scatterpar.batch.nested import Lists
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.module_copy import module_of
@@ -44,9 +43,7 @@ def map_rows(
     """
     plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
     replicas = attempt.replicas
-    loaders = scatter(
-        in_order(request.batches, plan, request.dim), plan, request.dim, transfers
-    )
+    loaders = scatter(in_order(request.batches, plan), plan, transfers)
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
@@ -57,7 +54,8 @@ def map_rows(
             verifier.check_join(attempt, tasks[0], outputs, work, work.function)
     lists: Lists = "always"
     if function is module:
-        lists = "if clear" if has_markers(request.batches, with_rows=True) else "never"
+        (batch,) = request.batches
+        lists = "if clear" if batch.has_marked_rows else "never"
     output = join_on_master(attempt, outputs, lists, pad)
     transfers.synchronize()
     if any(part.training for part in module.modules()):

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import BatchList, Marker, has_markers, unwrap_markers
+from scatterpar.batch.batch import Batch
+from scatterpar.batch.markers import Marker, has_marked_rows, unwrap_markers
 from scatterpar.batch.nested import Lists, join_rows
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import is_out_of_memory
@@ -45,7 +46,7 @@ from scatterpar.step.inner_backward import gradient_versions, inner_backward
 from scatterpar.step.loss import scalar_loss
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call, Request
-from scatterpar.step.scatter import LeafMover
+from scatterpar.step.scatter import moved
 from scatterpar.step.substeps import (
     Computed,
     Gradient,
@@ -99,9 +100,9 @@ class TwoPasses(Schedule):
                     f"has one loss, of all rows; leave {name}= out"
                 )
 
-    def data(self, request: Request) -> BatchList:
+    def data(self, request: Request) -> Sequence[Batch]:
         """The inputs only: the master alone needs the targets."""
-        return [(first, (inputs, None)) for first, (inputs, _) in request.batches]
+        return [batch.without_targets() for batch in request.batches]
 
     def weights_apply(self) -> bool:
         """No: micro-batches have outputs, and the loss is that of all rows."""
@@ -259,11 +260,9 @@ class WholeBatch:
         self._pieces = [pieces[span] for span in sorted(pieces)]
         self._rows = [stop - start for start, stop in sorted(pieces)]
         self._order = attempt.plan.order
-        inputs, targets = zip(
-            *(batch for _, batch in self._request.batches), strict=True
-        )
-        self._targets = self._joined_targets(targets)
-        self._lists = has_markers(inputs, with_rows=True)
+        batches = self._request.batches
+        self._targets = self._joined_targets(batches)
+        self._lists = any(batch.without_targets().has_marked_rows for batch in batches)
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
         """``output`` in the master's memory, as a leaf that accumulates a gradient."""
@@ -273,16 +272,19 @@ class WholeBatch:
         self._copies.append((device, output, copy.requires_grad_(output.requires_grad)))
         return copy
 
-    def _joined_targets(self, targets: Sequence[Any]) -> Any:
+    def _joined_targets(self, batches: Sequence[Batch]) -> Any:
         """The targets of all batches on the master, with their markers."""
-        on_master = partial(LeafMover(self._attempt.transfers).move, self._master)
+        on_master = [
+            moved(batch.without_inputs(), self._master, self._attempt.transfers)
+            for batch in batches
+        ]
 
         def join(leaves: list[Any]) -> Any:  # a value without rows is the first batch's
             if isinstance(leaves[0], Marker):
                 return leaves[0].join(leaves[1:])
             return join_rows(leaves, self._request.dim, self._request.sizes)
 
-        return nested.merge(join, nested.map_leaves(on_master, targets))
+        return nested.merge(join, [batch.targets for batch in on_master])
 
     def loss(self) -> Tensor:
         """The loss of all rows. Its gradient is in the outputs of the first passes."""
@@ -303,7 +305,7 @@ class WholeBatch:
     def _join_ranks(self, ranks: Ranks, seed: int) -> int:
         """Add the other processes' rows. Returns the seed that all processes use."""
         is_list = self._lists and any(isinstance(piece, list) for piece in self._pieces)
-        if is_list or has_markers(self._targets, with_rows=True):
+        if is_list or has_marked_rows(self._targets):
             what = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
                 f"whole_batch=True with a process_group cannot join {what} of rows "

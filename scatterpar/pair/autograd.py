@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.batch import nested
-from scatterpar.batch.markers import (
-    all_tensors,
-    has_markers,
-    select_rows,
-    unwrap_markers,
-)
+from scatterpar.batch.batch import batch_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.streams import current_streams, use_device
 from scatterpar.devices.transfers import Transfers, write
@@ -31,7 +25,7 @@ from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import LeafMover, move_rows
+from scatterpar.step.scatter import Values, moved_rows
 from scatterpar.torch_private import is_compiled_module
 
 
@@ -139,22 +133,20 @@ def _give_class_of(original: Tensor, copy: Tensor) -> None:
 
 
 def scatter_owned(
-    batch: Any, plan: Plan, dim: int, transfers: AutogradTransfers
+    value: Any, plan: Plan, dim: int, transfers: AutogradTransfers
 ) -> list[Any]:
-    """The shares of the batch.
-
-    Their tensors share memory neither with it nor with each other.
-    """
+    """The shares of ``value``, which share no memory with it nor with each other."""
+    batch = batch_of(value, None, plan.rows, dim)
     # Only a tensor that is on a share's device may be passed on as it is.
-    sources = {tensor.device for tensor in all_tensors(batch)}
-    is_marked = has_markers(batch)
-    mover = LeafMover(transfers)
+    sources = batch.devices()
+    is_marked = bool(batch.markers)
+    values = Values(transfers)
     shares: list[Any] = []
     for share in plan.shares:
-        rows = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
-        move = partial(move_rows, transfers, share.device)
-        rows = select_rows(rows, range(share.start, share.stop), dim, move)
-        shares.append(unwrap_markers(rows, copy=is_marked or share.device in sources))
+        rows = values.on(share.device, batch).select(range(share.start, share.stop))
+        arrived = rows.map_rows(partial(moved_rows, transfers, share.device))
+        inputs, _ = arrived.unwrapped(copy=is_marked or share.device in sources)
+        shares.append(inputs)
     return shares
 
 

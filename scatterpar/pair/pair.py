@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
+from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
 from scatterpar.batch.nested import join_rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
@@ -286,10 +287,10 @@ class DataParallelCriterion(_OfPair):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
-            batches = [(0, (outputs, targets))]
             reduction = resolve_reduction(self.module, reduction)
-            request = Request(batches, self.dim, (), self.module, reduction, count)
             plan = self._plan(outputs, targets)
+            batch = batch_of(None, targets, plan.rows, self.dim)
+            request = Request([batch], self.dim, self.module, reduction, count)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)

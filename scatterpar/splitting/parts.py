@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker, all_tensors
+from scatterpar.batch.markers import Marker
 
 Part = list[int]  # the numbers of its rows
 Split = list[list[Part]]  # the parts of each rank
@@ -43,8 +43,8 @@ def _sizes_of_entries(rows: Marker) -> Tensor:
     """The number of elements in each entry of ``Rows``."""
     sizes = []
     for row in range(rows.num_rows or 0):
-        entry = rows.select([row])
-        sizes.append(sum(tensor.numel() for tensor in all_tensors(entry)))
+        leaves = rows.select([row]).leaves()
+        sizes.append(sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)))
     return torch.tensor(sizes)
 
 

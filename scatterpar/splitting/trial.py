@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import count_rows, select_rows, unwrap_markers
+from scatterpar.batch.batch import batch_of
+from scatterpar.batch.markers import count_rows
 from scatterpar.splitting import parts as row_parts
 from scatterpar.splitting.gradients import is_usable, is_zero
 from scatterpar.splitting.parts import Part, Split
@@ -65,7 +66,6 @@ class Trial:
         self.settings = Settings()
         self.limit = _EXACT
         self._reference_step = step if loss is None else _PlainStep(loss)
-        self._batch = batch
         self._equal = equal
         self._seconds = seconds
         num_rows = count_rows({"batch": batch}, 0, refuse_grad=False)
@@ -75,6 +75,7 @@ class Trial:
                 f"batch has {num_rows} rows, too few for {ranks * parts} parts; pass "
                 f"at least {least} rows"
             )
+        self._batch = batch_of(batch, None, num_rows, 0)
         self.tensors = row_parts.tensors_with_rows(batch)
         self.rows = row_parts.order_rows(self.tensors, num_rows)
         self._state = ProcessState(model, (step, loss))
@@ -161,7 +162,7 @@ class Trial:
             raise
 
     def _select(self, part: Part) -> Any:
-        batch = unwrap_markers(select_rows(self._batch, part, 0), copy=True)
+        batch, _ = self._batch.select(part).unwrapped(copy=True)
         if self.settings.in_double:
             batch = nested.map_tensors(as_double, batch)
         return batch

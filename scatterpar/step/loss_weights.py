@@ -114,7 +114,7 @@ def term_counts(
     rows_of_each = [float(stop - start) for start, stop in spans]
     if not is_cross_entropy(request.criterion):
         return rows_of_each
-    labels = [targets for _, (_, targets) in request.batches]
+    labels = [batch.targets for batch in request.batches]
     if not all(isinstance(targets, Tensor) for targets in labels):
         # A marker's rows may have any number of labels: count in what the criterion is
         # given.

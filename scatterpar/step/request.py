@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.batch.markers import BatchList, batches_of
+from scatterpar.batch.batch import Batch, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.errors import warn
@@ -43,9 +43,8 @@ class Request:
     changes.
     """
 
-    batches: BatchList
+    batches: Sequence[Batch]
     dim: int
-    sizes: Sequence[int] = ()  # the number of rows of each batch
     criterion: Callable[[Any, Any], Any] | None = None
     reduction: str = "mean"  # or "sum"
     count: Count | None = None
@@ -56,6 +55,11 @@ class Request:
     check_finite: bool = False
 
     @property
+    def sizes(self) -> list[int]:
+        """The number of rows of each batch."""
+        return [batch.rows for batch in self.batches]
+
+    @property
     def rows(self) -> int:
         """The number of rows in the step."""
         return sum(self.sizes)
@@ -64,9 +68,8 @@ class Request:
         """The request with its largest batch only."""
         if len(self.batches) == 1:
             return self
-        rows = max(self.sizes)
-        _, batch = self.batches[self.sizes.index(rows)]
-        return replace(self, batches=[(0, batch)], sizes=[rows])
+        largest = max(self.batches, key=lambda batch: batch.rows)
+        return replace(self, batches=[largest.at_row(0)])
 
     @property
     def is_mean(self) -> bool:
@@ -111,27 +114,25 @@ def checked(
             "the same "
             f"images, which a micro-batch has not; pass whole_batch=True"
         )
-    batches, sizes = batches_of(call.inputs, targets, dim)
+    batches = batches_of(call.inputs, targets, dim)
     # With whole_batch each share has a part of one loss.
-    reduction = (
-        "sum" if call.whole_batch else resolve_reduction(criterion, call.reduction)
-    )
+    reduction = "sum"
+    if not call.whole_batch:
+        reduction = resolve_reduction(criterion, call.reduction)
     scale = 1.0
     if call.scaler is not None:
         scale = to_numbers(call.scaler.scale(torch.ones((), device=physical(master))))
-    count, output, whole = call.count, call.return_outputs, call.whole_batch
     return Request(
         batches,
         dim,
-        sizes,
-        criterion,
-        reduction,
-        count,
-        output,
-        whole,
-        scale,
-        backward,
-        finite,
+        criterion=criterion,
+        reduction=reduction,
+        count=call.count,
+        return_outputs=call.return_outputs,
+        whole_batch=call.whole_batch,
+        scale=scale,
+        backward=backward,
+        check_finite=finite,
     )
 
 

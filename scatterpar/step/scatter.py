@@ -1,5 +1,4 @@
-"""Copy rows to devices. While a micro-batch is computed, the rows of the next one are
-copied::
+"""Copy rows to devices. While rows are computed, the next ones are copied::
 
     computed    sub-step 0   sub-step 1   sub-step 2
     copied      rows of 1    rows of 2    rows of 3
@@ -10,7 +9,7 @@ the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,61 +18,58 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import (
-    BatchList,
-    Marker,
-    all_tensors,
-    has_markers,
-    select_rows,
-    unwrap_marker,
-    unwrap_markers,
-)
+from scatterpar.batch.batch import Batch
+from scatterpar.batch.markers import Marker
 from scatterpar.devices.coalescing import iter_copies
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 
-_COPIED, _NOT_COPIED = (partial(unwrap_marker, copy=copy) for copy in (True, False))
 _SMALL = 2**16  # bytes; for larger tensors a separate copy costs less than packing
 
 
-def micro_batches(batch: BatchList, plan: Plan, dim: int) -> Iterator[Any]:
-    """Every micro-batch, share by share in order; tensors are views if possible."""
-    for share in plan.shares:
-        loader = ShareLoader(batch, share, dim)
-        for number in range(len(share.micro_batches)):
-            yield loader.rows_at_source(number)
+def micro_batches(batches: Sequence[Batch], plan: Plan) -> Iterator[tuple[Any, Any]]:
+    """Yield the inputs and targets of every micro-batch, share by share.
 
-
-def in_order(batches: BatchList, plan: Plan, dim: int) -> BatchList:
-    """The batches with rows in the order of a plan by cost; unchanged by
-    another plan.
+    Tensors are views if possible.
     """
+    for share in plan.shares:
+        loader = ShareLoader(batches, share)
+        for sub_step in range(len(share.micro_batches)):
+            yield loader.at_source(sub_step).unwrapped()
+
+
+def in_order(batches: Sequence[Batch], plan: Plan) -> Sequence[Batch]:
+    """The batches with rows in the order of a plan by cost; unchanged otherwise."""
     if not plan.order:
         return batches
-    ((first, batch),) = batches
-    return [(first, select_rows(batch, plan.order, dim))]
+    (batch,) = batches
+    return [batch.select(plan.order)]
 
 
 def scatter(
-    batch: BatchList, plan: Plan, dim: int, transfers: Transfers
+    batches: Sequence[Batch], plan: Plan, transfers: Transfers
 ) -> list[ShareLoader]:
-    """A loader per share. Copies values without rows; the loaders copy
-    rows when asked.
+    """A loader per share.
+
+    Copies values without rows; the loaders copy rows when they are requested.
     """
-    sources = {tensor.device for tensor in all_tensors(batch)}
-    is_marked = has_markers(batch)
-    mover, loaders = LeafMover(transfers), []
+    sources: set[torch.device] = set()
+    for batch in batches:
+        sources |= batch.devices()
+    is_marked = any(batch.markers for batch in batches)
+    values = Values(transfers)
+    loaders: list[ShareLoader] = []
     for share in plan.shares:
         device = share.device
         if sources <= {device}:
-            loaders.append(ShareLoader(batch, share, dim))
+            loaders.append(ShareLoader(batches, share))
             continue
         ahead = Prefetcher(device, sources)
-        # from now on a step that fails waits for its copies, too
+        # From now on a step that fails waits for its copies, too.
         transfers.follow(ahead)
-        moved = nested.map_leaves(partial(mover.move_rowless, device), batch)
+        with_values = [values.on(device, batch) for batch in batches]
         copies = is_marked or device in sources
-        loaders.append(ShareLoader(moved, share, dim, ahead, copies=copies))
+        loaders.append(ShareLoader(with_values, share, ahead, copies=copies))
     return loaders
 
 
@@ -82,114 +78,117 @@ class ShareLoader:
     """The rows of one share, copied to its device when they are requested.
 
     Each micro-batch has its own memory, which the sub-step may write, and starts at an
-    allocation boundary. With ``copies``, rows may share memory when they arrive: they
-    were on the device before, are in markers, or were packed. Without ``ahead`` all
-    rows are on the device.
+    allocation boundary.
+
+    Attributes:
+        batches: where the rows are; values without rows are on the device.
+        share: the rows.
+        ahead: copies rows ahead of use; ``None`` if all rows are on the device.
+        copies: whether rows may share memory when they arrive: they were on the device
+            before, are in markers, or were packed.
+        arrived: the micro-batches on the device, by the number of their sub-step.
     """
 
-    batches: BatchList
+    batches: Sequence[Batch]
     share: Share
-    dim: int
     ahead: Prefetcher | None = None
     copies: bool = True
-    arrived: dict[int, Any] = field(default_factory=dict)
+    arrived: dict[int, Batch] = field(default_factory=dict)
 
-    def rows_at_source(
-        self, number: int, function: Callable[[Any], Any] = _NOT_COPIED
-    ) -> Any:
-        """The rows of one micro-batch, as views, with ``function`` applied to each
-        leaf.
-        """
-        start, stop = self.share.micro_batches[number]
-        which = -1
-        while self.batches[which][0] > start:
-            which -= 1
-        first, value = self.batches[which]
-        return select_rows(
-            value, range(start - first, stop - first), self.dim, function
-        )
+    def at_source(self, sub_step: int) -> Batch:
+        """The rows of one micro-batch where they are, as views."""
+        start, stop = self.share.micro_batches[sub_step]
+        for batch in reversed(self.batches):
+            if batch.first_row <= start:
+                break
+        return batch.select(range(start - batch.first_row, stop - batch.first_row))
 
-    def load(self, number: int, *, retain: bool = False) -> Any:
-        """The rows of one micro-batch after ``collate``; the next ones start to be
-        copied.
+    def load(self, sub_step: int, *, retain: bool = False) -> tuple[Any, Any]:
+        """The inputs and targets of one micro-batch; starts to copy the next ones.
 
         With ``retain`` the rows stay on the device for a later call.
         """
         if self.ahead is None:
-            return self.rows_at_source(number, _COPIED)
+            return self.at_source(sub_step).unwrapped(copy=True)
         # The wait comes between the two: the next rows are issued behind these rows'
         # copies, and the sub-step must not wait for both.
-        for coming in (number, number + 1):
-            if coming not in self.arrived and coming < len(self.share.micro_batches):
-                move = partial(move_rows, self.ahead, self.share.device)
-                self.arrived[coming] = self.rows_at_source(coming, move)
-                self.ahead.issue(coming)
-            if coming == number:
-                self.ahead.wait_on_stream(number)
-        rows = self.arrived[number] if retain else self.arrived.pop(number)
-        return unwrap_markers(rows, copy=True) if retain or self.copies else rows
+        self._issue(sub_step, self.ahead)
+        self.ahead.wait_on_stream(sub_step)
+        self._issue(sub_step + 1, self.ahead)
+        if retain:
+            return self.arrived[sub_step].unwrapped(copy=True)
+        return self.arrived.pop(sub_step).unwrapped(copy=self.copies)
+
+    def _issue(self, sub_step: int, ahead: Prefetcher) -> None:
+        """Start to copy the rows of a micro-batch, unless they have been copied."""
+        if sub_step in self.arrived or sub_step >= len(self.share.micro_batches):
+            return
+        move = partial(moved_rows, ahead, self.share.device)
+        self.arrived[sub_step] = self.at_source(sub_step).map_rows(move)
+        ahead.issue(sub_step)
 
 
-@dataclass
-class LeafMover:
-    """Copies leaves to devices; each value without rows only once per device."""
+class Values:
+    """Copies values without rows to devices, each value once per device."""
 
-    transfers: Transfers
-    arrived: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        # By id of the source; the batch that is moved keeps it alive.
+        self._arrived: dict[tuple[int, torch.device], Tensor] = {}
 
-    def move(self, device: torch.device, leaf: Any) -> Any:
-        """``leaf`` in the memory of ``device``."""
-        return move_rows(self.transfers, device, self.move_rowless(device, leaf))
+    def on(self, device: torch.device, batch: Batch) -> Batch:
+        """The batch with its values without rows in the memory of ``device``."""
+        return batch.map_values(partial(self._moved, device))
 
-    def move_rowless(self, device: torch.device, leaf: Any) -> Any:
-        """``leaf`` in the memory of ``device`` if it has no rows, else
-        ``leaf`` itself.
-        """
+    def _moved(self, device: torch.device, leaf: Any) -> Any:
+        copy_once = partial(self._copied_once, device)
         if isinstance(leaf, Marker):
-            move = partial(nested.map_leaves, partial(self._move_once, device))
-            return leaf.map(move) if leaf.num_rows is None else leaf
-        return (
-            leaf
-            if isinstance(leaf, Tensor) and leaf.ndim
-            else self._move_once(device, leaf)
-        )
+            return leaf.map(partial(nested.map_tensors, copy_once))
+        return copy_once(leaf)
 
-    def _move_once(self, device: torch.device, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device == device:
-            return leaf
-        key = (id(leaf), device)
-        if key not in self.arrived:
-            self.arrived[key] = self.transfers.copy(leaf, device, "scatter")
-        return self.arrived[key]
+    def _copied_once(self, device: torch.device, tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        key = (id(tensor), device)
+        if key not in self._arrived:
+            self._arrived[key] = self._transfers.copy(tensor, device, "scatter")
+        return self._arrived[key]
 
 
-def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
-    """``leaf`` in the memory of ``device`` if it has rows, else ``leaf`` itself."""
-    if isinstance(leaf, Marker) and leaf.num_rows is not None:
-        return leaf.map(partial(_move_together, transfers, device))
-    if isinstance(leaf, Tensor) and leaf.ndim and leaf.device != device:
-        return transfers.copy(leaf, device, "scatter")
-    return leaf
+def moved(batch: Batch, device: torch.device, transfers: Transfers) -> Batch:
+    """The whole batch in the memory of ``device``."""
+    with_values = Values(transfers).on(device, batch)
+    return with_values.map_rows(partial(moved_rows, transfers, device))
 
 
-def _move_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
-    """``contents`` on ``device``; small host tensors of one dtype are
-    copied together.
-    """
-    remote = {id(t): t for t in nested.tensors(contents) if t.device != device}
-    small = {key: t for key, t in remote.items() if _is_small(t)}
-    arrived = {
-        k: transfers.copy(t, device, "scatter")
-        for k, t in remote.items()
-        if k not in small
-    }
+def moved_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
+    """A tensor or marker with rows in the memory of ``device``."""
+    if isinstance(leaf, Marker):
+        return leaf.map(partial(_moved_together, transfers, device))
+    if leaf.device == device:
+        return leaf
+    return transfers.copy(leaf, device, "scatter")
+
+
+def _moved_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
+    """``contents`` on ``device``; small host tensors of one dtype share a copy."""
+    arrived: dict[int, Tensor] = {}  # by id of the source
+    small: dict[int, Tensor] = {}
+    for tensor in nested.tensors(contents):
+        if tensor.device == device:
+            continue
+        if _is_small(tensor):
+            small[id(tensor)] = tensor
+        elif id(tensor) not in arrived:
+            arrived[id(tensor)] = transfers.copy(tensor, device, "scatter")
     for message in iter_copies(small, device, transfers, "scatter"):
         arrived |= message
     return nested.map_leaves(lambda leaf: arrived.get(id(leaf), leaf), contents)
 
 
 def _is_small(tensor: Tensor) -> bool:
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return False
     # Packing a GPU's tensors would queue work there for which the copying stream does
     # not wait.
-    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-    return is_plain and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL
+    return tensor.device.type == "cpu" and tensor.nbytes <= _SMALL

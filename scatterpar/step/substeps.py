@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import BatchList
+from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
@@ -172,7 +172,7 @@ class Schedule:
     replicas_of_criterion: int | None = None
     may_start_again = True
 
-    def data(self, request: Request) -> BatchList:
+    def data(self, request: Request) -> Sequence[Batch]:
         """What is scattered."""
         return request.batches
 

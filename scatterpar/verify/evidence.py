@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from scatterpar.batch.batch import batch_of
 from scatterpar.step.loss_weights import is_smoothed, term_counts
 from scatterpar.step.request import Request
 from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
@@ -201,7 +202,7 @@ class Evidence(Losses):
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
         """The shapes of output and targets that are tensors."""
-        compared = self.outputs[0], self.runs.move(self.runs.targets, self.rows)
+        compared = self.outputs[0], self.runs.targets_of(self.rows)
         return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
 
     @cached_property
@@ -311,5 +312,7 @@ def _terms_of(request: Request, parts: Parts) -> list[float]:
     for part in parts:
         ends.append(ends[-1] + len(part))
     # Terms are counted in the pieces, since these rows are no slices of the batch.
-    without_batch = replace(request, batches=[(0, (None, None))])
+    without_batch = replace(
+        request, batches=[batch_of(None, None, request.rows, request.dim)]
+    )
     return term_counts(without_batch, list(pairwise(ends)), pieces_of(request, parts))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.batch import nested
-from scatterpar.batch.markers import unwrap_markers
+from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restored
 from scatterpar.plan import Printed
@@ -20,7 +19,7 @@ from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import LeafMover
+from scatterpar.step.scatter import moved
 from scatterpar.step.task import as_call
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import hooks_taken_off, uncompiled
@@ -143,7 +142,7 @@ def _plain(
     for leaf in leaves:
         rounding.add(leaf.dtype)
     with torch.inference_mode(False):  # also within no_grad
-        inputs, targets = moved_to(device, request.batches[0][1])
+        inputs, targets = moved_to(device, request.batches[0])
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         rounding.watch(loss)
@@ -156,7 +155,9 @@ def uses_batch_statistics(layer: nn.Module) -> bool:
     return is_norm and (layer.training or layer.running_mean is None)
 
 
-def moved_to(device: torch.device, value: Any) -> Any:
-    """The batch on a device, as a module gets it; not counted."""
-    move = partial(LeafMover(Transfers()).move, device)
-    return unwrap_markers(nested.map_leaves(move, value), copy=True)
+def moved_to(device: torch.device, batch: Batch) -> tuple[Any, Any]:
+    """The inputs and targets of a batch on a device, as a module gets them.
+
+    These copies are not counted.
+    """
+    return moved(batch, device, Transfers()).unwrapped(copy=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker, all_tensors
+from scatterpar.batch.batch import Batch
+from scatterpar.batch.markers import Marker
 from scatterpar.devices.transfers import to_host
 from scatterpar.step.request import Request
 
@@ -40,10 +39,10 @@ def informative_tensors(
     ``most_entries`` of them. Without targets also floating-point inputs of at most two
     dimensions.
     """
-    inputs, targets = request.batches[0][1]
-    tensors = list(_informative(targets, request.dim, most_entries))
+    batch = request.batches[0]
+    tensors = list(_informative(batch.without_inputs(), most_entries))
     has_targets = bool(tensors)
-    for tensor in _informative(inputs, request.dim, most_entries):
+    for tensor in _informative(batch.without_targets(), most_entries):
         is_data = tensor.is_floating_point() and has_targets
         dimensions = sum(size > 1 for size in tensor.shape[1:])
         if not is_data and dimensions <= (2 if may_be_labels(tensor) else 1):
@@ -51,8 +50,8 @@ def informative_tensors(
     return sorted(tensors, key=may_be_labels, reverse=True)
 
 
-def _informative(value: Any, dim: int, most_entries: int | None) -> Iterator[Tensor]:
-    for leaf in nested.leaves(value):
+def _informative(batch: Batch, most_entries: int | None) -> Iterator[Tensor]:
+    for leaf in batch.leaves:
         if isinstance(leaf, Marker) and leaf.num_rows is not None:
             yield _sizes_of_rows(leaf, leaf.num_rows, most_entries)
             continue
@@ -60,7 +59,8 @@ def _informative(value: Any, dim: int, most_entries: int | None) -> Iterator[Ten
         if not is_plain or leaf.is_complex():
             continue
         if leaf.ndim and 0 < leaf.numel() <= _LARGEST:
-            yield _with_all_operators(leaf.detach()).movedim(dim, 0)
+            dense = _with_all_operators(leaf.detach())
+            yield dense.movedim(batch.structure.dim, 0)
 
 
 def _with_all_operators(tensor: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ def _sizes_of_rows(marker: Marker, num_rows: int, most: int | None) -> Tensor:
     every = 1 if most is None else -(-num_rows // most)
     sizes = []
     for row in range(0, num_rows, every):
-        tensors = all_tensors(marker.select([row]))
-        sizes.append(sum(tensor.numel() for tensor in tensors))
+        leaves = marker.select([row]).leaves()
+        sizes.append(sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)))
     return torch.tensor(sizes)
 
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.markers import Marker, has_markers, select_rows, unwrap_markers
 from scatterpar.errors import restored
 from scatterpar.replicas.module_copy import module_of, root_to_replicate
 from scatterpar.step.attempt import Attempt
@@ -116,7 +115,8 @@ class Runs:
         """``deadline`` is a time of ``time.monotonic``; afterwards runs are inconclusive."""
         replica_sets = attempt.replicas.replica_sets
         self.request = request
-        self.inputs, self.targets = request.batches[0][1]
+        self._inputs = request.batches[0].without_targets()
+        self._targets = request.batches[0].without_inputs()
         user_module: Any = task.module if task.share.replica else replica_sets[0].root
         self.own_task = replace(task, module=user_module, criterion=request.criterion)
         self.replica_task = task
@@ -175,8 +175,9 @@ class Runs:
     def _saved_states(self) -> list[UserState]:
         """The state of all user code. The criterion's tells whether numbers were drawn."""
         task, request = self.replica_task, self.request
-        leaves = nested.leaves(request.batches)
-        collates = [leaf.collate for leaf in leaves if isinstance(leaf, Marker)]
+        collates = [
+            marker.collate for batch in request.batches for marker in batch.markers
+        ]
         of_module = UserState([self.own_task.module, *collates])
         criteria = task.criterion, request.criterion, request.count
         of_criterion = UserState(criteria, [task.share.device])
@@ -262,7 +263,7 @@ class Runs:
                 self.require_time()
                 if nudge is not None:
                     self._nudge(nudge)
-                outputs.append(task.output_of(self.move(self.inputs, rows)))
+                outputs.append(task.output_of(self.inputs_of(rows)))
                 if not number and task is self.replica_task and self._shares_criterion:
                     self.shares_state |= self.user_states[0].is_changed()
                 if not joins:
@@ -287,7 +288,7 @@ class Runs:
         with self._surroundings(self.replica_task):
             for _ in range(2):
                 self.require_time()
-                self.replica_task.output_of(self.move(self.inputs, rows))
+                self.replica_task.output_of(self.inputs_of(rows))
                 states.append(attributes_of(self.replica_task.replicas))
                 if not moved_between([before, states[0]]):
                     return []
@@ -300,7 +301,7 @@ class Runs:
             for rows in parts:
                 self.require_time()
                 self.restart()
-                output = self.replica_task.output_of(self.move(self.inputs, rows))
+                output = self.replica_task.output_of(self.inputs_of(rows))
                 outputs.append(nested.map_tensors(_as_leaf, output))
                 del output  # with its graph
         return outputs
@@ -320,7 +321,7 @@ class Runs:
                 parts, cut_by_parts(output, parts, self.request.dim), strict=True
             ):
                 cut = nested.map_tensors(_copy_of_leaf, cut)
-                loss = loss_of(cut, self.move(self.targets, rows), task.criterion)
+                loss = loss_of(cut, self.targets_of(rows), task.criterion)
                 self.rounding.watch(loss)
                 gradients = gradients_of(loss, tensors)
                 results.append(Result(float(loss.detach()), gradients))
@@ -342,9 +343,9 @@ class Runs:
         )
         try:
             with self._surroundings(task), saved_tensors:
-                output = task.output_of(self.move(self.inputs, rows))
+                output = task.output_of(self.inputs_of(rows))
                 if not self.request.whole_batch:
-                    loss_of(output, self.move(self.targets, rows), task.criterion)
+                    loss_of(output, self.targets_of(rows), task.criterion)
         except Exception:  # the look finds out
             return math.inf
         for leaf in chain(*self._leaves):
@@ -368,13 +369,19 @@ class Runs:
         """What ``compute`` returns for the replica's task and rows, with constant numbers."""
         self.restart()
         with self._numbers:
-            return compute(self.replica_task, (self.move(self.inputs, rows), None))
+            return compute(self.replica_task, (self.inputs_of(rows), None))
 
-    def move(self, value: Any, rows: Part) -> Any:
-        """These rows of the caller's batch, copied to the replica's device; not counted."""
-        return moved_to(
-            self.replica_task.share.device, select_rows(value, rows, self.request.dim)
-        )
+    def inputs_of(self, rows: Part) -> Any:
+        """The inputs of these rows, copied to the replica's device; not counted."""
+        device = self.replica_task.share.device
+        inputs, _ = moved_to(device, self._inputs.select(rows))
+        return inputs
+
+    def targets_of(self, rows: Part) -> Any:
+        """The targets of these rows, copied to the replica's device; not counted."""
+        device = self.replica_task.share.device
+        _, targets = moved_to(device, self._targets.select(rows))
+        return targets
 
     def pieces_of(self, parts: Parts) -> list[Any]:
         """The inputs and targets of each part of rows, as ``count=`` gets them."""
@@ -387,7 +394,7 @@ class Runs:
         self.require_time()
         if task.criterion is not None:  # which may write into what it is given
             output = nested.map_tensors(_copy_of_leaf, output)
-        loss = loss_of(output, self.move(self.targets, rows), task.criterion)
+        loss = loss_of(output, self.targets_of(rows), task.criterion)
         del output  # a large output is freed before the backward pass
         self.rounding.watch(loss)
         leaves = list(chain(*self._leaves)) if weight and loss.requires_grad else []
@@ -428,9 +435,8 @@ class Runs:
             return outputs[0]
         dim = self.request.dim
         sizes = [len(part) for part in parts]
-        lists: Any = (
-            "if clear" if has_markers(self.request.batches, with_rows=True) else "never"
-        )
+        is_marked = any(batch.has_marked_rows for batch in self.request.batches)
+        lists: Any = "if clear" if is_marked else "never"
 
         def join(leaves: list[Any]) -> Any:
             tensors = [
@@ -478,9 +484,8 @@ def _smallest_leaves(attempt: Attempt, task: ReplicaTask) -> list[list[Tensor]]:
 
 def pieces_of(request: Request, parts: Parts) -> list[Any]:
     """The inputs and targets of each part of rows, as ``count=`` gets them."""
-    batch = request.batches[0][1]
-    pieces = [select_rows(batch, part, request.dim) for part in parts]
-    return list(unwrap_markers(pieces, copy=True))
+    batch = request.batches[0]
+    return [batch.select(part).unwrapped(copy=True) for part in parts]
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

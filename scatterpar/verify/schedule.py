@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.batch import nested
+from scatterpar.batch.batch import Batch
 from scatterpar.devices.streams import is_async
 from scatterpar.step.criterion_closure import PLAIN, named_values
 from scatterpar.step.request import Request
@@ -105,15 +104,15 @@ class Kinds:
         self._kinds: defaultdict[Hashable, Kind] = defaultdict(Kind)
 
     def kind_of(
-        self, request: Request, batch: Any, is_divided: bool, flags: Hashable
+        self, request: Request, batch: Batch, is_divided: bool, flags: Hashable
     ) -> tuple[Kind, Hashable]:
         """The kind of a request, and its details, each of which may be new.
 
-        ``batch`` are its inputs and targets, ``flags`` the switches of the model.
+        ``batch`` is its largest batch, ``flags`` are the switches of the model.
         """
         functions = request.criterion, request.count, request.reduction
         names, numbers = names_and_numbers(functions)
-        leaves = list(islice(nested.leaves(batch), _MAX_LEAVES))
+        leaves = batch.leaves[:_MAX_LEAVES]
         kinds_of_leaves = tuple(
             _name_of(leaf) if isinstance(leaf, Tensor) else type(leaf)
             for leaf in leaves

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.batch.markers import all_tensors
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
 from scatterpar.plan import shown
@@ -156,7 +155,7 @@ class Question:
 
     Attributes:
         request: that of the largest batch.
-        batch: its inputs and targets.
+        batch: that batch.
         is_divided: whether the step divides the batch into parts.
         is_shared: whether several replicas call one criterion.
         counts_as_torch: the criterion is torch's own cross entropy, of which labels do
@@ -174,7 +173,7 @@ class Question:
         self._attempt = attempt
         self._tasks = tasks
         self.request = request
-        self.batch = request.batches[0][1]
+        self.batch = request.batches[0]
         self.is_divided = is_divided
         self.is_shared = len(tasks) > 1 and not request.whole_batch
         kind = type(module_of(request.criterion))
@@ -219,8 +218,7 @@ class Question:
         if sum(parameter.numel() for parameter in parameters) > MAX_ELEMENTS:
             share_of_batch = self.request.rows // _SHARE_OF_LARGE_MODELS
             most = min(most, rows_of_substep, share_of_batch)
-        inputs, _ = self.batch
-        tensors = all_tensors(inputs)
+        tensors = self.batch.without_targets().tensors()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         affordable = _MAX_BYTES * self.request.rows // (size + 1)
         return min(max(_MIN_ROWS, most), max(2, affordable))

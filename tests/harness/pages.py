@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar
-from scatterpar.batch.markers import batches_of
+from scatterpar.batch.batch import batches_of
 
 ROOT = Path(__file__).parent.parent.parent
 CLASSES = 3
@@ -98,7 +98,7 @@ class Checked(scatterpar.ScatterOnceParallel):
         return super().loss(*batch, **options)
 
     def _compare(self, inputs, targets=None, criterion=None, **options):
-        if len(batches_of(inputs, targets, 0)[0]) == 1:  # ``check`` takes one batch
+        if len(batches_of(inputs, targets, 0)) == 1:  # ``check`` takes one batch
             kept = ("reduction", "count", "whole_batch", "costs")
             same = {name: options[name] for name in kept if name in options}
             report = self.check(inputs, targets, criterion, **same)

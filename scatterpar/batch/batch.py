@@ -1,0 +1,306 @@
+"""A batch as a flat list of leaves: taken apart once, and put together for each call.
+
+::
+
+    inputs {"ids": a, "mask": b}, targets c      what the user passes
+    leaves [a, b, c]                             what is selected, moved and copied
+    inputs {"ids": a', "mask": b'}, targets c'   what module and criterion get
+
+What a leaf is, is asked once, when a batch is taken apart. So a sub-step only does what
+the kind of each leaf needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.batch import nested
+from scatterpar.batch.markers import Batches, Marker, count_rows
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How the leaves of a batch were nested, and what each of them is.
+
+    All other leaves than those at the four kinds of positions are plain values.
+
+    Attributes:
+        dim: the dimension along which tensors have their rows.
+        num_inputs: the number of leaves of the inputs, which come first.
+        build_inputs: puts the leaves of the inputs together.
+        build_targets: puts the leaves of the targets together.
+        tensors: the positions of tensors with rows.
+        numbers: the positions of 0-dim tensors.
+        markers_of_rows: the positions of markers with rows, such as ``Rows``.
+        markers_of_values: the positions of other markers, such as ``Replicated``.
+    """
+
+    dim: int
+    num_inputs: int
+    build_inputs: nested.Build
+    build_targets: nested.Build
+    tensors: tuple[int, ...]
+    numbers: tuple[int, ...]
+    markers_of_rows: tuple[int, ...]
+    markers_of_values: tuple[int, ...]
+
+
+class Batch:
+    """The inputs and targets of some rows, as a flat list of their leaves.
+
+    A leaf is a tensor, a marker, or anything else that is no container.
+
+    Attributes:
+        leaves: those of the inputs, then those of the targets.
+        structure: how they are put together, and what they are.
+        rows: the number of rows.
+        first_row: the number of the first row, if several batches make a step.
+    """
+
+    __slots__ = ("first_row", "leaves", "rows", "structure")
+
+    def __init__(
+        self, leaves: list[Any], structure: Structure, rows: int, first_row: int = 0
+    ) -> None:
+        self.leaves = leaves
+        self.structure = structure
+        self.rows = rows
+        self.first_row = first_row
+
+    @property
+    def inputs(self) -> Any:
+        """The inputs, nested as the user nested them."""
+        return self.structure.build_inputs(iter(self.leaves))
+
+    @property
+    def targets(self) -> Any:
+        """The targets, nested as the user nested them."""
+        leaves = self.leaves[self.structure.num_inputs :]
+        return self.structure.build_targets(iter(leaves))
+
+    def unwrapped(self, *, copy: bool = False) -> tuple[Any, Any]:
+        """Inputs and targets as a module and a criterion see them, without markers.
+
+        With ``copy``, tensors are copied.
+        """
+        structure = self.structure
+        leaves = self.leaves.copy()
+        if copy:
+            for position in structure.tensors:
+                leaves[position] = leaves[position].clone()
+            for position in structure.numbers:
+                leaves[position] = leaves[position].clone()
+        for position in structure.markers_of_rows:
+            leaves[position] = leaves[position].unwrap(copy=copy)
+        for position in structure.markers_of_values:
+            leaves[position] = leaves[position].unwrap(copy=copy)
+        remaining = iter(leaves)
+        return structure.build_inputs(remaining), structure.build_targets(remaining)
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The batch with these rows, in this order.
+
+        If they are a ``range``, tensors become views, otherwise copies.
+        """
+        structure = self.structure
+        leaves = self.leaves.copy()
+        for position in structure.tensors:
+            leaves[position] = _select(leaves[position], rows, structure.dim)
+        for position in structure.numbers:
+            # Replicas must not share a number: a module may write it.
+            leaves[position] = leaves[position].clone()
+        for position in structure.markers_of_rows:
+            leaves[position] = leaves[position].select(rows)
+        return Batch(leaves, structure, len(rows))
+
+    def map_rows(self, function: Callable[[Any], Any]) -> Batch:
+        """The batch with ``function`` of each tensor and marker that has rows."""
+        leaves = self.leaves.copy()
+        for position in self.structure.tensors:
+            leaves[position] = function(leaves[position])
+        for position in self.structure.markers_of_rows:
+            leaves[position] = function(leaves[position])
+        return Batch(leaves, self.structure, self.rows, self.first_row)
+
+    def map_values(self, function: Callable[[Any], Any]) -> Batch:
+        """The batch with ``function`` of each 0-dim tensor and marker without rows."""
+        leaves = self.leaves.copy()
+        for position in self.structure.numbers:
+            leaves[position] = function(leaves[position])
+        for position in self.structure.markers_of_values:
+            leaves[position] = function(leaves[position])
+        return Batch(leaves, self.structure, self.rows, self.first_row)
+
+    def without_targets(self) -> Batch:
+        """The inputs alone."""
+        structure = self.structure
+        leaves = self.leaves[: structure.num_inputs]
+        return _classified(
+            leaves,
+            structure.num_inputs,
+            structure.build_inputs,
+            _nothing,
+            self.rows,
+            structure.dim,
+            self.first_row,
+        )
+
+    def without_inputs(self) -> Batch:
+        """The targets alone."""
+        structure = self.structure
+        leaves = self.leaves[structure.num_inputs :]
+        return _classified(
+            leaves,
+            0,
+            _nothing,
+            structure.build_targets,
+            self.rows,
+            structure.dim,
+            self.first_row,
+        )
+
+    def at_row(self, first_row: int) -> Batch:
+        """The same batch, whose first row has another number."""
+        return Batch(self.leaves, self.structure, self.rows, first_row)
+
+    @property
+    def markers(self) -> list[Marker]:
+        """The leaves that are markers."""
+        structure = self.structure
+        positions = structure.markers_of_rows + structure.markers_of_values
+        return [self.leaves[position] for position in positions]
+
+    @property
+    def has_marked_rows(self) -> bool:
+        """Whether a marker has rows, as ``Rows`` has."""
+        return bool(self.structure.markers_of_rows)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, also inside markers."""
+        structure = self.structure
+        positions = structure.tensors + structure.numbers
+        tensors: list[Tensor] = [self.leaves[position] for position in positions]
+        for marker in self.markers:
+            tensors += [leaf for leaf in marker.leaves() if isinstance(leaf, Tensor)]
+        return tensors
+
+    def devices(self) -> set[torch.device]:
+        """The devices of the tensors."""
+        return {tensor.device for tensor in self.tensors()}
+
+
+def _select(tensor: Tensor, rows: Sequence[int], dim: int) -> Tensor:
+    if type(rows) is range:
+        return tensor.narrow(dim, rows.start, rows.stop - rows.start)
+    return tensor.index_select(dim, torch.tensor(rows, device=tensor.device))
+
+
+def batch_of(
+    inputs: Any, targets: Any, rows: int, dim: int, first_row: int = 0
+) -> Batch:
+    """The batch of ``rows`` rows that a user passes as inputs and targets."""
+    leaves, build_inputs = nested.flatten(inputs)
+    num_inputs = len(leaves)
+    leaves_of_targets, build_targets = nested.flatten(targets)
+    leaves += leaves_of_targets
+    return _classified(
+        leaves, num_inputs, build_inputs, build_targets, rows, dim, first_row
+    )
+
+
+def _classified(
+    leaves: list[Any],
+    num_inputs: int,
+    build_inputs: nested.Build,
+    build_targets: nested.Build,
+    rows: int,
+    dim: int,
+    first_row: int,
+) -> Batch:
+    """The batch of these leaves, with the kind of each."""
+    tensors: list[int] = []
+    numbers: list[int] = []
+    markers_of_rows: list[int] = []
+    markers_of_values: list[int] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            (tensors if leaf.ndim else numbers).append(position)
+        elif isinstance(leaf, Marker):
+            has_rows = leaf.num_rows is not None
+            (markers_of_rows if has_rows else markers_of_values).append(position)
+    structure = Structure(
+        dim,
+        num_inputs,
+        build_inputs,
+        build_targets,
+        tuple(tensors),
+        tuple(numbers),
+        tuple(markers_of_rows),
+        tuple(markers_of_values),
+    )
+    return Batch(leaves, structure, rows, first_row)
+
+
+def _nothing(_: Iterator[Any]) -> None:
+    """Put together inputs or targets that are left out."""
+
+
+def batches_of(inputs: Any, targets: Any, dim: int) -> list[Batch]:
+    """The batches of a step: one, or those of ``Rows.from_batches``.
+
+    Raises ``ValueError`` for what cannot be split into rows, and ``TypeError`` for a
+    marker inside a marker.
+    """
+    if not isinstance(inputs, Batches) and not isinstance(targets, Batches):
+        rows = count_rows({"inputs": inputs, "targets": targets}, dim)
+        return [batch_of(inputs, targets, rows, dim)]
+    parts = {"inputs": inputs, "targets": targets}
+    sizes = _sizes_of_batches(parts, dim)
+    spans = list(pairwise(accumulate(sizes, initial=0)))
+    entries: dict[str, list[Any]] = {}
+    for name, part in parts.items():
+        if isinstance(part, Batches):
+            entries[name] = part.entries
+        else:  # one batch, which is sliced like the others
+            whole = batch_of(part, None, sum(sizes), dim)
+            entries[name] = [whole.select(range(*span)).inputs for span in spans]
+    batches: list[Batch] = []
+    for number, (start, stop) in enumerate(spans):
+        inputs_of_batch = entries["inputs"][number]
+        targets_of_batch = entries["targets"][number]
+        batch = batch_of(inputs_of_batch, targets_of_batch, stop - start, dim, start)
+        batches.append(batch)
+    return batches
+
+
+def _sizes_of_batches(parts: dict[str, Any], dim: int) -> list[int]:
+    """The number of rows of each of several batches.
+
+    Raises ``ValueError`` if inputs and targets disagree.
+    """
+    sizes_by_part: dict[str, list[int]] = {}
+    for name, part in parts.items():
+        if isinstance(part, Batches):
+            sizes_by_part[name] = [
+                count_rows({f"{name}, batch {number}": batch}, dim)
+                for number, batch in enumerate(part.entries)
+            ]
+    sizes = next(iter(sizes_by_part.values()))
+    for name in parts.keys() - sizes_by_part.keys():
+        rows = count_rows({name: parts[name]}, dim, known=sum(sizes))
+        sizes_by_part[name] = sizes if rows == sum(sizes) else [rows]
+    if any(sizes_of_part != sizes for sizes_of_part in sizes_by_part.values()):
+        shown = ", ".join(
+            f"{name} with {' + '.join(map(str, sizes_of_part))}"
+            for name, sizes_of_part in sizes_by_part.items()
+        )
+        raise ValueError(
+            f"the several batches disagree in their rows along dim={dim}: {shown}"
+        )
+    return sizes

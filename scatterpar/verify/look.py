@@ -145,7 +145,8 @@ class ReplicaLook:
             except Inconclusive:
                 raise
             except Exception as error:  # user code may need other rows, or memory
-                self._error = error
+                # Without its frames, which hold rows, outputs, and this object.
+                self._error = error.with_traceback(None)
         if is_out_of_memory(self._error):
             raise Inconclusive("memory ran out", patience=2)
         # The step itself may not fail: what fails for several rows may broadcast to one.

@@ -1,0 +1,87 @@
+"""A batch as a flat list of leaves: what is selected, moved, and put together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scatterpar import Replicated, Rows
+from scatterpar.batch.batch import batch_of, batches_of
+
+IDS = torch.arange(12).reshape(4, 3)
+TEXTS = ["a", "b", "c", "d"]
+TABLE = torch.ones(9, 9)
+
+
+def batch_of_every_kind():
+    inputs = {"ids": IDS, "texts": Rows(TEXTS), "rate": torch.tensor(0.5)}
+    targets = (IDS[:, 0], [Replicated(TABLE), "mean"])
+    return batch_of(inputs, targets, 4, 0)
+
+
+@pytest.mark.parametrize("rows", [range(1, 3), [3, 0]])
+def test_rows_are_selected_and_everything_else_stays(rows):
+    inputs, targets = batch_of_every_kind().select(rows).unwrapped()
+    assert inputs["ids"].tolist() == IDS[list(rows)].tolist()
+    assert inputs["texts"] == [TEXTS[row] for row in rows]
+    assert inputs["rate"] == 0.5
+    assert targets[0].tolist() == IDS[list(rows), 0].tolist()
+    assert targets[1][0] is TABLE
+    assert targets[1][1] == "mean"
+
+
+def test_a_range_gives_views_and_numbers_are_never_shared():
+    batch = batch_of_every_kind()
+    inputs, _ = batch.select(range(1, 3)).unwrapped()
+    assert inputs["ids"].data_ptr() == IDS[1:].data_ptr()
+    assert inputs["rate"] is not batch.inputs["rate"]
+
+
+def test_unwrapped_with_copy_shares_no_memory():
+    batch = batch_of_every_kind()
+    inputs, targets = batch.unwrapped(copy=True)
+    pairs = [
+        (inputs["ids"], IDS),
+        (inputs["rate"], batch.inputs["rate"]),
+        (targets[1][0], TABLE),
+    ]
+    for copy, original in pairs:
+        assert copy.data_ptr() != original.data_ptr()
+        assert torch.equal(copy, original)
+
+
+def test_functions_get_leaves_with_rows_or_without():
+    batch = batch_of_every_kind()
+    seen = {"rows": [], "values": []}
+    batch.map_rows(lambda leaf: seen["rows"].append(leaf) or leaf)
+    batch.map_values(lambda leaf: seen["values"].append(leaf) or leaf)
+    kinds = {name: [type(leaf).__name__ for leaf in seen[name]] for name in seen}
+    assert kinds == {
+        "rows": ["Tensor", "Tensor", "Rows"],
+        "values": ["Tensor", "Replicated"],
+    }
+
+
+def test_inputs_and_targets_alone():
+    batch = batch_of_every_kind()
+    inputs, nothing = batch.without_targets().unwrapped()
+    assert list(inputs) == ["ids", "texts", "rate"]
+    assert nothing is None
+    nothing, targets = batch.without_inputs().select([2]).unwrapped()
+    assert nothing is None
+    assert targets[0].tolist() == [6]
+    assert batch.without_targets().has_marked_rows
+    assert not batch.without_inputs().has_marked_rows
+
+
+def test_several_batches_know_their_first_rows():
+    window = Rows.from_batches([IDS[:3], IDS[3:]])
+    batches = batches_of(window, IDS[:, 0], 0)
+    assert [(batch.first_row, batch.rows) for batch in batches] == [(0, 3), (3, 1)]
+    assert batches[1].targets.tolist() == [9]
+
+
+def test_batches_that_disagree_are_refused():
+    window = Rows.from_batches([IDS[:3], IDS[3:]])
+    with pytest.raises(ValueError, match=r"inputs with 3 \+ 1, targets with 3"):
+        batches_of(window, IDS[:3], 0)

@@ -35,6 +35,7 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
+from scatterpar.options.assigned import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.costs import has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
@@ -42,7 +43,7 @@ from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
 from scatterpar.options.map_rows import map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
-from scatterpar.plan import Plan, check_shares, make_plan
+from scatterpar.plan import Plan, check_int, check_shares, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet
@@ -136,6 +137,9 @@ class ScatterOnceParallel(Wrapper):
     Attributes:
         module: the user's module.
         shares: the relative sizes of the replicas' shares, one number per replica.
+        accum, micro_batch_size, micro_batch_cost, dim, shares, check_finite,
+            measure_noise, verify, graphs: the options. One that is set is checked as in
+            the constructor, and holds from the next step on. All others cannot be set.
         last_step: a :class:`StepReport` of the last step; ``None`` before the first
             step.
 
@@ -177,22 +181,22 @@ class ScatterOnceParallel(Wrapper):
         self.module, self._compile_fn = unwrapped(module)
         if compile is not None:
             self._compile_fn = compile_fn_from(compile) or self._compile_fn
-        self.device_ids = resolve(device_ids)
-        self.accum: Any = accum
-        self.micro_batch_size = micro_batch_size
-        self.micro_batch_cost = micro_batch_cost
-        self.dim = dim
-        self.buffer_policy = buffers
-        self.accumulate_dtype = accumulate_dtype
-        self.check_finite = check_finite
-        self.measure_noise = measure_noise
-        self.verify = verify
-        self.graphs = graphs
+        self._device_ids = resolve(device_ids)
+        self._accum = accum
+        self._micro_batch_size = micro_batch_size
+        self._micro_batch_cost = micro_batch_cost
+        self._dim = dim
+        self._buffer_policy = buffers
+        self._accumulate_dtype = accumulate_dtype
+        self._check_finite = check_finite
+        self._measure_noise = measure_noise
+        self._verify = verify
+        self._graphs = graphs
         num_replicas = len(self.device_ids)
         check_options(self.module, dim, buffers, accumulate_dtype)
         check_cuts(accum, micro_batch_size, micro_batch_cost, num_replicas)
         check_placement(self.module, self.device_ids, lazy=True)
-        self.shares = check_shares(shares, num_replicas)
+        self._shares = check_shares(shares, num_replicas)
         self.last_step: StepReport | None = None
         # What copies of the engine keep, unlike all that ``_init_transient`` makes.
         self._auto_accum = AutoAccum() if accum == "auto" else None
@@ -207,6 +211,49 @@ class ScatterOnceParallel(Wrapper):
             )
         self._init_transient()
 
+    accum = option("accum")
+    micro_batch_size = option("micro_batch_size")
+    micro_batch_cost = option("micro_batch_cost")
+    dim = option("dim")
+    shares = option("shares")
+    check_finite = option("check_finite")
+    measure_noise = option("measure_noise")
+    verify = option("verify")
+    graphs = option("graphs")
+    device_ids = fixed("device_ids")
+    buffer_policy = fixed("buffer_policy", "buffers")
+    accumulate_dtype = fixed("accumulate_dtype")
+    process_group = FixedArgument("process_group")
+    buffers = FixedArgument("buffers", nn.Module.buffers)
+    compile = FixedArgument("compile", nn.Module.compile)
+
+    def _assign(self, name: str, value: Any) -> None:
+        """Set an option as the constructor would, or leave all as it was."""
+        if name == "shares":
+            value = check_shares(value, len(self.device_ids))
+        elif name == "dim":
+            check_int("dim", value)
+        earlier = dict(vars(self))
+        vars(self)[f"_{name}"] = value
+        try:
+            check_cuts(
+                self.accum,
+                self.micro_batch_size,
+                self.micro_batch_cost,
+                len(self.device_ids),
+            )
+            if name == "accum":
+                self._auto_accum = AutoAccum() if value == "auto" else None
+            elif name == "verify":
+                self._init_verifier()
+            elif name in ("graphs", "micro_batch_cost"):
+                self._init_schedule()
+            elif name == "measure_noise":
+                self._check_noise()
+        except BaseException:
+            vars(self).update(earlier)
+            raise
+
     _transient = "_workers", "_replicas", "_verifier", "_one_pass", "_trace"
 
     def _init_transient(self) -> None:
@@ -217,7 +264,18 @@ class ScatterOnceParallel(Wrapper):
             compile_fn=self._compile_fn,
         )
         self._replicas = Replicas(self.device_ids, options)
+        self._init_verifier()
+        self._init_schedule()
+        self._check_noise()
+        self._trace: Trace | None = None
+        self._step_ended = math.inf  # the first step has not waited
+        # set by a loop whose replicas share what hooks write and the loop reads
+        self._is_serial = False
+
+    def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
+
+    def _init_schedule(self) -> None:
         self._one_pass = Schedule()
         if self.graphs is not False:
             self._one_pass = Captured(
@@ -227,12 +285,10 @@ class ScatterOnceParallel(Wrapper):
                 self._compile_fn,
                 self.micro_batch_cost,
             )
+
+    def _check_noise(self) -> None:
         if self.measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
-        self._trace: Trace | None = None
-        self._step_ended = math.inf  # the first step has not waited
-        # set by a loop whose replicas share what hooks write and the loop reads
-        self._is_serial = False
 
     def forward_backward(
         self,

@@ -334,7 +334,8 @@ class Runs:
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            # Not the tensor itself: its node, which saves it, would never be freed.
+            return tensor.detach()
 
         task = self.replica_task
         self.restart()

@@ -104,6 +104,12 @@ outputs of plans by cost stay in the plan's order
 batch statistics leave out how the means of micro-batches differ
   pooled -> test_the_first_layer_has_what_plain_torch_has
   (_sum(between) + _sum(within)) => _sum(within)
+synchronised statistics leave out how the means of replicas differ
+  pooled -> test_moments_of_two_replicas_are_pooled_by_hand
+  between + within => within
+the gradient of a synchronised layer leaves out the statistics
+  Normalise.backward -> test_steps_are_those_of_batch_norm_over_the_rows_of_all_replicas
+  of_rows -= correction => pass
 sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
   sum_dtype -> test_512_ones_add_up_to_512_and_are_added_to_what_is_there
   if accumulate_dtype is None: => if True:

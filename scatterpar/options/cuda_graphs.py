@@ -124,6 +124,8 @@ class Captured(Schedule):
     engine's replicas.
     """
 
+    uses_graphs = True
+
     def __init__(
         self,
         graphs: Any,

@@ -52,6 +52,7 @@ from scatterpar.step.substeps import (
     Gradient,
     Schedule,
     detached_output,
+    meeting_of,
     set_aside,
     unalias,
 )
@@ -114,7 +115,8 @@ class TwoPasses(Schedule):
         ranks = None if is_trial else self._ranks
         replica_sets = attempt.replicas.replica_sets
         with parameter_writes_refused(replica_sets):
-            passes = attempt.threads.run(partial(Passes, attempt), tasks)
+            meeting = meeting_of(attempt)
+            passes = attempt.threads.run(partial(Passes, attempt), tasks, meeting)
         if self._verifier is not None and not is_trial:
             outputs = [passes_of_replica.outputs for passes_of_replica in passes]
             self._verifier.check_join(attempt, tasks[0], outputs, output_at)
@@ -122,7 +124,7 @@ class TwoPasses(Schedule):
             with parameter_writes_refused(replica_sets, second_pass=True):
                 batch = WholeBatch(attempt, passes, ranks)
                 loss = batch.loss()
-                attempt.threads.run(Passes.second, passes)
+                attempt.threads.run(Passes.second, passes, meeting_of(attempt))
         except BaseException as error:
             if ranks is not None and is_out_of_memory(error):
                 self.may_start_again = False

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.device_ids import physical
+from scatterpar.devices.streams import is_async
 from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.errors import restored
+from scatterpar.plan import Share
 from scatterpar.replicas.batch_statistics import (
     Layer,
     Records,
@@ -35,6 +37,14 @@ from scatterpar.replicas.module_copy import (
     root_to_replicate,
 )
 from scatterpar.replicas.parameter_guard import ParameterGuard
+from scatterpar.replicas.sync_batch_norm import (
+    Meeting,
+    Seat,
+    has_own_forward,
+    refuse_to_wait,
+    seat_layers,
+    synchronised_layers,
+)
 from scatterpar.torch_private import CompileFn
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -130,6 +140,49 @@ class Replicas:
             layers += replica_set.recorded(active, transfers)
         return StepStatistics(layers)
 
+    def exchange_statistics(self) -> bool:
+        """Whether an ``nn.SyncBatchNorm`` layer is in training mode."""
+        for replica_set in self.replica_sets:
+            for layer in replica_set.synchronised:
+                if layer.training:
+                    return True
+        return False
+
+    def meeting(
+        self,
+        shares: Sequence[Share],
+        transfers: Transfers,
+        obstacles: Mapping[str, bool],
+    ) -> Meeting | None:
+        """Where the replicas of ``shares`` exchange statistics in one pass.
+
+        Returns ``None`` if only one replica has a share. Raises ``ValueError`` if
+        replicas cannot wait for each other. ``obstacles`` has what the step knows of
+        that, in words.
+        """
+        if len(shares) == 1:
+            return None
+        of_model, *of_criterion = self.replica_sets
+        in_criterion = False
+        for replica_set in of_criterion:
+            in_criterion |= any(layer.training for layer in replica_set.synchronised)
+        accelerators = [share.device for share in shares if is_async(share.device)]
+        has_own = any(has_own_forward(layer) for layer in of_model.synchronised)
+        refuse_to_wait(
+            {
+                "one in the criterion": in_criterion,
+                "a subclass with a forward of its own": has_own,
+                "compiled modules": of_model.compiler is not None,
+                "two replicas on one accelerator, which take turns": (
+                    len(set(accelerators)) < len(accelerators)
+                ),
+                **obstacles,
+            }
+        )
+        seats = [replica.seat for replica in of_model.replicas]
+        numbers = [len(share.micro_batches) for share in shares]
+        return Meeting(seats, numbers, transfers)
+
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: others may compile."""
         for replica_set in self.replica_sets:
@@ -166,6 +219,7 @@ class ReplicaSet:
             in its order.
         trained: for each trained tensor, by its number, the dtype in which its
             gradients are added.
+        synchronised: the user's ``nn.SyncBatchNorm`` layers.
         leaves: the user's tensors among them that were not computed from parameters.
         guard: refuses forward passes that write parameters.
     """
@@ -177,6 +231,7 @@ class ReplicaSet:
         self.builds = 0
         self.flags = 0
         self.root: Any = None
+        self.synchronised: Sequence[nn.SyncBatchNorm] = ()
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
         self.broadcast = Broadcast(ModuleContents(()), ())
@@ -274,6 +329,7 @@ class ReplicaSet:
         self.contents = ModuleContents((self.root,), physical(self.device_ids[0]))
         self.modules = list(self.contents.modules.values())
         self.tensors = list(self.contents.tensors.values())
+        self.synchronised = synchronised_layers(self.modules)
         if not self.broadcast.is_of(self.contents, self.device_ids):
             self.broadcast = Broadcast(self.contents, self.device_ids)
         compiled = self.contents.compiled
@@ -376,6 +432,7 @@ class Replica(ModuleCopy):
         root: the copy of the set's root.
         modules: the copies of the modules, in the order of the user's.
         records: what batch normalisation has recorded in this step.
+        seat: where its synchronised batch normalisation meets that of other replicas.
         state: its containers, and which tensors require grad, as of the last refresh.
     """
 
@@ -397,6 +454,9 @@ class Replica(ModuleCopy):
         self.records: Records = {}
         if replica_set.options.record_statistics:
             self.records = record(self.modules)
+        self.seat = Seat(device)
+        records_own = replica_set.options.record_statistics
+        seat_layers(self.seat, self.root, self.modules, records_own=records_own)
         tensors = self.tensors  # not `self`, which would be a cycle
         self.state = Snapshot(
             self.containers, lambda: list(map(_REQUIRES_GRAD, tensors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,9 +55,13 @@ def _loss_under_lock(
     """
     nodes = nodes_of(nested.tensors(output))  # first: a criterion may write outputs
     # The lock before the span: in a trace, replicas that wait for it do not compute.
-    assert task.criterion_lock is not None
-    with task.criterion_lock, task.span("criterion", sub_step):
+    lock = task.criterion_lock
+    assert lock is not None
+    with lock, task.span("criterion", sub_step):
+        seat = task.replicas[0].seat
+        seat.holds_lock = not isinstance(lock, contextlib.nullcontext)
         loss = loss_of(output, targets, criterion)
+        seat.holds_lock = False
     for leaf in leaves_reached(loss, nodes):
         if isinstance(leaf, nn.Parameter) and not any(
             leaf is own for own in task.leaves

@@ -15,6 +15,7 @@ from torch.fx import traceback as fx_traceback
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import add_note
 from scatterpar.plan import Share, shown
+from scatterpar.replicas.sync_batch_norm import Meeting
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers
 
@@ -50,7 +51,10 @@ class ReplicaThreads:
         self._end_substep = end_substep
 
     def run(
-        self, function: Callable[[_Item, Proceed], _Result], items: Sequence[_Item]
+        self,
+        function: Callable[[_Item, Proceed], _Result],
+        items: Sequence[_Item],
+        meeting: Meeting | None = None,
     ) -> list[_Result]:
         """Call ``function(item, proceed)`` for each share, in its replica's thread.
 
@@ -59,9 +63,11 @@ class ReplicaThreads:
         replica has failed. Every replica runs its first sub-step, so errors do not
         depend on timing.
 
+        In a ``meeting``, replicas wait for each other within sub-steps, too.
+
         Returns the results, one per share.
         """
-        cancel = threading.Event()
+        cancel = threading.Event() if meeting is None else meeting
 
         def work(share: Share, item: _Item) -> _Result:
             start = time.perf_counter()
@@ -74,11 +80,19 @@ class ReplicaThreads:
                     if cancel.is_set():
                         raise Cancelled
                 note.sub_step = sub_step
+                if meeting is not None:
+                    meeting.enter(share.replica, sub_step)
 
             with self._generators.of(share.replica), note:
                 try:
                     result = function(item, proceed)
+                except BaseException:
+                    # Before the replica leaves the meeting, where others would miss it.
+                    cancel.set()
+                    raise
                 finally:
+                    if meeting is not None:
+                        meeting.enter(share.replica, None)
                     self._end_substep()
             self.seconds[share.replica] += time.perf_counter() - start
             return result

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.errors import warn
 from scatterpar.plan import check_int, check_number
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.wrapper import Wrapper
@@ -210,9 +209,7 @@ def check_module(module: Any) -> None:
 
 
 def _check_synchronised(module: nn.Module) -> None:
-    """Warn of ``nn.SyncBatchNorm``; refuse it if there are several processes, as it
-    would hang.
-    """
+    """Refuse ``nn.SyncBatchNorm`` if there are several processes: it would hang."""
     norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)}
     is_distributed = dist.is_available() and dist.is_initialized()
     for name, norm in norms.items():
@@ -223,13 +220,6 @@ def _check_synchronised(module: nn.Module) -> None:
                 "forward pass: replicas would do so in no order, and wait for ever; "
                 f"{_PLAIN}"
             )
-    if norms:
-        warn(
-            f"{next(iter(norms))!r} is an nn.SyncBatchNorm: replicas do not exchange "
-            "its "
-            "statistics, and it normalises each micro-batch by itself, as "
-            f"nn.BatchNorm2d; {_PLAIN}"
-        )
 
 
 _PLAIN = (

@@ -23,6 +23,7 @@ from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.replicas import parameter_writes_refused
+from scatterpar.replicas.sync_batch_norm import Meeting
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
     Held,
@@ -137,6 +138,8 @@ class Substeps:
         returned = None
         if request.return_outputs:
             returned = detached_output(output, request.return_outputs)
+        if not weight and request.backward and task.replicas[0].seat.is_shared():
+            self._run_backward_of_nothing(sub_step, output, loss)
         # The graph has what the backward pass needs: a large output is freed before it.
         del output
         if weight and request.backward:
@@ -148,6 +151,22 @@ class Substeps:
             if self._without_gradient:
                 self._without_gradient = unalias(self._without_gradient)
         return loss.detach(), returned
+
+    def _run_backward_of_nothing(
+        self, sub_step: int, output: Any, loss: Tensor
+    ) -> None:
+        """Run the backward pass of a micro-batch whose loss does not count.
+
+        Through the statistics of ``nn.SyncBatchNorm``, the gradient of other replicas'
+        losses depends on its rows. Starts from the output: the loss may be NaN.
+        """
+        roots: list[Tensor] = []
+        for tensor in nested.tensors(output):
+            if tensor.requires_grad and tensor is not loss:
+                roots.append(tensor)
+        if roots:
+            zeros = [torch.zeros_like(root) for root in roots]
+            self._task.run_backward(sub_step, roots, zeros)
 
     def finish(self) -> None:
         """Called after the last sub-step; here the leaves have all gradients by then."""
@@ -167,10 +186,12 @@ class Schedule:
             many as the module has.
         may_start_again: whether a step that ran out of memory may begin again, with
             more sub-steps.
+        uses_graphs: whether sub-steps are captured as graphs.
     """
 
     replicas_of_criterion: int | None = None
     may_start_again = True
+    uses_graphs = False
 
     def data(self, request: Request) -> Sequence[Batch]:
         """What is scattered."""
@@ -192,12 +213,34 @@ class Schedule:
                 attempt.extent.max_substeps, proceed
             )
 
+        meeting = meeting_of(attempt, uses_graphs=self.uses_graphs)
         with parameter_writes_refused(attempt.replicas.replica_sets):
-            results = attempt.threads.run(train, tasks)
+            results = attempt.threads.run(train, tasks, meeting)
         # Not sum(): from Python 3.12 on it compensates, and so rounds in another way.
         loss = functools.reduce(operator.add, [result.loss for result in results])
         outputs = [result.outputs for result in results]
         return Computed(loss, results[0].dtype, outputs)
+
+
+def meeting_of(attempt: Attempt, *, uses_graphs: bool = False) -> Meeting | None:
+    """Where replicas exchange the statistics of ``nn.SyncBatchNorm`` layers in one pass.
+
+    Returns ``None`` if no such layer trains. Raises ``ValueError`` if replicas cannot
+    wait for each other.
+    """
+    if not attempt.replicas.exchange_statistics():
+        return None
+    shares = attempt.plan.shares
+    is_ragged = len({len(share.micro_batches) for share in shares}) > 1
+    obstacles = {
+        "graphs=True": uses_graphs,
+        "replicas that take turns, as a criterion that reads what forward passes leave "
+        "behind needs": attempt.threads.is_serial,
+        "whole_batch=True and unequal numbers of micro-batches": (
+            attempt.request.whole_batch and is_ragged
+        ),
+    }
+    return attempt.replicas.meeting(shares, attempt.transfers, obstacles)
 
 
 def returned_part(attempt: Attempt) -> Callable[[ReplicaTask, Any], Any]:

@@ -185,15 +185,3 @@ def test_the_rows_of_all_ranks():
                 f"{name} differs between ranks"
             )
         assert collectives == 3
-
-
-def with_synchronised(group=None):
-    model = build(lambda: nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3)))
-    words = rf"'1' is an nn.SyncBatchNorm.*{'use nn.BatchNorm2d, whose' if group else 'each micro-b'}"
-    with pytest.raises(ValueError, match=words) if group else pytest.warns(match=words):
-        ScatterOnceParallel(model, 1, ["cpu"]).close()
-
-
-def test_synchronised_ones_are_told_and_between_processes_refused():
-    with_synchronised()
-    run_on_ranks(2, with_synchronised)

@@ -7,6 +7,7 @@ hold the simulation itself to what CUDA does.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -20,6 +21,7 @@ from devices.cards.test_accelerator import moved, whole_batch
 from harness.models import Of
 from harness.notes import beginning_of_note
 from harness.oracle import seeded
+from replicas.test_sync_batch_norm import rows_by_sub_step
 from simulated import NAME, control
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
@@ -466,3 +468,36 @@ def test_rows_of_small_tensors_arrive_whole_from_any_memory(late, place):
                 Rows(moved(place, *rows)), targets, nn.CrossEntropyLoss()
             )
             assert_near(model, expected)
+
+
+@pytest.mark.parametrize("order", ["late", "eager", "random:3"])
+@pytest.mark.parametrize("on_own_stream", [False, True])
+@pytest.mark.parametrize("devices", [[FIRST, SECOND], [FIRST, "cpu", SECOND]])
+def test_synchronised_layers_are_exact_in_every_order(devices, on_own_stream, order):
+    """Copies were once issued on another stream than the one that freed their source,
+    and gradients were wrong on a stream of the user's.
+    """
+    with seeded():
+        layers = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4)
+        plain = nn.Sequential(*layers, nn.BatchNorm1d(4)).double()
+        inputs, targets = torch.randn(26, 8).double(), torch.randint(4, (26,))
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).to(FIRST)
+    synchronize()  # the parameters are there before another stream reads them
+    stream = torch.Stream(FIRST) if on_own_stream else contextlib.nullcontext()
+    engine = ScatterOnceParallel(module, 2, devices)
+    with control.ordered(order), stream:
+        for _ in range(3):
+            module.zero_grad()
+            plain.zero_grad()
+            engine.forward_backward(inputs, targets, LOSS)
+            for rows in rows_by_sub_step(engine.plan(26)):
+                loss = LOSS(plain(inputs[rows]), targets[rows])
+                (loss * len(rows) / 26).backward()
+            expected = [parameter.grad for parameter in plain.parameters()]
+            assert_near(module, expected, rtol=1e-9, atol=1e-11)
+            for (name, buffer), other in zip(
+                module.named_buffers(), plain.buffers(), strict=True
+            ):
+                torch.testing.assert_close(buffer.cpu(), other, msg=name)
+        synchronize()
+    engine.close()

@@ -1,0 +1,559 @@
+"""nn.SyncBatchNorm: a sub-step is normalised over the rows of all replicas.
+
+::
+
+    forward    replica 0   mean, squares --+             +-- output
+               replica 1   mean, squares --+-- pooled ---+-- output
+               replica 2   has no sub-step of this number: nobody waits for it
+
+    backward   replica 0   sums -----------+             +-- gradient
+               replica 1   sums -----------+-- added ----+-- gradient
+
+In each call of a layer, and in the call's backward pass, the replicas exchange one
+tensor each. The last replica that arrives copies all contributions to the first one's
+device and combines them in the order of replicas, so bits do not depend on timing. Then
+each replica copies the result to its own device: between n devices, 2 (n - 1) copies.
+
+A replica that fails, and an interrupt, set the ``Meeting``, which ends all waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from scatterpar.devices.streams import has_streams, is_async, use_device
+from scatterpar.devices.transfers import Transfers, to_numbers
+from scatterpar.threads.workers import Cancelled
+
+Direction = Literal["forward", "backward"]
+
+# The longest wait for another replica: a first forward pass may compile kernels.
+PATIENCE_SECONDS = 300.0
+
+PLAIN = "use nn.BatchNorm2d, which normalises each micro-batch by itself"
+
+
+class Contribution(NamedTuple):
+    """The tensor that one replica brings to an exchange.
+
+    Attributes:
+        layer: the layer's name.
+        direction: of the pass that calls the layer.
+        values: per channel, in a forward pass.
+        tensor: two values per channel: the mean and the sum of squared deviations in a
+            forward pass; the sums of the gradient in a backward pass.
+        device: on which the tensor is stored.
+        streams: on which the device computes the tensor; empty without streams.
+    """
+
+    layer: str
+    direction: Direction
+    values: int
+    tensor: Tensor
+    device: torch.device
+    streams: Sequence[torch.Stream]
+
+    @property
+    def place(self) -> str:
+        """Where the replica is: the layer and the direction."""
+        return f"{self.layer!r} ({self.direction})"
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The contributions of one call of a layer, by replica, and their combination.
+
+    Attributes:
+        contributions: one per replica that has arrived.
+        result: the combination, on the first replica's device; ``None`` until all have
+            arrived, and if they have come to different places.
+    """
+
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    result: Tensor | None = None
+
+    def in_order(self) -> list[Contribution]:
+        """The contributions in the order of replicas."""
+        return [self.contributions[replica] for replica in sorted(self.contributions)]
+
+    def values(self) -> int:
+        """The number of values per channel of all replicas."""
+        return sum(brought.values for brought in self.contributions.values())
+
+
+@dataclass(eq=False)
+class SubStep:
+    """The replicas that have one sub-step, and their present exchange."""
+
+    replicas: list[int]
+    exchange: Exchange = field(default_factory=Exchange)
+    ended: set[int] = field(default_factory=set)  # replicas that have left the sub-step
+
+
+class Meeting(threading.Event):
+    """Where the replicas of one pass over the shares wait for each other.
+
+    The event is the job's cancellation: ``set`` ends all waits at once.
+    """
+
+    def __init__(
+        self, seats: Sequence[Seat], numbers: Sequence[int], transfers: Transfers
+    ) -> None:
+        """``seats`` and ``numbers``, of micro-batches, have one entry per replica."""
+        super().__init__()
+        self._changed = threading.Condition()
+        self._seats = seats
+        self._transfers = transfers
+        self._sub_steps: list[SubStep] = []
+        for sub_step in range(max(numbers)):
+            replicas = [i for i, number in enumerate(numbers) if sub_step < number]
+            self._sub_steps.append(SubStep(replicas))
+
+    def set(self) -> None:
+        """End all waits: a replica has failed, or the caller was interrupted."""
+        super().set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def enter(self, replica: int, number: int | None) -> None:
+        """The replica ends its sub-step and begins another; ``None``: it has no more.
+
+        Whoever waits for it in the old one waits in vain.
+        """
+        seat = self._seats[replica]
+        if seat.meeting is self:
+            with self._changed:
+                self._sub_steps[seat.number].ended.add(replica)
+                self._changed.notify_all()
+        seat.meeting = None
+        seat.holds_lock = False
+        if number is not None:
+            seat.meeting = self
+            seat.replica = replica
+            seat.number = number
+
+    def is_shared(self, number: int) -> bool:
+        """Whether several replicas have this sub-step."""
+        return len(self._sub_steps[number].replicas) > 1
+
+    def combine(
+        self, replica: int, number: int, brought: Contribution
+    ) -> tuple[int, Tensor]:
+        """The number of values of all replicas, and the combination of what they bring,
+        on this replica's device.
+
+        Waits for the other replicas. Raises ``RuntimeError`` if they are in another
+        layer or have left the sub-step, ``TimeoutError`` if one does not come, and
+        ``Cancelled`` if one has failed.
+        """
+        sub_step = self._sub_steps[number]
+        with self._changed:
+            exchange = sub_step.exchange
+            exchange.contributions[replica] = brought
+            if len(exchange.contributions) == len(sub_step.replicas):
+                # Another call of a layer may begin before all have left this one.
+                sub_step.exchange = Exchange()
+                self._complete(exchange)
+            else:
+                self._wait(sub_step, exchange, number)
+            result = exchange.result
+            if result is None:
+                raise different_layers(exchange)
+            first = exchange.in_order()[0]
+            return exchange.values(), self._copied(result, first, brought)
+
+    def _complete(self, exchange: Exchange) -> None:
+        """Combine the contributions on the first one's device, and wake the others."""
+        contributions = exchange.in_order()
+        first = contributions[0]
+        try:
+            if len({contribution.place for contribution in contributions}) == 1:
+                tensors = [
+                    self._copied(contribution.tensor, contribution, first)
+                    for contribution in contributions
+                ]
+                with use_device(first.device, first.streams):
+                    exchange.result = combined(contributions, tensors)
+        except BaseException:
+            self.set()
+            raise
+        finally:
+            self._changed.notify_all()
+
+    def _wait(self, sub_step: SubStep, exchange: Exchange, number: int) -> None:
+        """Wait for the other replicas. A complete exchange is never cancelled, so which
+        replica fails does not depend on timing.
+        """
+        while len(exchange.contributions) < len(sub_step.replicas):
+            if self.is_set():
+                raise Cancelled
+            absent = [i for i in sub_step.replicas if i not in exchange.contributions]
+            left = sub_step.ended.intersection(absent)
+            if left:
+                raise left_early(min(left), exchange, number)
+            if not self._changed.wait(PATIENCE_SECONDS):
+                raise never_came(absent[0], exchange, number)
+        if exchange.result is None and self.is_set():
+            raise Cancelled  # the last replica could not combine the contributions
+
+    def _copied(
+        self, tensor: Tensor, source: Contribution, target: Contribution
+    ) -> Tensor:
+        """``tensor``, which is stored where ``source`` is, where ``target`` is."""
+        if source.device == target.device:
+            return tensor
+        # Torch puts a copy on the current streams of both devices. In a thread of
+        # autograd that of another device is the default stream, which waits neither for
+        # the tensor nor for what reads its memory next.
+        with use_device(target.device, [*source.streams, *target.streams]):
+            return self._transfers.copy(tensor, target.device, "compute")
+
+
+def combined(
+    contributions: Sequence[Contribution], tensors: Sequence[Tensor]
+) -> Tensor:
+    """The tensors of all replicas as one, which were copied to one device."""
+    if contributions[0].direction == "backward":
+        return torch.stack(list(tensors)).sum(0)
+    return pooled([contribution.values for contribution in contributions], tensors)
+
+
+def pooled(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
+    """Mean and sum of squared deviations of all values, from those of each replica.
+
+    After Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances". A replica may have no values.
+    """
+    total = sum(numbers)
+    stacked = torch.stack(list(tensors))
+    means = stacked[:, 0]
+    fractions = [number / max(1, total) for number in numbers]
+    mean = weighted_sum(means, fractions)
+    between = weighted_sum((means - mean).square(), [float(n) for n in numbers])
+    within = stacked[:, 1].sum(0)
+    return torch.stack([mean, between + within])
+
+
+def weighted_sum(rows: Tensor, factors: Sequence[float]) -> Tensor:
+    """The sum of the rows of a matrix, each times a factor."""
+    # Not a product with a tensor of factors, which would be copied from the host.
+    return torch.stack(torch._foreach_mul(list(rows), list(factors))).sum(0)
+
+
+def different_layers(exchange: Exchange) -> RuntimeError:
+    """The error of replicas that wait for each other in different layers."""
+    contributions = exchange.contributions
+    places = [f"replica {i} in {contributions[i].place}" for i in sorted(contributions)]
+    return RuntimeError(
+        f"replicas wait for each other in different layers, {', '.join(places)}: each "
+        f"replica must call its nn.SyncBatchNorm layers in the same order; {PLAIN}"
+    )
+
+
+def left_early(replica: int, exchange: Exchange, number: int) -> RuntimeError:
+    """The error of a replica that has ended its sub-step, in which others wait."""
+    return RuntimeError(
+        f"{_missing(replica, exchange, number)}, where others wait: every replica must "
+        "call the same nn.SyncBatchNorm layers, and its loss must depend on them; "
+        f"{PLAIN}"
+    )
+
+
+def never_came(replica: int, exchange: Exchange, number: int) -> TimeoutError:
+    """The error of a replica for which others have waited too long."""
+    return TimeoutError(
+        f"{_missing(replica, exchange, number)} within {PATIENCE_SECONDS:g} s: it may "
+        "wait for a lock that another replica holds, such as that of a function that "
+        f"is the criterion; {PLAIN}"
+    )
+
+
+def _missing(replica: int, exchange: Exchange, number: int) -> str:
+    places = {contribution.place for contribution in exchange.contributions.values()}
+    names = " and ".join(sorted(places))
+    return f"replica {replica} does not come to {names} in sub-step {number}"
+
+
+class Seat:
+    """The place of one replica in a pass: its meeting, number and present sub-step.
+
+    Layers find their meeting here, and not through a variable of the thread: autograd
+    runs backward passes in threads of its own.
+
+    Attributes:
+        device: the replica's device.
+        meeting: of the pass that runs; ``None`` outside of passes.
+        replica: its number among those of the pass.
+        number: of its present sub-step.
+        holds_lock: whether it calls a criterion that only one replica may call at a
+            time, so that the others cannot come to an exchange.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.meeting: Meeting | None = None
+        self.replica = 0
+        self.number = 0
+        self.holds_lock = False
+
+    def is_shared(self) -> bool:
+        """Whether other replicas have the present sub-step, too."""
+        return self.meeting is not None and self.meeting.is_shared(self.number)
+
+
+def seat_layers(
+    seat: Seat, root: object, modules: Iterable[nn.Module], *, records_own: bool
+) -> None:
+    """Let the synchronised layers among a replica's ``modules`` exchange statistics.
+
+    With ``records_own`` running statistics are pooled after the step, so each layer
+    records those of its own rows.
+    """
+    names: dict[int, str] = {}
+    if isinstance(root, nn.Module):
+        names = {id(module): name for name, module in root.named_modules()}
+    for number, layer in enumerate(synchronised_layers(modules)):
+        if not has_own_forward(layer):
+            # A layer in a plain list has no name.
+            name = names.get(id(layer), f"number {number}")
+            vars(layer)["forward"] = SynchronisedForward(layer, name, seat, records_own)
+
+
+def refuse_to_wait(obstacles: Mapping[str, bool]) -> None:
+    """Raise ``ValueError`` for the first obstacle that is there."""
+    for words, is_there in obstacles.items():
+        if is_there:
+            raise ValueError(
+                "replicas exchange the statistics of nn.SyncBatchNorm layers, and wait "
+                f"for each other, which does not work with {words}; {PLAIN}"
+            )
+
+
+def synchronised_layers(modules: Iterable[nn.Module]) -> list[nn.SyncBatchNorm]:
+    """The layers of this kind."""
+    return [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
+
+
+def has_own_forward(layer: nn.SyncBatchNorm) -> bool:
+    """Whether the user has replaced the layer's ``forward``, in a subclass or in the
+    object.
+    """
+    is_replaced = "forward" in vars(layer)
+    return is_replaced or type(layer).forward is not nn.SyncBatchNorm.forward
+
+
+class Moments(NamedTuple):
+    """Per channel: the number of values, their mean, and the sum of their squared
+    deviations.
+    """
+
+    values: int
+    mean: Tensor
+    squares: Tensor
+
+
+class Call(NamedTuple):
+    """One call of a layer in one sub-step of a replica.
+
+    In the second of two passes a graph that was kept belongs to another meeting than in
+    the first. So the meeting is looked up when an exchange begins.
+    """
+
+    seat: Seat
+    number: int  # of the sub-step
+    layer: str
+
+    def combine(
+        self, direction: Direction, values: int, tensor: Tensor
+    ) -> tuple[int, Tensor]:
+        """As ``Meeting.combine``, in the meeting of the replica's present pass."""
+        seat = self.seat
+        if seat.meeting is None:
+            raise RuntimeError(
+                f"the {direction} pass of {self.layer!r} runs outside of a sub-step, "
+                f"where replicas exchange nothing; {PLAIN}"
+            )
+        if seat.holds_lock:
+            raise RuntimeError(
+                f"the criterion asks for a gradient through {self.layer!r}, where "
+                "replicas wait for each other, and one replica at a time calls a "
+                "criterion that is a function; write the criterion as an nn.Module, of "
+                "which each replica has a copy"
+            )
+        streams = []
+        if has_streams(tensor.device):
+            streams.append(torch.accelerator.current_stream(tensor.device))
+        brought = Contribution(
+            self.layer, direction, values, tensor, seat.device, streams
+        )
+        return seat.meeting.combine(seat.replica, self.number, brought)
+
+
+class SynchronisedForward:
+    """The ``forward`` of one replica's layer."""
+
+    def __init__(
+        self, layer: nn.SyncBatchNorm, name: str, seat: Seat, records_own: bool
+    ) -> None:
+        self._layer = weakref.ref(layer)  # the layer refers to this object
+        self._name = name
+        self._seat = seat
+        self._records_own = records_own
+
+    def __call__(self, rows: Tensor) -> Any:
+        """The normalised rows of one micro-batch."""
+        layer: Any = self._layer()
+        if not layer.training or not self._seat.is_shared():
+            return nn.SyncBatchNorm.forward(layer, rows)
+        layer._check_input_dim(rows)
+        layer._check_non_zero_input_channels(rows)
+        call = Call(self._seat, self._seat.number, self._name)
+        with torch.no_grad():
+            own = moments_of(rows)
+            packed = torch.stack([own.mean, own.squares])
+            values, combined_packed = call.combine("forward", own.values, packed)
+            mean, squares = combined_packed
+            moments = Moments(values, mean, squares)
+            require_two_values(values)
+            if layer.track_running_stats:
+                recorded = own if self._records_own else moments
+                update_running_statistics(layer, recorded)
+        normalise: Any = Normalise.apply
+        return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)
+
+
+def require_two_values(values: int) -> None:
+    """Raise torch's ``ValueError`` for a channel with a single value, whose variance is
+    undefined.
+    """
+    if values == 1:
+        raise ValueError("Expected more than 1 value per channel when training, got 1")
+
+
+def moments_of(rows: Tensor) -> Moments:
+    """The moments of one replica's rows, at least in float32."""
+    channels = rows.size(1)
+    values = rows.numel() // channels
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    rows = rows.to(dtype)
+    if values == 0:
+        zeros = rows.new_zeros(channels)
+        return Moments(0, zeros, zeros)
+    if is_async(rows.device):
+        dimensions = [0, *range(2, rows.ndim)]
+        variance, mean = torch.var_mean(rows, dimensions, correction=0)
+    else:  # on the CPU three times as fast
+        mean, variance = torch.batch_norm_update_stats(rows, None, None, 0.0)
+    return Moments(values, mean, variance * values)
+
+
+def update_running_statistics(layer: Any, moments: Moments) -> None:
+    """Write the running statistics that torch writes in a call with these values."""
+    momentum = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / to_numbers(layer.num_batches_tracked)
+    if momentum is None:  # without a count torch uses 0
+        momentum = 0.0
+    variance = moments.squares / max(1, moments.values - 1)
+    for running, new in (
+        (layer.running_mean, moments.mean),
+        (layer.running_var, variance),
+    ):
+        running.mul_(1 - momentum)
+        running.add_(new, alpha=momentum)
+
+
+class Normalise(torch.autograd.Function):
+    """Normalise rows with statistics that depend on the rows of all replicas."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        moments: Moments,
+        call: Call,
+    ) -> Tensor:
+        """The kernel of evaluation mode, for which statistics are given."""
+        mean = moments.mean
+        variance = moments.squares / max(1, moments.values)
+        context.save_for_backward(rows, weight, bias, mean, variance)
+        context.eps = eps
+        context.values = moments.values
+        context.call = call
+        weight = cast(weight, mean.dtype)
+        bias = cast(bias, mean.dtype)
+        return functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        """The gradient of all rows' loss, also through the statistics.
+
+        With x-hat = (x - mean) * slope, N values per channel and sums over all replicas::
+
+            weight * slope * (dy - sum(dy) / N - x-hat * sum(dy * x-hat) / N)
+        """
+        rows, weight, bias, mean, variance = context.saved_tensors
+        slope = torch.rsqrt(variance + context.eps)
+        scale = cast(weight, mean.dtype)
+        of_rows = torch.empty_like(rows)
+        of_weight = torch.zeros_like(mean)
+        of_bias = torch.zeros_like(mean)
+        # Without values the CPU's kernel divides by zero, which ends the process.
+        if rows.numel():
+            of_rows, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                gradient,
+                rows,
+                scale,
+                mean,
+                variance,
+                save_mean=None,
+                save_invstd=None,
+                train=False,
+                eps=context.eps,
+                output_mask=[True, True, True],
+            )
+        if context.needs_input_grad[0]:
+            packed = torch.stack([of_bias, of_weight])
+            _, sums = context.call.combine("backward", 0, packed)
+            sums = sums * slope / context.values
+            if scale is not None:
+                sums *= scale
+            of_shift, of_slope = sums
+            # In the statistics' dtype: rows in half precision would be rounded thrice.
+            correction = rows - per_channel(mean, rows)
+            correction *= per_channel(of_slope * slope, rows)
+            correction += per_channel(of_shift, rows)
+            of_rows -= correction
+        return of_rows, like(of_weight, weight), like(of_bias, bias), None, None, None
+
+
+def cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The parameter in ``dtype``, if the layer has one."""
+    return None if parameter is None else parameter.to(dtype)
+
+
+def like(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """The gradient in the parameter's dtype, if the layer has one."""
+    return None if parameter is None else gradient.to(parameter.dtype)
+
+
+def per_channel(values: Tensor, rows: Tensor) -> Tensor:
+    """``values``, which broadcast along the channels of ``rows``."""
+    shape = [1] * rows.ndim
+    shape[1] = -1
+    return values.view(shape)

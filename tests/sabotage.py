@@ -85,10 +85,10 @@ gradients that share memory are added to twice
   leaves[number].grad = gradient.clone() => pass
 of a parameter that model and criterion share, the criterion's gradient alone arrives
   reduce_gradients -> test_a_loop_gets_what_plain_torch_gives_it
-  functools.reduce(_plus, both) if both else None => both[-1] if both else None
+  functools.reduce(_plus, parts) if parts else None => parts[-1] if parts else None
 a parameter that no replica used gets zeros
-  reduce_gradients -> test_used_once_then_unused_keeps_the_gradient_it_had
-  sums.get(i)) => sums.get(i, torch.zeros_like(leaf)))
+  _summed -> test_used_once_then_unused_keeps_the_gradient_it_had
+  sums.get(number)) => sums.get(number, torch.zeros_like(leaf)))
 the scale of a scaler is left out
   Substeps.run -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
   weight * request.scale => weight
@@ -97,7 +97,7 @@ the factor that arrives at engine.loss is left out
   gradient.mul_(by) => pass
 outputs are joined in another order
   returned_outputs -> test_return_outputs
-  join_rows(pieces, attempt => join_rows(pieces[::-1], attempt
+  outputs_of_share, attempt.request.dim => outputs_of_share[::-1], attempt.request.dim
 outputs of plans by cost stay in the plan's order
   returned_outputs -> test_outputs_are_one_entry_in_the_order_of_the_batch
   if attempt.plan.order: => if False:
@@ -127,7 +127,7 @@ steps are not checked
   if kind.is_due(question.ranges, details): => if False:
 0-dim outputs of a ragged share are averaged with equal weights
   returned_outputs -> test_return_outputs
-  weights, rows)) => [1.0] * len(rows), rows))
+  dim, weights, rows) => dim, [1.0] * len(rows), rows)
 0-dim outputs of inference are averaged with equal weights
   compute_loss_weights -> test_numbers_without_rows_are_averaged_over_the_rows
   factors = [float(stop - start) for start, stop in spans] => pass

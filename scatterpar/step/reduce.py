@@ -1,5 +1,4 @@
-"""Add the gradients of replicas in pairs, always in the same order: the outcome of a
-step.
+"""Add the gradients of replicas in pairs, always in the same order.
 
 ::
 
@@ -15,7 +14,7 @@ by message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,6 +31,7 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import warn
 from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
+from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.replica_threads import ReplicaNote
@@ -53,19 +53,35 @@ class ReplicaNorms(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The results of a step: everything that the commit writes, and the report."""
+    """The results of a step: everything that the commit writes, and the report.
 
-    attempt: Attempt  # the one that succeeded
-    loss: float  # of the whole batch
-    dtype: torch.dtype  # of the losses
-    outputs: Sequence[Any]  # to be returned, if the user asked for outputs
-    terms: float  # the number of terms that a mean loss averages over; 1 for a sum
-    rows: int  # the number of rows in the batch; of all ranks
-    norms: ReplicaNorms  # of the replicas' gradients; of all ranks
-    gradients: list[Gradient]  # of every trained tensor of the user's
+    With several processes, these are the results of all ranks.
+
+    Attributes:
+        attempt: the one that succeeded.
+        loss: that of the whole batch.
+        dtype: that of the losses.
+        outputs: to be returned, if the user asked for outputs.
+        terms: the number of terms that a mean loss averages over; 1 for a sum.
+        rows: the number of rows in the batch.
+        norms: of the replicas' gradients.
+        gradients: of every trained tensor of the user's.
+        buffers: the values of the user's buffers after the step.
+        statistics: of layers that are updated once per step.
+        retries: earlier tries that ran out of memory.
+    """
+
+    attempt: Attempt
+    loss: float
+    dtype: torch.dtype
+    outputs: Sequence[Any]
+    terms: float
+    rows: int
+    norms: ReplicaNorms
+    gradients: list[Gradient]
     buffers: list[BufferValue]
-    statistics: StepStatistics | None  # of layers that are updated once per step
-    retries: int = 0  # earlier tries that ran out of memory
+    statistics: StepStatistics | None
+    retries: int = 0
 
     @property
     def request(self) -> Request:
@@ -73,8 +89,9 @@ class Outcome:
         return self.attempt.request
 
     def loss_tensor(self) -> Tensor:
-        """The loss, on the master. Warns, or with ``check_finite`` raises, if no label
-        counts.
+        """The loss, on the master. Warns if no label counts.
+
+        Raises ``FloatingPointError`` in that case with ``check_finite``.
         """
         if not self.terms and self.request.count is None:
             text = (
@@ -89,9 +106,7 @@ class Outcome:
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
-        """The report of the step, which began ``waited`` seconds after the previous
-        one.
-        """
+        """The report of the step, which began ``waited`` seconds after the last one."""
         attempt = self.attempt
         return StepReport(
             plan=attempt.plan,
@@ -130,42 +145,54 @@ def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome
 
 
 def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gradient]:
-    """The user's trained leaves, each with the sum of its gradients, in the master's
-    memory.
+    """The user's trained leaves, each with the sum of its gradients, on the master.
 
     The sum is ``None`` if no replica used the leaf. ``external`` has gradients that
-    reached the user's own leaves directly. Raises ``ValueError`` if a gradient arrived
-    at a tensor of the module that was computed from parameters.
+    reached the user's own leaves directly.
     """
     gradients: list[Gradient] = []
-    for each in attempt.replicas.replica_sets if attempt.request.backward else ():
-        replicas = each.replicas[: len(attempt.plan.shares)]
-        of_replicas = [each.gradients_of(number) for number in range(len(replicas))]
-        devices = [replica.device for replica in replicas]
-        sums = sum_in_order(of_replicas, devices, attempt.transfers, in_place=True)
-        if others := sums.keys() - each.leaves.keys():
-            raise ValueError(
-                "the module holds a tensor of shape "
-                f"{tuple(each.tensors[min(others)].shape)} that "
-                "was computed from parameters, such as weight[0], and replicas "
-                "cannot train it; "
-                f"compute it in forward. Nothing was changed"
-            )
-        gradients += [(leaf, sums.get(i)) for i, leaf in each.leaves.items()]
+    if attempt.request.backward:
+        for replica_set in attempt.replicas.replica_sets:
+            gradients += _summed(replica_set, attempt)
+    gradients += external
     total: dict[int, Gradient] = {}
-    # model and criterion may share a leaf
-    for leaf, gradient in (*gradients, *external):
-        _, other = total.get(id(leaf), (leaf, None))
-        both = [one for one in (other, gradient) if one is not None]
-        total[id(leaf)] = leaf, functools.reduce(_plus, both) if both else None
+    for leaf, gradient in gradients:
+        # Model and criterion may share a leaf.
+        _, earlier = total.get(id(leaf), (leaf, None))
+        parts = [part for part in (earlier, gradient) if part is not None]
+        total[id(leaf)] = (leaf, functools.reduce(_plus, parts) if parts else None)
     return list(total.values())
+
+
+def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
+    """The leaves of a module, each with the sum of its replicas' gradients.
+
+    Raises ``ValueError`` if a gradient arrived at a tensor of the module that was
+    computed from parameters.
+    """
+    # With fewer rows than replicas the last ones have no share. With whole_batch only
+    # the master has a replica of the criterion.
+    active = replica_set.replicas[: len(attempt.plan.shares)]
+    gradients = [replica_set.gradients_of(number) for number in range(len(active))]
+    devices = [replica.device for replica in active]
+    sums = sum_in_order(gradients, devices, attempt.transfers, in_place=True)
+    computed = sums.keys() - replica_set.leaves.keys()
+    if computed:
+        shape = tuple(replica_set.tensors[min(computed)].shape)
+        raise ValueError(
+            f"the module holds a tensor of shape {shape} that was computed from "
+            f"parameters, such as weight[0], and replicas cannot train it; compute it "
+            f"in forward. Nothing was changed"
+        )
+    return [(leaf, sums.get(number)) for number, leaf in replica_set.leaves.items()]
 
 
 def reduce_buffers(
     attempt: Attempt,
 ) -> tuple[list[BufferValue], StepStatistics | None]:
-    """The buffers' values after the step, and the statistics of layers updated once per
-    step.
+    """The buffers' values after the step, and the statistics of the step.
+
+    Buffers that are updated once per step from the statistics are left out.
     """
     buffers: list[BufferValue] = []
     for replica_set in attempt.replicas.replica_sets:
@@ -186,16 +213,17 @@ def sum_in_order(
     With ``in_place``, dense gradients are overwritten; otherwise autograd records the
     sum.
     """
-    sums = [dict(each) for each in gradients]
+    sums = [dict(of_replica) for of_replica in gradients]
     for target, source in tree_pairs(len(sums)):
-        # freed with this pair
-        total, others, sums[source] = sums[target], sums[source], {}
-        arriving = iter((others,))
+        total = sums[target]
+        arriving = sums[source]
+        sums[source] = {}  # what arrives is freed with this pair
+        messages: Iterable[dict[int, Tensor]] = iter((arriving,))
         if devices[target] != devices[source]:
             if in_place:
-                _add_large(total, others, devices[target], transfers)
-            arriving = iter_copies(others, devices[target], transfers, "reduce")
-        for message in arriving:
+                _add_large(total, arriving, devices[target], transfers)
+            messages = iter_copies(arriving, devices[target], transfers, "reduce")
+        for message in messages:
             _add(total, message, in_place)
             del message  # only one has memory at a time
     return sums[0]
@@ -203,43 +231,56 @@ def sum_in_order(
 
 def _add_large(
     total: dict[int, Tensor],
-    others: dict[int, Tensor],
+    arriving: dict[int, Tensor],
     device: torch.device,
     transfers: Transfers,
 ) -> None:
-    """Take gradients larger than a message out of ``others``, and add them piece by
-    piece.
-    """
-    shared = [i for i in others if i in total and total[i].layout == torch.strided]
-    for i in [i for i in shared if others[i].layout == torch.strided]:
-        if others[i].nbytes > coalescing.CHUNK_BYTES:
-            gradient = others.pop(i)
-            rows = max(1, len(gradient) * coalescing.CHUNK_BYTES // gradient.nbytes)
-            for part, piece in zip(
-                total[i].split(rows), gradient.split(rows), strict=True
-            ):
-                part.add_(transfers.copy(piece, device, "reduce"))
+    """Take gradients larger than a message out of ``arriving``, and add their parts."""
+    for index in list(arriving):
+        gradient = arriving[index]
+        sum_so_far = total.get(index)
+        if sum_so_far is None or not _are_dense(sum_so_far, gradient):
+            continue
+        # Asked after the layout: sparse tensors have no ``nbytes``.
+        if gradient.nbytes <= coalescing.CHUNK_BYTES:
+            continue
+        del arriving[index]
+        rows = max(1, len(gradient) * coalescing.CHUNK_BYTES // gradient.nbytes)
+        parts = zip(sum_so_far.split(rows), gradient.split(rows), strict=True)
+        for part_of_sum, part in parts:
+            part_of_sum.add_(transfers.copy(part, device, "reduce"))
+
+
+def _are_dense(left: Tensor, right: Tensor) -> bool:
+    return left.layout == right.layout == torch.strided
 
 
 def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -> None:
-    """Add the gradients of a message. An index that ``total`` lacks gets
-    its gradient.
+    """Add the gradients of a message.
+
+    An index that ``total`` lacks gets its gradient.
     """
-    both = [(i, g) for i, g in message.items() if in_place and i in total]
-    dense = [i for i, g in both if has_foreach(total[i], g)]
-    if dense:
-        torch._foreach_add_([total[i] for i in dense], [message[i] for i in dense])
-    for i in message.keys() - dense:
-        gradient = message[i]
-        if i in total:
-            total[i] = _plus(total[i], gradient)
+    together: list[int] = []  # the gradients that one operator adds
+    for index, gradient in message.items():
+        if in_place and index in total and has_foreach(total[index], gradient):
+            together.append(index)
+    if together:
+        sums = [total[index] for index in together]
+        torch._foreach_add_(sums, [message[index] for index in together])
+    for index in message.keys() - together:
+        gradient = message[index]
+        if index in total:
+            total[index] = _plus(total[index], gradient)
+        elif is_part(gradient):
+            # Else it would keep all of the message alive.
+            total[index] = gradient.clone()
         else:
-            total[i] = gradient.clone() if is_part(gradient) else gradient
+            total[index] = gradient
 
 
-def _plus(one: Tensor, other: Tensor) -> Tensor:
+def _plus(left: Tensor, right: Tensor) -> Tensor:
     """The sum of two tensors. torch supports dense + sparse, but not sparse + dense."""
-    return one + other if one.layout == torch.strided else other + one
+    return left + right if left.layout == torch.strided else right + left
 
 
 def join_on_master(
@@ -248,41 +289,50 @@ def join_on_master(
     lists: nested.Lists = "never",
     pad: float | None = None,
 ) -> Any:
-    """The outputs of all micro-batches as one, on the master, in the order of the
-    batch's rows.
+    """The outputs of all micro-batches as one, on the master, in the batch's order.
 
-    0-dim tensors are averaged with the weights of ``attempt``. ``pad`` is that of
-    ``join_rows``.
+    0-dim tensors are averaged with the weights of ``attempt``. ``lists`` and ``pad``
+    are those of ``join_rows``.
     """
-    plan, weights = attempt.plan, [*chain(*attempt.weights.by_share)]
+    plan = attempt.plan
     master = plan.shares[0].device
-    copy = partial(attempt.transfers.copy, device=master, phase="reduce")
-    pieces = [
-        output if share.device == master else nested.map_tensors(copy, output)
-        for share, of_share in zip(plan.shares, outputs, strict=True)
-        for output in of_share
-    ]
-    dim, rows = attempt.request.dim, plan.substep_rows
+    copy_to_master = partial(attempt.transfers.copy, device=master, phase="reduce")
+    pieces: list[Any] = []
+    for share, outputs_of_share in zip(plan.shares, outputs, strict=True):
+        for output in outputs_of_share:
+            if share.device != master:
+                output = nested.map_tensors(copy_to_master, output)
+            pieces.append(output)
     return nested.join_rows(
-        pieces, dim, weights, rows, lists=lists, order=plan.order, pad=pad
+        pieces,
+        attempt.request.dim,
+        weights=list(chain.from_iterable(attempt.weights.by_share)),
+        rows=plan.substep_rows,
+        lists=lists,
+        order=plan.order,
+        pad=pad,
     )
 
 
 def returned_outputs(
     attempt: Attempt, outputs: Sequence[Sequence[Any]]
 ) -> tuple[Any, ...]:
-    """What ``return_outputs`` asks for: one entry per replica, or with costs one of all
-    rows.
+    """What ``return_outputs`` asks for.
+
+    One entry per replica, or with costs one of all rows.
     """
     if not attempt.request.return_outputs:
         return ()
     if attempt.plan.order:
         return (join_on_master(attempt, outputs),)
-    joined, shares = [], attempt.plan.shares
-    for share, pieces, weights in zip(
-        shares, outputs, attempt.weights.by_share, strict=True
+    joined: list[Any] = []
+    for share, outputs_of_share, weights in zip(
+        attempt.plan.shares, outputs, attempt.weights.by_share, strict=True
     ):
         rows = [stop - start for start, stop in share.micro_batches]
         with ReplicaNote(share):
-            joined.append(nested.join_rows(pieces, attempt.request.dim, weights, rows))
+            output = nested.join_rows(
+                outputs_of_share, attempt.request.dim, weights, rows
+            )
+        joined.append(output)
     return tuple(joined)

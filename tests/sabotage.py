@@ -94,7 +94,7 @@ the scale of a scaler is left out
   weight * request.scale => weight
 the factor that arrives at engine.loss is left out
   _ReturnGradients.backward -> test_a_loop_gets_what_plain_torch_gives_it
-  gradient.mul_(by) => pass
+  gradient.mul_(factor_of_gradients) => pass
 outputs are joined in another order
   returned_outputs -> test_return_outputs
   outputs_of_share, attempt.request.dim => outputs_of_share[::-1], attempt.request.dim
@@ -130,7 +130,7 @@ steps are not checked
   dim, weights, rows) => dim, [1.0] * len(rows), rows)
 0-dim outputs of inference are averaged with equal weights
   compute_loss_weights -> test_numbers_without_rows_are_averaged_over_the_rows
-  factors = [float(stop - start) for start, stop in spans] => pass
+  factors = [float(stop - start) for start, stop in spans] => factors = [1.0] * len(spans)
 engine.map calls the user's own method for all replicas
   _Work.__init__ -> test_each_replica_calls_its_own_method
   [replica.copy_of(function) for replica in replicas] => [function for _ in replicas]
@@ -295,7 +295,7 @@ workers do not see the caller's context variables
   self._variables.copy().run(self._run, device, work) => self._run(device, work)
 hooks on parameters are left out
   _add -> test_hooks_on_parameters_act_once_on_the_whole_gradient
-  are_first = not observed and not old => are_first = not old
+  if not observed and not have_gradient => if not have_gradient
 keys of a state dict begin with module.
   Wrapper.state_dict -> test_keys_are_the_module_s_and_load_with_or_without_a_prefix
   return self._inner.state_dict(*args, **kwargs) => return super().state_dict(*args, **kwargs)

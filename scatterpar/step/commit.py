@@ -1,11 +1,13 @@
-"""Write the results of a step to the user's module, after every replica
-has succeeded.
+"""Write the results of a step to the user's module.
+
+This runs after every replica has succeeded, and nothing else writes there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from scatterpar.errors import restore_after
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.reduce import Outcome
+from scatterpar.step.undo import Undo
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
@@ -32,7 +35,11 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
 
     Returns the loss on the master, with a graph only if ``deferred``.
     """
-    pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
+    pairs: list[_Pair] = []
+    for leaf, gradient in outcome.gradients:
+        if gradient is not None:
+            pairs.append((leaf, gradient))
+        del gradient  # autograd takes over the memory of what nobody else refers to
     outcome.gradients.clear()
     running = outcome.statistics.values() if outcome.statistics else []
     buffers = BufferWriter([*outcome.buffers, *running])
@@ -70,33 +77,10 @@ def _add_with_hooks(
 def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
-    earlier = [leaf.grad for leaf in leaves]
-    # What must be restored if a hook raises or memory runs out while gradients are
-    # added.
-    old = [
-        (grad, g.dtype)
-        for grad, (_, g) in zip(earlier, pairs, strict=True)
-        if grad is not None
-    ]
-    is_plain = all(
-        grad.layout == torch.strided and grad.dtype == dtype for grad, dtype in old
-    )
-    written = [] if is_plain and not observed else [grad for grad, _ in old]
-    written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
-    attempt.undo.save_gradients(leaves)
-    attempt.undo.save_values(written)
-    fit = (  # as autograd requires of a tensor that it makes a leaf's first gradient
-        type(leaf) in (nn.Parameter, Tensor)
-        and type(g) is Tensor
-        and g.layout == torch.strided
-        and g.dtype == leaf.grad_dtype
-        and g.stride() == leaf.stride()
-        and not is_part(g)
-        for leaf, g in pairs
-    )
-    are_first = not observed and not old and all(fit)
+    have_gradient = any(leaf.grad is not None for leaf in leaves)
+    _save_for_undo(pairs, attempt.undo, observed)
     attempt.generators.commit()  # before hooks, which may draw
-    if are_first:
+    if not observed and not have_gradient and all(starmap(_may_become_grad, pairs)):
         for leaf, gradient in pairs:
             leaf.grad = gradient
     elif pairs:
@@ -105,19 +89,51 @@ def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
             backward([root], [root.detach()])
 
 
+def _save_for_undo(pairs: list[_Pair], undo: Undo, observed: bool) -> None:
+    """Save what changes while gradients are added: a hook may raise, memory run out."""
+    undo.save_gradients(leaf for leaf, _ in pairs)
+    earlier: list[Tensor] = []
+    # Then autograd allocates nothing, so that nothing fails once it has begun.
+    adds_in_place = True
+    for leaf, gradient in pairs:
+        if leaf.grad is not None:
+            earlier.append(leaf.grad)
+            if leaf.grad.layout != torch.strided or leaf.grad.dtype != gradient.dtype:
+                adds_in_place = False
+    if observed or not adds_in_place:
+        undo.save_values(earlier)
+    if observed:  # a hook on a leaf may write the leaf
+        undo.save_values(leaf for leaf, _ in pairs if has_gradient_hooks(leaf))
+
+
+def _may_become_grad(leaf: Tensor, gradient: Tensor) -> bool:
+    """Whether autograd would make this gradient the leaf's first ``.grad``."""
+    return (
+        type(leaf) in (nn.Parameter, Tensor)
+        and type(gradient) is Tensor
+        and gradient.layout == torch.strided
+        and gradient.dtype == leaf.grad_dtype
+        and gradient.stride() == leaf.stride()
+        and not is_part(gradient)
+    )
+
+
 def _attach(
     make_root: Callable[[], Tensor], pairs: list[_Pair], scale: float | None = None
 ) -> Tensor:
-    """Returns a root whose backward pass gives leaves the gradients in ``pairs``;
-    clears ``pairs``.
+    """Returns a root whose backward pass gives leaves the gradients in ``pairs``.
 
-    With a ``scale``, the gradient that arrives at the root, divided by the scale,
-    multiplies them.
+    Clears ``pairs``. With a ``scale``, the gradient that arrives at the root, divided by
+    the scale, multiplies the gradients.
     """
-    # root needs a graph
-    pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]
+    if not pairs:  # the root needs a graph
+        pairs = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
     leaves = [leaf for leaf, _ in pairs]
-    gradients = [g.clone() if is_part(g) else g for _, g in pairs]
+    gradients: list[Tensor] = []
+    for _, gradient in pairs:
+        # A part keeps all of its message alive.
+        gradients.append(gradient.clone() if is_part(gradient) else gradient)
+        del gradient
     pairs.clear()
     root: Tensor = _ReturnGradients.apply(make_root, gradients, scale, *leaves)  # type: ignore[no-untyped-call]
     return root
@@ -138,8 +154,9 @@ class _ReturnGradients(torch.autograd.Function):
         scale: float | None,
         *_: Tensor,
     ) -> Tensor:
-        ctx.gradients, ctx.scale = gradients, scale
-        # made here: a returned input would be a view, which cannot be written
+        ctx.gradients = gradients
+        ctx.scale = scale
+        # Made here: a returned input would be a view, which cannot be written.
         return make_root()
 
     @staticmethod
@@ -151,24 +168,25 @@ class _ReturnGradients(torch.autograd.Function):
         # In a free-threaded interpreter autograd's thread cannot drop a reference of
         # the caller's thread. A new tensor with the same memory has none.
         gradients = [
-            g.detach() if g.layout == torch.strided else g for g in ctx.gradients
+            gradient.detach() if gradient.layout == torch.strided else gradient
+            for gradient in ctx.gradients
         ]
         ctx.gradients.clear()
-        if ctx.scale is not None and (by := to_numbers(factor) / ctx.scale) != 1:
-            for gradient in gradients:
-                gradient.mul_(by)
+        if ctx.scale is not None:
+            factor_of_gradients = to_numbers(factor) / ctx.scale
+            if factor_of_gradients != 1:
+                for gradient in gradients:
+                    gradient.mul_(factor_of_gradients)
         return (None, None, None, *gradients)
 
 
 _NO_GRAPH = (
     "create_graph=True: the gradients of an engine's loss were computed in the call, "
-    "and have no "
-    "graph; differentiate them inside the criterion or the module, or use plain torch "
-    "for this loss"
+    "and have no graph; differentiate them inside the criterion or the module, or use "
+    "plain torch for this loss"
 )
 _TWICE = (
-    "a second backward pass through an engine's loss: the first one took the "
-    "gradients, even with "
-    "retain_graph=True; call engine.loss again, or add up all that depends on this "
-    "loss before one"
+    "a second backward pass through an engine's loss: the first one took the gradients, "
+    "even with retain_graph=True; call engine.loss again, or add up all that depends on "
+    "this loss before one"
 )

@@ -1,5 +1,6 @@
-"""The objects that a criterion refers to beside its arguments: bound, closed over, or
-global.
+"""The objects that a criterion refers to beside its arguments.
+
+They are bound, closed over, or global.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import dis
 import functools
 import types
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,43 +31,48 @@ PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType
 def closure_and_globals(
     function: types.FunctionType,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By name: a function's closure variables and defaults, and the globals that it
-    names.
-    """
+    """By name: closure variables and defaults, and the globals that a function names."""
     code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    positional = function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(positional) :]
-    closure = {
-        **{
-            name: value for name, cell in cells if (value := contents(cell)) is not cell
-        },
-        **dict(zip(names, positional, strict=True)),
-        **(function.__kwdefaults__ or {}),
-    }
-    file_globals = {
-        n: function.__globals__[n] for n in _names(code) if n in function.__globals__
-    }
+    closure: dict[str, Any] = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        value = contents(cell)
+        if value is not cell:  # else the variable is not bound
+            closure[name] = value
+    defaults = function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    names_with_default = positional[len(positional) - len(defaults) :]
+    closure |= zip(names_with_default, defaults, strict=True)
+    closure |= function.__kwdefaults__ or {}
+    file_globals: dict[str, Any] = {}
+    for name in _globals_named_in(code):
+        if name in function.__globals__:
+            file_globals[name] = function.__globals__[name]
     return closure, file_globals
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a code object names, and those in functions and comprehensions
-    inside it.
+def _globals_named_in(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a code object and the code objects inside it name.
+
+    Those inside it are of functions and comprehensions.
     """
-    reads = [each for each in dis.get_instructions(code) if "GLOBAL" in each.opname]
-    inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
-    return (*(each.argval for each in reads), *chain(*inner))
+    names: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if "GLOBAL" in instruction.opname:
+            names.append(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _globals_named_in(constant)
+    return tuple(names)
 
 
 Held = Tensor | nn.Module | torch.Generator
 
 
 def closure_contents(function: Any) -> list[Held]:
-    """The tensors, modules and generators that a criterion refers to, except its own
-    module; the nearest first.
+    """The tensors, modules and generators that a criterion refers to; nearest first.
 
+    Its own module is left out.
     Each step searches, so numbers and words are passed over, and logs for the most
     part.
     """
@@ -95,8 +100,10 @@ def closure_contents(function: Any) -> list[Held]:
 
 
 def _children_to_search(children: list[Any]) -> list[Any]:
-    """These values; of a long list of nothing but numbers, words and containers, which
-    is a log, the first and the last ones.
+    """These values, without those that lead to no tensor.
+
+    A long list of nothing but numbers, words and containers is a log: of that the first
+    and the last values.
     """
     kinds = set(map(type, children))
     if kinds <= _PLAIN_TYPES:
@@ -108,57 +115,78 @@ def _children_to_search(children: list[Any]) -> list[Any]:
 
 def trained_leaves(held: Sequence[Held]) -> list[Tensor]:
     """The leaves among these tensors, and in these modules, that require grad."""
-    each = (
-        value.parameters() if isinstance(value, nn.Module) else [value]
-        for value in held
-    )
-    tensors = [value for value in chain(*each) if isinstance(value, Tensor)]
-    return list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
+    leaves: dict[int, Tensor] = {}
+    for value in held:
+        tensors: Iterable[Any] = [value]
+        if isinstance(value, nn.Module):
+            tensors = value.parameters()
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf:
+                leaves[id(tensor)] = tensor
+    return list(leaves.values())
 
 
 def training_buffers(held: Sequence[Held]) -> list[Tensor]:
-    """The buffers that a call of these modules may write: those of parts in training
-    mode.
+    """The buffers that a call of these modules may write.
+
+    Those are the buffers of parts in training mode.
     """
-    parts = chain(*(value.modules() for value in held if isinstance(value, nn.Module)))
-    buffers = chain(*(part.buffers(recurse=False) for part in parts if part.training))
-    dense = (b for b in buffers if b.layout == torch.strided and is_unexpanded(b))
-    writable = [buffer for buffer in dense if not buffer.is_inference()]
-    return list({id(buffer): buffer for buffer in writable}.values())
+    buffers: dict[int, Tensor] = {}
+    for value in held:
+        if not isinstance(value, nn.Module):
+            continue
+        for part in value.modules():
+            if part.training:
+                for buffer in part.buffers(recurse=False):
+                    if _is_writable(buffer):
+                        buffers[id(buffer)] = buffer
+    return list(buffers.values())
+
+
+def _is_writable(buffer: Tensor) -> bool:
+    is_dense = buffer.layout == torch.strided and is_unexpanded(buffer)
+    return is_dense and not buffer.is_inference()
 
 
 def reachable(root: Any, depth: int, seen: set[int]) -> list[Any]:
-    """``root`` and what it leads to, each before its children, as far as user objects
-    allow it.
+    """``root`` and what it leads to, each value before its children.
+
+    The search ends early if a user's object raises.
     """
-    found, rest = [], [(root, depth)]
-    with contextlib.suppress(Exception):  # raised by a user's object
-        while rest:
-            value, left = rest.pop()
+    values: list[Any] = []
+    waiting: list[tuple[Any, int]] = [(root, depth)]  # with the levels below it
+    with contextlib.suppress(Exception):
+        while waiting:
+            value, levels = waiting.pop()
             is_plain = isinstance(value, PLAIN)
-            if is_plain or id(value) not in seen:
-                found.append(value)
-                seen.add(id(value))
-                if left and not is_plain and not isinstance(value, (Tensor, nn.Module)):
-                    rest += [
-                        (child, left - 1) for child in reversed([*_children(value)])
-                    ]
-    return found
+            if not is_plain and id(value) in seen:
+                continue
+            values.append(value)
+            seen.add(id(value))
+            is_leaf = is_plain or isinstance(value, (Tensor, nn.Module))
+            if levels and not is_leaf:
+                for child in reversed([*_children(value)]):
+                    waiting.append((child, levels - 1))
+    return values
 
 
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return items if len(value) <= MAX_ENTRIES else ()
+        if len(value) > MAX_ENTRIES:
+            return ()
+        return value.values() if isinstance(value, dict) else value
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return value.__self__, value.__func__
-    of_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
-    return () if of_torch else named_values(value).values()
+    module = getattr(value, "__module__", None) or ""
+    if module.startswith("torch."):
+        return ()
+    return named_values(value).values()
 
 
 def named_values(function: Any) -> dict[str, Any]:
-    """The objects that a function refers to, by name: bound, closed over, global,
-    attributes.
+    """The objects that a function refers to, by name.
+
+    They are bound, closed over, global, or its attributes.
     """
     if isinstance(function, functools.partial):
         bound = {f"argument {k}": value for k, value in enumerate(function.args)}
@@ -168,51 +196,47 @@ def named_values(function: Any) -> dict[str, Any]:
     if isinstance(function, types.FunctionType):
         closure, file_globals = closure_and_globals(function)
         return {**file_globals, **closure}
-    # A module's attributes are replicated.
-    return (
-        {}
-        if isinstance(function, nn.Module)
-        else dict(getattr(function, "__dict__", {}))
-    )
+    if isinstance(function, nn.Module):  # its attributes are replicated
+        return {}
+    return dict(getattr(function, "__dict__", {}))
 
 
 def note_wrong_devices(
     error: BaseException, function: Any, device: torch.device
 ) -> None:
-    """Add a note to ``error`` per tensor of ``function``'s closure that is not on
-    ``device``.
-    """
+    """Add a note to ``error`` per tensor that ``function`` uses on another device."""
     for name, value in named_values(function).items():
-        tensor = (
-            next(value.parameters(), None) if isinstance(value, nn.Module) else value
-        )
+        tensor = value
+        if isinstance(value, nn.Module):
+            tensor = next(value.parameters(), None)
         if isinstance(tensor, Tensor) and tensor.device != device:
             add_note(
                 error,
                 f"the criterion uses {name!r} on {tensor.device}, but this replica "
-                "computes on "
-                f"{device}; bind it with functools.partial(criterion, {name}={name}), "
-                "or make the "
-                f"criterion an nn.Module that has it as a buffer",
+                f"computes on {device}; bind it with functools.partial(criterion, "
+                f"{name}={name}), or make the criterion an nn.Module that has it as a "
+                f"buffer",
             )
 
 
 def not_replicated(leaf: Tensor, criterion: Any) -> ValueError:
-    """The error for a gradient of a leaf that no replica has; names it as the criterion
-    does.
-    """
+    """The error for a gradient of a leaf that no replica has."""
+    return ValueError(
+        f"a gradient arrives at {_name_of(leaf, criterion)}, which is no replica's: "
+        f"bind its network with functools.partial(criterion, net=net), or make it a "
+        f"part of an nn.Module, and replicas train it; if it is not to be trained, call "
+        f"net.requires_grad_(False). Nothing was changed"
+    )
+
+
+def _name_of(leaf: Tensor, criterion: Any) -> str:
+    """The name of a leaf as the criterion names it, or its shape."""
     name = f"a parameter of shape {tuple(leaf.shape)}"
     for holder, value in named_values(criterion).items():
-        named = (
-            value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
-        )
-        for inner, tensor in named:
-            if tensor is leaf:
-                name = f"{holder}.{inner}" if inner else holder
-    return ValueError(
-        f"a gradient arrives at {name}, which is no replica's: bind its network with "
-        "functools.partial(criterion, net=net), or make it a part of an nn.Module, "
-        "and replicas "
-        "train it; if it is not to be trained, call net.requires_grad_(False). "
-        "Nothing was changed"
-    )
+        if value is leaf:
+            name = holder
+        if isinstance(value, nn.Module):
+            for inner, parameter in value.named_parameters():
+                if parameter is leaf:
+                    name = f"{holder}.{inner}"
+    return name

@@ -8,9 +8,9 @@ weighted, or padded.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -46,14 +46,13 @@ class LossWeights(NamedTuple):
 def compute_loss_weights(
     request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]] | None
 ) -> LossWeights:
-    """The factors with which the losses of this plan's micro-batches, or ``pieces``,
-    combine.
+    """The factors with which the losses of a plan's micro-batches combine.
 
-    Without ``pieces``, micro-batches have no losses: their numbers of rows, which weigh
-    outputs.
+    ``pieces`` are the micro-batches, in the plan's order. Without them micro-batches
+    have no losses: the factors are numbers of rows, which weigh outputs.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
-    factors, total = [1.0] * len(spans), 1.0
+    total = 1.0
     has_loss_without_terms = False
     if pieces is None:
         factors = [float(stop - start) for start, stop in spans]
@@ -62,15 +61,19 @@ def compute_loss_weights(
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
         has_loss_without_terms = total > 0 and is_smoothed(request)
-    remaining = iter(factors)
-    by_share = [
-        list(islice(remaining, len(share.micro_batches))) for share in plan.shares
-    ]
+    else:
+        factors = [1.0] * len(spans)
+    by_share: list[list[float]] = []
+    start = 0
+    for share in plan.shares:
+        stop = start + len(share.micro_batches)
+        by_share.append(factors[start:stop])
+        start = stop
     sums: set[tuple[int, int]] = set()
-    for number, share_factors in enumerate(by_share):
-        for sub_step, factor in enumerate(share_factors):
+    for number, factors_of_share in enumerate(by_share):
+        for sub_step, factor in enumerate(factors_of_share):
             if has_loss_without_terms and not factor:
-                share_factors[sub_step] = 1.0 / total
+                factors_of_share[sub_step] = 1.0 / total
                 sums.add((number, sub_step))
     return LossWeights(by_share, total, frozenset(sums))
 
@@ -109,64 +112,83 @@ def term_counts(
     ``spans`` are those of ``pieces`` in the rows of the batch, or in this ``order`` of
     the rows.
     """
+    criterion = request.criterion
+    dim = request.dim
     if request.count is not None:
         return _numbers([request.count(*piece) for piece in pieces])
-    rows_of_each = [float(stop - start) for start, stop in spans]
-    if not is_cross_entropy(request.criterion):
-        return rows_of_each
+    rows_of_pieces = [float(stop - start) for start, stop in spans]
+    if not is_cross_entropy(criterion):
+        return rows_of_pieces
     labels = [batch.targets for batch in request.batches]
     if not all(isinstance(targets, Tensor) for targets in labels):
         # A marker's rows may have any number of labels: count in what the criterion is
         # given.
-        terms = [terms_of_rows(request.criterion, t, request.dim) for _, t in pieces]
-        return _numbers([each.double().sum() for each in to_host(terms)])
-    terms = to_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
-    if all(each.dtype == torch.bool and bool(each.all()) for each in terms):
-        return rows_of_each
-    rows = torch.cat([each.double() for each in terms])
-    rows = rows[list(order)] if order else rows
-    # with several batches a replica's spans are not consecutive
+        terms = [terms_of_rows(criterion, targets, dim) for _, targets in pieces]
+        return _numbers([of_piece.double().sum() for of_piece in to_host(terms)])
+    terms = to_host([terms_of_rows(criterion, targets, dim) for targets in labels])
+    if all(_are_all_counted(of_batch) for of_batch in terms):
+        return rows_of_pieces
+    terms_by_row = torch.cat([of_batch.double() for of_batch in terms])
+    if order:
+        terms_by_row = terms_by_row[list(order)]
+    return _sums_of_spans(terms_by_row, spans)
+
+
+def _are_all_counted(terms: Tensor) -> bool:
+    """Whether each row has one term."""
+    return terms.dtype == torch.bool and bool(terms.all())
+
+
+def _sums_of_spans(terms: Tensor, spans: Sequence[tuple[int, int]]) -> list[float]:
+    """The sum of the terms in each span of rows; the spans cover all rows.
+
+    They may be in any order: with several batches a replica's are not consecutive.
+    """
     ascending = sorted(spans)
     sizes = torch.tensor([stop - start for start, stop in ascending], device="cpu")
     # Not differences of a running sum: a micro-batch without terms must have zero, not
     # rounding.
-    sums = to_numbers(torch.segment_reduce(rows, "sum", lengths=sizes))
+    sums = to_numbers(torch.segment_reduce(terms, "sum", lengths=sizes))
     sums_by_span = dict(zip(ascending, sums, strict=True))
     return [sums_by_span[span] for span in spans]
 
 
 def _numbers(counts: Sequence[Any]) -> list[float]:
-    """The results of ``count=`` as numbers; 0-dim tensors are copied to the host
-    together.
-    """
-    scalars = {
-        i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim
-    }
-    on_host = dict(
-        zip(scalars, map(to_numbers, to_host([*scalars.values()])), strict=True)
-    )
-    numbers = []
-    for i, count in enumerate(counts):
-        try:
-            if isinstance(count, (bool, str)) or (
-                isinstance(count, Tensor) and count.ndim
-            ):
-                raise TypeError
-            number = float(on_host.get(i, count))
-        except (TypeError, ValueError):
-            text = f"count must return a number or a 0-dim tensor, got {count!r}"
-            raise TypeError(text) from None
-        if not 0 <= number < float("inf"):
-            raise ValueError(
-                f"count must return a finite number of at least 0, got {number!r}"
-            )
-        numbers.append(number)
+    """The results of ``count=`` as numbers, which the host reads together."""
+    scalars = [count for count in counts if _is_scalar(count)]
+    on_host = map(to_numbers, to_host(scalars))
+    numbers: list[float] = []
+    for count in counts:
+        number = next(on_host) if _is_scalar(count) else count
+        numbers.append(_checked(count, number))
     return numbers
 
 
+def _is_scalar(count: Any) -> bool:
+    return isinstance(count, Tensor) and not count.ndim
+
+
+def _checked(count: Any, number: Any) -> float:
+    """The ``number`` that a result of ``count=`` is, as a float."""
+    try:
+        # A tensor that was not read has rows.
+        if isinstance(number, Tensor) or isinstance(count, (bool, str)):
+            raise TypeError
+        value = float(number)
+    except (TypeError, ValueError):
+        text = f"count must return a number or a 0-dim tensor, got {count!r}"
+        raise TypeError(text) from None
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"count must return a finite number of at least 0, got {value!r}"
+        )
+    return value
+
+
 def is_cross_entropy(criterion: Any) -> bool:
-    """Whether a module, function or partial is torch's cross entropy or negative log
-    likelihood.
+    """Whether a criterion is torch's cross entropy or negative log likelihood.
+
+    That may be a module, a function or a partial.
     """
     function = criterion.func if isinstance(criterion, partial) else criterion
     loss, _ = unwrapped(module_of(function))
@@ -187,10 +209,10 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
             "inputs"
         )
     if targets.is_floating_point():  # class probabilities: every position is a term
-        rows, classes = targets.size(dim), targets.size(min(1, targets.ndim - 1))
-        return torch.full(
-            (rows,), targets.numel() / max(1, rows * classes), device="cpu"
-        )
+        rows = targets.size(dim)
+        classes = targets.size(min(1, targets.ndim - 1))
+        terms_of_row = targets.numel() / max(1, rows * classes)
+        return torch.full((rows,), terms_of_row, device="cpu")
     # Not bytes: compared with one, -100 would be 156, and an index of bytes is a mask.
     targets = targets.long()
     ignore_index = option_of(criterion, "ignore_index", None)
@@ -200,14 +222,15 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
         dtype = torch.promote_types(class_weight.dtype, torch.float32)
         weight = to_device(class_weight.detach(), targets.device).to(dtype)
         terms = weight[targets.masked_fill(~terms, 0)] * terms
-    return terms.movedim(dim, 0).flatten(1).sum(1) if terms.ndim > 1 else terms
+    if terms.ndim == 1:
+        return terms
+    return terms.movedim(dim, 0).flatten(1).sum(1)
 
 
 def count_labels(
     ignore_index: int = -100, *, shifted: bool = False, key: str = "labels"
 ) -> Count:
-    """A ``count=`` for losses that average over the labels that are not
-    ``ignore_index``.
+    """A ``count=`` for losses that average over labels that are not ``ignore_index``.
 
     Args:
         ignore_index: the value of labels that are ignored, such as padding.
@@ -237,21 +260,31 @@ def count_labels(
 def _count(
     inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str
 ) -> Tensor:
-    named = [part.get(key) for part in (targets, inputs) if isinstance(part, Mapping)]
-    labels = next(
-        (value for value in (targets, *named) if isinstance(value, Tensor)), None
-    )
+    labels = _labels_in(inputs, targets, key)
     if labels is None:
-        kinds = type(targets).__name__, type(inputs).__name__
         raise TypeError(
-            f"count_labels found no labels: neither targets ({kinds[0]}) nor inputs "
-            f"({kinds[1]}) "
-            f"has a tensor {key!r}; say where they are with key="
+            f"count_labels found no labels: neither targets ({type(targets).__name__}) "
+            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; say where they "
+            f"are with key="
         )
     if shifted and labels.ndim < 2:
         raise ValueError(
-            "shifted=True needs labels with a dimension 1, got shape "
+            f"shifted=True needs labels with a dimension 1, got shape "
             f"{tuple(labels.shape)}"
         )
-    counted: Tensor = (labels[:, 1:] if shifted else labels) != ignore_index
+    if shifted:
+        labels = labels[:, 1:]
+    counted: Tensor = labels != ignore_index
     return counted.sum()
+
+
+def _labels_in(inputs: Any, targets: Any, key: str) -> Tensor | None:
+    """The targets if they are a tensor, else what they or the inputs have at ``key``."""
+    candidates = [targets]
+    for part in (targets, inputs):
+        if isinstance(part, Mapping):
+            candidates.append(part.get(key))
+    for candidate in candidates:
+        if isinstance(candidate, Tensor):
+            return candidate
+    return None

@@ -5,6 +5,7 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 import torch
 from faults.processes import run
 from torch import nn
@@ -169,6 +170,37 @@ def test_how_it_works_has_the_sizes_of_messages_and_fingerprints():
         in page
     )
     assert f"64 bits per {4 * fingerprints._WORDS // mebibyte} MiB" in page
+
+
+GUIDES = [
+    DOCS / "architecture.md",
+    DOCS / "how-it-works.md",
+    DOCS.parent / "CONTRIBUTING.md",
+]
+
+
+def is_there(name, everything):
+    """Whether ``Class`` or ``Class.attribute`` is torch's, or defined in a text."""
+    kind, _, attribute = name.partition(".")
+    owner = getattr(torch, kind, None) or getattr(nn, kind, None)
+    if owner is not None:
+        return not attribute or hasattr(owner, attribute)
+    definitions = [rf"^(class {kind}\b|{kind} = )", rf"^    def {attribute}"]
+    wanted = definitions if attribute else definitions[:1]
+    return all(re.search(each, everything, re.MULTILINE) for each in wanted)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_files_and_classes_that_a_page_names_are_there(page):
+    code = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    for path in [text for text in code if re.fullmatch(r"[\w/]+/\w+\.py", text)]:
+        folders = PACKAGE, TESTS, TESTS.parent
+        is_example = "/X/" in path
+        assert is_example or any((folder / path).exists() for folder in folders), path
+    files = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")]
+    everything = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    names = [text for text in code if re.fullmatch(r"[A-Z]\w*[a-z](\.\w+)?", text)]
+    assert not [name for name in names if not is_there(name, everything)]
 
 
 def test_each_package_says_what_it_holds_imports_and_runs_in():

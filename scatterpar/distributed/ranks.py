@@ -244,23 +244,15 @@ class Buckets:
             _dense(leaf, gradient, accumulate_dtype)
             for leaf, gradient in outcome.gradients
         ]
-        flags: list[Tensor] = []  # one tensor, or none without gradients
-        if gradients:
-            has_gradient = [gradient is not None for _, gradient in outcome.gradients]
-            like = gradients[0]
-            # In the dtype of a gradient, to be sent together.
-            flags = [torch.tensor(has_gradient, dtype=like.dtype, device=like.device)]
+        flags = _flags(outcome.gradients, gradients)
         dtypes = {gradient.dtype for gradient in gradients}
         buffers = [_sendable(value, dtypes) for value in self._buffers]
         # Buffers are those of rank 0: the sum of its values and zeros.
         if rank:
             buffers = [torch.zeros_like(value) for value in buffers]
-        statistics: list[Tensor] = []
-        for value in self._statistics:
-            row = _sendable(value, dtypes)
-            rows = row.new_zeros(size, *row.shape)
-            write(rows[rank], row)
-            statistics.append(rows)
+        statistics = [
+            _row_of(rank, size, _sendable(value, dtypes)) for value in self._statistics
+        ]
         parts = [*gradients, *flags, *buffers, *statistics]
         named_dtypes = [
             (name, value is None or value.dtype) for _, name, value in outcome.buffers
@@ -331,6 +323,22 @@ def _dense(
     dtype = sum_dtype(leaf, accumulate_dtype)
     dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
     return dense.detach().to(dtype)
+
+
+def _flags(gradients: Sequence[Gradient], dense: Sequence[Tensor]) -> list[Tensor]:
+    """For each gradient whether there is one: one tensor, or none without gradients."""
+    if not gradients:
+        return []
+    has_gradient = [gradient is not None for _, gradient in gradients]
+    like = dense[0]  # in the dtype of a gradient, to be sent together
+    return [torch.tensor(has_gradient, dtype=like.dtype, device=like.device)]
+
+
+def _row_of(rank: int, size: int, value: Tensor) -> Tensor:
+    """Zeros with one row per rank, in which the row of ``rank`` is ``value``."""
+    rows = value.new_zeros(size, *value.shape)
+    write(rows[rank], value)
+    return rows
 
 
 def _sendable(value: Tensor, dtypes: set[torch.dtype]) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -233,8 +234,18 @@ def _as_list(parameters: Any) -> list[Tensor]:
 
 
 def import_compiler() -> None:
-    """Import torch's compiler, which DDP imports at its first use, in seconds."""
+    """Import torch's compiler, which DDP imports at its first use, in seconds.
+
+    The import sets a variable and makes an empty folder for the compiler's cache. Both
+    are removed: torch sets and makes them again when it stores something.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    is_users = name in os.environ
     importlib.import_module("torch._dynamo")
+    if not is_users and name in os.environ:
+        folder = os.environ.pop(name)
+        with contextlib.suppress(OSError):  # it is not empty
+            os.rmdir(folder)
 
 
 # --- the caller's context: there is no public way to read it ---

@@ -21,7 +21,16 @@ from scatterpar.step.criterion_closure import DEPTH, reachable
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.verify.user_state import UserState
 
-# Switches of torch: how to read one, and how to set it.
+
+def _excepthook() -> Any:
+    return sys.excepthook
+
+
+def _set_excepthook(hook: Any) -> None:
+    sys.excepthook = hook
+
+
+# Switches of the process: how to read one, and how to set it.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -32,6 +41,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     ),
     (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_excepthook, _set_excepthook),  # torch's groups have their own
 )
 _SINGLETONS = ("PartialState", "AcceleratorState", "GradientState")
 

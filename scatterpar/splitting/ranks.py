@@ -70,9 +70,9 @@ def run_on_ranks(job: Job, seconds: float) -> list[Outcome]:
         TimeoutError: a rank has not ended after ``seconds``.
         ValueError: ``step`` cannot be sent to a spawned process.
     """
-    can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
-    context: Any = multiprocessing.get_context("fork" if can_fork else "spawn")
-    sent: Job | bytes = job if can_fork else _pickled(job)
+    is_forked = can_fork()
+    context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
+    sent: Job | bytes = job if is_forked else _pickled(job)
     import_compiler()
     size = len(job.shares)
     with tempfile.TemporaryDirectory() as name:
@@ -90,6 +90,11 @@ def run_on_ranks(job: Job, seconds: float) -> list[Outcome]:
         finally:
             with Interrupts():
                 _kill(ranks)
+
+
+def can_fork() -> bool:
+    """Whether processes can be forked: an accelerator's driver does not survive it."""
+    return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 def _pickled(job: Job) -> bytes:

@@ -115,6 +115,13 @@ def net_with_norm():
     return Net(norm=True)
 
 
+def new(make):
+    """A model with the same values in each test."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
 # --- batches ---
 
 

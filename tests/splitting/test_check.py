@@ -1,7 +1,7 @@
 """``splitcheck`` finds wrong loops, names them, and passes right ones."""
 
 import pytest
-import torch
+from splitting.loop_models import new
 from splitting.right_loops import RIGHT
 from splitting.wrong_loops import WRONG
 
@@ -24,13 +24,6 @@ def cases(table):
         marks = [pytest.mark.slow] if is_slow or name == "compiled_model" else []
         params.append(pytest.param(case, id=name, marks=marks))
     return params
-
-
-def new(make):
-    """A model with the same values in each test."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make()
 
 
 @pytest.mark.parametrize("case", cases(WRONG))

@@ -1,0 +1,183 @@
+"""Ranks end in time and leave nothing: no process, no socket, no file."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from faults.processes import environment
+from splitting.loop_models import Net, average, backward_sums, gathered, images, new
+from torch.nn.parallel import DistributedDataParallel
+
+from scatterpar import splitcheck
+from scatterpar.splitting import ranks
+
+
+def names_of_children(process):
+    commands = [child.cmdline() for child in process.children(recursive=True)]
+    return [command for command in commands if "resource_tracker" not in str(command)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path, monkeypatch):
+    """No process, socket or file of the ranks is left, and no variable is set.
+
+    Of spawned processes Python's ``multiprocessing`` keeps one that cleans up at exit.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    process = psutil.Process()
+    children = names_of_children(process)
+    sockets = len(process.net_connections("all"))
+    variables = set(os.environ)
+    yield
+    assert names_of_children(process) == children
+    assert len(process.net_connections("all")) == sockets
+    assert not list(tmp_path.iterdir())
+    assert set(os.environ) == variables
+
+
+def averaged(model, batches):
+    backward_sums(model, batches)
+    average(model)
+
+
+def test_ranks_get_what_a_launcher_sets():
+    def step(model, batches):
+        assert int(os.environ["RANK"]) == dist.get_rank()
+        assert int(os.environ["WORLD_SIZE"]) == dist.get_world_size()
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        averaged(model, batches)
+
+    splitcheck(step, new(Net), images(), ranks=2).assert_passed()
+
+
+def test_the_model_in_this_process_stays_as_it_is():
+    model = new(Net)
+    before = [parameter.tolist() for parameter in model.parameters()]
+    storage = [parameter.data_ptr() for parameter in model.parameters()]
+
+    def step(model, batches):
+        torch.nn.init.ones_(model.first.weight)
+        averaged(model, batches)
+
+    splitcheck(step, model, images(), ranks=2).assert_passed()
+    assert [parameter.tolist() for parameter in model.parameters()] == before
+    assert [parameter.data_ptr() for parameter in model.parameters()] == storage
+    assert not any(parameter.is_shared() for parameter in model.parameters())
+
+
+def test_an_error_on_a_rank_is_told_and_ends_the_others():
+    def step(model, batches):
+        averaged(model, batches)
+        if dist.get_rank() == 1:
+            raise KeyError("label")
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match=r"(?s)failed on rank 1 of 2.*KeyError: 'la"):
+        splitcheck(step, new(Net), images(), ranks=2)
+
+
+def test_an_exit_and_an_aborted_process_are_told():
+    def leave(model, batches):
+        averaged(model, batches)
+        if dist.get_rank() == 1:
+            sys.exit("enough")
+
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2.*SystemExit: enough"):
+        splitcheck(leave, new(Net), images(), ranks=2)
+
+    def end(model, batches):
+        averaged(model, batches)
+        if dist.get_rank() == 1:
+            os._exit(3)
+
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2: its process .* exit code 3"):
+        splitcheck(end, new(Net), images(), ranks=2)
+
+
+def test_ranks_that_gather_unequal_tensors_are_told():
+    def step(model, batches):
+        parallel = DistributedDataParallel(model)
+        ((pixels, _),) = batches
+        gathered(parallel(pixels)).square().sum().backward()
+
+    with pytest.raises(RuntimeError, match="tensors of one shape"):
+        splitcheck(step, new(Net), images(), ranks=2, equal=False)
+
+
+def test_at_the_time_limit_each_rank_says_where_it_waits():
+    def step(model, batches):
+        averaged(model, batches)
+        if dist.get_world_size() == 2 and dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))  # waits for the other rank
+        elif dist.get_world_size() == 2:
+            time.sleep(60)  # is late
+
+    line = step.__code__.co_firstlineno
+    waits = rf"rank 0 is at .*test_ranks.py\", line {line + 3} in step"
+    sleeps = rf"rank 1 is at .*test_ranks.py\", line {line + 5} in step"
+    with pytest.raises(TimeoutError, match=f"{waits}; {sleeps}"):
+        splitcheck(step, new(Net), images(), ranks=2, timeout=5)
+
+
+SCRIPT = """
+import time
+import torch.distributed as dist
+from splitting.loop_models import Net, backward_sums, images
+from scatterpar import splitcheck
+
+def step(model, batches):
+    backward_sums(model, batches)
+    if dist.get_world_size() == 2:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print("waits", flush=True)
+        time.sleep(600)
+
+try:
+    splitcheck(step, Net(), images(), ranks=2, timeout=300)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    input()
+"""
+
+
+def test_ctrl_c_ends_the_ranks(tmp_path):
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment() | {"TMPDIR": str(tmp_path)},
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert script.stdout.readline() == "waits\n"
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+        assert script.stdout.readline() == "interrupted\n"
+        assert not psutil.Process(script.pid).children(recursive=True)
+        assert not list(tmp_path.iterdir())
+        _, errors = script.communicate("\n")
+        assert "Traceback" not in errors
+    finally:
+        script.kill()
+        script.wait()
+
+
+def test_a_lambda_cannot_be_sent_to_spawned_processes(monkeypatch):
+    monkeypatch.setattr(ranks, "can_fork", lambda: False)
+    with pytest.raises(ValueError, match="in a file that can be imported"):
+        splitcheck(lambda *call: averaged(*call), new(Net), images(), ranks=2)
+
+
+@pytest.mark.slow
+def test_spawned_ranks_give_the_same(monkeypatch):
+    monkeypatch.setattr(ranks, "can_fork", lambda: False)
+    splitcheck(averaged, new(Net), images(), ranks=2).assert_passed()

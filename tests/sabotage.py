@@ -117,8 +117,8 @@ ranks weigh alike, however many rows they have
   Ranks._exchange -> test_a_step_of_ranks_is_that_of_one_device
   weight / total if total else 0.0 => 1.0 / self.size
 the second pass draws other random numbers
-  Passes.second -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
-  attempt.generators.set_state(share.replica, self._states[number]) => pass
+  Passes._recompute -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
+  self._attempt.generators.set_state(replica, self._states[sub_step]) => pass
 micro_batch_size= is exceeded
   _plan -> test_every_plan
   -(-(stop - start) // limits[replica]) => max(1, (stop - start) // limits[replica])

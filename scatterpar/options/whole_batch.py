@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
 from scatterpar.batch.markers import Marker, has_marked_rows, unwrap_markers
-from scatterpar.batch.nested import Lists, join_rows
+from scatterpar.batch.nested import join_rows
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.streams import synchronize
@@ -63,11 +64,13 @@ from scatterpar.verify.verifier import Verifier
 
 
 class TwoPasses(Schedule):
-    """The schedule of ``whole_batch=True``; ``ranks`` are the other processes that have
-    rows.
+    """The schedule of ``whole_batch=True``.
 
-    Raises ``ValueError`` for a call without a criterion, or with ``reduction`` or
-    ``count``.
+    With ``ranks``, the criterion sees the rows of all processes.
+
+    Raises:
+        ValueError: a call without a criterion, or with ``reduction`` or ``count``; an
+            engine with ``graphs=True``.
     """
 
     replicas_of_criterion = 1  # the master's
@@ -84,21 +87,20 @@ class TwoPasses(Schedule):
         if graphs:
             raise ValueError(
                 "graphs=True captures the loss in each sub-step, and whole_batch=True "
-                "has one loss "
-                "after all of them; make another engine, without graphs, for this loss"
+                "has one loss after all of them; make another engine, without graphs, "
+                "for this loss"
             )
         if call.criterion is None:
             raise ValueError(
                 "whole_batch=True without a criterion; return the rows' outputs from "
-                "forward, and "
-                "pass criterion=, which is called once as criterion(outputs, targets)"
+                "forward, and pass criterion=, which is called once as "
+                "criterion(outputs, targets)"
             )
         for name, value in (("reduction", call.reduction), ("count", call.count)):
             if value is not None:
                 raise ValueError(
                     f"{name}= says how the losses of micro-batches combine, and "
-                    "whole_batch=True "
-                    f"has one loss, of all rows; leave {name}= out"
+                    f"whole_batch=True has one loss, of all rows; leave {name}= out"
                 )
 
     def data(self, request: Request) -> Sequence[Batch]:
@@ -131,7 +133,7 @@ class TwoPasses(Schedule):
                 why = "other ranks have seen these outputs"
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
-        returned = [each.returned for each in passes]
+        returned = [passes_of_replica.returned for passes_of_replica in passes]
         value = to_numbers(loss) if batch.counts else 0.0  # ranks add it up
         return Computed(value, loss.dtype, returned, batch.gradients)
 
@@ -141,30 +143,35 @@ class Passes:
 
     The first retains the graph of the last micro-batch only. All micro-batches run in
     the caller's grad mode: modules may compute other outputs without.
+
+    Attributes:
+        task: the work of the replica.
+        share: the rows.
+        outputs: of the micro-batches, without graphs; their tensors get gradients.
+        returned: the parts of outputs that the user asked for.
     """
 
     def __init__(self, attempt: Attempt, task: ReplicaTask, proceed: Proceed) -> None:
-        self._attempt, self.task, self.share = attempt, task, task.share
-        # of micro-batches, without graphs; tensors get gradients
+        self._attempt = attempt
+        self.task = task
+        self.share = task.share
         self.outputs: list[Any] = []
-        self.returned: list[Any] = []  # the parts of them that the user asked for
-        self._states: list[State] = []  # of the generators, before each micro-batch
+        self.returned: list[Any] = []
+        # Of the generators, before each micro-batch.
+        self._states: list[State] = []
         self._without_gradient: Sequence[Tensor] = task.leaves
         return_outputs = attempt.request.return_outputs
         retain_rows = attempt.extent.retain_rows and len(self.share.micro_batches) > 1
-        for number in range(len(self.share.micro_batches)):
-            proceed(number)
-            # the last output with its graph; dropped before the next
+        for sub_step in range(len(self.share.micro_batches)):
+            proceed(sub_step)
+            # The last output with its graph, which is freed before the next forward.
             self._last: Any = None
             self._states.append(attempt.generators.get_state(self.share.replica))
+            # The rows have no name here, which would keep inputs.
             self._last = output_at(
-                task, task.rows_of(number, retain=retain_rows), number
+                task, task.rows_of(sub_step, retain=retain_rows), sub_step
             )
-            self.outputs.append(
-                nested.map_tensors(
-                    lambda t: t.detach().requires_grad_(t.requires_grad), self._last
-                )
-            )
+            self.outputs.append(nested.map_tensors(_as_leaf, self._last))
             if return_outputs:
                 self.returned.append(detached_output(self._last, return_outputs))
 
@@ -174,59 +181,81 @@ class Passes:
         The backward pass of the retained graph comes first, because restoring state may
         write tensors of that graph. Afterwards the state is that after the criterion.
         """
-        task, share, attempt = self.task, self.share, self._attempt
-        *others, last = range(len(self.outputs))
-        max_substeps = attempt.extent.max_substeps
+        *earlier, last = range(len(self.outputs))
+        max_substeps = self._attempt.extent.max_substeps
         if max_substeps is not None:
-            others = others[: max_substeps - 1]
+            earlier = earlier[: max_substeps - 1]
         proceed(last)
-        tensors, self._last = nested.tensors(self._last), None
-        self._run_backward(last, tensors)
-        del tensors
-        if not others or all(t.grad is None for t in nested.tensors(self.outputs)):
-            # no host read follows: a kernel's error is raised here
-            synchronize(share.device)
+        roots = nested.tensors(self._last)
+        self._last = None
+        self._run_backward(last, roots)
+        del roots  # with the graph
+        leaves = nested.tensors(self.outputs)
+        have_gradient = any(leaf.grad is not None for leaf in leaves)
+        if not earlier or not have_gradient:
+            # No host read follows: a kernel's error is raised here.
+            synchronize(self.share.device)
             return
-        # With the sub-step of each. If the host read them there, the next sub-step
-        # would wait.
-        agreed: list[tuple[int, Tensor]] = []
-        with task.isolated(attempt.generators):
-            for number in others:
-                proceed(number)
-                attempt.generators.set_state(share.replica, self._states[number])
-                output = output_at(task, task.rows_of(number), number, "recompute")
-                tensors = nested.tensors(output)
-                leaves = nested.tensors(self.outputs[number])
-                agreed += [(number, each) for each in agreements(tensors, leaves)]
-                self._run_backward(number, tensors)
-                del output, tensors
+        with self.task.isolated(self._attempt.generators):
+            agreed = [self._recompute(sub_step, proceed) for sub_step in earlier]
         proceed(None)
-        # one read
-        values = to_numbers(torch.stack([each for _, each in agreed])) if agreed else ()
-        for (number, _), value in zip(agreed, values, strict=True):
-            if not value:
-                proceed(number)
-                raise RuntimeError(
-                    f"the second forward pass gave other outputs: {_WHY}"
-                )
+        self._require_agreement(earlier, agreed, proceed)
 
-    def _run_backward(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Run the backward pass of sub-step ``number`` from the tensors
-        of its output.
+    def _recompute(self, sub_step: int, proceed: Proceed) -> list[Tensor]:
+        """Run a sub-step's forward pass again, and its backward pass.
+
+        Returns ``agreements``, which the host reads later: else the next sub-step would
+        wait for the device.
         """
-        leaves = zip(roots, nested.tensors(self.outputs[number]), strict=True)
-        pairs = [(root, leaf.grad) for root, leaf in leaves if leaf.grad is not None]
-        if pairs:
-            self.task.run_backward(number, *zip(*pairs, strict=True))
+        proceed(sub_step)
+        replica = self.share.replica
+        self._attempt.generators.set_state(replica, self._states[sub_step])
+        rows_of = self.task.rows_of
+        output = output_at(self.task, rows_of(sub_step), sub_step, "recompute")
+        roots = nested.tensors(output)
+        agreed = agreements(roots, nested.tensors(self.outputs[sub_step]))
+        self._run_backward(sub_step, roots)
+        return agreed
+
+    def _require_agreement(
+        self, sub_steps: Sequence[int], agreed: Sequence[list[Tensor]], proceed: Proceed
+    ) -> None:
+        """Raise ``RuntimeError`` if a second forward pass gave other outputs."""
+        flat = list(chain.from_iterable(agreed))
+        values = iter(to_numbers(torch.stack(flat)) if flat else ())  # one read of all
+        for sub_step, of_sub_step in zip(sub_steps, agreed, strict=True):
+            for value in islice(values, len(of_sub_step)):
+                if not value:
+                    proceed(sub_step)
+                    raise RuntimeError(
+                        f"the second forward pass gave other outputs: {_WHY}"
+                    )
+
+    def _run_backward(self, sub_step: int, tensors: Sequence[Tensor]) -> None:
+        """Run the backward pass of a sub-step from the tensors of its output."""
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        leaves = nested.tensors(self.outputs[sub_step])
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            if leaf.grad is not None:
+                roots.append(tensor)
+                gradients.append(leaf.grad)
+        if roots:
+            self.task.run_backward(sub_step, roots, gradients)
         self._without_gradient = unalias(self._without_gradient)
 
 
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """The tensor without its graph; it gets a gradient if it had a graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def output_at(
-    task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward"
+    task: ReplicaTask, rows: Any, sub_step: int = 0, name: str = "forward"
 ) -> Any:
     """The module's output for the rows of one micro-batch."""
     before = gradient_versions(task.leaves)
-    with task.span(name, number):
+    with task.span(name, sub_step):
         output = task.output_of(rows[0])
     if gradient_versions(task.leaves) != before:
         raise inner_backward(task.leaves, before, task.replicas)
@@ -238,30 +267,40 @@ class WholeBatch:
 
     Outputs are copied once to the master and their gradients once back, counted under
     ``compute``. The criterion is called once, so the leaves that it refers to need no
-    replicas: ``gradients`` has theirs. With ``ranks``, all ranks need the same list of
-    leaves: those that a search of the criterion finds, in its order. All ranks have the
-    same loss and gradients of these leaves, and the first one's ``counts``.
+    replicas.
+
+    All ranks compute the same criterion on the same outputs, and need the same list of
+    leaves: those that a search of the criterion finds, in its order. Loss and gradients
+    of these leaves are added over ranks, so only those of rank 0 count.
+
+    Attributes:
+        counts: whether the loss of this process counts.
+        gradients: of the leaves that the criterion refers to.
     """
 
     def __init__(
         self, attempt: Attempt, passes: Sequence[Passes], ranks: Ranks | None
     ) -> None:
-        self._attempt, self._task, self._ranks = attempt, passes[0].task, ranks
         self.counts = ranks is None or ranks.rank == 0
         self.gradients: list[Gradient] = []
-        self._request, self._master = attempt.request, passes[0].share.device
-        # device, output, its copy
-        self._copies: list[tuple[torch.device, Tensor, Tensor]] = []
-        pieces = {
-            span: nested.map_tensors(
-                partial(self._on_master, each.share.device), output
-            )
-            for each in passes
-            for span, output in zip(each.share.micro_batches, each.outputs, strict=True)
-        }
-        self._pieces = [pieces[span] for span in sorted(pieces)]
-        self._rows = [stop - start for start, stop in sorted(pieces)]
+        self._attempt = attempt
+        self._request = attempt.request
+        self._ranks = ranks
+        self._task = passes[0].task
+        self._master = passes[0].share.device
         self._order = attempt.plan.order
+        # Each with the device of the output, and its copy.
+        self._copies: list[tuple[torch.device, Tensor, Tensor]] = []
+        pieces: dict[tuple[int, int], Any] = {}  # by span of rows
+        for passes_of_replica in passes:
+            share = passes_of_replica.share
+            on_master = partial(self._on_master, share.device)
+            outputs = passes_of_replica.outputs
+            for span, output in zip(share.micro_batches, outputs, strict=True):
+                pieces[span] = nested.map_tensors(on_master, output)
+        spans = sorted(pieces)
+        self._pieces = [pieces[span] for span in spans]
+        self._rows = [stop - start for start, stop in spans]
         batches = self._request.batches
         self._targets = self._joined_targets(batches)
         self._lists = any(batch.without_targets().has_marked_rows for batch in batches)
@@ -271,7 +310,8 @@ class WholeBatch:
         if device == self._master:
             return output
         copy = self._attempt.transfers.copy(output.detach(), self._master, "compute")
-        self._copies.append((device, output, copy.requires_grad_(output.requires_grad)))
+        copy.requires_grad_(output.requires_grad)
+        self._copies.append((device, output, copy))
         return copy
 
     def _joined_targets(self, batches: Sequence[Batch]) -> Any:
@@ -290,7 +330,8 @@ class WholeBatch:
 
     def loss(self) -> Tensor:
         """The loss of all rows. Its gradient is in the outputs of the first passes."""
-        attempt, seed = self._attempt, None
+        attempt = self._attempt
+        seed = None
         if self._ranks is not None:
             seed = self._join_ranks(self._ranks, attempt.generators.seed_of_criterion())
         # Interrupts wait until the criterion and its backward pass have ended.
@@ -311,71 +352,73 @@ class WholeBatch:
             what = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
                 f"whole_batch=True with a process_group cannot join {what} of rows "
-                "across ranks; "
-                f"make them tensors of one length on all ranks"
+                f"across ranks; make them tensors of one length on all ranks"
             )
         if self._order:  # other ranks have other orders
-            self._pieces, self._rows, self._order = (
-                [self._joined()],
-                [sum(self._rows)],
-                (),
-            )
+            self._pieces = [self._joined()]
+            self._rows = [sum(self._rows)]
+            self._order = ()
         self._pieces, self._rows, self._targets, seed = ranks.outputs_of_all(
             self._pieces, self._rows, self._targets, self._request.dim, seed
         )
         return seed
 
     def _joined(self) -> Any:
-        """All outputs as one. They are not leaves, because a criterion may write them
-        in place.
-        """
-        rows, dim = self._rows, self._request.dim
-        lists: Lists = "if clear" if self._lists else "never"
+        """All outputs as one; no leaves, because a criterion may write them in place."""
         joined = join_rows(
-            self._pieces, dim, rows, rows, lists=lists, order=self._order
+            self._pieces,
+            self._request.dim,
+            weights=self._rows,
+            rows=self._rows,
+            lists="if clear" if self._lists else "never",
+            order=self._order,
         )
-        return nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
+        return nested.map_tensors(_not_a_leaf, joined)
 
     def _backward(self) -> Tensor:
-        """Returns the loss; adds its gradients to the outputs and to leaves of the
-        criterion.
+        """Add the gradients of the loss to the outputs and to leaves of the criterion.
+
+        Returns the loss.
         """
-        criterion, request = self._attempt.replicas.criteria[0], self._request
         try:
-            joined, targets = self._joined(), unwrap_markers(self._targets, copy=True)
-            nodes = nodes_of(nested.tensors(joined))
-            loss = scalar_loss(criterion(joined, targets), "the criterion")
-            hidden = self._hidden_leaves(loss, nodes)
-            if request.check_finite and not torch.isfinite(loss):
+            loss, hidden = self._loss_and_hidden_leaves()
+            if self._request.check_finite and not torch.isfinite(loss):
                 raise FloatingPointError(
                     f"the loss is {to_numbers(loss)}; nothing was changed"
                 )
-            if request.backward:
-                scale = torch.full_like(loss, request.scale, requires_grad=False)
-                leaves = [*self._attempt.user_leaves, *hidden]
-                # What other ranks give the criterion's leaves is what the first rank
-                # gives them.
-                with set_aside(
-                    leaves if self.counts else [*leaves, *self._task.leaves]
-                ):
-                    self._task.run_untimed_backward([loss], [scale])
-                    unalias([*self._task.leaves, *leaves])
-                    self.gradients = [
-                        (t, t.grad if self.counts else None) for t in leaves
-                    ]
+            if self._request.backward:
+                self._run_backward(loss, [*self._attempt.user_leaves, *hidden])
                 _require_one_value(self._pieces)
         except BaseException as error:
-            add_note(
-                error,
-                f"in the criterion, with the outputs of all {sum(self._rows)} rows",
-            )
+            rows = sum(self._rows)
+            add_note(error, f"in the criterion, with the outputs of all {rows} rows")
             raise
         return loss.detach()
 
+    def _loss_and_hidden_leaves(self) -> tuple[Tensor, list[Tensor]]:
+        """Call the criterion. The joined outputs are freed, unless its graph has them."""
+        criterion = self._attempt.replicas.criteria[0]
+        joined = self._joined()
+        nodes = nodes_of(nested.tensors(joined))  # first: a criterion may write outputs
+        targets = unwrap_markers(self._targets, copy=True)
+        loss = scalar_loss(criterion(joined, targets), "the criterion")
+        return loss, self._hidden_leaves(loss, nodes)
+
+    def _run_backward(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Run the backward pass; the gradients of ``leaves`` are kept apart."""
+        scale = torch.full_like(loss, self._request.scale, requires_grad=False)
+        leaves_aside = list(leaves)
+        if not self.counts:
+            # What other ranks give the criterion's leaves is what rank 0 gives them.
+            leaves_aside += self._task.leaves
+        with set_aside(leaves_aside):
+            self._task.run_untimed_backward([loss], [scale])
+            unalias([*self._task.leaves, *leaves])
+            for leaf in leaves:
+                self.gradients.append((leaf, leaf.grad if self.counts else None))
+
     def _hidden_leaves(self, loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
-        """The leaves that ``loss`` reaches without passing ``nodes``, and that no
-        search finds.
-        """
+        """The leaves that ``loss`` reaches beside ``nodes``, and that no search finds."""
         known = {id(leaf) for leaf in (*self._task.leaves, *self._attempt.user_leaves)}
         hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
         if self._ranks is None:
@@ -384,63 +427,68 @@ class WholeBatch:
             if isinstance(leaf, nn.Parameter):
                 raise ValueError(
                     f"the criterion reaches a parameter of shape {tuple(leaf.shape)} "
-                    "that a search "
-                    "for ranks does not find; bind its module with "
-                    "functools.partial(criterion, "
-                    f"net=net), or make it a part of an nn.Module"
+                    f"that a search for ranks does not find; bind its module with "
+                    f"functools.partial(criterion, net=net), or make it a part of an "
+                    f"nn.Module"
                 )
         return []  # the criterion itself made them, as for a gradient penalty
 
 
+def _not_a_leaf(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_leaf else tensor
+
+
 def _require_one_value(pieces: Sequence[Any]) -> None:
-    """Raise ``ValueError`` if a 0-dim output that gets a gradient differs between
-    micro-batches.
+    """Refuse 0-dim outputs that get a gradient and differ between micro-batches.
+
+    Raises ``ValueError``.
     """
     for first, *others in zip(*map(nested.tensors, pieces), strict=True):
         uses_number = not first.ndim and first.grad is not None
         if uses_number and not all(same_bits(first, other) for other in others):
             raise ValueError(
-                "the module returns a number that is another one for each "
-                "micro-batch, and the "
-                "loss uses it; return what it is computed from, one entry per row, "
-                "and compute it "
-                "in the criterion, which with whole_batch=True sees all rows. Nothing "
-                "was changed"
+                "the module returns a number that is another one for each micro-batch, "
+                "and the loss uses it; return what it is computed from, one entry per "
+                "row, and compute it in the criterion, which with whole_batch=True sees "
+                "all rows. Nothing was changed"
             )
 
 
 def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """For each output with a gradient: whether it is that of the first pass, as a 0-dim
-    tensor.
+    """For each output with a gradient, whether it is that of the first pass.
 
     Elements are equal, NaN too, or differ by rounding, which kernels may change. The
     tolerance is far below what another dropout mask changes.
+
+    Returns 0-dim tensors.
     """
-    kinds = [
-        [(t.shape, t.dtype, t.requires_grad) for t in each]
-        for each in (tensors, leaves)
-    ]
-    if kinds[0] != kinds[1]:
+    if list(map(_kind_of, tensors)) != list(map(_kind_of, leaves)):
         raise RuntimeError(
             f"the second forward pass gave outputs of another kind: {_WHY}"
         )
-    agreed = []
+    agreed: list[Tensor] = []
     for tensor, leaf in zip(tensors, leaves, strict=True):
         if leaf.numel() and leaf.grad is not None:
-            now, before = tensor.detach(), leaf.detach()
-            size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax()
-            is_near = (now - before).abs() <= size * torch.finfo(now.dtype).eps ** 0.5
-            is_equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
-            agreed.append(is_near.logical_or_(is_equal).all())
+            agreed.append(_agree(tensor.detach(), leaf.detach()))
     return agreed
 
 
+def _kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+    return tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def _agree(second: Tensor, first: Tensor) -> Tensor:
+    largest = first.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+    tolerance = torch.finfo(second.dtype).eps ** 0.5
+    is_near = (second - first).abs() <= largest * tolerance
+    is_equal = torch.isclose(second, first, rtol=0.0, atol=0.0, equal_nan=True)
+    agree: Tensor = is_near.logical_or_(is_equal).all()
+    return agree
+
+
 _WHY = (
-    "this module depends on something that is not the same the second time, such as "
-    "the random "
-    "numbers of Python or NumPy, or a counter outside of it; draw from torch's "
-    "generators and keep "
-    "state in the module, or have one sub-step per replica, which whole_batch=True "
-    "computes once. "
-    "Nothing was changed"
+    "this module depends on something that is not the same the second time, such as the "
+    "random numbers of Python or NumPy, or a counter outside of it; draw from torch's "
+    "generators and keep state in the module, or have one sub-step per replica, which "
+    "whole_batch=True computes once. Nothing was changed"
 )

@@ -399,7 +399,9 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             f"row, or Replicated({kind})"
         )
     is_marker = isinstance(value, (Marker, Batches))
-    name = None if is_marker else unsplit_rows(value, dim, sizes)
+    # Of a cache, attributes are split.
+    is_split = is_marker or nested.is_cache(value)
+    name = None if is_split else unsplit_rows(value, dim, sizes)
     if name is not None:
         kind = type(value).__name__
         return (

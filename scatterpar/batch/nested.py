@@ -150,11 +150,11 @@ def _parts(
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         names = [field.name for field in fields if hasattr(value, field.name)]
-    elif _is_cache(value):
+    elif is_cache(value):
         names = [
             n
             for n, v in vars(like).items()
-            if isinstance(v, (Tensor, list)) or _is_cache(v)
+            if isinstance(v, (Tensor, list)) or is_cache(v)
         ]
     else:
         return (), None
@@ -221,7 +221,7 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
         )
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
     """Whether ``value`` is a cache of ``transformers``, or a layer of one."""
     return any(
         base.__module__ == "transformers.cache_utils" for base in type(value).__mro__

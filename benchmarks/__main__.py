@@ -3,7 +3,7 @@
 ``python -m benchmarks`` runs all of them, ``python -m benchmarks traffic memory`` some,
 and ``--quick`` goes through every line in a minute or two, with tiny sizes, and writes
 nothing. Other arguments are pytest's. ``python -m benchmarks figures`` measures the
-README's table of step times, and writes it: under 12 minutes on two quiet cores.
+guide's table of step times, and writes it: under 12 minutes on two quiet cores.
 ``python -m benchmarks card`` is a run of its own, for machines with cards (``--help``
 says how).
 """

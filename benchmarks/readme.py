@@ -1,4 +1,4 @@
-"""The tables that README and guide quote from the benchmarks: ``python -m
+"""The tables that the guide quotes from the benchmarks: ``python -m
 benchmarks.readme``.
 
 It measures nothing. It reads the raw numbers that are kept beside the benchmarks, and
@@ -110,7 +110,7 @@ def _spread(errors: list[float]) -> str:
 
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
-    "figures": (ROOT / "README.md", figures),
+    "figures": (ROOT / "docs" / "benchmarks.md", figures),
     "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
 }
 

@@ -35,6 +35,7 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
+from scatterpar.option_checks import check_int, check_shares
 from scatterpar.options.assigned import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.costs import has_costs_argument, plan_by_cost
@@ -43,7 +44,7 @@ from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
 from scatterpar.options.map_rows import map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
-from scatterpar.plan import Plan, check_int, check_shares, make_plan
+from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.replicas.replicas import ReplicaOptions, Replicas, ReplicaSet

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -15,20 +15,11 @@ from typing import Any
 
 import torch
 
+from scatterpar.option_checks import check_int
+from scatterpar.tables import Printed, as_text
+
 # of a sub-step; smaller fractions come from float rounding
 _ROUNDING = Fraction(1, 10**9)
-_SHOWN = 72  # characters of row numbers in a table or an error
-
-
-class Printed:
-    """IPython shows the object as ``print`` does."""
-
-    def __init_subclass__(cls) -> None:
-        """IPython asks a dataclass for ``__repr__`` before it asks its base class."""
-        cls._repr_pretty_ = Printed._repr_pretty_  # type: ignore[method-assign]
-
-    def _repr_pretty_(self, printer: Any, _: bool) -> None:
-        printer.text(str(self))
 
 
 @dataclass(frozen=True)
@@ -122,30 +113,6 @@ class Plan(Printed):
         replicas = "replica" if len(self.shares) == 1 else "replicas"
         title = f"{self.rows} rows on {len(self.shares)} {replicas}{more}"
         return f"{title}\n{as_text(table, str.ljust)}"
-
-
-def shown(numbers: str) -> str:
-    """A list of numbers as text, cut off behind one of them if it is too long for a
-    line.
-    """
-    if len(numbers) <= _SHOWN:
-        return numbers
-    return (
-        numbers[: max(numbers.rfind(sign, 0, _SHOWN) for sign in (",", " +"))] + ", ..."
-    )
-
-
-def as_text(
-    table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust
-) -> str:
-    """Rows of cells as lines of text. The first column is aligned left, the others by
-    ``align``.
-    """
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])]).rstrip()
-        for row in table
-    )
 
 
 def make_plan(
@@ -244,44 +211,3 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     size, longer = divmod(stop - start, pieces)
     ends = [start + i * size + min(i, longer) for i in range(pieces + 1)]
     return tuple(pairwise(ends))
-
-
-def check_int(name: str, value: Any, least: int | None = None, also: str = "") -> None:
-    """Refuse what is no int, or below ``least``; ``also`` names other
-    allowed values.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int{also}, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def check_number(name: str, value: Any, more: str = "", *, zero: bool = False) -> None:
-    """Refuse what is no finite number above zero, or with ``zero`` not below; ``more``
-    follows.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}{more}")
-    if not 0 <= value < math.inf or not (value or zero):
-        kind = "finite and not negative" if zero else "positive and finite"
-        raise ValueError(f"{name} must be {kind}, got {value!r}{more}")
-
-
-def check_shares(shares: Any, count: int) -> tuple[float, ...]:
-    """The relative sizes of ``count`` shares, equal if ``shares`` is ``None``."""
-    if shares is None:
-        return (1.0,) * count
-    if isinstance(shares, str) or not isinstance(shares, Sequence):
-        raise TypeError(
-            f"shares must be a list with one number per replica, got {shares!r}"
-        )
-    for share in shares:
-        check_number(
-            "each of shares", share, "; leave a device without rows out of device_ids"
-        )
-    if len(shares) != count:
-        raise ValueError(
-            f"shares has {len(shares)} entries; pass one number for each of the "
-            f"{count} replicas"
-        )
-    return tuple(shares)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from scatterpar.option_checks import check_number
 from scatterpar.options.gradient_noise import NoiseScale
-from scatterpar.plan import check_number
 
 __all__ = [
     "NoiseScale",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scatterpar.plan import Plan, Printed, as_text
+from scatterpar.plan import Plan
+from scatterpar.tables import Printed, as_html, as_text
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,3 @@ class StepReport(Printed):
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:,.1f}"
-
-
-def as_html(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as an HTML table."""
-    lines: list[str] = []
-    for row in table:
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>"

@@ -42,8 +42,8 @@ from scatterpar.integrations.steps import (
     Step,
 )
 from scatterpar.integrations.turns import Turns
+from scatterpar.option_checks import check_number
 from scatterpar.pair.pair import gather
-from scatterpar.plan import check_number
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.criterion_closure import named_values
 from scatterpar.step.request import check_function

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.plan import Plan, Share, check_number, make_plan, shown
+from scatterpar.option_checks import check_number
+from scatterpar.plan import Plan, Share, make_plan
+from scatterpar.tables import shown
 
 _LIMITS = 2**20  # that are tried for the largest cost of a micro-batch, by bisection
 

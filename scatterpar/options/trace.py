@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from scatterpar.devices.streams import has_streams
-from scatterpar.plan import Printed, Share, as_text
+from scatterpar.plan import Share
 from scatterpar.step.attempt import Clock, profiler_block
+from scatterpar.tables import Printed, as_text
 
 # Parts that launch work on devices.
 _LAUNCHES = "forward", "criterion", "backward", "recompute", "replay"

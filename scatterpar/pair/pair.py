@@ -29,6 +29,7 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async
 from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored
+from scatterpar.option_checks import check_int
 from scatterpar.pair.autograd import (
     AutogradTransfers,
     PassingReplica,
@@ -37,7 +38,7 @@ from scatterpar.pair.autograd import (
     require_eager,
     scatter_owned,
 )
-from scatterpar.plan import Plan, check_int, make_plan
+from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate

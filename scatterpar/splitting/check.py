@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.plan import Printed, check_int, check_number
+from scatterpar.option_checks import check_int, check_number
 from scatterpar.splitting.causes import Cause, explain
 from scatterpar.splitting.gradients import joined, largest_error
 from scatterpar.splitting.parts import hides_counts
 from scatterpar.splitting.step_run import Step
 from scatterpar.splitting.trial import Loss, Trial, described
+from scatterpar.tables import Printed
 
 _PARTS = 4  # by default, in one process
 

@@ -14,8 +14,9 @@ from torch.fx import traceback as fx_traceback
 
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.errors import add_note
-from scatterpar.plan import Share, shown
+from scatterpar.plan import Share
 from scatterpar.replicas.sync_batch_norm import Meeting
+from scatterpar.tables import shown
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers
 

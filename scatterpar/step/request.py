@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
-from scatterpar.plan import check_int, check_number
+from scatterpar.option_checks import check_int, check_number
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.wrapper import Wrapper
 

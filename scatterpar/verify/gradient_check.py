@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restored
-from scatterpar.plan import Printed
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import moved
 from scatterpar.step.task import as_call
+from scatterpar.tables import Printed
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import hooks_taken_off, uncompiled
 from scatterpar.verify.comparison import Gradients, magnitudes, relative_difference

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
-from scatterpar.plan import shown
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
+from scatterpar.tables import shown
 from scatterpar.verify.causes import RETURN, Outcome, in_lines
 from scatterpar.verify.evidence import name_of
 from scatterpar.verify.joins import Compute, JoinCheck

@@ -1,0 +1,48 @@
+"""Refuse values of options that are no numbers, or no numbers of the right kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_int(name: str, value: Any, least: int | None = None, also: str = "") -> None:
+    """Refuse what is no int, or below ``least``; ``also`` names other
+    allowed values.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{also}, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_number(name: str, value: Any, more: str = "", *, zero: bool = False) -> None:
+    """Refuse what is no finite number above zero, or with ``zero`` not below; ``more``
+    follows.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}{more}")
+    if not 0 <= value < math.inf or not (value or zero):
+        kind = "finite and not negative" if zero else "positive and finite"
+        raise ValueError(f"{name} must be {kind}, got {value!r}{more}")
+
+
+def check_shares(shares: Any, count: int) -> tuple[float, ...]:
+    """The relative sizes of ``count`` shares, equal if ``shares`` is ``None``."""
+    if shares is None:
+        return (1.0,) * count
+    if isinstance(shares, str) or not isinstance(shares, Sequence):
+        raise TypeError(
+            f"shares must be a list with one number per replica, got {shares!r}"
+        )
+    for share in shares:
+        check_number(
+            "each of shares", share, "; leave a device without rows out of device_ids"
+        )
+    if len(shares) != count:
+        raise ValueError(
+            f"shares has {len(shares)} entries; pass one number for each of the "
+            f"{count} replicas"
+        )
+    return tuple(shares)

@@ -1,5 +1,6 @@
-"""Traverse, merge and join nested values: tuples, lists, mappings, dataclasses, caches
-of tensors.
+"""Traverse, merge and join nested values.
+
+Containers are tuples, lists, mappings, dataclasses, and caches of tensors.
 
 Methods of a user's tensor subclass are not called inside a generator, except to compare
 bits: a ``StopIteration`` from such a method would become another error.
@@ -12,7 +13,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from operator import getitem, setitem
 from typing import Any, Literal
 
 import torch
@@ -22,26 +22,30 @@ from torch.nn.utils.rnn import PackedSequence
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import to_device, to_numbers
 
-# whether lists may have one entry per row
+# Whether lists may have one entry per row.
 Lists = Literal["never", "if clear", "always"]
 
-# leaves, which need no look at their class
+# Leaves, which need no look at their class.
 _PLAIN = {bool, int, float, str, bytes, type(None)}
+# Whose ``==`` gives a bool.
+_COMPARABLE = (bool, int, float, complex, str, bytes, torch.Size)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with every leaf replaced by ``function(leaf)``; containers keep their
-    types.
+    """``value`` with ``function(leaf)`` in the place of each leaf.
+
+    Containers keep their types.
     """
     children, make = _parts(value, value)
     if make is None:
         return function(value)
-    return make(  # most children are tensors, which need no further call
-        [
-            function(v) if isinstance(v, Tensor) else map_leaves(function, v)
-            for v in children
-        ]
-    )
+    mapped: list[Any] = []
+    for child in children:
+        if isinstance(child, Tensor):  # most children are, and need no further call
+            mapped.append(function(child))
+        else:
+            mapped.append(map_leaves(function, child))
+    return make(mapped)
 
 
 # Takes leaves in order from an iterator, and puts them together.
@@ -76,9 +80,7 @@ def flatten(value: Any) -> tuple[list[Any], Build]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with every tensor replaced by ``function(tensor)``;
-    other leaves stay.
-    """
+    """``value`` with ``function(tensor)`` for each tensor; other leaves stay."""
     return map_leaves(
         lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value
     )
@@ -89,35 +91,39 @@ def merge(
     values: Sequence[Any],
     is_leaf: Callable[[Sequence[Any]], bool] = lambda _: False,
 ) -> Any:
-    """One value from several of the same structure: ``function`` gets the leaves of
-    each position.
+    """One value from several of the same structure.
 
-    If ``is_leaf(values)``, the values of a position count as leaves.
+    ``function`` gets the leaves of each position. If ``is_leaf(values)``, the values of
+    a position count as leaves.
 
     >>> merge(sum, [{"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)}])
     {'a': 11, 'b': (22, 33)}
     """
+    if is_leaf(values) or not _are_alike(values):
+        return function(list(values))
     first = values[0]
-    _, make = (
-        _parts(first, first) if not is_leaf(values) and _alike(values) else ((), None)
-    )
+    _, make = _parts(first, first)
     if make is None:
         return function(list(values))
-    each = [_parts(value, first)[0] for value in values]
-    return make(
-        [merge(function, children, is_leaf) for children in zip(*each, strict=True)]
-    )
+    children = [_parts(value, first)[0] for value in values]  # of each value
+    merged: list[Any] = []
+    for values_of_position in zip(*children, strict=True):
+        merged.append(merge(function, values_of_position, is_leaf))
+    return make(merged)
 
 
 def leaves(value: Any, *, containers: bool = False) -> list[Any]:
-    """Every leaf of ``value``, in order; with ``containers`` each of these before its
-    leaves.
+    """Every leaf of ``value``, in order.
+
+    With ``containers`` each container is there, too, before its leaves.
     """
     children, make = _parts(value, value)
     if make is None:
         return [value]
-    inner = [leaves(child, containers=containers) for child in children]
-    return [*([value] if containers else ()), *chain(*inner)]
+    flat = [value] if containers else []
+    for child in children:
+        flat += leaves(child, containers=containers)
+    return flat
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -125,13 +131,13 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _parts(
-    value: Any, like: Any
-) -> tuple[Iterable[Any], Callable[[list[Any]], Any] | None]:
-    """The children of ``value``, in the order of ``like``'s keys, and a function.
+Make = Callable[[list[Any]], Any]  # makes a container from new children
 
-    The function makes such a container from new children. For a leaf: no children, and
-    ``None``.
+
+def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
+    """The children of ``value``, and how to make such a container from others.
+
+    Children are in the order of ``like``'s keys. A leaf has no children, and ``None``.
     """
     if type(value) in (tuple, list):
         return value, type(value)
@@ -141,36 +147,42 @@ def _parts(
         return value, functools.partial(_tuple_like, value)
     if isinstance(value, list):
         return value, functools.partial(_list_like, value)
-    get: Callable[..., Any] = getattr
-    put: Callable[..., None] = object.__setattr__  # of frozen dataclasses too
     if isinstance(value, Mapping):
         if type(value) is not dict:
             _refuse_iteration_over_rows(value)
-        names, get, put = [*like], getitem, setitem
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        keys = list(like)
+        children = [value[key] for key in keys]
+        return children, functools.partial(_mapping_like, value, keys)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         names = [field.name for field in fields if hasattr(value, field.name)]
     elif is_cache(value):
-        names = [
-            n
-            for n, v in vars(like).items()
-            if isinstance(v, (Tensor, list)) or is_cache(v)
-        ]
+        names = [name for name, item in vars(like).items() if _is_of_cache(item)]
     else:
         return (), None
+    children = [getattr(value, name) for name in names]
+    return children, functools.partial(_object_like, value, names)
 
-    def make(children: list[Any]) -> Any:
-        if type(value) is dict or (
-            put is setitem and not hasattr(value, "__setitem__")
-        ):
-            return dict(zip(names, children, strict=True))
-        result = copy.copy(value)  # keeps its other attributes
-        _forget_computed(result)
-        for name, child in zip(names, children, strict=True):
-            put(result, name, child)
-        return result
 
-    return [get(value, name) for name in names], make
+def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> Any:
+    """A mapping of the original's class and attributes, with other values."""
+    pairs = zip(keys, children, strict=True)
+    if type(original) is dict or not hasattr(original, "__setitem__"):
+        return dict(pairs)
+    mapping = copy.copy(original)
+    _forget_computed(mapping)
+    for key, child in pairs:
+        mapping[key] = child
+    return mapping
+
+
+def _object_like(original: Any, names: list[str], children: Iterable[Any]) -> Any:
+    """An object of the original's class, with other values of these attributes."""
+    result = copy.copy(original)
+    _forget_computed(result)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(result, name, child)  # of frozen dataclasses, too
+    return result
 
 
 def _tuple_like(original: tuple[Any, ...], children: Iterable[Any]) -> Any:
@@ -228,36 +240,41 @@ def is_cache(value: Any) -> bool:
     )
 
 
+def _is_of_cache(item: Any) -> bool:
+    """Whether an attribute of a cache has tensors."""
+    return isinstance(item, (Tensor, list)) or is_cache(item)
+
+
 def refuse_generators(output: Any) -> None:
-    """Refuse generators in an output: they would run later, outside of any replica's
-    context.
+    """Refuse generators in an output.
+
+    They would run later, outside of any replica's context.
     """
     for leaf in leaves(output):
         if isinstance(leaf, Iterator):
             raise TypeError(
                 f"the module's output contains a {type(leaf).__name__} that has not "
-                "been consumed; "
-                f"return a list or tuple of its items"
+                f"been consumed; return a list or tuple of its items"
             )
 
 
-def _alike(values: Sequence[Any]) -> bool:
-    """Whether the outermost containers have the same structure, so that they can be
-    merged.
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Whether the outermost containers have the same structure.
+
+    Raises ``ValueError`` for mappings with different keys.
     """
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return False
     if isinstance(first, (tuple, list)):
         return all(len(value) == len(first) for value in values)
-    if isinstance(first, Mapping) and any(
-        value.keys() != first.keys() for value in values
-    ):
+    if not isinstance(first, Mapping):
+        return True
+    if any(value.keys() != first.keys() for value in values):
+        keys = [str(sorted(map(str, value))) for value in values]
         raise ValueError(
-            f"mappings with different keys cannot be joined: "
-            f"{' and '.join(str(sorted(map(str, value))) for value in values)}; "
-            "return the same "
-            f"keys for all rows"
+            f"mappings with different keys cannot be joined: {' and '.join(keys)}; "
+            f"return the same keys for all rows"
         )
     return True
 
@@ -297,34 +314,21 @@ def join_rows(
         return pieces[0]
 
     def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
-        """Whether values are lists with one entry per row, and not lists of tensors
-        with rows.
-        """
-        if rows is None or lists == "never":
-            return False
-        pairs = list(zip(values, rows, strict=True))
-        if not all(isinstance(value, list) and len(value) == n for value, n in pairs):
-            return False
-        inside = [(tensor, n) for value, n in pairs for tensor in tensors(value)]
-        return (
-            lists == "always"
-            or not inside
-            or any(t.shape[dim:][:1] != (n,) for t, n in inside)
-        )
+        return rows is not None and _are_entries(values, rows, dim, lists)
 
     def join_leaves(leaves: list[Any]) -> Any:
-        if isinstance(leaves[0], PackedSequence):
+        first = leaves[0]
+        if isinstance(first, PackedSequence):
             raise ValueError(
                 "outputs that are PackedSequences cannot be joined, because a "
-                "PackedSequence "
-                "interleaves the entries of its rows; return what "
+                "PackedSequence interleaves the entries of its rows; return what "
                 "pad_packed_sequence(output, batch_first=True) gives"
             )
         if are_entries(leaves):
-            return _in_order([*chain(*leaves)], order, dim)
+            return _in_order(list(chain(*leaves)), order, dim)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            return leaves[0] if _all_same(leaves) else leaves
-        if not leaves[0].ndim:
+            return first if _are_all_same(leaves) else leaves
+        if not first.ndim:
             return _average(leaves, weights)
         if pad is not None:
             leaves = _padded(leaves, dim, pad)
@@ -332,108 +336,133 @@ def join_rows(
             return leaves[0]
         return _in_order(torch.cat(leaves, dim), order, dim)
 
+    def is_leaf(values: Sequence[Any]) -> bool:
+        return isinstance(values[0], PackedSequence) or are_entries(values)
+
     if lists != "never" and are_entries(pieces, "always"):
-        return _in_order([*chain(*pieces)], order, dim)
-    return merge(
-        join_leaves,
-        pieces,
-        lambda v: isinstance(v[0], PackedSequence) or are_entries(v),
-    )
+        return _in_order(list(chain(*pieces)), order, dim)
+    return merge(join_leaves, pieces, is_leaf)
+
+
+def _are_entries(
+    values: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
+) -> bool:
+    """Whether values are lists with one entry per row.
+
+    With ``"if clear"`` they must not look like lists of tensors with rows.
+    """
+    if lists == "never":
+        return False
+    for value, num_rows in zip(values, rows, strict=True):
+        if not isinstance(value, list) or len(value) != num_rows:
+            return False
+    if lists == "always":
+        return True
+    have_tensors = False
+    for value, num_rows in zip(values, rows, strict=True):
+        for tensor in tensors(value):
+            have_tensors = True
+            if tensor.shape[dim:][:1] != (num_rows,):
+                return True
+    return not have_tensors
 
 
 def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
-    """The tensors, padded at the end to equal sizes in all dimensions
-    except ``dim``.
-    """
-    if (
-        len({leaf.ndim for leaf in leaves}) > 1
-        or not -leaves[0].ndim <= dim < leaves[0].ndim
-    ):
+    """The tensors, padded at the end to equal sizes in all dimensions but ``dim``."""
+    num_dimensions = {leaf.ndim for leaf in leaves}
+    if len(num_dimensions) > 1 or not -leaves[0].ndim <= dim < leaves[0].ndim:
         return leaves
-    sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
-    padded = []
+    shapes = zip(*(leaf.shape for leaf in leaves), strict=True)
+    sizes = [max(sizes_of_dimension) for sizes_of_dimension in shapes]
+    padded_leaves: list[Tensor] = []
     for leaf in leaves:
         sizes[dim] = leaf.size(dim)
-        padded.append(leaf.new_full(sizes, value))
-        padded[-1][tuple(map(slice, leaf.shape))] = leaf
-    return padded
+        padded = leaf.new_full(sizes, value)
+        padded[tuple(map(slice, leaf.shape))] = leaf
+        padded_leaves.append(padded)
+    return padded_leaves
 
 
 def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
     """A list or tensor with its rows in ascending ``order`` of their numbers."""
     if not order:
         return joined
-    # entries per row
-    each = 1 if isinstance(joined, list) else joined.size(dim) // len(order)
-    places = (
-        torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
-    ).flatten()
+    entries_per_row = 1
+    if isinstance(joined, Tensor):
+        entries_per_row = joined.size(dim) // len(order)
+    first_entries = torch.tensor(order).argsort()[:, None] * entries_per_row
+    places = (first_entries + torch.arange(entries_per_row)).flatten()
     if isinstance(joined, list):
         return [joined[place] for place in to_numbers(places)]
     return joined.index_select(dim, to_device(places, joined.device))
 
 
 def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """The number of entries per row along ``dim``; 0 if the tensors are the same in all
-    pieces.
+    """The number of entries per row along ``dim``.
 
-    Raises ``ValueError`` if the tensors cannot be joined.
+    It is 0 if the tensors have no rows, and are the same in all pieces. Raises
+    ``ValueError`` if the tensors cannot be joined.
     """
-    sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
-    ratios = {size / n for size, n in zip(sizes, rows, strict=True)}
-    others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
-    entries = (
-        min(ratios) if len(ratios) == len(others) == 1 and min(ratios) % 1 == 0 else 0
-    )
+    ratios: set[float] = set()  # of entries to rows
+    other_sizes: set[tuple[int, ...]] = set()  # in the other dimensions
+    for leaf, num_rows in zip(leaves, rows, strict=True):
+        size = leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0
+        ratios.add(size / num_rows)
+        other_sizes.add(leaf.shape[:dim] + leaf.shape[dim:][1:])
+    entries = 0.0
+    if len(ratios) == len(other_sizes) == 1 and min(ratios) % 1 == 0:
+        (entries,) = ratios
     if entries == 1:
         return 1
     first = leaves[0]
-    # Entries of rows that are all equal, as those of a head of zeros, are no codebook.
+    # A head that starts at zero gives every row the same entries: that pieces are equal
+    # is no sign that they have no rows.
     are_rows = entries and same_bits(
         first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
     )
-    if not are_rows and all(same_bits(first, other) for other in leaves[1:]):
+    if not are_rows and all(same_bits(first, leaf) for leaf in leaves[1:]):
         return 0
     if not entries:
         shapes = " and ".join([str(tuple(leaf.shape)) for leaf in leaves])
         raise ValueError(
             f"outputs of shapes {shapes}, which are those of "
-            f"{' and '.join(map(str, rows))} "
-            f"rows, cannot be joined along dim={dim}; return the rows along that "
-            "dimension, such "
-            "as torch.stack([a, b], 1) in the place of torch.cat([a, b]), or select "
-            "with "
-            "return_outputs=function, or pad them to one size with engine.map(…, "
-            "pad=value)"
+            f"{' and '.join(map(str, rows))} rows, cannot be joined along dim={dim}; "
+            f"return the rows along that dimension, such as torch.stack([a, b], 1) in "
+            f"the place of torch.cat([a, b]), or select with return_outputs=function, "
+            f"or pad them to one size with engine.map(…, pad=value)"
         )
     return int(entries)
 
 
-def _all_same(leaves: list[Any]) -> bool:
-    first, plain = leaves[0], (bool, int, float, complex, str, bytes, torch.Size)
-    return all(
-        leaf is first
-        or (isinstance(first, plain) and type(leaf) is type(first) and leaf == first)
-        for leaf in leaves
-    )
+def _are_all_same(leaves: list[Any]) -> bool:
+    """Whether all are one object, or equal values of a class that compares plainly."""
+    first = leaves[0]
+    is_comparable = isinstance(first, _COMPARABLE)
+    for leaf in leaves:
+        is_equal = is_comparable and type(leaf) is type(first) and leaf == first
+        if leaf is not first and not is_equal:
+            return False
+    return True
 
 
 def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
     """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
-    first, total = values[0], sum(weights)
-    counted = [
-        (value, weight) for value, weight in zip(values, weights, strict=True) if weight
-    ]
+    first = values[0]
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    total = sum(weights)
+    counted: list[Tensor] = []
+    weighted: list[Tensor] = []
+    for value, weight in zip(values, weights, strict=True):
+        if weight:  # a weight of zero ignores even NaN
+            counted.append(value)
+            weighted.append(value.to(dtype) * (weight / total))
     if not counted:
         return first
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    mean = torch.stack(
-        [value.to(dtype) * (weight / total) for value, weight in counted]
-    ).sum()
-    # equal numbers keep their bits: ranks compare those of all pieces
+    mean = torch.stack(weighted).sum()
+    # Equal numbers keep their bits: ranks compare those of all pieces.
     if not mean.requires_grad:
-        one = counted[0][0].to(dtype)
-        are_equal = torch.stack([value for value, _ in counted]).eq(one).all()
-        mean = torch.where(are_equal, one, mean)
+        number = counted[0].to(dtype)
+        are_equal = torch.stack(counted).eq(number).all()
+        mean = torch.where(are_equal, number, mean)
     is_integer = not (first.is_floating_point() or first.is_complex())
     return mean if is_integer else mean.to(first.dtype)

@@ -68,9 +68,9 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
     if device.type == "cpu":
         return device
     _require_visible(device, accelerator)
-    index = device.index
-    if index is None:  # a name such as "cuda" means the current device
-        index = torch.accelerator.current_device_index()
+    # A name without a number, such as "cuda", means the current device.
+    has_number = device.index is not None
+    index = device.index if has_number else torch.accelerator.current_device_index()
     return torch.device(device.type, index)
 
 

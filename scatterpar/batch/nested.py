@@ -1,4 +1,4 @@
-"""Traverse, merge and join nested values.
+"""Traverse and merge nested values.
 
 Containers are tuples, lists, mappings, dataclasses, and caches of tensors.
 
@@ -12,23 +12,14 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
-from typing import Any, Literal
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
-
-from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import to_device, to_numbers
-
-# Whether lists may have one entry per row.
-Lists = Literal["never", "if clear", "always"]
 
 # Leaves, which need no look at their class.
 _PLAIN = {bool, int, float, str, bytes, type(None)}
-# Whose ``==`` gives a bool.
-_COMPARABLE = (bool, int, float, complex, str, bytes, torch.Size)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -277,192 +268,3 @@ def _are_alike(values: Sequence[Any]) -> bool:
             f"return the same keys for all rows"
         )
     return True
-
-
-def join_rows(
-    pieces: Sequence[Any],
-    dim: int,
-    weights: Sequence[float],
-    rows: Sequence[int] | None = None,
-    *,
-    lists: Lists = "never",
-    order: Sequence[int] = (),
-    pad: float | None = None,
-) -> Any:
-    """Join pieces of the same nested types, each of consecutive rows, into one value.
-
-    0-dim tensors are averaged with ``weights``, one per piece; pieces with weight zero
-    are ignored. ``rows`` has the number of rows of each piece. Tensors with that size
-    along ``dim``, or with one and the same multiple of it, are concatenated along
-    ``dim``. A tensor with another size and the same bits in all pieces, such as a
-    codebook, is returned once. Other tensors are refused by a ``ValueError``. Without
-    ``rows`` all tensors are concatenated. With ``pad`` tensors get equal sizes in the
-    other dimensions: they are padded at the end with this value.
-
-    Any other leaf is returned once if all pieces have the same, and otherwise becomes a
-    list with one entry per piece. ``lists`` says whether lists that have one entry per
-    row are concatenated; ``"if clear"``: unless they may be lists of tensors with rows.
-
-    If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by
-    piece, and the result has the rows in ascending order. A single piece is already in
-    that order.
-
-    >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
-    {'y': tensor([0., 0., 1.])}
-    """
-    if len(pieces) == 1:
-        return pieces[0]
-
-    def are_entries(values: Sequence[Any], lists: Lists = lists) -> bool:
-        return rows is not None and _are_entries(values, rows, dim, lists)
-
-    def join_leaves(leaves: list[Any]) -> Any:
-        first = leaves[0]
-        if isinstance(first, PackedSequence):
-            raise ValueError(
-                "outputs that are PackedSequences cannot be joined, because a "
-                "PackedSequence interleaves the entries of its rows; return what "
-                "pad_packed_sequence(output, batch_first=True) gives"
-            )
-        if are_entries(leaves):
-            return _in_order(list(chain(*leaves)), order, dim)
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            return first if _are_all_same(leaves) else leaves
-        if not first.ndim:
-            return _average(leaves, weights)
-        if pad is not None:
-            leaves = _padded(leaves, dim, pad)
-        if rows is not None and not _entries_per_row(leaves, rows, dim):
-            return leaves[0]
-        return _in_order(torch.cat(leaves, dim), order, dim)
-
-    def is_leaf(values: Sequence[Any]) -> bool:
-        return isinstance(values[0], PackedSequence) or are_entries(values)
-
-    if lists != "never" and are_entries(pieces, "always"):
-        return _in_order(list(chain(*pieces)), order, dim)
-    return merge(join_leaves, pieces, is_leaf)
-
-
-def _are_entries(
-    values: Sequence[Any], rows: Sequence[int], dim: int, lists: Lists
-) -> bool:
-    """Whether values are lists with one entry per row.
-
-    With ``"if clear"`` they must not look like lists of tensors with rows.
-    """
-    if lists == "never":
-        return False
-    for value, num_rows in zip(values, rows, strict=True):
-        if not isinstance(value, list) or len(value) != num_rows:
-            return False
-    if lists == "always":
-        return True
-    have_tensors = False
-    for value, num_rows in zip(values, rows, strict=True):
-        for tensor in tensors(value):
-            have_tensors = True
-            if tensor.shape[dim:][:1] != (num_rows,):
-                return True
-    return not have_tensors
-
-
-def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
-    """The tensors, padded at the end to equal sizes in all dimensions but ``dim``."""
-    num_dimensions = {leaf.ndim for leaf in leaves}
-    if len(num_dimensions) > 1 or not -leaves[0].ndim <= dim < leaves[0].ndim:
-        return leaves
-    shapes = zip(*(leaf.shape for leaf in leaves), strict=True)
-    sizes = [max(sizes_of_dimension) for sizes_of_dimension in shapes]
-    padded_leaves: list[Tensor] = []
-    for leaf in leaves:
-        sizes[dim] = leaf.size(dim)
-        padded = leaf.new_full(sizes, value)
-        padded[tuple(map(slice, leaf.shape))] = leaf
-        padded_leaves.append(padded)
-    return padded_leaves
-
-
-def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
-    """A list or tensor with its rows in ascending ``order`` of their numbers."""
-    if not order:
-        return joined
-    entries_per_row = 1
-    if isinstance(joined, Tensor):
-        entries_per_row = joined.size(dim) // len(order)
-    first_entries = torch.tensor(order).argsort()[:, None] * entries_per_row
-    places = (first_entries + torch.arange(entries_per_row)).flatten()
-    if isinstance(joined, list):
-        return [joined[place] for place in to_numbers(places)]
-    return joined.index_select(dim, to_device(places, joined.device))
-
-
-def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """The number of entries per row along ``dim``.
-
-    It is 0 if the tensors have no rows, and are the same in all pieces. Raises
-    ``ValueError`` if the tensors cannot be joined.
-    """
-    ratios: set[float] = set()  # of entries to rows
-    other_sizes: set[tuple[int, ...]] = set()  # in the other dimensions
-    for leaf, num_rows in zip(leaves, rows, strict=True):
-        size = leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0
-        ratios.add(size / num_rows)
-        other_sizes.add(leaf.shape[:dim] + leaf.shape[dim:][1:])
-    entries = 0.0
-    if len(ratios) == len(other_sizes) == 1 and min(ratios) % 1 == 0:
-        (entries,) = ratios
-    if entries == 1:
-        return 1
-    first = leaves[0]
-    # A head that starts at zero gives every row the same entries: that pieces are equal
-    # is no sign that they have no rows.
-    are_rows = entries and same_bits(
-        first, first.narrow(dim, 0, 1).expand_as(first).contiguous()
-    )
-    if not are_rows and all(same_bits(first, leaf) for leaf in leaves[1:]):
-        return 0
-    if not entries:
-        shapes = " and ".join([str(tuple(leaf.shape)) for leaf in leaves])
-        raise ValueError(
-            f"outputs of shapes {shapes}, which are those of "
-            f"{' and '.join(map(str, rows))} rows, cannot be joined along dim={dim}; "
-            f"return the rows along that dimension, such as torch.stack([a, b], 1) in "
-            f"the place of torch.cat([a, b]), or select with return_outputs=function, "
-            f"or pad them to one size with engine.map(…, pad=value)"
-        )
-    return int(entries)
-
-
-def _are_all_same(leaves: list[Any]) -> bool:
-    """Whether all are one object, or equal values of a class that compares plainly."""
-    first = leaves[0]
-    is_comparable = isinstance(first, _COMPARABLE)
-    for leaf in leaves:
-        is_equal = is_comparable and type(leaf) is type(first) and leaf == first
-        if leaf is not first and not is_equal:
-            return False
-    return True
-
-
-def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
-    first = values[0]
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    total = sum(weights)
-    counted: list[Tensor] = []
-    weighted: list[Tensor] = []
-    for value, weight in zip(values, weights, strict=True):
-        if weight:  # a weight of zero ignores even NaN
-            counted.append(value)
-            weighted.append(value.to(dtype) * (weight / total))
-    if not counted:
-        return first
-    mean = torch.stack(weighted).sum()
-    # Equal numbers keep their bits: ranks compare those of all pieces.
-    if not mean.requires_grad:
-        number = counted[0].to(dtype)
-        are_equal = torch.stack(counted).eq(number).all()
-        mean = torch.where(are_equal, number, mean)
-    is_integer = not (first.is_floating_point() or first.is_complex())
-    return mean if is_integer else mean.to(first.dtype)

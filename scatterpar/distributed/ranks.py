@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import unwrap_markers
-from scatterpar.batch.nested import join_rows
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.distributed.collectives import Collectives

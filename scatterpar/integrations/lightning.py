@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from scatterpar.batch import nested
+from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
@@ -242,7 +243,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
         def joined(pieces: list[Any]) -> Any:
             try:
-                return nested.join_rows(pieces, 0, weights, rows, lists="if clear")
+                return join_rows(pieces, 0, weights, rows, lists="if clear")
             except ValueError:  # such as tensors without rows
                 return pieces
 
@@ -328,7 +329,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         reduction = options.get("reduce_fx", "mean")
         reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
         if reduce is None:
-            value = nested.join_rows(values, 0, weights)
+            value = join_rows(values, 0, weights)
         else:
             value = reduce(torch.stack(values))
         options = {**options, "batch_size": size}

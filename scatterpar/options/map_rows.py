@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from scatterpar.batch import nested
-from scatterpar.batch.nested import Lists
+from scatterpar.batch.joining import Lists
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused

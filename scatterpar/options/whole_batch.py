@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import Batch
+from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import Marker, has_marked_rows, unwrap_markers
-from scatterpar.batch.nested import join_rows
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.streams import synchronize

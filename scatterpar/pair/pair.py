@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
+from scatterpar.batch.joining import join_rows
 from scatterpar.batch.markers import count_rows
-from scatterpar.batch.nested import join_rows
 from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.devices.links import check_links
 from scatterpar.devices.streams import has_streams, is_async

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.batch import nested
+from scatterpar.batch.joining import Lists, join_rows
 from scatterpar.devices import coalescing
 from scatterpar.devices.coalescing import has_foreach, is_part, iter_copies, tree_pairs
 from scatterpar.devices.device_ids import physical
@@ -286,7 +287,7 @@ def _plus(left: Tensor, right: Tensor) -> Tensor:
 def join_on_master(
     attempt: Attempt,
     outputs: Sequence[Sequence[Any]],
-    lists: nested.Lists = "never",
+    lists: Lists = "never",
     pad: float | None = None,
 ) -> Any:
     """The outputs of all micro-batches as one, on the master, in the batch's order.
@@ -303,7 +304,7 @@ def join_on_master(
             if share.device != master:
                 output = nested.map_tensors(copy_to_master, output)
             pieces.append(output)
-    return nested.join_rows(
+    return join_rows(
         pieces,
         attempt.request.dim,
         weights=list(chain.from_iterable(attempt.weights.by_share)),
@@ -331,8 +332,6 @@ def returned_outputs(
     ):
         rows = [stop - start for start, stop in share.micro_batches]
         with ReplicaNote(share):
-            output = nested.join_rows(
-                outputs_of_share, attempt.request.dim, weights, rows
-            )
+            output = join_rows(outputs_of_share, attempt.request.dim, weights, rows)
         joined.append(output)
     return tuple(joined)

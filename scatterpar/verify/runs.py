@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.batch.joining import join_rows
 from scatterpar.errors import restored
 from scatterpar.replicas.module_copy import module_of, root_to_replicate
 from scatterpar.step.attempt import Attempt
@@ -448,7 +449,7 @@ class Runs:
             } == self._step_rows
             if are_sizes_of_step and len(set(sizes)) > 1:
                 return torch.cat(leaves, dim)
-            return nested.join_rows(leaves, dim, sizes, sizes, lists=lists)
+            return join_rows(leaves, dim, sizes, sizes, lists=lists)
 
         return nested.merge(join, outputs)
 

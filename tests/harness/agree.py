@@ -38,6 +38,7 @@ from harness.oracle import (
 from harness.rank_processes import run_on_ranks
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.batch import nested
+from scatterpar.batch.joining import join_rows
 from scatterpar.plan import make_plan
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
@@ -406,9 +407,7 @@ def outputs_of(case, module, share, start=None):
 def _joined(pieces):
     rows, outputs = zip(*pieces, strict=True)
     return (
-        nested.join_rows(list(outputs), 0, [*map(len, rows)])
-        if len(rows) > 1
-        else outputs[0]
+        join_rows(list(outputs), 0, [*map(len, rows)]) if len(rows) > 1 else outputs[0]
     )
 
 

@@ -1,0 +1,82 @@
+"""Pieces of a result are joined in the order of the batch's rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from scatterpar.batch.joining import join_rows
+
+ROWS = [2, 1]  # of the two pieces
+TWO, ONE = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0]])
+CODEBOOK = torch.arange(12.0).reshape(4, 3)
+
+
+def as_lists(value):
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: as_lists(item) for name, item in value.items()}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("pieces", "joined"),
+    [
+        ((TWO, ONE), [[1, 2], [3, 4], [5, 6]]),
+        (({"y": TWO}, {"y": ONE}), {"y": [[1, 2], [3, 4], [5, 6]]}),
+        ((TWO.repeat(2, 1), ONE.repeat(2, 1)), [*TWO.tolist() * 2, *ONE.tolist() * 2]),
+        ((torch.tensor(3.0), torch.tensor(6.0)), 4),
+        ((torch.tensor(3), torch.tensor(6)), 4),
+        ((CODEBOOK, CODEBOOK.clone()), CODEBOOK.tolist()),
+        (("a word", "a word"), "a word"),
+        (("a word", "another"), ["a word", "another"]),
+        ((["a", "b"], ["c"]), [["a", "b"], ["c"]]),
+    ],
+)
+def test_pieces_are_joined_by_what_they_are(pieces, joined):
+    assert as_lists(join_rows(pieces, 0, ROWS, ROWS)) == joined
+
+
+def test_lists_with_one_entry_per_row_are_concatenated_if_asked_for():
+    assert join_rows((["a", "b"], ["c"]), 0, ROWS, ROWS, lists="always") == [*"abc"]
+    layers = ({"layers": [TWO, TWO]}, {"layers": [ONE]})  # each may have the rows
+    joined = join_rows(layers, 0, ROWS, ROWS, lists="if clear")
+    assert [len(outputs) for outputs in joined["layers"]] == [2, 1]
+
+
+def test_rows_come_in_ascending_order_of_their_numbers():
+    joined = join_rows((TWO, ONE), 0, ROWS, ROWS, order=[2, 0, 1])
+    assert joined.tolist() == [[3, 4], [5, 6], [1, 2]]
+    texts = join_rows(
+        (["a", "b"], ["c"]), 0, ROWS, ROWS, lists="always", order=[2, 0, 1]
+    )
+    assert texts == [*"bca"]
+
+
+def test_other_dimensions_are_padded_at_the_end():
+    wide = torch.ones(1, 3)
+    joined = join_rows((TWO, wide), 0, ROWS, ROWS, pad=-1.0)
+    assert joined.tolist() == [[1, 2, -1], [3, 4, -1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ((torch.ones(3, 2), torch.ones(2, 2)), r"\(3, 2\) and \(2, 2\).*2 and 1 rows"),
+        (({"a": TWO}, {"b": ONE}), "mappings with different keys"),
+        (
+            (pack_sequence([TWO[0], TWO[1]]), pack_sequence([ONE[0]])),
+            "PackedSequences cannot be joined",
+        ),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(pieces, words):
+    with pytest.raises(ValueError, match=words):
+        join_rows(pieces, 0, ROWS, ROWS)
+
+
+def test_pieces_of_weight_zero_do_not_count():
+    numbers = (torch.tensor(float("nan")), torch.tensor(6.0))
+    assert join_rows(numbers, 0, [0, 3], ROWS) == 6

@@ -60,7 +60,10 @@ def map_rows(
     transfers.synchronize()
     if any(part.training for part in module.modules()):
         buffers, statistics = reduce_buffers(attempt)
-        BufferWriter([*buffers, *(statistics.values() if statistics else ())]).write()
+        BufferWriter(
+            [*buffers, *(statistics.values() if statistics else ())],
+            replicas.equal_buffers(),
+        ).write()
     attempt.generators.commit()
     return output
 

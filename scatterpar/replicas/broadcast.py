@@ -25,9 +25,11 @@ from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.replicas.checks import refuse_sparse
+from scatterpar.replicas.large_tensors import is_due, is_large, sample
 from scatterpar.replicas.module_copy import ModuleContents
 
 _VERSION = attrgetter("_version")
+_Compared = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def version(tensor: Tensor) -> int:
@@ -50,6 +52,8 @@ class Broadcast:
 
         version changed since it was sent     send it
         version as it was, or a buffer        compare fingerprints, send what differs
+        the same, of a large tensor           fingerprints of a sample, see
+                                              ``large_tensors``
 
     An optimizer step changes the version. Writes through ``.data``, a NumPy view or
     another storage do not. So the fingerprints of the other parameters are compared
@@ -86,6 +90,11 @@ class Broadcast:
             device: empty_like_on(self._tensors, device) for device in self.memories[1:]
         }
         self._messages = messages(dict(enumerate(self._tensors)))
+        self._large = {
+            number for number, tensor in enumerate(self._tensors) if is_large(tensor)
+        }
+        self._comparisons = 0
+        self._without_version: set[int] = set()  # large ones that were written so
         self.invalidate()
 
     def is_of(
@@ -126,8 +135,9 @@ class Broadcast:
     def invalidate(self) -> None:
         """Send all tensors the next time, also unchanged ones."""
         self._sent: dict[int, int] = {}  # the versions of the sent values
-        # Of the sent values, by the numbers of the tensors.
-        self._known: dict[tuple[int, ...], Fingerprints] = {}
+        # Of the sent values, by the numbers of the tensors, and of those that are
+        # sampled.
+        self._known: dict[_Compared, Fingerprints] = {}
 
     def compare(self) -> Tensor:
         """Compare tensors that may have changed with their copies.
@@ -137,19 +147,29 @@ class Broadcast:
         """
         parameters = set(self.parameters)
         self._present = versions(self._tensors)  # before the values are read
-        doubtful = tuple(
-            number
-            for number, sent in self._sent.items()
-            if sent == self._present[number] or number not in parameters
-        )
-        self._compared: dict[tuple[int, ...], Fingerprints] = {}
+        self._comparisons += 1
+        doubtful: list[int] = []
+        sampled: list[int] = []
+        for number, sent in self._sent.items():
+            is_as_sent = sent == self._present[number]
+            if number not in self._large:
+                if is_as_sent or number not in parameters:
+                    doubtful.append(number)
+            elif is_as_sent or number in self._without_version:
+                doubtful.append(number)
+                if number not in self._without_version and not is_due(
+                    self._comparisons
+                ):
+                    sampled.append(number)
+        self._compared: dict[_Compared, Fingerprints] = {}
         if not doubtful:  # an optimizer has updated all, and there are no buffers
             return empty(0, torch.bool, HOST)
-        master = self._fingerprints(self.memories[0], doubtful)
-        self._compared[doubtful] = master
-        copies = self._known.get(doubtful)
+        key = tuple(doubtful), tuple(sampled)
+        master = self._fingerprints(self.memories[0], key)
+        self._compared[key] = master
+        copies = self._known.get(key)
         if copies is None:
-            copies = self._fingerprints(self.memories[1], doubtful)
+            copies = self._fingerprints(self.memories[1], key)
         return master.differences(copies)
 
     def update(self, transfers: Transfers, differences: Tensor) -> None:
@@ -159,20 +179,25 @@ class Broadcast:
         present = self._present
         compared = self._compared
         unchanged: set[int] = set()
-        for doubtful, fingerprints in compared.items():
-            differing = compress(fingerprints.owners, to_numbers(differences))
+        for (doubtful, _), fingerprints in compared.items():
+            differing = set(compress(fingerprints.owners, to_numbers(differences)))
             unchanged |= set(doubtful).difference(differing)
+            for number in differing:
+                if self._sent[number] == present[number]:
+                    self._without_version.add(number)
         changed = set(range(len(self._tensors))) - unchanged
         self.invalidate()  # until all are sent
         self._send(self.memories[0], changed, transfers)
         self._sent = dict(enumerate(present))
         self._known = compared
 
-    def _fingerprints(
-        self, device: torch.device, numbers: Sequence[int]
-    ) -> Fingerprints:
+    def _fingerprints(self, device: torch.device, key: _Compared) -> Fingerprints:
+        numbers, sampled = key
         tensors = self.at(device)
-        return Fingerprints({number: tensors[number] for number in numbers}, device)
+        compared = {number: tensors[number] for number in numbers}
+        for number in sampled:
+            compared[number] = sample(tensors[number])
+        return Fingerprints(compared, device)
 
     def send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, also to the

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import copy_each, is_unexpanded
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import write
 
 Buffers = MutableMapping[str, "Tensor | None"]
 # The module's dictionary of buffers, the buffer's name, and its value.
@@ -63,11 +64,16 @@ class BufferWriter:
     ``write`` allocates nothing.
     """
 
-    def __init__(self, buffers: Iterable[BufferValue]) -> None:
+    def __init__(
+        self, buffers: Iterable[BufferValue], unchanged: Iterable[Tensor] = ()
+    ) -> None:
+        """``unchanged`` are values that the buffers have already."""
+        equal = set(map(id, unchanged))
         # In inference mode also tensors that were made there can be written.
         can_write_all = torch.is_inference_mode_enabled()
         self._targets: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._unchanged: list[tuple[Tensor, Tensor]] = []
         self._replacements: list[BufferValue] = []
         self._places: list[tuple[Buffers, str]] = []
         self._earlier_values: list[Tensor] = []
@@ -78,6 +84,8 @@ class BufferWriter:
             if value is None:
                 if target is not None:
                     self._replacements.append((container, name, None))
+            elif id(value) in equal and target is not None:
+                self._unchanged.append((target, value))
             elif (
                 target is None
                 or _kind_of(target) != _kind_of(value)
@@ -111,3 +119,5 @@ class BufferWriter:
             container[name] = buffer
         with torch.no_grad():
             copy_each(list(self._targets.values()), self._earlier_values)
+            for target, value in self._unchanged:  # a hook may have written it
+                write(target, value)

@@ -29,6 +29,7 @@ from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.compiled import Compiler
+from scatterpar.replicas.large_tensors import LargeCopies, is_due, may_stay
 from scatterpar.replicas.module_copy import (
     ModuleContents,
     ModuleCopy,
@@ -183,6 +184,16 @@ class Replicas:
         numbers = [len(share.micro_batches) for share in shares]
         return Meeting(seats, numbers, transfers)
 
+    def equal_buffers(self) -> list[Tensor]:
+        """Large buffers of replica 0 that are as they were: no commit writes them."""
+        buffers: list[Tensor] = []
+        for replica_set in self.replica_sets:
+            large = replica_set.replicas[0].large
+            if large is not None:
+                reads_all = is_due(replica_set.sends)
+                buffers += large.equal_copies(reads_all=reads_all)
+        return buffers
+
     def end_substep(self) -> None:
         """The sub-step of this thread's replica has ended: others may compile."""
         for replica_set in self.replica_sets:
@@ -235,6 +246,7 @@ class ReplicaSet:
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
         self.broadcast = Broadcast(ModuleContents(()), ())
+        self.sends = 0  # how often values were sent
         self._state: Snapshot | None = None
 
     def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> None:
@@ -251,8 +263,10 @@ class ReplicaSet:
         Call it under ``torch.no_grad()``.
         """
         self.broadcast.update(transfers, differences)
+        self.sends += 1
+        reads_all = is_due(self.sends)
         for replica in self.replicas:
-            replica.refresh()
+            replica.refresh(reads_all=reads_all)
 
     def contains_all_of(self, root: Any) -> bool:
         """Whether the modules and tensors of ``root`` are all replicated here."""
@@ -296,7 +310,10 @@ class ReplicaSet:
             self._state.apply_changes(changes)
             for replica in self.replicas:
                 replica.state.apply_changes(changes)
-            self.flags = self._state.flags()
+            flags = self._state.flags()
+            if flags != self.flags:
+                self._distrust_large()
+            self.flags = flags
             self._count_change()
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._required:
             self._set_requires_grad()
@@ -316,6 +333,12 @@ class ReplicaSet:
         self._count_change()
         for replica in self.replicas:
             replica.set_requires_grad(self.trained)
+
+    def _distrust_large(self) -> None:
+        """A forward pass in another mode may write what it did not write before."""
+        for replica in self.replicas:
+            if replica.large is not None:
+                replica.large.distrust()
 
     def _count_change(self) -> None:
         self.changes += 1
@@ -446,8 +469,14 @@ class Replica(ModuleCopy):
         self.tensors = list(map(parameter_like, replica_set.tensors, aliases))
         self._places = list(zip(self.tensors, storages, strict=True))
         private = [i for i, storage in enumerate(storages) if storage is not sources[i]]
-        self._private = [self.tensors[i] for i in private]
-        self._sources = [sources[i] for i in private]
+        large = [i for i in private if may_stay(self.tensors[i], sources[i])]
+        self.large: LargeCopies | None = None
+        if large:
+            copies = [self.tensors[i] for i in large]
+            self.large = LargeCopies(copies, [sources[i] for i in large])
+        small = [i for i in private if i not in large]
+        self._private = [self.tensors[i] for i in small]
+        self._sources = [sources[i] for i in small]
         super().__init__(replica_set.contents, self.tensors, replica_set.compiler)
         self.root = self.copy_of(replica_set.root)
         self.modules = [self.copy_of(module) for module in replica_set.modules]
@@ -463,8 +492,10 @@ class Replica(ModuleCopy):
         )
         self._trained: Mapping[int, torch.dtype] = {}
 
-    def refresh(self) -> None:
+    def refresh(self, *, reads_all: bool = False) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers.
+
+        Of large buffers those that have changed; ``reads_all``, to be sure.
 
         Call it under ``torch.no_grad()``. A forward pass or the user may exchange the
         storage of a tensor (``p.data =``, ``p.set_``, ``flatten_parameters``), or set
@@ -478,6 +509,8 @@ class Replica(ModuleCopy):
             self.set_requires_grad(self._trained)
             self.state.restore()
         copy_each(self._private, self._sources)
+        if self.large is not None:
+            self.large.refresh(reads_all=reads_all)
         self.clear_records()
 
     def clear_records(self) -> None:
@@ -498,7 +531,10 @@ class Replica(ModuleCopy):
         # The containers, not only values: a body may register or replace buffers.
         registered = Snapshot(containers)
         with torch.inference_mode(False), torch.no_grad():
-            saved = list(map(Tensor.clone, self._private))
+            private = list(self._private)
+            if self.large is not None:
+                private += self.large.copies(self.large.differing())
+            saved = list(map(Tensor.clone, private))
             self.refresh()
 
         def restore() -> None:
@@ -506,7 +542,7 @@ class Replica(ModuleCopy):
                 self.refresh()
                 # After ``refresh``, which puts the storages back that the body
                 # exchanged.
-                copy_each(self._private, saved)
+                copy_each(private, saved)
             registered.restore()
 
         with restored(restore):

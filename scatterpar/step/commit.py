@@ -42,7 +42,8 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
         del gradient  # autograd takes over the memory of what nobody else refers to
     outcome.gradients.clear()
     running = outcome.statistics.values() if outcome.statistics else []
-    buffers = BufferWriter([*outcome.buffers, *running])
+    unchanged = outcome.attempt.replicas.equal_buffers()
+    buffers = BufferWriter([*outcome.buffers, *running], unchanged)
     if deferred:
         loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()

@@ -1,5 +1,8 @@
-"""How many rows go where: rows -> shares -> micro-batches. Pure
-arithmetic, no tensors.
+"""How many rows go where: arithmetic, no tensors. ::
+
+rows                 9                       on two replicas, with accum=2
+shares               0:5          5:9
+micro-batches        0:3 3:5      5:7 7:9
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ import torch
 from scatterpar.option_checks import check_int
 from scatterpar.tables import Printed, as_text
 
-# of a sub-step; smaller fractions come from float rounding
+# Smaller fractions of a sub-step come from the rounding of ``shares``.
 _ROUNDING = Fraction(1, 10**9)
 
 
@@ -60,15 +63,16 @@ class Share:
         spans: list[tuple[int, int]] = []
         for start, stop in self.micro_batches:
             if spans and spans[-1][1] == start:
-                start = spans.pop()[0]
+                start, _ = spans.pop()
             spans.append((start, stop))
         return tuple(spans)
 
 
 @dataclass(frozen=True)
 class Plan(Printed):
-    """The shares and micro-batches for one batch. ``print(plan)`` shows
-    a small table.
+    """The shares and micro-batches for one batch.
+
+    ``print(plan)`` shows a small table.
     """
 
     rows: int
@@ -76,36 +80,37 @@ class Plan(Printed):
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The number of the batch's row at each position of the plan; empty if it is
-        the same.
+        """The number of the batch's row at each position of the plan.
+
+        Empty if it is the same.
         """
-        return tuple(
-            row for share in self.shares for rows in share.row_numbers for row in rows
-        )
+        order: list[int] = []
+        for share in self.shares:
+            order.extend(chain.from_iterable(share.row_numbers))
+        return tuple(order)
 
     @cached_property
     def substep_rows(self) -> tuple[int, ...]:
         """The number of rows of each sub-step, share by share."""
-        return tuple(
-            stop - start for share in self.shares for start, stop in share.micro_batches
-        )
+        spans = chain.from_iterable(share.micro_batches for share in self.shares)
+        return tuple(stop - start for start, stop in spans)
 
     def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
-        """The numbers, in the batch, of the rows of one sub-step. All numbers count
-        from 0.
+        """The numbers, in the batch, of the rows of one sub-step.
+
+        All numbers count from 0.
         """
         return self.shares[replica].rows_of(sub_step)
 
     def __str__(self) -> str:
-        """A table with one line per share: replica, device, rows, sizes of
-        micro-batches.
-        """
+        """A table with one line per share: where it is, its rows and micro-batches."""
         table = [("replica", "device", "rows", "micro-batches")]
         for share in self.shares:
             sizes = Counter(stop - start for start, stop in share.micro_batches)
-            cut = " + ".join(f"{times} x {size}" for size, times in sizes.items())
-            span = ", ".join(f"{start}:{stop}" for start, stop in share.spans)
-            table.append((str(share.replica), str(share.device), span, cut))
+            cuts = [f"{count} x {size}" for size, count in sizes.items()]
+            spans = [f"{start}:{stop}" for start, stop in share.spans]
+            where = str(share.replica), str(share.device)
+            table.append((*where, ", ".join(spans), " + ".join(cuts)))
         return self.printed(table)
 
     def printed(self, table: Sequence[Sequence[str]], more: str = "") -> str:
@@ -122,15 +127,14 @@ def make_plan(
     micro_batch_size: int | Sequence[int] | None = None,
     shares: Sequence[float] | None = None,
 ) -> Plan:
-    """Split ``rows`` over ``devices`` and each share into micro-batches, as evenly as
-    possible.
+    """Split ``rows`` over ``devices``, and each share into micro-batches.
 
-    Sizes differ by at most one, larger pieces come first, and no piece is empty: with
-    fewer rows than replicas (or than ``accum``), fewer are used. With ``shares`` the
-    rows are divided in proportion, with a difference of less than one row. A larger
-    share is cut into more micro-batches, not into larger ones: ``accum`` times its size
-    relative to an equal share, rounded up. ``micro_batch_size`` may be a list with one
-    number per replica.
+    As evenly as possible. Sizes differ by at most one, larger pieces come first, and no
+    piece is empty: with fewer rows than replicas (or than ``accum``), fewer are used.
+    With ``shares`` the rows are divided in proportion, with a difference of less than
+    one row. A larger share is cut into more micro-batches, not into larger ones:
+    ``accum`` times its size relative to an equal share, rounded up.
+    ``micro_batch_size`` may be a list with one number per replica.
 
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
@@ -148,8 +152,9 @@ def make_plan(
     limits = (micro_batch_size,) * len(devices)
     if isinstance(micro_batch_size, (list, tuple)):
         limits = tuple(micro_batch_size)
-    relative = (1.0,) * len(devices) if shares is None else tuple(shares)
-    return _plan(sizes, tuple(devices), accum, limits, relative)
+    if shares is None:
+        shares = (1.0,) * len(devices)
+    return _plan(sizes, tuple(devices), accum, limits, tuple(shares))
 
 
 @lru_cache(maxsize=64)  # training uses the same plan in every step
@@ -163,22 +168,22 @@ def _plan(
     exact = list(map(Fraction, shares))  # rounding cannot change a plan
     parts = [share / sum(exact) for share in exact]
     # A share that is larger than an equal one has more sub-steps, not larger ones.
-    substeps = [
-        max(1, math.ceil(accum * len(parts) * part - _ROUNDING)) for part in parts
-    ]
-    cuts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
-    first = 0
+    equal = [accum * len(parts) * part for part in parts]
+    substeps = [max(1, math.ceil(number - _ROUNDING)) for number in equal]
+    micro_batches: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
+    first = 0  # the number of the batch's first row
     for rows in sizes:
         for replica, (start, stop) in enumerate(_divide(rows, parts)):
             pieces = substeps[replica]
             if limits[replica] is not None:
-                pieces = -(-(stop - start) // limits[replica])
-            cuts[replica] += _cut(first + start, first + stop, pieces)
+                pieces = math.ceil(Fraction(stop - start, limits[replica]))
+            micro_batches[replica] += _cut(first + start, first + stop, pieces)
         first += rows
-    planned = (
-        Share(replica, devices[replica], spans[0][0], spans[-1][1], tuple(spans))
-        for replica, spans in cuts.items()
-    )
+    planned: list[Share] = []
+    for replica, spans in micro_batches.items():
+        start, _ = spans[0]
+        _, stop = spans[-1]
+        planned.append(Share(replica, devices[replica], start, stop, tuple(spans)))
     return Plan(first, tuple(planned))
 
 
@@ -188,25 +193,24 @@ def _divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]
     Every replica gets at least one row; with fewer rows than replicas, the first get
     one each.
     """
-    sizes = [max(1, int(rows * part)) for part in parts[:rows]]
-    missing = [rows * part - size for part, size in zip(parts, sizes, strict=False)]
+    used = parts[:rows]
+    sizes = [max(1, int(rows * part)) for part in used]
+    missing = [rows * part - size for part, size in zip(used, sizes, strict=True)]
     while sum(sizes) < rows:
         behind = missing.index(max(missing))
         sizes[behind] += 1
         missing[behind] -= 1
+    # Too many, if small shares were rounded up to one row.
     while sum(sizes) > rows:
-        ahead = min(
-            (i for i, size in enumerate(sizes) if size > 1), key=missing.__getitem__
-        )
+        can_give = [i for i, size in enumerate(sizes) if size > 1]
+        ahead = min(can_give, key=missing.__getitem__)
         sizes[ahead] -= 1
         missing[ahead] += 1
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
-    """Cut ``start:stop`` into at most ``pieces`` non-empty spans, the longer ones
-    first.
-    """
+    """Cut ``start:stop`` into at most ``pieces`` spans, the longer ones first."""
     pieces = min(pieces, stop - start)
     size, longer = divmod(stop - start, pieces)
     ends = [start + i * size + min(i, longer) for i in range(pieces + 1)]

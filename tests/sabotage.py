@@ -121,7 +121,7 @@ the second pass draws other random numbers
   self._attempt.generators.set_state(replica, self._states[sub_step]) => pass
 micro_batch_size= is exceeded
   _plan -> test_every_plan
-  -(-(stop - start) // limits[replica]) => max(1, (stop - start) // limits[replica])
+  math.ceil(Fraction(stop - start, limits[replica])) => max(1, (stop - start) // limits[replica])
 steps are not checked
   Verifier._check -> test_a_wrong_gradient_is_told_before_anything_changes
   if kind.is_due(question.ranges, details): => if False:
@@ -169,7 +169,7 @@ an owner's new values of a sharded optimizer reach no other device
   if parameter in copies.numbers => if self._owners[parameter] == self._memories[0]
 rounding of shares makes a sub-step more
   _plan -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
-  part - _ROUNDING) => part)
+  number - _ROUNDING) => number)
 costs are dealt without looking at shares
   plan_by_cost -> test_loads_are_in_proportion_to_shares
   / shares[r] => / 1

@@ -21,27 +21,28 @@ class Printed:
 
 
 def shown(numbers: str) -> str:
-    """A list of numbers as text, cut off behind one of them if it is too long for a
-    line.
-    """
+    """A list of numbers as text, cut off behind a number if it is too long."""
     if len(numbers) <= _SHOWN:
         return numbers
-    return (
-        numbers[: max(numbers.rfind(sign, 0, _SHOWN) for sign in (",", " +"))] + ", ..."
-    )
+    # Numbers are separated by commas, sizes of micro-batches by plus signs.
+    end = max(numbers.rfind(",", 0, _SHOWN), numbers.rfind(" +", 0, _SHOWN))
+    return numbers[:end] + ", ..."
 
 
 def as_text(
     table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust
 ) -> str:
-    """Rows of cells as lines of text. The first column is aligned left, the others by
-    ``align``.
+    """Rows of cells as lines of text.
+
+    The first column is aligned left, the others by ``align``.
     """
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])]).rstrip()
-        for row in table
-    )
+    columns = zip(*table, strict=True)
+    first_width, *widths = [max(map(len, column)) for column in columns]
+    lines: list[str] = []
+    for first, *cells in table:
+        aligned = [first.ljust(first_width), *map(align, cells, widths)]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
 
 
 def as_html(table: Sequence[Sequence[str]]) -> str:

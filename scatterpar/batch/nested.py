@@ -236,6 +236,17 @@ def _is_of_cache(item: Any) -> bool:
     return isinstance(item, (Tensor, list)) or is_cache(item)
 
 
+def refuse_distributions(output: Any) -> None:
+    """Refuse distributions in an output: nobody can detach or join their tensors."""
+    for leaf in leaves(output):
+        if isinstance(leaf, torch.distributions.Distribution):
+            raise TypeError(
+                f"the module's output contains a {type(leaf).__name__}, a distribution, "
+                f"whose tensors can be neither detached nor joined; return the tensors "
+                f"that it is made of, and make it in the criterion"
+            )
+
+
 def refuse_generators(output: Any) -> None:
     """Refuse generators in an output.
 

@@ -44,7 +44,7 @@ from scatterpar.errors import add_note
 from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.inner_backward import gradient_versions, inner_backward
-from scatterpar.step.loss import scalar_loss
+from scatterpar.step.loss import loss_of, require_trainable
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.request import Call, Request
 from scatterpar.step.scatter import moved
@@ -365,6 +365,8 @@ class WholeBatch:
 
     def _joined(self) -> Any:
         """All outputs as one; no leaves, because a criterion may write them in place."""
+        if len(self._pieces) > 1:
+            nested.refuse_distributions(self._pieces)
         joined = join_rows(
             self._pieces,
             self._request.dim,
@@ -401,11 +403,13 @@ class WholeBatch:
         joined = self._joined()
         nodes = nodes_of(nested.tensors(joined))  # first: a criterion may write outputs
         targets = unwrap_markers(self._targets, copy=True)
-        loss = scalar_loss(criterion(joined, targets), "the criterion")
+        loss = loss_of(joined, targets, criterion)
         return loss, self._hidden_leaves(loss, nodes)
 
     def _run_backward(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
         """Run the backward pass; the gradients of ``leaves`` are kept apart."""
+        if not loss.requires_grad:
+            require_trainable(self._task.module)
         scale = torch.full_like(loss, self._request.scale, requires_grad=False)
         leaves_aside = list(leaves)
         if not self.counts:

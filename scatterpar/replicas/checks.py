@@ -190,6 +190,12 @@ def check_placement(
                 "once on "
                 f"one micro-batch before the first step"
             )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its "
+                f"{what} {name!r} is on meta, without values; call "
+                f".to_empty(device={str(expected)!r}), and load or initialise its values"
+            )
         if tensor.device != expected:
             raise ValueError(
                 f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its "

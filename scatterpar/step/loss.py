@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
-from scatterpar.errors import add_note
 from scatterpar.step.criterion_closure import not_replicated, note_wrong_devices
 from scatterpar.step.inner_backward import gradient_versions, inner_backward
 from scatterpar.step.loss_weights import as_sum
+from scatterpar.step.misfits import misfit_of_criterion
 from scatterpar.step.task import ReplicaTask
 from scatterpar.torch_private import leaves_reached, nodes_of
 
@@ -81,9 +82,12 @@ def loss_of(
     except Exception as error:
         for tensor in nested.tensors(output)[:1]:
             note_wrong_devices(error, criterion, tensor.device)
-        if isinstance(error, TypeError) and "positional argument" in str(error):
-            add_note(error, "the criterion is called as criterion(output, targets)")
-        raise
+        misfit = None
+        if isinstance(error, TypeError):
+            misfit = misfit_of_criterion(criterion)
+        if misfit is None:
+            raise
+        raise misfit from error
     return scalar_loss(loss, "the criterion")
 
 
@@ -142,7 +146,12 @@ def _instead_of(loss: Any, source: str) -> str:
 
 
 def require_trainable(module: Any) -> None:
-    """Raise ``ValueError`` if no parameter of the module requires grad."""
+    """Raise an error if no gradient can be computed: none is enabled, or required."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "a step under torch.no_grad() or inference_mode() has no gradient; call it "
+            "outside of these, or engine(inputs) or engine.loss for the loss alone"
+        )
     if not isinstance(module, nn.Module):
         return
     if not any(parameter.requires_grad for parameter in module.parameters()):

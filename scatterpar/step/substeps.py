@@ -319,6 +319,7 @@ def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) ->
         with torch.no_grad():
             return nested.map_tensors(_detached, return_outputs(output))
     nested.refuse_generators(output)
+    nested.refuse_distributions(output)
     return output
 
 

@@ -19,6 +19,7 @@ from scatterpar.errors import restored
 from scatterpar.plan import Share
 from scatterpar.replicas.replicas import Replica
 from scatterpar.step.attempt import Attempt, Clock
+from scatterpar.step.misfits import misfit_of_inputs
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import Generators, generator_for_backward
@@ -76,7 +77,13 @@ class ReplicaTask:
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except TypeError as error:
+            misfit = misfit_of_inputs(self.module, inputs, args, kwargs)
+            if misfit is None:
+                raise
+            raise misfit from error
 
     def run_backward(
         self, sub_step: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]

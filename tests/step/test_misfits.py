@@ -1,0 +1,77 @@
+"""A call that does not fit is told in words; what the words name fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.models import CLASSES, FEATURES, Of, linear
+from harness.oracle import assert_step, build, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.core
+
+ROWS, LABELS = randn(9, FEATURES), randint(CLASSES, 9)
+LOSS = nn.CrossEntropyLoss()
+
+
+class ByBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, batch):
+        return self.linear(batch["x"])
+
+
+class OfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, a, b):
+        return self.linear(a + b)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "right"),
+    [(ByBatch, {"x": ROWS}, ({"x": ROWS},)), (OfTwo, [ROWS, ROWS], (ROWS, ROWS))],
+)
+def test_inputs_that_do_not_fit_name_what_fits(devices, make, wrong, right):
+    with ScatterOnceParallel(build(make), 2, devices(2)) as engine:
+        with pytest.raises(TypeError, match=r"does not take.*pass a tuple of"):
+            engine.forward_backward(wrong, LABELS, LOSS)
+        assert_step(engine, right, LABELS, LOSS)
+
+
+def raises_in_forward(m, inputs):
+    return m.linear(inputs, 1)
+
+
+def test_an_error_inside_forward_or_a_criterion_is_the_user_s_own(devices):
+    model = Of(raises_in_forward, linear=linear())
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+        pytest.raises(TypeError, match="positional argument") as raised,
+    ):
+        engine.forward_backward(ROWS, LABELS, LOSS)
+    assert "does not take" not in str(raised.value)
+
+    def criterion(output, targets):
+        return len(output.mean())
+
+    with (
+        ScatterOnceParallel(linear(), 2, devices(2)) as engine,
+        pytest.raises(TypeError, match="len"),
+    ):
+        engine.forward_backward(ROWS, LABELS, criterion)
+
+
+def test_a_forward_pass_that_enables_gradients_trains_under_no_grad(devices):
+    model = Of(torch.enable_grad()(lambda m, x: m.linear(x)), linear=linear())
+    engine = ScatterOnceParallel(model, 2, devices(2))
+    criterion = torch.enable_grad()(lambda output, targets: LOSS(output, targets))
+    with engine, torch.no_grad():
+        engine.forward_backward(ROWS, LABELS, criterion)
+    assert model.linear.weight.grad is not None

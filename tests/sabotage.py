@@ -171,8 +171,8 @@ rounding of shares makes a sub-step more
   _plan -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
   number - _ROUNDING) => number)
 costs are dealt without looking at shares
-  plan_by_cost -> test_loads_are_in_proportion_to_shares
-  / shares[r] => / 1
+  _deal -> test_loads_are_in_proportion_to_shares
+  / shares[replica] => / 1
 rank 0's parameters are not sent to other ranks
   Ranks.__init__ -> test_the_first_ranks_parameters_are_taken_over
   self._collectives.broadcast_from_rank_0(module) => pass

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,52 +31,62 @@ class CostPlan(Plan):
     costs: tuple[float, ...] = ()
 
     def load_of(self, share: Share) -> float:
-        """The padded cost of a share: for each micro-batch its rows times their largest
-        cost.
+        """The padded cost of a share.
+
+        That is for each micro-batch its number of rows times their largest cost.
         """
-        return sum(
-            len(rows) * max(self.costs[row] for row in rows)
-            for rows in share.row_numbers
-        )
+        loads: list[float] = []
+        for rows in share.row_numbers:
+            largest = max(self.costs[row] for row in rows)
+            loads.append(len(rows) * largest)
+        return sum(loads)
+
+    def cost_of(self, share: Share) -> float:
+        """The cost of a share without padding."""
+        return sum(self.costs[row] for rows in share.row_numbers for row in rows)
 
     def __str__(self) -> str:
-        """A table with one line per share: cost without and with padding, rows per
-        sub-step.
-        """
-        padded, cost = sum(map(self.load_of, self.shares)), sum(self.costs)
-        heads = (
-            "replica",
-            "device",
-            "rows",
-            "cost",
-            "padded",
-            "load",
-            "sub-steps",
-            "rows of each",
-        )
-        table = [heads]
+        """A table with one line per share, with the rows of each sub-step."""
+        padded = sum(map(self.load_of, self.shares))
+        cost = sum(self.costs)
+        table = [_HEADS]
         for share in self.shares:
-            load, row_numbers = self.load_of(share), share.row_numbers
-            cost_of_rows = sum(self.costs[row] for rows in row_numbers for row in rows)
-            part = f"{load / padded:.1%}" if padded else "-"
-            numbers = f"{share.rows}", f"{cost_of_rows:,.6g}", f"{load:,.6g}", part
-            each = (
-                str(len(row_numbers)),
-                shown(" + ".join(str([*rows]) for rows in row_numbers)),
+            load = self.load_of(share)
+            rows_by_substep = [str(list(rows)) for rows in share.row_numbers]
+            line = (
+                str(share.replica),
+                str(share.device),
+                str(share.rows),
+                f"{self.cost_of(share):,.6g}",
+                f"{load:,.6g}",
+                f"{load / padded:.1%}" if padded else "-",
+                str(len(rows_by_substep)),
+                shown(" + ".join(rows_by_substep)),
             )
-            table.append((str(share.replica), str(share.device), *numbers, *each))
-        more = f" ({padded / cost - 1:.1%} more)" if cost else ""
-        return self.printed(
-            table, f", by cost: {cost:,.6g}, with padding {padded:,.6g}{more}"
-        )
+            table.append(line)
+        padding = f" ({padded / cost - 1:.1%} more)" if cost else ""
+        title = f", by cost: {cost:,.6g}, with padding {padded:,.6g}{padding}"
+        return self.printed(table, title)
+
+
+_HEADS = (
+    "replica",
+    "device",
+    "rows",
+    "cost",
+    "padded",
+    "load",
+    "sub-steps",
+    "rows of each",
+)
 
 
 def has_costs_argument(module: nn.Module) -> bool:
-    """Whether the module's ``forward`` takes an argument ``costs`` or any keyword
-    argument.
-    """
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(p.name == "costs" or p.kind is p.VAR_KEYWORD for p in parameters)
+    """Whether the module's ``forward`` takes ``costs``, or any keyword argument."""
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.name == "costs" or parameter.kind is parameter.VAR_KEYWORD:
+            return True
+    return False
 
 
 def plan_by_cost(
@@ -87,11 +96,10 @@ def plan_by_cost(
     budget: float | None,
     shares: Sequence[float],
 ) -> CostPlan:
-    """Cut rows, sorted by cost, into micro-batches within ``budget``; assign them to
-    ``devices``.
+    """Cut rows, sorted by cost, into micro-batches within ``budget``.
 
-    The number of micro-batches is a multiple of the number of replicas, if there are
-    enough rows. The cuts minimise the largest cost of a micro-batch. Loads are in
+    The micro-batches are dealt to ``devices``, one replica per entry. Their number is a
+    multiple of the number of replicas, if there are enough rows. The cuts minimise the largest cost of a micro-batch. Loads are in
     proportion to ``shares``, up to whole micro-batches. Raises ``ValueError`` without
     costs or budget, for costs that do not fit the rows, and for several batches;
     ``TypeError`` for costs that are no numbers.
@@ -100,66 +108,72 @@ def plan_by_cost(
     >>> [share.row_numbers for share in plan.shares]
     [((1,), (0, 2)), ((3,), (4, 5))]
     """
-    number = make_plan(rows, devices).rows
+    num_rows = make_plan(rows, devices).rows
     if budget is None:
         raise ValueError(
             "costs= without a limit: this engine cuts by the number of rows; make it "
-            "with "
-            "micro_batch_cost=, the most that a micro-batch may cost"
+            "with micro_batch_cost=, the most that a micro-batch may cost"
         )
     if not isinstance(rows, int) and len(rows) > 1:
         raise ValueError(
             f"micro_batch_cost mixes rows, and Rows.from_batches keeps {len(rows)} "
-            "batches apart; "
-            f"pass all rows as one batch, such as Rows(entries, collate)"
+            f"batches apart; pass all rows as one batch, such as Rows(entries, collate)"
         )
-    numbers = _checked(costs, number, budget)
-    used = min(len(devices), number)
-    pieces = [
-        (len(piece) * numbers[piece[0]], piece) for piece in _cut(numbers, budget, used)
-    ]
-    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(used)]
-    loads = [0.0] * used
-    for dealt_out, (load, piece) in enumerate(
-        sorted(pieces, key=itemgetter(0), reverse=True)
-    ):
-        # The replica that would finish first (longest processing time first, Graham
-        # 1969). At the end, replicas without a micro-batch come first: each gets at
-        # least one.
-        idle = [replica for replica in range(used) if not dealt[replica]]
-        among = idle if len(pieces) - dealt_out <= len(idle) else range(used)
-        best = min(
-            among, key=lambda r: ((loads[r] + load) / shares[r], len(dealt[r]), r)
-        )
-        dealt[best].append(tuple(sorted(piece)))
-        loads[best] += load
+    numbers = _checked(costs, num_rows, budget)
+    num_replicas = min(len(devices), num_rows)
+    micro_batches = _cut(numbers, budget, num_replicas)
+    loads = [len(rows) * numbers[rows[0]] for rows in micro_batches]
     planned: list[Share] = []
-    for replica, row_numbers in enumerate(dealt):
-        ends = [
-            *accumulate(
-                map(len, row_numbers), initial=planned[-1].stop if planned else 0
-            )
-        ]
-        spans, device = tuple(pairwise(ends)), devices[replica]
-        planned.append(
-            Share(replica, device, ends[0], ends[-1], spans, tuple(row_numbers))
-        )
-    return CostPlan(number, tuple(planned), numbers)
+    start = 0
+    for replica, dealt in enumerate(_deal(loads, shares[:num_replicas])):
+        row_numbers = tuple(tuple(sorted(micro_batches[number])) for number in dealt)
+        ends = list(accumulate(map(len, row_numbers), initial=start))
+        spans = tuple(pairwise(ends))
+        share = Share(replica, devices[replica], start, ends[-1], spans, row_numbers)
+        planned.append(share)
+        start = ends[-1]
+    return CostPlan(num_rows, tuple(planned), numbers)
+
+
+def _deal(loads: Sequence[float], shares: Sequence[float]) -> list[list[int]]:
+    """The numbers of the micro-batches of each replica, the largest load first.
+
+    Each goes to the replica that would finish first (longest processing time first,
+    Graham 1969). Every replica gets at least one.
+    """
+    num_replicas = len(shares)
+    dealt: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads_of_replicas = [0.0] * num_replicas
+    descending = sorted(range(len(loads)), key=lambda number: -loads[number])
+    for count, number in enumerate(descending):
+        candidates = list(range(num_replicas))
+        idle = [replica for replica in candidates if not dealt[replica]]
+        remaining = len(loads) - count
+        if remaining <= len(idle):
+            candidates = idle
+
+        def finished(replica: int, load: float = loads[number]) -> tuple[float, int]:
+            end = (loads_of_replicas[replica] + load) / shares[replica]
+            return end, len(dealt[replica])
+
+        first = min(candidates, key=finished)  # of equal ones the lowest
+        dealt[first].append(number)
+        loads_of_replicas[first] += loads[number]
+    return dealt
 
 
 def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
     if costs is None:
         raise ValueError(
-            f"micro_batch_cost={budget} without costs; pass costs=, one number per "
-            "row, such as "
-            f"the lengths of sequences"
+            f"micro_batch_cost={budget} without costs; pass costs=, one number per row, "
+            f"such as the lengths of sequences"
         )
-    # of tensors and arrays
-    values = costs.tolist() if hasattr(costs, "tolist") else costs
+    values = costs
+    if hasattr(costs, "tolist"):  # tensors and arrays
+        values = costs.tolist()
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise TypeError(
-            "costs must be one number per row, as a list or a 1-D tensor, got "
-            f"{costs!r}"
+            f"costs must be one number per row, as a list or a 1-D tensor, got {costs!r}"
         )
     if len(values) != rows:
         raise ValueError(
@@ -179,38 +193,44 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     """
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])  # stable
     falling = [costs[row] for row in rows]
-    number = len(_ends(falling, budget, len(rows)))
-    number = min(len(rows), -(-number // replicas) * replicas)
+    fewest = len(_ends(falling, budget, len(rows)))
+    rounded_up = -(-fewest // replicas) * replicas
+    number = min(len(rows), rounded_up)
 
-    def cut_within(part: int) -> list[int]:
-        return _ends(falling, budget * part / _LIMITS, number)
+    def last_end(part: int) -> int:
+        return _ends(falling, budget * part / _LIMITS, number)[-1]
 
-    first = bisect_left(
-        range(_LIMITS), len(rows), key=lambda part: cut_within(part)[-1]
-    )
-    pieces = [rows[start:stop] for start, stop in pairwise([0, *cut_within(first)])]
+    # The smallest limit within which so many micro-batches have all rows.
+    limit = bisect_left(range(_LIMITS), len(rows), key=last_end)
+    ends = _ends(falling, budget * limit / _LIMITS, number)
+    pieces = [rows[start:stop] for start, stop in pairwise([0, *ends])]
     while len(pieces) < number:
-        sizes = [
-            (len(piece) > 1, len(piece) * costs[piece[0]], len(piece))
-            for piece in pieces
-        ]
-        i = sizes.index(max(sizes))
-        half = len(pieces[i]) // 2
-        pieces[i : i + 1] = pieces[i][:half], pieces[i][half:]
+        position = _most_expensive(pieces, costs)
+        piece = pieces[position]
+        half = len(piece) // 2
+        pieces[position : position + 1] = [piece[:half], piece[half:]]
     return pieces
 
 
+def _most_expensive(pieces: Sequence[Sequence[int]], costs: Sequence[float]) -> int:
+    """The number of the piece with the largest padded cost that can be halved."""
+    keys = [
+        (len(piece) > 1, len(piece) * costs[piece[0]], len(piece)) for piece in pieces
+    ]
+    return keys.index(max(keys))
+
+
 def _ends(falling: Sequence[float], limit: float, max_pieces: int) -> list[int]:
-    """The ends of at most ``max_pieces`` micro-batches, each as large as the limit
-    allows.
-    """
+    """The ends of at most ``max_pieces`` micro-batches, each as large as it may be."""
     ends: list[int] = []
     start = 0
     while start < len(falling) and len(ends) < max_pieces:
-        cost, size = falling[start], len(falling) - start
+        cost = falling[start]
+        size = len(falling) - start
         if cost:
             size = max(1, int(min(size, limit / cost)))
-            size -= size > 1 and size * cost > limit  # the quotient was rounded up
+            if size > 1 and size * cost > limit:  # the quotient was rounded up
+                size -= 1
         start += size
         ends.append(start)
     return ends

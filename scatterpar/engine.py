@@ -536,6 +536,8 @@ class ScatterOnceParallel(Wrapper):
                 tasks = make_tasks(attempt, loaders)
                 if verifier is not None:
                     verifier.check(attempt, tasks)
+                    if isinstance(schedule, Captured):
+                        schedule.look(attempt, tasks[0])
                 computed = schedule.run(attempt, tasks)
                 # With whole_batch the schedule asks, before the criterion is called.
                 if verifier is not None and have_losses and request.return_outputs:

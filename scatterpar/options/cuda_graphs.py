@@ -18,8 +18,8 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,14 @@ from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import restored, warn
+from scatterpar.options.replay_look import (
+    Comparison,
+    changed_names,
+    compare,
+    plain_values,
+)
 from scatterpar.replicas.module_copy import contents
-from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import (
@@ -45,6 +51,7 @@ from scatterpar.step.substeps import (
     set_aside,
 )
 from scatterpar.step.task import ReplicaTask
+from scatterpar.tables import shown
 from scatterpar.threads.caller_context import autocast_types
 
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
@@ -73,14 +80,14 @@ class _Captures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._has_warned = False
+        self._warned: set[str] = set()
         self._collected: weakref.ref[Attempt] | None = None
 
-    def warn_once(self, text: str) -> None:
-        """Warn, unless a replica has warned already."""
+    def warn_once(self, subject: str, text: str) -> None:
+        """Warn, unless a replica has warned of the same ``subject`` already."""
         with self._lock:
-            is_first = not self._has_warned
-            self._has_warned = True
+            is_first = subject not in self._warned
+            self._warned.add(subject)
         if is_first:
             warn(text)
 
@@ -107,6 +114,9 @@ class _Graph:
     has_output: bool
     output: Any = None
     replay: Callable[..., None] = lambda *_: None  # until it is captured
+    steps: int = 0  # that found this graph, at their beginning
+    draws_others: bool = False  # random numbers than the sub-step itself
+    values: Mapping[str, Any] = field(default_factory=dict)  # see ``plain_values``
 
     def compute(self, task: ReplicaTask, number: int = 0) -> None:
         """Run the sub-step on the static tensors; on the CPU every
@@ -117,6 +127,14 @@ class _Graph:
         del output
         write(self.loss, loss.detach())
         task.run_backward(number, [loss], [self.factor])
+
+
+@dataclass(frozen=True)
+class ReplayFindings:
+    """What a look at a replay found, and the values when its graph was captured."""
+
+    comparison: Comparison
+    values: Mapping[str, Any]
 
 
 class Captured(Schedule):
@@ -168,6 +186,55 @@ class Captured(Schedule):
             graphs.forget(state)
         return GraphedSubsteps(graphs, task, attempt, self._captures)
 
+    def look(self, attempt: Attempt, task: ReplicaTask) -> None:
+        """Compare a replay of the first micro-batch with the same run eagerly.
+
+        In steps 1, 2, 4, 8, … that begin with a graph for it. If more than rounding
+        differs, all graphs are captured again, before any gradient counts. If that
+        differs too, sub-steps run without graphs. Each of both warns once.
+        """
+        substeps = self.substeps(attempt, task)
+        if not isinstance(substeps, GraphedSubsteps) or not substeps.is_look_due():
+            return
+        look = partial(self._look, task, substeps)
+        with (
+            attempt.span("verify"),
+            parameter_writes_refused(attempt.replicas.replica_sets),
+            attempt.generators.of(task.share.replica),
+        ):
+            attempt.threads.call(task.share.device, look)
+
+    def _look(self, task: ReplicaTask, substeps: GraphedSubsteps) -> None:
+        found = substeps.compare_replay()
+        if found is None or not found.comparison.differs:
+            return
+        for graphs in self._by_replica:
+            graphs.forget(graphs.state)
+        again = substeps.compare_replay()
+        if again is None:  # it cannot be captured any more, and that was told
+            return
+        name = type(task.module).__name__
+        difference = f"{found.comparison.difference:.1e}"
+        if not again.comparison.differs:
+            names = changed_names(found.values, again.values)
+            subject = shown(", ".join(names)) or "something that a sub-step reads"
+            self._captures.warn_once(
+                "captured again",
+                f"graphs=True: {subject} changed after sub-steps of {name} had been "
+                f"captured, and their graphs had the former value (loss or gradients "
+                f"differ by {difference}).\nMake it a tensor that is written in place, "
+                f"or a part of the batch.\n\nSub-steps are captured again. Steps since "
+                f"the last look computed with the former value: looks come in steps 1, "
+                f"2, 4, 8, … of the graphs.",
+            )
+        elif not again.comparison.draws:  # else the numbers drawn are the difference
+            for graphs in self._by_replica:
+                graphs.refuse(
+                    f"a replayed sub-step of {name} gives another loss or gradients than "
+                    f"the sub-step itself, also right after it was captured (they differ "
+                    f"by {difference}): it reads something that each call changes"
+                )
+
 
 class GraphedSubsteps(Substeps):
     """The sub-steps of one replica in one step, replayed if they can be captured."""
@@ -191,18 +258,18 @@ class GraphedSubsteps(Substeps):
             self._graphs,
             self._request.return_outputs,
         )
-        source = task.loader.at_source(number).unwrapped()
-        is_alike = weight and number not in task.sums
-        key = _shape_of((source, bool(return_outputs))) if is_alike else None
+        key = self._key_of(number, weight)
         graph = graphs.by_shape.get(key)
-        if graph is not None:  # the next rows arrive while the graph reads these
-            rows_now = source if task.loader.ahead is None else task.rows_of(number)
-            copy_each(nested.tensors(graph.rows), nested.tensors(rows_now))
-        elif key is not None and graphs.may_capture():
+        if graph is not None:
+            # The next rows arrive while the graph reads these.
+            if task.loader.ahead is None:
+                new_rows = task.loader.at_source(number).unwrapped()
+            else:
+                new_rows = task.rows_of(number)
+            copy_each(nested.tensors(graph.rows), nested.tensors(new_rows))
+        elif key is not None and not graphs.is_full:
             rows = task.rows_of(number)
-            graph = self._captured(nested.map_tensors(Tensor.clone, rows), number)
-            if graph is not None:
-                graphs.by_shape[key] = graph
+            graph = self._capture_for(key, rows, number)
         if graph is None:
             return super().run(number, weight, rows)
         self._accumulate_in(graph.gradients)
@@ -213,6 +280,63 @@ class GraphedSubsteps(Substeps):
             return graph.loss.clone(), None
         output = nested.map_tensors(Tensor.clone, graph.output)
         return graph.loss.clone(), detached_output(output, return_outputs)
+
+    def is_look_due(self) -> bool:
+        """Whether the first sub-step has a graph, and this is its step 1, 2, 4, 8, …"""
+        graph = self._graph_of_first()
+        if graph is None or graph.draws_others:
+            return False
+        graph.steps += 1
+        return not graph.steps & (graph.steps - 1)
+
+    def _graph_of_first(self) -> _Graph | None:
+        return self._graphs.by_shape.get(self._key_of(0, self._task.weights[0]))
+
+    def compare_replay(self) -> ReplayFindings | None:
+        """Compare the graph of the first sub-step, captured now if there is none.
+
+        Returns ``None`` if it cannot be captured, or if memory runs out.
+        """
+        task = self._task
+        try:
+            rows = task.rows_of(0, retain=True)
+            graph = self._graph_of_first()
+            if graph is None:
+                graph = self._capture_for(self._key_of(0, task.weights[0]), rows, 0)
+            if graph is None:
+                return None
+            copy_each(nested.tensors(graph.rows), nested.tensors(rows))
+            replay = partial(self._replay_alone, graph)
+            comparison = compare(self._attempt, task, rows, replay)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+        graph.draws_others = comparison.differs and comparison.draws
+        return ReplayFindings(comparison, graph.values)
+
+    def _replay_alone(self, graph: _Graph) -> Tensor:
+        """Replay the sub-step with the weight 1. Returns its loss, a static tensor."""
+        self._accumulate_in(graph.gradients)
+        graph.factor.fill_(self._request.scale)
+        graph.replay(self._task, 0)
+        return graph.loss
+
+    def _key_of(self, number: int, weight: float) -> Hashable:
+        """A key of the graph for a sub-step; ``None`` if it runs without one."""
+        if not weight or number in self._task.sums:
+            return None
+        source = self._task.loader.at_source(number).unwrapped()
+        return _shape_of((source, bool(self._request.return_outputs)))
+
+    def _capture_for(self, key: Hashable, rows: Any, number: int) -> _Graph | None:
+        """Capture a sub-step for ``key`` if that may be, and keep its graph."""
+        if key is None or not self._graphs.may_capture():
+            return None
+        graph = self._captured(nested.map_tensors(Tensor.clone, rows), number)
+        if graph is not None:
+            self._graphs.by_shape[key] = graph
+        return graph
 
     def _accumulate_in(self, static: dict[int, Tensor]) -> None:
         """Make static tensors the leaves' ``.grad``, with the gradients accumulated so
@@ -267,7 +391,10 @@ class GraphedSubsteps(Substeps):
         try:
             with self._task.span("capture", number), no_gradients, isolated:
                 warm_up = partial(self._warm_up, task, rows)
-                return self._graphs.record(warm_up, task)
+                graph = self._graphs.record(warm_up, task)
+                if not task.share.replica:  # the one that is looked at
+                    graph.values = plain_values([task.criterion, task.module])
+                return graph
         except Exception as error:
             if is_out_of_memory(error):
                 self._graphs.forget()  # frees the memory of the graphs
@@ -371,14 +498,19 @@ class _ReplicaGraphs:
         self._is_refused = True
         self.forget()
         self._shared.warn_once(
-            f"graphs=True: sub-steps run as without graphs, because {why}"
+            "refused", f"graphs=True: sub-steps run as without graphs, because {why}"
         )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more is captured."""
+        return self._is_refused or len(self.by_shape) >= _SHAPES
 
     def may_capture(self) -> bool:
         """Whether another sub-step may be captured; counts the captures, and refuses
         too many.
         """
-        if self._is_refused or len(self.by_shape) >= _SHAPES:
+        if self.is_full:
             return False
         self._captures += 1
         if self._captures > _CAPTURES:

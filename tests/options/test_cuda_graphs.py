@@ -10,6 +10,7 @@ import copy
 import random
 import warnings
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.options.cuda_graphs import _ReplicaGraphs
 
 pytestmark = [pytest.mark.cuda, pytest.mark.nullcuda]
 
@@ -418,3 +420,181 @@ def test_autocast_is_captured_too(two_places):
 
     found = assert_same(run, model.float(), two_places, 3)
     assert found[0] == found[1] == found[3] != found[2]
+
+
+# --- replays are looked at ---
+
+
+class Settings:
+    """Values of a plain object."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+
+FACTOR = 1.0
+TABLE = {"factor": 1.0}
+SETTINGS = Settings()
+
+
+def by_global(output, targets):
+    return F.cross_entropy(output, targets) * FACTOR
+
+
+def by_entry(output, targets):
+    return F.cross_entropy(output, targets) * TABLE["factor"]
+
+
+def by_attribute(output, targets):
+    return F.cross_entropy(output, targets) * SETTINGS.factor
+
+
+class BySetting:
+    """A criterion that is a plain object."""
+
+    def __init__(self):
+        self.settings = {"factor": 1.0}
+
+    def __call__(self, output, targets):
+        return F.cross_entropy(output, targets) * self.settings["factor"]
+
+
+def times(table, output, targets):
+    return F.cross_entropy(output, targets) * table["factor"]
+
+
+ARGUMENT = {"factor": 1.0}
+BY_SETTING = BySetting()
+# The criterion, the dictionary with the value that changes, its key, its name.
+FROZEN = {
+    "global": (by_global, globals(), "FACTOR", "FACTOR"),
+    "entry": (by_entry, TABLE, "factor", "TABLE['factor']"),
+    "attribute": (by_attribute, vars(SETTINGS), "factor", "SETTINGS.factor"),
+    "criterion": (BY_SETTING, BY_SETTING.settings, "factor", "settings['factor']"),
+    "partial": (
+        partial(times, ARGUMENT),
+        ARGUMENT,
+        "factor",
+        "argument 0 of the functools.partial['factor']",
+    ),
+}
+
+
+@pytest.fixture
+def frozen(request, monkeypatch):
+    """A case of ``FROZEN``; without an accelerator replays see the values of a capture.
+
+    There a replay is the same code again, so a double freezes what it reads.
+    """
+    criterion, holder, key, name = FROZEN[request.param]
+    record = _ReplicaGraphs.record
+
+    def record_and_freeze(graphs, warm_up, task):
+        graph = record(graphs, warm_up, task)
+        value, replay = holder[key], graph.replay
+
+        def replay_with_former_value(*args):
+            now, holder[key] = holder[key], value
+            try:
+                replay(*args)
+            finally:
+                holder[key] = now
+
+        graph.replay = replay_with_former_value
+        return graph
+
+    if not torch.accelerator.is_available():
+        monkeypatch.setattr(_ReplicaGraphs, "record", record_and_freeze)
+    before = holder[key]
+    yield criterion, partial(holder.__setitem__, key), name
+    holder[key] = before
+
+
+def by_kind(*kinds):
+    return pytest.mark.parametrize("frozen", kinds or FROZEN, indirect=True)
+
+
+@by_kind()
+def test_a_value_that_a_graph_froze_is_named_and_captured_again(two_places, frozen):
+    """In step 2, before a gradient counts; once it is told."""
+    criterion, change, name = frozen
+    model, inputs, targets = problem()
+    engine = graphed(model, 3, two_places, verify=True)
+    with engine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for value in (1.0, 2.0, 3.0):  # looked at in steps 2 and 3
+            change(value)
+            assert_step(engine, inputs, targets, criterion)
+    (text,) = [str(warning.message) for warning in told]
+    assert text.startswith(f"graphs=True: {name} changed after sub-steps of Sequential")
+    assert "Make it a tensor that is written in place" in text
+
+
+@by_kind("entry")
+def test_a_value_that_changes_between_two_looks_is_found_by_the_next(
+    two_places, frozen
+):
+    criterion, change, _ = frozen
+    model, inputs, targets = problem()
+    losses = []
+    engine = graphed(model, 3, two_places, verify=True)
+    with engine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for value in (1.0, 1.0, 1.0, 2.0, 2.0):  # looks in steps 2, 3 and 5
+            change(value)
+            loss = engine.forward_backward(inputs, targets, criterion)
+            losses.append(loss.item())
+    assert len(told) == 1
+    assert losses[3] == losses[2]
+    assert losses[4] == pytest.approx(2 * losses[2], rel=1e-12)
+
+
+@by_kind("entry")
+def test_without_verify_no_replay_is_looked_at(frozen):
+    criterion, change, _ = frozen
+    model, inputs, targets = problem()
+    losses = []
+    with graphed(model, 3, [str(home())]) as engine:
+        for value in (1.0, 2.0):
+            change(value)
+            losses.append(engine.forward_backward(inputs, targets, criterion).item())
+    assert losses[0] == losses[1]
+
+
+@by_kind("entry")
+def test_a_value_that_each_call_changes_runs_without_graphs(two_places, frozen):
+    criterion, change, _ = frozen
+    values = iter(range(1, 1000))
+
+    def moving(output, targets):
+        change(float(next(values)))
+        return criterion(output, targets)
+
+    model, inputs, targets = problem()
+    engine = graphed(model, 3, two_places, verify=True)
+    with engine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            engine.forward_backward(inputs, targets, moving)
+    words = "without graphs, because a replayed sub-step of Sequential gives another"
+    assert [words in str(warning.message) for warning in told].count(True) == 1
+
+
+@pytest.mark.draws
+def test_a_look_at_a_replay_leaves_no_trace(places):
+    """Neither in buffers nor in random state, nor in what the criterion counts."""
+    layers = Of(draws, drawn=nn.Buffer(torch.zeros(4))), nn.BatchNorm2d(4), nn.Dropout()
+    model, inputs, targets = problem(cnn, *layers)
+    results, modules = [], []
+    for verify in (False, True):
+        torch.manual_seed(7)
+        modules.append(copy.deepcopy(model))
+        with (
+            warnings.catch_warnings(),
+            graphed(modules[-1], 3, places, verify=verify) as engine,
+        ):
+            warnings.simplefilter("ignore")  # of state that forward passes move
+            losses = [engine.forward_backward(inputs, targets, LOSS) for _ in range(5)]
+        results.append([*losses, torch.rand(3)])
+    assert all(map(torch.equal, *results))
+    assert values_differ(*modules) == []

@@ -72,6 +72,31 @@ def test_the_row_whose_loss_is_nan_anomaly_detection_and_the_check(debugged, cap
     assert names["bad"] == [19]
 
 
+# --- splitcheck ---
+
+
+@pytest.mark.draws
+def test_splitcheck_prints_what_its_page_shows(capsys):
+    text = read("docs/splitcheck.md")
+    names = {"__name__": "page"}
+    shown = []
+    for code in blocks(text, "python"):
+        if "import accelerate" in code or "def test" in code:
+            break
+        run(code, names)
+        printed = capsys.readouterr().out
+        if printed:
+            shown.append(printed)
+    assert [_without_rounding(page) for page in blocks(text, "text")] == [
+        _without_rounding(printed) for printed in shown
+    ]
+
+
+def _without_rounding(report):
+    """The words of a report; differences that are rounding alone are a name."""
+    return re.sub(r"\d\.\de-1\d", "ROUNDING", report).split()
+
+
 # --- snippets, tables and messages of the other pages ---
 
 PAIR = blocks(read("docs/pair.md"), "python")

@@ -24,6 +24,7 @@ def warn(text: str) -> None:
 
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to a user's error, unless it has the note or refuses notes."""
+    # A note must not replace the user's error.
     with contextlib.suppress(Exception):
         if text not in getattr(error, "__notes__", ()):
             error.add_note(text)

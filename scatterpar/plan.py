@@ -106,6 +106,7 @@ class Plan(Printed):
         """A table with one line per share: where it is, its rows and micro-batches."""
         table = [("replica", "device", "rows", "micro-batches")]
         for share in self.shares:
+            # In the order of the micro-batches: the larger size first.
             sizes = Counter(stop - start for start, stop in share.micro_batches)
             cuts = [f"{count} x {size}" for size, count in sizes.items()]
             spans = [f"{start}:{stop}" for start, stop in share.spans]
@@ -113,10 +114,10 @@ class Plan(Printed):
             table.append((*where, ", ".join(spans), " + ".join(cuts)))
         return self.printed(table)
 
-    def printed(self, table: Sequence[Sequence[str]], more: str = "") -> str:
+    def printed(self, table: Sequence[Sequence[str]], title_end: str = "") -> str:
         """A table of shares below a line with the number of rows."""
         replicas = "replica" if len(self.shares) == 1 else "replicas"
-        title = f"{self.rows} rows on {len(self.shares)} {replicas}{more}"
+        title = f"{self.rows} rows on {len(self.shares)} {replicas}{title_end}"
         return f"{title}\n{as_text(table, str.ljust)}"
 
 
@@ -193,6 +194,7 @@ def _divide(rows: int, parts: Sequence[Fraction]) -> tuple[tuple[int, int], ...]
     Every replica gets at least one row; with fewer rows than replicas, the first get
     one each.
     """
+    # With fewer rows than replicas the last ones get none.
     used = parts[:rows]
     sizes = [max(1, int(rows * part)) for part in used]
     missing = [rows * part - size for part, size in zip(used, sizes, strict=True)]
@@ -213,5 +215,6 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     """Cut ``start:stop`` into at most ``pieces`` spans, the longer ones first."""
     pieces = min(pieces, stop - start)
     size, longer = divmod(stop - start, pieces)
+    # The first ``longer`` spans have one row more.
     ends = [start + i * size + min(i, longer) for i in range(pieces + 1)]
     return tuple(pairwise(ends))

@@ -97,6 +97,7 @@ class StepReport(Printed):
     def _phases(self) -> list[tuple[str, ...]]:
         table: list[tuple[str, ...]] = [("phase", "ms", "bytes", "copies")]
         for phase, seconds in self.seconds.items():
+            # With separators: a step copies gigabytes.
             copied_bytes = f"{self.bytes[phase]:,}"
             copies = f"{self.messages[phase]:,}"
             table.append((phase, _ms(seconds), copied_bytes, copies))

@@ -115,6 +115,7 @@ class ShardedOptimizer(Optimizer):
         self._plain = plain
         super().__init__(plain.param_groups, plain.defaults)
         self.engine = engine
+        # Each device once; the master is the first.
         self._memories = list(dict.fromkeys(engine.device_ids))
         self._owners: dict[Any, torch.device] = {}
         self._transfers = Transfers()
@@ -137,6 +138,7 @@ class ShardedOptimizer(Optimizer):
         """
         sizes = dict.fromkeys(self._memories, 0)
         for key, state in self.state.items():
+            # State without an owner is where the plain optimizer made it.
             owner = self._owners.get(key, self._memories[0])
             sizes[owner] += sum(tensor.nbytes for tensor in nested.tensors(state))
         return sizes
@@ -158,6 +160,7 @@ class ShardedOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
+            # It runs the backward pass.
             with torch.enable_grad():
                 loss = closure()
         if len(self._memories) == 1:
@@ -211,6 +214,7 @@ class ShardedOptimizer(Optimizer):
                 parameter = tensors[number]
                 shares_memory = num_starts[parameter.data_ptr()] > 1
                 if not shares_memory and is_unexpanded(parameter):
+                    # Tied and expanded parameters stay on the master.
                     numbers[parameter] = number
             yield _Copies(broadcast, numbers)
 
@@ -228,6 +232,7 @@ class ShardedOptimizer(Optimizer):
         for parameter, owner in self._owners.items():
             owned_bytes[owner] += parameter.nbytes
         stand_ins: dict[Tensor, Tensor] = {}
+        # The largest first: small ones then even out what the devices own.
         for parameter in sorted(parameters, key=_nbytes, reverse=True):
             can_have_owner = parameter in copies.numbers
             may_stay = can_have_owner or self._owners.get(parameter) == master
@@ -283,6 +288,7 @@ class ShardedOptimizer(Optimizer):
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
                 saved.append((gradient, gradient.clone()))
+        # All of it, because optimizers write their state in place.
         state = nested.map_tensors(Tensor.clone, dict(self.state))
         try:
             yield

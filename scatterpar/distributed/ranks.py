@@ -199,8 +199,8 @@ class Ranks:
         targets_by_rank = [payload.values[1] for payload in payloads]
 
         def join(leaves: list[Any]) -> Any:
-            here, *of_ranks = leaves
-            if isinstance(here, Tensor) and here.ndim:
+            local, *of_ranks = leaves
+            if isinstance(local, Tensor) and local.ndim:
                 return torch.cat(of_ranks, dim)
             return of_ranks[0]  # what has no rows is rank 0's
 

@@ -102,6 +102,7 @@ class _OfPair(Wrapper):
         devices = [share.device for share in plan.shares]
         copies: list[PassingReplica] = []
         guard: AbstractContextManager[None] = nullcontext()
+        # Without tensors and modules the criterion itself is called.
         root = root_to_replicate(self.module)
         if root is not None:
             # In every call: the graph of the outputs keeps these copies.
@@ -123,6 +124,7 @@ class _OfPair(Wrapper):
             threads.is_serial = hooks[0].__module__ == checkpoint.__module__
         with Undo(generators, transfers), guard:
             results = threads.run(run, list(zip(modules, calls, strict=True)))
+        # Now that all calls have succeeded.
         generators.commit()
         BufferWriter(copies[0].changed_buffers() if copies else ()).write()
         return results
@@ -201,8 +203,10 @@ class DataParallelModel(_OfPair):
         plan = make_plan(rows, self.device_ids)
         # Again: the module may have been compiled since it was wrapped.
         require_eager(self.module)
+        # Targets and inputs may require grad, so autograd records their copies.
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
+            # Looked at once: the result is kept.
             check_links(self.device_ids)
             calls = scatter_owned(
                 call_inputs(inputs, kwargs), plan, self.dim, transfers
@@ -296,6 +300,7 @@ class DataParallelCriterion(_OfPair):
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)
             summing = [share for share, _ in weights.sums]
+            # A function that replicas share computes one loss at a time.
             lock = criterion_lock(self.module)
 
             def loss_of(replica: Any, number: int) -> Tensor:

@@ -75,6 +75,7 @@ class StepStatistics(NamedTuple):
         by_layer: list[list[Moments]] = [[] for _ in self.layers]
         for counts, *tensors in zip(*by_rank, strict=True):  # of one rank
             for number, count in enumerate(to_numbers(counts)):
+                # A rank that did not call the layer has sent zeros.
                 if count:
                     mean, variance = tensors[2 * number : 2 * number + 2]
                     by_layer[number].append(Moments(count, mean, variance))
@@ -99,6 +100,7 @@ def record(modules: Iterable[nn.Module]) -> Records:
             records[number] = []
             recorder = _MomentsRecorder(number, records)
             module.register_forward_pre_hook(recorder.begin)
+            # A layer may get its input by keyword.
             module.register_forward_hook(recorder.end, with_kwargs=True)
     return records
 
@@ -122,6 +124,7 @@ def moments_on(
         tensors[number, "mean"] = moments.mean
         tensors[number, "variance"] = moments.variance
     arrived: dict[tuple[int, str], Tensor] = {}
+    # The moments of all layers, in few messages.
     for message in iter_copies(tensors, device, transfers, "reduce"):
         arrived |= message
     for number, moments in recorded.items():
@@ -178,6 +181,7 @@ class _MomentsRecorder:
         if current_graph_task() != -1:
             return
         layer_input = args[0] if args else next(iter(kwargs.values()))
+        # Per channel: all dimensions but the second.
         values = layer_input.numel() // layer_input.size(1)
         self._records[self._number].append(Moments(values, mean, variance))
 

@@ -38,6 +38,7 @@ def values_after(
         _refuse_registrations(module, copy)
         for name, value in copy._buffers.items():
             before = module._buffers[name]
+            # The forward pass has replaced the buffer.
             if value is None or value is not copy_of(before):
                 yield number, name, value
             elif id(before) not in yielded:
@@ -96,11 +97,13 @@ class BufferWriter:
                 self._targets[id(target)] = target
                 self._values[id(target)] = value
             elif not same_bits(target, value):
+                # A copy: the value is a replica's, which changes in the next step.
                 self._replacements.append((container, name, value.detach().clone()))
 
     def write(self) -> None:
         """Write all buffers."""
         with torch.no_grad():
+            # In few kernels: most buffers are small.
             copy_each(list(self._targets.values()), list(self._values.values()))
         for container, name, value in self._replacements:
             container[name] = value

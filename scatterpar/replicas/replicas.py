@@ -251,6 +251,7 @@ class ReplicaSet:
 
     def follow(self, root: Any, device_ids: tuple[torch.device, ...]) -> None:
         """Make the replicas match ``root``, except in values of tensors."""
+        # By identity: an equal module has other parameters.
         is_new = root is not self.root or device_ids != self.device_ids
         self.root = root
         self.device_ids = device_ids
@@ -291,6 +292,7 @@ class ReplicaSet:
         """Drop the replicas' gradients."""
         for replica in self.replicas:
             for i in self.trained:
+                # Not zeros: the next step shall see which tensors are used.
                 replica.tensors[i].grad = None
 
     def _update_in_place(self) -> bool:
@@ -322,6 +324,7 @@ class ReplicaSet:
     def _set_requires_grad(self) -> None:
         """Set which tensors require grad, and the dtypes of their gradients."""
         self._required = list(map(_REQUIRES_GRAD, self.tensors))
+        # torch trains no tensor that was made in inference mode.
         self.trained = {
             i: sum_dtype(tensor, self.options.accumulate_dtype)
             for i, tensor in enumerate(self.tensors)
@@ -353,6 +356,7 @@ class ReplicaSet:
         self.modules = list(self.contents.modules.values())
         self.tensors = list(self.contents.tensors.values())
         self.synchronised = synchronised_layers(self.modules)
+        # If only containers have changed, the copies in other memories stay.
         if not self.broadcast.is_of(self.contents, self.device_ids):
             self.broadcast = Broadcast(self.contents, self.device_ids)
         compiled = self.contents.compiled
@@ -375,6 +379,7 @@ class ReplicaSet:
         The user's module lacks them.
         """
         for replica in self.replicas:
+            # By identity: ``==`` of tensors compares their elements.
             known = set(map(id, replica.tensors))
             # A parameter of a submodule that the first forward pass makes, for example.
             for name, parameter in parameters_of(replica.root):
@@ -392,6 +397,7 @@ class ReplicaSet:
         Without running statistics that are updated once per step.
         """
         first = self.replicas[0]
+        # Running statistics of layers that record come from ``recorded``.
         values = values_after(self.modules, first.modules, first.copy_of)
         return [
             (self.modules[number]._buffers, name, value)
@@ -410,6 +416,7 @@ class ReplicaSet:
         layers: list[Layer] = []
         for number in replicas[0].records:
             layer: Any = self.modules[number]
+            # A layer without running statistics has nothing to update.
             if layer.running_mean is not None:
                 moments = [
                     of_replica[number]
@@ -430,6 +437,7 @@ def parameter_writes_refused(
     """
     with contextlib.ExitStack() as stack:
         for replica_set in replica_sets:
+            # A forward pass may write parameters in some modes only.
             mode = replica_set.flags, second_pass
             guard = replica_set.guard
             stack.enter_context(guard.read_only(mode, replica_set._refuse_created))

@@ -36,6 +36,7 @@ from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.option_checks import check_int, check_shares
+from scatterpar.options.arguments import read_arguments
 from scatterpar.options.assigned import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Search
 from scatterpar.options.costs import has_costs_argument, plan_by_cost
@@ -599,7 +600,9 @@ class ScatterOnceParallel(Wrapper):
         master.
 
         Args:
-            inputs: positional arguments of the module, with rows along ``dim``.
+            inputs: positional arguments of the module, with rows along ``dim``. A
+                single dict has keyword arguments, and a single tuple positional ones,
+                as in ``forward_backward``; ``(value,)`` is one argument.
             kwargs: keyword arguments of the module, and the engine's ``costs``. Without
                 ``micro_batch_cost``, a module whose ``forward`` has an argument
                 ``costs`` gets it.
@@ -656,7 +659,8 @@ class ScatterOnceParallel(Wrapper):
                 **kwargs)``. Any other function is called as ``function(replica,
                 *inputs, **kwargs)``. It runs in the replicas' threads. A
                 ``functools.partial`` of either binds arguments without rows.
-            inputs: positional arguments of the function, with rows along ``dim``.
+            inputs: positional arguments of the function, with rows along ``dim``. A
+                single dict or tuple is read as by ``engine(...)``.
             costs: as in ``forward_backward``.
             pad: pads tensors at the end with this value, if micro-batches give
                 different sizes.
@@ -684,6 +688,7 @@ class ScatterOnceParallel(Wrapper):
     def _map(
         self, function: Any, inputs: Any, kwargs: Any, costs: Any, pad: Any = None
     ) -> Any:
+        inputs, kwargs = read_arguments(function, inputs, kwargs)
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)

@@ -11,7 +11,7 @@ from pathlib import Path
 _PACKAGE = str(Path(__file__).parent)
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn; the location is the line of the user's code that called the package."""
     frame = inspect.currentframe()
     level = 1
@@ -19,7 +19,7 @@ def warn(text: str) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
         level += 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def add_note(error: BaseException, text: str) -> None:

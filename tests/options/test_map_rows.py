@@ -311,7 +311,7 @@ def test_generated_tokens_are_those_of_one_call(devices):
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
         assert torch.equal(engine.map(model.generate, **batch, **how, pad=0), expected)
         texts = engine.map(
-            lambda replica, b: replica.generate(**b, **how).tolist(), batch
+            lambda replica, b: replica.generate(**b, **how).tolist(), (batch,)
         )
     assert [[t for t in text if t] for text in texts] == [
         [t for t in text if t] for text in expected.tolist()

@@ -1,0 +1,82 @@
+"""How ``engine(...)`` and ``engine.map`` read their arguments: as ``forward_backward``.
+
+::
+
+    engine({"x": x, "mask": mask})    module(x=x, mask=mask)
+    engine((x, mask))                 module(x, mask)
+    engine(x)                         module(x)
+    engine((value,))                  module(value), whatever ``value`` is
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from scatterpar.errors import warn
+from scatterpar.replicas.module_copy import module_of
+from scatterpar.step.task import as_call
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def read_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    """The positional and keyword arguments with which each replica calls ``function``.
+
+    A single mapping has keyword arguments, a single tuple positional ones. Where the
+    function takes the mapping or the tuple itself, and not its entries, it gets it as
+    before version 0.4, with a ``DeprecationWarning``.
+    """
+    if len(args) != 1 or kwargs:
+        return args, kwargs
+    (value,) = args
+    entries, named = as_call(value)
+    is_one_argument = len(entries) == 1 and entries[0] is value
+    if is_one_argument:
+        return args, kwargs
+    if _takes_one_argument(function) and not _is_parameter(function, entries, named):
+        kind = "dict" if isinstance(value, Mapping) else "tuple"
+        parts = "keyword" if isinstance(value, Mapping) else "positional"
+        warn(
+            f"a single {kind} is passed as one argument here, since the function takes "
+            f"none of its entries; from version 0.5 on its entries are {parts} "
+            "arguments, as in forward_backward. Pass (value,) to pass one argument.",
+            DeprecationWarning,
+        )
+        return args, kwargs
+    return entries, named
+
+
+def _takes_one_argument(function: Callable[..., Any]) -> bool:
+    """Whether the function has one parameter, besides the replica."""
+    return len(_parameters(function)) == 1
+
+
+def _is_parameter(
+    function: Callable[..., Any], entries: tuple[Any, ...], named: Mapping[str, Any]
+) -> bool:
+    """Whether the entries of a container fit the function's only parameter."""
+    (parameter,) = _parameters(function)
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return True
+    return len(entries) == 1 or parameter.name in named
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that rows are passed to; none for a function in C."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    inner = called
+    while isinstance(inner, partial):
+        inner = inner.func
+    # Any other function than a module's own gets the replica first.
+    return parameters if module_of(inner) is not None else parameters[1:]

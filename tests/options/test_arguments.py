@@ -1,0 +1,100 @@
+"""A single dict has keyword arguments and a single tuple positional ones."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from harness.oracle import build, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+FEATURES = 4
+
+
+class Two(nn.Module):
+    """Takes two tensors by name or position."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2)
+
+    def forward(self, x, scale=None):
+        output = self.linear(x)
+        return output if scale is None else output * scale
+
+    def twice(self, x, scale):
+        return 2 * self(x, scale)
+
+
+@pytest.fixture
+def engine(devices):
+    with ScatterOnceParallel(build(Two).eval(), 2, devices(2)) as engine:
+        yield engine
+
+
+X, SCALE = randn(6, FEATURES), randn(6, 1, seed=3)
+
+WAYS = {
+    "keywords": lambda engine: engine(x=X, scale=SCALE),
+    "a dict": lambda engine: engine({"x": X, "scale": SCALE}),
+    "a tuple": lambda engine: engine((X, SCALE)),
+    "map, a dict": lambda engine: engine.map(
+        lambda replica, x, scale: replica(x, scale), {"x": X, "scale": SCALE}
+    ),
+    "map, a tuple": lambda engine: engine.map(
+        lambda replica, *rows: replica(*rows), (X, SCALE)
+    ),
+    "map of a method": lambda engine: engine.map(engine.module.twice, (X, SCALE)) / 2,
+    "map of a partial": lambda engine: (
+        engine.map(partial(engine.module.twice), {"x": X, "scale": SCALE}) / 2
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_calling_convention(engine, way):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = WAYS[way](engine)
+        expected = engine.module(X, SCALE)
+    torch.testing.assert_close(output, expected)
+
+
+class OfBatch(nn.Module):
+    """Takes one dict, or one pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2)
+
+    def forward(self, batch):
+        x, scale = batch.values() if isinstance(batch, dict) else batch
+        return self.linear(x) * scale
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": X, "scale": SCALE}, (X, SCALE)], ids=["a dict", "a tuple"]
+)
+def test_a_module_of_one_container_gets_it_with_a_deprecation(devices, batch):
+    """As before; ``(value,)`` is how to say it in this release and in the next."""
+    model = build(OfBatch).eval()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.warns(DeprecationWarning, match=r"Pass \(value,\)"):
+            output = engine(batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            same = engine((batch,))
+            mapped = engine.map(lambda replica, value: replica(value), (batch,))
+        with torch.no_grad():
+            expected = model(batch)
+    for found in (output, same, mapped):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_mistake_is_the_module_s_own_error(engine):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        engine({"x": X, "mask": SCALE})

@@ -66,12 +66,8 @@ def noise_of(outcome: Outcome) -> GradientNoise:
     norms = outcome.norms
     terms = outcome.terms if request.is_mean else float(outcome.rows)
     square = math.nan  # |g|^2, of the whole batch's gradient
-    if (
-        norms.replicas > 1
-        and terms
-        and request.backward
-        and math.isfinite(norms.squares)
-    ):
+    can_compare = norms.replicas > 1 and terms and request.backward
+    if can_compare and math.isfinite(norms.squares):
         gradients = [
             gradient for _, gradient in outcome.gradients if gradient is not None
         ]
@@ -87,18 +83,18 @@ def _squared_norm(tensors: Iterable[Tensor]) -> float:
     """The sum of the squares of all elements; the host reads the device once."""
     norms = []
     for tensor in tensors:
-        values = (
-            tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
-        )
+        values = tensor.detach()
+        if tensor.is_sparse:
+            values = values.coalesce().values()
         dtype = torch.promote_types(values.dtype, torch.float32)
         norms.append(torch.linalg.vector_norm(values, dtype=dtype))
     return float(sum(to_numbers(norm) ** 2 for norm in to_host(norms)))
 
 
 class NoiseScale:
-    """The gradient's noise scale, averaged over steps: batches much larger than it gain
-    little.
+    """The gradient's noise scale, averaged over steps.
 
+    Batches much larger than the scale gain little.
     Averages signal and noise separately over the steps, with exponential decay, and
     divides the averages: the ratio of a single step is far too noisy (McCandlish et al.
     2018, arXiv:1812.06162, appendix A.1). If a batch is much smaller than the scale, a
@@ -121,7 +117,8 @@ class NoiseScale:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}")
         self.decay = decay
-        self._signal = self._noise = 0.0
+        self._signal = 0.0
+        self._noise = 0.0
 
     def update(self, report: StepReport | None) -> None:
         """Add one step, given its ``engine.last_step``; a step with NaN is ignored.
@@ -134,7 +131,8 @@ class NoiseScale:
                 "the step did not measure its noise; make the engine with "
                 "measure_noise=True"
             )
-        signal, noise = report.noise.signal, report.noise.noise
+        signal = report.noise.signal
+        noise = report.noise.noise
         if math.isfinite(signal) and math.isfinite(noise):
             self._signal = self.decay * self._signal + (1 - self.decay) * signal
             self._noise = self.decay * self._noise + (1 - self.decay) * noise
@@ -153,4 +151,5 @@ class NoiseScale:
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
         """Load a state that ``state_dict`` returned."""
         self.decay = state_dict["decay"]
-        self._signal, self._noise = state_dict["signal"], state_dict["noise"]
+        self._signal = state_dict["signal"]
+        self._noise = state_dict["noise"]

@@ -1,5 +1,9 @@
-"""Work without gradients on all rows of a batch: the forward pass, or any function of a
-replica.
+"""Work without gradients on all rows of a batch.
+
+It is the forward pass, or any function of a replica::
+
+    outputs = [function(replica, *rows) for replica, rows in micro_batches]
+    return join(outputs)
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ def map_rows(
     ``pad`` is that of ``join_rows``. Lists in a module's output may be lists of
     tensors, and then are not joined.
     """
-    plan, request, transfers = attempt.plan, attempt.request, attempt.transfers
+    plan = attempt.plan
+    request = attempt.request
+    transfers = attempt.transfers
     replicas = attempt.replicas
     loaders = scatter(in_order(request.batches, plan), plan, transfers)
     replicas.refresh(module, None, transfers)
@@ -60,44 +66,47 @@ def map_rows(
     transfers.synchronize()
     if any(part.training for part in module.modules()):
         buffers, statistics = reduce_buffers(attempt)
-        BufferWriter(
-            [*buffers, *(statistics.values() if statistics else ())],
-            replicas.equal_buffers(),
-        ).write()
+        if statistics is not None:
+            buffers += statistics.values()
+        BufferWriter(buffers, replicas.equal_buffers()).write()
     attempt.generators.commit()
     return output
 
 
 class _Work:
-    """The function as each replica calls it; ``function`` is ``None`` for the module
-    itself.
+    """The function as each replica calls it.
 
     Each replica calls its own method, or ``function`` with the replica as first
     argument. Raises ``ValueError`` if ``function`` refers to the user's module, which
     is on one device.
+
+    Attributes:
+        function: what the user passed; ``None`` for the module itself.
     """
 
     def __init__(self, function: Callable[..., Any], replica_set: ReplicaSet) -> None:
-        inner, named = function, list[Any]()
+        inner = function
+        bound: list[Any] = []
         while isinstance(inner, partial):
-            named += [*inner.args, *inner.keywords.values()]
+            bound += inner.args
+            bound += inner.keywords.values()
             inner = inner.func
-        # a method's object may have the module, and not use it
+        # Not of a method: its object may have the module, and not use it.
         if isinstance(inner, FunctionType):
-            named += named_values(inner).values()
+            bound += named_values(inner).values()
         self.function = None if function is replica_set.root else function
         replicas = replica_set.replicas
-        self._calls = [partial(function, replica.root) for replica in replicas]
         if _is_of(inner, replica_set):
             self._calls = [replica.copy_of(function) for replica in replicas]
-        elif any(_is_of(value, replica_set) for value in named):
+            return
+        if any(_is_of(value, replica_set) for value in bound):
             raise ValueError(
-                "the function refers to the module itself, which is on one device; "
-                "use the "
-                "replica, its first argument, as in lambda replica, x: "
-                "replica.generate(x), or "
-                "pass a method of the module, such as model.generate"
+                "the function refers to the module itself, which is on one device; use "
+                "the replica, its first argument, as in lambda replica, x: "
+                "replica.generate(x), or pass a method of the module, such as "
+                "model.generate"
             )
+        self._calls = [partial(function, replica.root) for replica in replicas]
 
     def __call__(self, task: ReplicaTask, rows: Any) -> Any:
         (args, kwargs), _ = rows
@@ -108,10 +117,10 @@ class _Work:
 
     def of_share(self, task: ReplicaTask, proceed: Proceed) -> list[Any]:
         """The results for the micro-batches of a share."""
-        outputs = []
-        for number in range(len(task.share.micro_batches)):
-            proceed(number)
-            outputs.append(self(task, task.loader.load(number)))
+        outputs: list[Any] = []
+        for sub_step in range(len(task.share.micro_batches)):
+            proceed(sub_step)
+            outputs.append(self(task, task.loader.load(sub_step)))
         return outputs
 
 

@@ -1,5 +1,4 @@
-"""``engine.trace()``: when each replica did what, as a table and as a file for
-Perfetto.
+"""``engine.trace()``: when each replica did what, as a table, and for Perfetto.
 
 A traced step is the ``Clock`` of its attempts: each part of the step becomes an
 ``Event``. The times are the host's. Work on an accelerator also has two marks on its
@@ -28,11 +27,14 @@ from scatterpar.tables import Printed, as_text
 
 # Parts that launch work on devices.
 _LAUNCHES = "forward", "criterion", "backward", "recompute", "replay"
-_ORDER = (
-    *("scatter", "replicate", "verify", "compute", "reduce", "commit"),
-    *("arrival", "forward", "recompute", "criterion", "backward", "capture", "replay"),
+_OF_CALLER = "scatter", "replicate", "verify", "compute", "reduce", "commit"
+_OF_REPLICAS = (
+    *("arrival", "forward", "recompute", "criterion", "backward"),
+    *("capture", "replay"),
 )
-# what a step does once, beside computing
+_ORDER = _OF_CALLER + _OF_REPLICAS  # of columns
+_SHOWN_MS = 0.05  # shorter parts would be shown as 0.0
+# What a step does once, beside computing.
 _PHASES = "scatter", "replicate", "reduce", "commit"
 
 Zero = tuple[torch.Event, float]  # a mark on a stream, and its time by the host's clock
@@ -40,17 +42,24 @@ Zero = tuple[torch.Event, float]  # a mark on a stream, and its time by the host
 
 @dataclass
 class Event:
-    """One part of a traced step."""
+    """One part of a traced step.
 
-    name: str  # the kind of work, such as ``"forward"``
-    share: Share | None  # of the replica that did it; ``None`` for the caller's thread
-    # the number of the micro-batch; ``None`` if it belongs to none
+    Attributes:
+        name: the kind of work, such as ``"forward"``.
+        share: that of the replica; ``None`` for the caller's thread.
+        sub_step: the number of the micro-batch; ``None`` if it belongs to none.
+        zero: that of the accelerator on which the host launched work.
+        marks: on the stream, before that work and after it.
+        start: when the host began, in seconds of ``time.perf_counter()``.
+        end: when the host was done; on an accelerator, when all work was launched.
+    """
+
+    name: str
+    share: Share | None
     sub_step: int | None
-    zero: Zero | None  # of the accelerator on which it launched work
-    # before that work, and after it
+    zero: Zero | None
     marks: list[torch.Event] = field(default_factory=list)
-    start: float = 0.0  # when the host began, in seconds of ``time.perf_counter()``
-    # when the host was done; on an accelerator, when all work was launched
+    start: float = 0.0
     end: float = 0.0
 
     def now(self) -> float:
@@ -71,42 +80,51 @@ class Event:
 
     @property
     def on_device(self) -> tuple[float, float] | None:
-        """Start and end of the work on an accelerator, by the host's clock; else
-        ``None``.
+        """Start and end of the work on an accelerator, by the host's clock.
+
+        ``None`` for other work, and on a device that has failed.
         """
-        with contextlib.suppress(RuntimeError):  # of a device that failed
-            # torch compares two marks if both are known to be done
+        if self.zero is None:
+            return None
+        zero, host_time = self.zero
+        times: list[float] = []
+        with contextlib.suppress(RuntimeError):
             for mark in self.marks:
-                mark.synchronize()
-            if self.zero is not None:
-                zero, at = self.zero
-                first, last = (
-                    at + zero.elapsed_time(mark) / 1e3 for mark in self.marks
-                )
-                return first, last
+                mark.synchronize()  # torch compares marks that are known to be done
+                times.append(host_time + zero.elapsed_time(mark) / 1e3)
+            start, end = times
+            return start, end
         return None
 
 
 @dataclass
 class TracedStep:
-    """One step of a trace."""
+    """One step of a trace.
 
-    number: int  # of the step in the trace, from 0
-    zeros: Mapping[torch.device, Zero]  # of each accelerator with streams
-    # its parts, in order of their ends
+    Attributes:
+        number: that of the step in the trace, from 0.
+        zeros: a mark on each accelerator with streams.
+        events: the parts of the step, in order of their ends.
+        start: when it began.
+        end: when it was committed, or failed.
+        error: the exception as text, if the step failed.
+    """
+
+    number: int
+    zeros: Mapping[torch.device, Zero]
     events: list[Event] = field(default_factory=list)
     start: float = field(default_factory=time.perf_counter)
-    end: float = 0.0  # when it was committed, or failed
-    error: str | None = None  # the exception as text, if the step failed
+    end: float = 0.0
+    error: str | None = None
 
     @contextlib.contextmanager
     def clock(
         self, name: str, share: Share | None = None, sub_step: int | None = None
     ) -> Iterator[None]:
-        """Record the body as an event, for a profiler that runs beside
-        the trace, too.
-        """
-        zero = self.zeros.get(share.device) if share and name in _LAUNCHES else None
+        """Record the body as an event, also for a profiler beside the trace."""
+        zero = None
+        if share is not None and name in _LAUNCHES:
+            zero = self.zeros.get(share.device)
         event = Event(name, share, sub_step, zero)
         with profiler_block(name, share, sub_step):
             event.start = event.now()
@@ -132,7 +150,7 @@ class Trace(Printed):
         for device in filter(has_streams, devices):
             mark = _timed_mark(device)
             mark.synchronize()
-            self._zeros[device] = mark, time.perf_counter()
+            self._zeros[device] = (mark, time.perf_counter())
         self._start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -147,84 +165,86 @@ class Trace(Printed):
             step.error = f"{type(error).__name__}: {error}"
             raise
         finally:
-            step.end, self.clock = time.perf_counter(), None
+            step.end = time.perf_counter()
+            self.clock = None
 
     def _events(self) -> Iterator[tuple[TracedStep, Event]]:
-        """Every event with its step; of copies, because an abandoned
-        worker may append.
-        """
-        return ((step, event) for step in self.steps for event in [*step.events])
+        """Yield every event with its step."""
+        for step in self.steps:
+            for event in [*step.events]:  # a copy: an abandoned worker may append
+                yield step, event
 
     def __str__(self) -> str:
-        """A table with one line per replica, and the phases, in
-        milliseconds per step.
-        """
+        """A table with one line per replica, in milliseconds per step."""
         if not self.steps:
             return "No step was recorded."
         number = len(self.steps)
         in_steps = sum(step.end - step.start for step in self.steps) * 1e3 / number
-        between = (self.steps[-1].end - self._start) * 1e3 / number - in_steps
-        # by replica and name
-        ms: defaultdict[tuple[int | None, str], float] = defaultdict(float)
-        for _, event in self._events():
-            ms[event.replica, event.name] += event.ms / number
-            if times := event.on_device:
-                ms[event.replica, "on device"] += (times[1] - times[0]) * 1e3 / number
+        since_start = (self.steps[-1].end - self._start) * 1e3 / number
+        between = since_start - in_steps
+        ms = self._ms_per_step()
+        computing = ms[None, "compute"] - ms[None, "verify"]
+        once = sum(ms[None, name] for name in _PHASES)
         parts = {
-            "computing": ms[None, "compute"] - ms[None, "verify"],
+            "computing": computing,
             "checks and compiling": ms[None, "verify"],
-            "scatter, replicate, reduce and commit": sum(
-                ms[None, name] for name in _PHASES
-            ),
+            "scatter, replicate, reduce and commit": once,
             "the caller, between steps": between,
         }
-        total = max(in_steps + between, 1e-6)
-        largest = sorted(
-            ((part / total, name) for name, part in parts.items()), reverse=True
-        )
-        once = [(name, ms[None, name]) for name in _ORDER if name != "compute"]
         lines = [
             f"{number} {'step' if number == 1 else 'steps'} of {in_steps:,.1f} ms, "
             f"{between:,.1f} ms between steps; in ms per step:",
-            as_text(self._table(ms, parts["computing"])),
-            "for all: "
-            + ", ".join(f"{name} {part:,.1f}" for name, part in once if part >= 0.05),
-            "Of the time: "
-            + ", ".join(f"{part:.0%} {name}" for part, name in largest)
-            + ".",
+            as_text(self._table(ms, computing)),
+            f"for all: {_listed_phases(ms)}",
+            f"Of the time: {_listed_parts(parts, in_steps + between)}.",
             *self._longest(),
         ]
-        lines += [
-            f"step {step.number} failed: {step.error}"
-            for step in self.steps
-            if step.error
-        ]
+        for step in self.steps:
+            if step.error:
+                lines.append(f"step {step.number} failed: {step.error}")
         return "\n".join(lines)
+
+    def _ms_per_step(self) -> defaultdict[tuple[int | None, str], float]:
+        """Milliseconds per step, by replica and name."""
+        number = len(self.steps)
+        ms: defaultdict[tuple[int | None, str], float] = defaultdict(float)
+        for _, event in self._events():
+            ms[event.replica, event.name] += event.ms / number
+            on_device = event.on_device
+            if on_device is not None:
+                start, end = on_device
+                ms[event.replica, "on device"] += (end - start) * 1e3 / number
+        return ms
 
     def _table(
         self, ms: Mapping[tuple[int | None, str], float], computing: float
     ) -> list[list[str]]:
-        """One line per replica: the times of its parts, and how long its
-        thread waited.
+        """One line per replica: the times of its parts, and how long its thread waited.
+
+        It waited for a lock, for its device, or for slower replicas.
         """
-        devices = {
-            e.share.replica: e.share.device for _, e in self._events() if e.share
-        }
+        devices: dict[int, torch.device] = {}
+        for _, event in self._events():
+            if event.share is not None:
+                devices[event.share.replica] = event.share.device
         names = [
             name
             for name in _ORDER
             if any(ms.get((replica, name)) for replica in devices)
         ]
-        last = ["on device"] if any(name == "on device" for _, name in ms) else []
-        table = [["replica", "device", *names, "waited", *last]]
+        has_device_times = any(name == "on device" for _, name in ms)
+        heads = ["replica", "device", *names, "waited"]
+        if has_device_times:
+            heads.append("on device")
+        table = [heads]
         for replica, device in sorted(devices.items()):
-            own = [ms[replica, name] for name in names]
-            # Its thread waited for a lock, for its device, or for slower replicas.
-            own += [
-                max(0.0, computing - sum(own)),
-                *(ms[replica, name] for name in last),
-            ]
-            table.append([str(replica), str(device), *(f"{part:,.1f}" for part in own)])
+            times = [ms[replica, name] for name in names]
+            times.append(max(0.0, computing - sum(times)))
+            if has_device_times:
+                times.append(ms[replica, "on device"])
+            table.append(
+                [str(replica), str(device), *(f"{part:,.1f}" for part in times)]
+            )
         return table
 
     def _longest(self) -> list[str]:
@@ -235,11 +255,12 @@ class Trace(Printed):
                 ms[event.sub_step, event.replica, step.number] += event.ms
         if not ms:
             return []
-        sub_step, replica, number = longest = max(ms, key=ms.__getitem__)
+        longest = max(ms, key=ms.__getitem__)
+        sub_step, replica, step_number = longest
         return [
-            f"The longest sub-step, {sub_step} of replica {replica} in step {number}, "
-            "took "
-            f"{ms[longest]:,.1f} ms; the median is {median(ms.values()):,.1f} ms."
+            f"The longest sub-step, {sub_step} of replica {replica} in step "
+            f"{step_number}, took {ms[longest]:,.1f} ms; the median is "
+            f"{median(ms.values()):,.1f} ms."
         ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -250,38 +271,57 @@ class Trace(Printed):
         events (``"ph": "X"``).
         """
         rows: list[dict[str, Any]] = []
-        lanes: dict[str, int] = {}
+        threads: dict[str, int] = {}  # the number of each, by name
 
-        def add(lane: str, name: str, start: float, end: float, **args: Any) -> None:
-            times = {
+        def add(thread: str, name: str, start: float, end: float, **args: Any) -> None:
+            row = {
+                "name": name,
+                "ph": "X",
+                "pid": 0,
+                "tid": threads.setdefault(thread, len(threads)),
                 "ts": (start - self._start) * 1e6,
                 "dur": (end - start) * 1e6,
                 "args": args,
             }
-            thread = lanes.setdefault(lane, len(lanes))
-            rows.append({"name": name, "ph": "X", "pid": 0, "tid": thread, **times})
+            rows.append(row)
 
         for step in self.steps:
-            add(
-                "caller",
-                "step",
-                step.start,
-                step.end,
-                step=step.number,
-                error=step.error,
-            )
+            arguments = {"step": step.number, "error": step.error}
+            add("caller", "step", step.start, step.end, **arguments)
         for step, event in self._events():
-            share = event.share
-            lane = f"replica {share.replica}, {share.device}" if share else "caller"
-            args = {"step": step.number, "sub_step": event.sub_step}
-            add(lane, event.name, event.start, event.end, **args)
-            if times := event.on_device:
-                add(f"{lane} on the device", f"{event.name} on the device", *times)
-        for lane, number in lanes.items():
-            thread = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number}
-            rows.append({**thread, "args": {"name": lane}})
+            thread = "caller"
+            if event.share is not None:
+                thread = f"replica {event.share.replica}, {event.share.device}"
+            numbers = {"step": step.number, "sub_step": event.sub_step}
+            add(thread, event.name, event.start, event.end, **numbers)
+            on_device = event.on_device
+            if on_device is not None:
+                add(
+                    f"{thread} on the device", f"{event.name} on the device", *on_device
+                )
+        for thread, number in threads.items():
+            row = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number}
+            rows.append({**row, "args": {"name": thread}})
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
+
+
+def _listed_phases(ms: Mapping[tuple[int | None, str], float]) -> str:
+    """The times of the caller's parts, such as ``scatter 1.2, reduce 0.3``."""
+    listed: list[str] = []
+    for name in _ORDER:
+        part = ms.get((None, name), 0.0)
+        if name != "compute" and part >= _SHOWN_MS:
+            listed.append(f"{name} {part:,.1f}")
+    return ", ".join(listed)
+
+
+def _listed_parts(parts: Mapping[str, float], total: float) -> str:
+    """The parts of the time, the largest first, such as ``90% computing, …``."""
+    shares = [(part / max(total, 1e-6), name) for name, part in parts.items()]
+    return ", ".join(
+        f"{share:.0%} {name}" for share, name in sorted(shares, reverse=True)
+    )
 
 
 def _timed_mark(device: torch.device) -> torch.Event:

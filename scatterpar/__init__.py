@@ -44,3 +44,8 @@ __all__ = [
     "weight_decay_groups",
     "zero_init_residual",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and not the packages that have them."""
+    return [*__all__, "__version__"]

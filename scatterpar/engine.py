@@ -828,6 +828,46 @@ class ScatterOnceParallel(Wrapper):
                 self._replicas.of_model.guard.invalidate()
                 raise
 
+    def extra_repr(self) -> str:
+        """The devices and how the batch is cut, for ``repr(engine)``."""
+        devices = ", ".join(map(str, self.device_ids))
+        cuts = [f"device_ids=[{devices}]"]
+        if self.micro_batch_cost is not None:
+            cuts.append(f"micro_batch_cost={self.micro_batch_cost}")
+        elif self.micro_batch_size is not None:
+            cuts.append(f"micro_batch_size={self.micro_batch_size}")
+        else:
+            cuts.append(f"accum={self.accum!r}")
+        return ", ".join(cuts + self._options_in_words())
+
+    def _options_in_words(self) -> list[str]:
+        """The options that are not the constructor's defaults, as it takes them."""
+        options = {
+            "dim": self.dim,
+            "buffers": self.buffer_policy,
+            "check_finite": self.check_finite,
+            "shares": self.shares,
+            "accumulate_dtype": self.accumulate_dtype,
+            "measure_noise": self.measure_noise,
+            "verify": self.verify,
+            "graphs": self.graphs,
+        }
+        defaults = {
+            "dim": 0,
+            "buffers": "master",
+            "check_finite": False,
+            "shares": check_shares(None, len(self.device_ids)),
+            "accumulate_dtype": None,
+            "measure_noise": False,
+            "verify": True,
+            "graphs": False,
+        }
+        return [
+            f"{name}={value!r}"
+            for name, value in options.items()
+            if value != defaults[name]
+        ]
+
     def close(self) -> None:
         """Stop the workers and drop the process group. A later step is a
         ``RuntimeError``.

@@ -79,6 +79,14 @@ class StepReport(Printed):
     waited: float = 0.0
     replica_seconds: tuple[float, ...] = ()
 
+    @property
+    def rows_per_second(self) -> float:
+        """Rows of the batch per second of the step, without the wait before it."""
+        return self.plan.rows / sum(self.seconds.values())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._title()}>"
+
     def __str__(self) -> str:
         """The loss, then one line per phase: milliseconds, bytes, number of copies."""
         return "\n".join([self._title(), as_text(self._phases())])

@@ -28,6 +28,7 @@ from harness.oracle import (
 from harness.rank_processes import run_on_ranks
 from torch import nn
 
+import scatterpar
 from scatterpar import ScatterOnceParallel
 
 CE = nn.CrossEntropyLoss()
@@ -353,3 +354,19 @@ def test_ranks_give_the_gradient_of_all_batches(devices):
         for name, gradient in expected_gradients.items():
             assert_close(grads[name], gradient / 3, name)
             assert torch.equal(grads[name], found[0][2][name])
+
+
+def test_repr_shows_devices_sub_steps_and_what_is_no_default():
+    model = build(lambda: nn.Linear(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, 4, ["cpu:0", "cpu:1"]) as engine:
+        assert "device_ids=[cpu:0, cpu:1], accum=4\n" in repr(engine)
+    options = {"micro_batch_size": 8, "buffers": "batch", "shares": [3, 1]}
+    with ScatterOnceParallel(
+        model, device_ids=["cpu"] * 2, verify=False, **options
+    ) as other:
+        text = "micro_batch_size=8, buffers='batch', shares=(3, 1), verify=False"
+        assert text in repr(other)
+
+
+def test_dir_lists_the_public_names():
+    assert dir(scatterpar) == sorted([*scatterpar.__all__, "__version__"])

@@ -59,3 +59,11 @@ SCALES = [
 def test_the_noise_scale(signal, noise, scale):
     found = GradientNoise(signal, noise).scale
     assert found == pytest.approx(scale, nan_ok=True)
+
+
+def test_repr_is_one_line_and_rows_per_second_leave_out_the_wait():
+    plan = make_plan(8, [torch.device("cpu")] * 2, 1)
+    seconds = {"scatter": 0.5, "replicate": 0.0, "compute": 1.0, "reduce": 0.5}
+    report = StepReport(plan, 1.5, seconds, {}, {}, waited=9.0)
+    assert report.rows_per_second == 4.0
+    assert repr(report) == "<StepReport: loss 1.5, 8 rows on 2 replicas>"

@@ -1,5 +1,6 @@
-"""Count, slice and select the rows of a batch; mark values whose rows are not slices of
-tensors.
+"""Mark values whose rows are not slices of tensors; count the rows of a batch.
+
+What cannot be split into rows is refused where they are counted.
 """
 
 from __future__ import annotations
@@ -25,39 +26,39 @@ from torch.utils.data import DataLoader
 from scatterpar.batch import nested
 from scatterpar.batch.objects import unsplit_rows
 
+_SHOWN_SIZES = 3  # in the error for a batch that disagrees in its rows
+
 
 class Marker:
-    """A wrapper around one value of a batch. The base class is for a value without
-    rows.
+    """A wrapper around one value of a batch; the base class is for one without rows.
 
     A new kind of marker is a subclass: other code only calls these methods. It is not a
     dataclass, because ``nested`` would descend into its fields.
+
+    Attributes:
+        contents: the marked value, nested at will, without other markers in it.
+        collate: returns what the module or criterion gets; ``None`` for the contents.
     """
 
-    contents: Any  # the marked value, nested at will, without other markers in it
-    # returns what the module or criterion gets
+    contents: Any
     collate: Callable[[Any], Any] | None = None
 
     def map(self, function: Callable[[Any], Any]) -> Self:
-        """A copy of the marker whose contents are ``function(contents)``; the rest is
-        shared.
-        """
+        """A copy of the marker with ``function(contents)``; the rest is shared."""
         marker = copying.copy(self)
         marker.contents = function(self.contents)
         return marker
 
     @property
     def num_rows(self) -> int | None:
-        """The number of rows; ``None`` for a value without rows, which goes to every
-        replica.
-        """
+        """The number of rows; ``None`` for a value that goes to every replica."""
         return None
 
     def select(self, rows: Sequence[int]) -> Self:
-        """A marker with these rows, in this order; if they are a ``range``, with views
-        of tensors.
+        """A marker with these rows, in this order.
 
-        Shares and micro-batches are selected with a ``range``.
+        Shares and micro-batches are selected with a ``range``, which gives views of
+        tensors.
         """
         return self
 
@@ -228,13 +229,11 @@ class Rows(Marker):
 
 
 class Batches:
-    """The result of ``Rows.from_batches``: it must be the whole inputs, or the whole
-    targets.
-    """
+    """The result of ``Rows.from_batches``: the whole inputs, or the whole targets."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        one = Tensor, Mapping, str, Rows, Batches
-        if isinstance(batches, one) or not isinstance(batches, Iterable):
+        is_one_batch = isinstance(batches, (Tensor, Mapping, str, Rows, Batches))
+        if is_one_batch or not isinstance(batches, Iterable):
             raise TypeError(
                 f"from_batches takes a list of batches, got {type(batches).__name__}"
             )
@@ -280,36 +279,35 @@ def count_rows(
     which must agree. If nothing has rows, it is ``known``. With ``refuse_grad``, no
     tensor may require grad.
     """
+    values = {
+        name: nested.leaves(part, containers=True) for name, part in batch.items()
+    }
     sizes: dict[int, str] = {}  # each with the first value that has it
-    for name, part in batch.items():
-        for leaf in nested.leaves(part):
-            size = _size(leaf, dim)
+    for name, values_of_part in values.items():
+        for value in values_of_part:
+            size = _size(value, dim)
             if size is not None and size not in sizes:
-                shown = (
-                    f"shape {tuple(leaf.shape)}"
-                    if isinstance(leaf, Tensor)
-                    else repr(leaf)
-                )
-                sizes[size] = f"{name} with {size} ({shown})"
-    for name, part in batch.items():
-        for value in nested.leaves(part, containers=True):
-            if problem := _problem(value, dim, sizes, refuse_grad):
+                sizes[size] = f"{name} with {size} ({_shown(value)})"
+    for name, values_of_part in values.items():
+        for value in values_of_part:
+            problem = _problem(value, dim, sizes, refuse_grad)
+            if problem:
                 raise ValueError(f"{name}: {problem}")
     if not sizes and known is not None:
         return known
     if not sizes:
-        kinds = ", ".join(
-            f"{name} is {type(part).__name__}" for name, part in batch.items()
-        )
+        kinds = [f"{name} is {type(part).__name__}" for name, part in batch.items()]
         raise ValueError(
-            f"the batch has no tensor with rows: {kinds}; a list with one entry per "
-            f"row is passed as Rows(entries), an object as a dict of its tensors"
+            f"the batch has no tensor with rows: {', '.join(kinds)}; a list with one "
+            f"entry per row is passed as Rows(entries), an object as a dict of its "
+            f"tensors"
         )
     if len(sizes) > 1:
-        shown, more = ", ".join([*sizes.values()][:3]), len(sizes) - 3
+        listed = ", ".join(list(sizes.values())[:_SHOWN_SIZES])
+        if len(sizes) > _SHOWN_SIZES:
+            listed += f" and {len(sizes) - _SHOWN_SIZES} more"
         raise ValueError(
-            f"the batch disagrees in its rows along dim={dim}: {shown}"
-            f"{f' and {more} more' if more > 0 else ''}; "
+            f"the batch disagrees in its rows along dim={dim}: {listed}; "
             f"{_transposed(batch, dim, sizes)}mark what has no rows as "
             f"Replicated(value), and a list with one entry per row as Rows(entries)"
         )
@@ -317,6 +315,11 @@ def count_rows(
     if rows == 0:
         raise ValueError(f"the batch is empty: {sizes[rows]} along dim={dim}")
     return rows
+
+
+def _shown(value: Any) -> str:
+    """A tensor by its shape, a marker as it prints itself."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _transposed(batch: Mapping[str, Any], dim: int, sizes: Container[int]) -> str:
@@ -333,16 +336,17 @@ def _transposed(batch: Mapping[str, Any], dim: int, sizes: Container[int]) -> st
     return ""
 
 
-def _size(leaf: Any, dim: int) -> int | None:
-    """The number of rows of a leaf; ``None`` if it has none, or ``_problem`` refuses
-    it.
-    """
-    if isinstance(leaf, Marker):
-        return leaf.num_rows
-    is_dense = (
-        isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
-    )
-    return leaf.size(dim) if is_dense and -leaf.ndim <= dim < leaf.ndim else None
+def _size(value: Any, dim: int) -> int | None:
+    """The number of rows of a leaf; ``None`` if it has none, or is refused."""
+    if isinstance(value, Marker):
+        return value.num_rows
+    if not isinstance(value, Tensor) or not _is_dense(value):
+        return None
+    return value.size(dim) if -value.ndim <= dim < value.ndim else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> str:
@@ -359,28 +363,25 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
                 f"a tensor of shape {tuple(leaf.shape)} requires grad, but a batch is "
                 f"data; pass tensor.detach()"
             )
-    if (
-        isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and not value.is_nested
-    ):
+    if isinstance(value, Tensor) and _is_dense(value):
         if not value.ndim or -value.ndim <= dim < value.ndim:
             return ""
         return (
             f"a tensor of shape {tuple(value.shape)} has no dimension {dim} to split; "
-            "every tensor "
-            f"but 0-dim ones is split along dim={dim}, unless it is Replicated"
+            f"every tensor but 0-dim ones is split along dim={dim}, unless it is "
+            f"Replicated"
         )
     if isinstance(value, Marker) and value.num_rows is None:
-        iterators = [leaf for leaf in value.leaves() if isinstance(leaf, Iterator)]
-        value = iterators[0] if iterators else value
-    if remedy := _remedy(value):
-        what = (
-            f"a tensor of layout {value.layout}"
-            if isinstance(value, Tensor)
-            else type(value)
-        )
-        return f"{what} cannot be split into rows; {remedy}"
+        for leaf in value.leaves():
+            if isinstance(leaf, Iterator):
+                value = leaf
+                break
+    remedy = _remedy(value)
+    if remedy:
+        kind = str(type(value))
+        if isinstance(value, Tensor):
+            kind = f"a tensor of layout {value.layout}"
+        return f"{kind} cannot be split into rows; {remedy}"
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         return (
             f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks "
@@ -389,14 +390,13 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             "image per row, "
             f"or a tuple if dimension 0 does hold 3 rows"
         )
-    are_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
-    if are_entries and (kind := _kind_of_entries(value)):
+    may_be_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
+    entries = _kind_of_entries(value) if may_be_entries else ""
+    if entries:
         return (
-            f"a {type(value).__name__} of {len(value)} {kind}, or lists of them, "
-            "beside "
-            f"{len(value)} rows would go whole to every micro-batch; pass "
-            f"Rows({kind}) for one per "
-            f"row, or Replicated({kind})"
+            f"a {type(value).__name__} of {len(value)} {entries}, or lists of them, "
+            f"beside {len(value)} rows would go whole to every micro-batch; pass "
+            f"Rows({entries}) for one per row, or Replicated({entries})"
         )
     is_marker = isinstance(value, (Marker, Batches))
     # Of a cache, attributes are split.
@@ -414,17 +414,13 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
 
 
 def _remedy(value: Any) -> str:
-    """What to pass for an object with rows that is no dense tensor; empty for one
-    without rows.
-    """
+    """What to pass for an object with rows that is no dense tensor; else nothing."""
     modules = [kind.__module__ for kind in type(value).__mro__]
     if isinstance(value, Batches):
         return (
             "several batches must be the whole inputs, or the whole targets, of "
-            "forward_backward: "
-            "put all that belongs to a batch into that batch. For inference, and with "
-            "the pair, "
-            "make one call per batch"
+            "forward_backward: put all that belongs to a batch into that batch. For "
+            "inference, and with the pair, make one call per batch"
         )
     if isinstance(value, PackedSequence):
         pack = "(pack_sequence(few, enforce_sorted=False),)"
@@ -451,21 +447,26 @@ def _remedy(value: Any) -> str:
 
 
 def _kind_of_entries(value: list[Any] | tuple[Any, ...]) -> str:
-    """``"texts"`` or ``"numbers"`` if ``value`` may have one entry per row, else
-    nothing.
-    """
-    nest = list, tuple
-    flat = [
-        one for item in value for one in (item if isinstance(item, nest) else [item])
-    ]
-    if isinstance(value, list) and all(isinstance(one, str) for one in flat):
-        return "texts" if flat else ""
+    """``"texts"`` or ``"numbers"`` if there may be one entry per row, else nothing."""
+    is_flat = True
+    entries: list[Any] = []  # also those of lists in it
+    for item in value:
+        if isinstance(item, (list, tuple)):
+            is_flat = False
+            entries += item
+        else:
+            entries.append(item)
+    if not entries:
+        return ""
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in entries):
+        return "texts"
     # Up to four numbers are taken for a size, such as (height, width).
-    is_size = len(value) < 5 and not any(isinstance(item, nest) for item in value)
-    are_numbers = all(
-        isinstance(n, (Number, Tensor)) and not getattr(n, "ndim", 0) for n in flat
-    )
-    return "numbers" if flat and are_numbers and not is_size else ""
+    is_size = is_flat and len(value) < 5
+    return "numbers" if not is_size and all(map(_is_number, entries)) else ""
+
+
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, (Number, Tensor)) and not getattr(entry, "ndim", 0)
 
 
 def _is_image(entry: Any) -> bool:

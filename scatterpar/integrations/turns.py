@@ -32,7 +32,8 @@ from scatterpar.integrations.kept import (
     is_of_a_library,
     modules_kept,
 )
-from scatterpar.replicas.module_copy import ModuleContents, Snapshot
+from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.step.criterion_closure import DEPTH, reachable
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from scatterpar.errors import warn
-from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.references import module_of
 from scatterpar.step.task import as_call
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

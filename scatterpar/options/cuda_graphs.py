@@ -40,7 +40,7 @@ from scatterpar.options.replay_look import (
     compare,
     plain_values,
 )
-from scatterpar.replicas.module_copy import contents
+from scatterpar.replicas.references import contents
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward

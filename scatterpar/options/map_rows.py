@@ -19,7 +19,7 @@ from torch import nn
 from scatterpar.batch import nested
 from scatterpar.batch.joining import Lists
 from scatterpar.replicas.buffers import BufferWriter
-from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.references import module_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import named_values

@@ -22,7 +22,8 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.buffers import BufferValue, values_after
 from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
+from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Values, moved_rows

@@ -41,7 +41,7 @@ from scatterpar.pair.autograd import (
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
-from scatterpar.replicas.module_copy import root_to_replicate
+from scatterpar.replicas.module_contents import root_to_replicate
 from scatterpar.step.loss import scalar_loss
 from scatterpar.step.loss_weights import as_sum, compute_loss_weights
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads

@@ -26,7 +26,7 @@ from scatterpar.devices.memory import empty
 from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.replicas.checks import refuse_sparse
 from scatterpar.replicas.large_tensors import is_due, is_large, sample
-from scatterpar.replicas.module_copy import ModuleContents
+from scatterpar.replicas.module_contents import ModuleContents
 
 _VERSION = attrgetter("_version")
 _Compared = tuple[tuple[int, ...], tuple[int, ...]]

@@ -30,14 +30,14 @@ from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.large_tensors import LargeCopies, is_due, may_stay
-from scatterpar.replicas.module_copy import (
+from scatterpar.replicas.module_contents import (
     ModuleContents,
-    ModuleCopy,
-    Snapshot,
     is_leaf,
     root_to_replicate,
 )
+from scatterpar.replicas.module_copy import ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
+from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.replicas.sync_batch_norm import (
     Meeting,
     Seat,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import is_unexpanded
 from scatterpar.errors import add_note
-from scatterpar.replicas.module_copy import contents, module_of
+from scatterpar.replicas.references import contents, module_of
 
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from scatterpar.devices.transfers import to_device, to_host, to_numbers
 from scatterpar.plan import Plan
-from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.references import module_of
 from scatterpar.step.request import Count, Request, option_of
 from scatterpar.torch_private import unwrapped
 

@@ -15,7 +15,7 @@ from scatterpar.batch.batch import Batch, batches_of
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_numbers
 from scatterpar.option_checks import check_int, check_number
-from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.references import module_of
 from scatterpar.wrapper import Wrapper
 
 Count = Callable[[Any, Any], "float | Tensor"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.transfers import Transfers
 from scatterpar.errors import restored
-from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.references import module_of
 from scatterpar.step.loss import loss_of
 from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request

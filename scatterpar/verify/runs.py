@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from scatterpar.batch import nested
 from scatterpar.batch.joining import join_rows
 from scatterpar.errors import restored
-from scatterpar.replicas.module_copy import module_of, root_to_replicate
+from scatterpar.replicas.module_contents import root_to_replicate
+from scatterpar.replicas.references import module_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import closure_contents
 from scatterpar.step.loss import loss_of

@@ -22,7 +22,9 @@ from scatterpar.devices.device_ids import HOST, physical
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import write
 from scatterpar.replicas.broadcast import version
-from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents
+from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.references import contents
+from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.step.criterion_closure import MAX_ENTRIES, closure_and_globals
 from scatterpar.threads.generators import default_of
 from scatterpar.wrapper import Wrapper

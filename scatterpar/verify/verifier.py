@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
-from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.references import module_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request

@@ -8,7 +8,7 @@ from torch import nn
 
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast, version, versions
-from scatterpar.replicas.module_copy import ModuleContents
+from scatterpar.replicas.module_contents import ModuleContents
 
 pytestmark = pytest.mark.core
 DEVICES = [torch.device(f"cpu:{number}") for number in range(3)]

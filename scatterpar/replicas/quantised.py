@@ -1,0 +1,93 @@
+"""Quantised weights: which tensors they hold, or consist of.
+
+Quantised weights hold other tensors (bitsandbytes) or consist of them (torchao). If
+they are frozen, their tensors are shared, sent and guarded as parameters are.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+# The files of the classes ``QuantState`` and ``MatmulLtState``.
+_STATES = {"bitsandbytes.functional", "bitsandbytes.autograd._functions"}
+
+
+def is_composite(tensor: Any) -> bool:
+    """Whether ``tensor`` is of a subclass whose tensors consist of others."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is more than its memory: it consists of others, or is
+    bitsandbytes'.
+    """
+    state = getattr(tensor, "quant_state", None)
+    is_of_bitsandbytes = type(tensor).__module__.startswith("bitsandbytes.")
+    return state is not None or is_of_bitsandbytes or is_composite(tensor)
+
+
+def is_state(value: Any) -> bool:
+    """Whether ``value`` is bitsandbytes' state of a weight, or of a layer, which
+    forward writes.
+    """
+    return type(value).__module__ in _STATES and hasattr(value, "__dict__")
+
+
+def held_by(value: Any) -> list[Any]:
+    """The tensors of which a weight consists; else those, and objects with some, that
+    it holds.
+    """
+    if is_composite(value):
+        names, _ = value.__tensor_flatten__()
+        return [getattr(value, name) for name in names]
+    return [held for held in vars(value).values() if _holds_tensors(held)]
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether ``value`` is a tensor, or an object with tensors, such as a
+    ``QuantState``.
+    """
+    if isinstance(value, (type, nn.Module, types.FunctionType, types.MethodType)):
+        return False
+    held = getattr(value, "__dict__", {}).values()
+    return (
+        isinstance(value, Tensor)
+        or is_state(value)
+        or any(isinstance(t, Tensor) for t in held)
+    )
+
+
+def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """A frozen tensor of ``like``'s class and shape that consists of ``parts``."""
+    if like.requires_grad:
+        raise only_frozen(f"a module holds a tensor of shape {tuple(like.shape)}", like)
+    kind: Any = like
+    names, context = kind.__tensor_flatten__()
+    named = dict(zip(names, parts, strict=True))
+    made = type(kind).__tensor_unflatten__(named, context, like.size(), like.stride())
+    return (
+        nn.Parameter(made, requires_grad=False)
+        if isinstance(like, nn.Parameter)
+        else made
+    )
+
+
+def only_frozen(what: str, tensor: Tensor) -> TypeError:
+    """The error for a quantised tensor that is trained."""
+    kind, remedy = (
+        "quantised as bitsandbytes does it",
+        "use one device, such as device_ids=[0]",
+    )
+    if is_composite(tensor):
+        kind = "made of other tensors, as torchao's are"
+        remedy = "make it a plain tensor, as its .dequantize() or .full_tensor() does"
+    return TypeError(
+        f"{what}, a {type(tensor).__name__}, which is {kind}: replicas have copies of "
+        "frozen "
+        "parameters of this kind only; call .requires_grad_(False) and train "
+        f"adapters, or {remedy}"
+    )

@@ -1,0 +1,54 @@
+"""A shallow copy of a module: another object of its class, whatever that class does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from harness.models import linear
+from torch import nn
+
+from scatterpar.replicas.shallow_copy import new_like
+
+pytestmark = pytest.mark.core
+
+
+class Numbered(nn.Linear):
+    made = 0
+
+    def __new__(cls, *args):
+        cls.made += 1
+        return super().__new__(cls)
+
+
+class ReturnsItself(nn.Linear):
+    def _replicate_for_data_parallel(self):
+        return self
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Numbered, ReturnsItself])
+def test_a_copy_is_another_object_with_the_same_contents(kind):
+    with torch.random.fork_rng(devices=[]):
+        model = kind(2, 3)
+    before = dict(vars(model))
+    made = new_like(model)
+    assert type(made) is kind
+    assert made is not model
+    assert vars(model) == before
+    assert made.in_features == 2
+    assert kind is not Numbered or kind.made == 1
+
+
+def test_zero_grad_of_a_copy_warns_and_that_of_its_deep_copy_works():
+    model = linear()
+    made = new_like(model)
+    made._parameters = dict(model._parameters)
+    with pytest.warns(UserWarning, match="zero_grad.. inside forward has no effect"):
+        made.zero_grad()
+    deep = copy.deepcopy(made)
+    deep.weight.grad = torch.ones_like(deep.weight)
+    deep.zero_grad()
+    assert deep.weight.grad is None
+    pickle.loads(pickle.dumps(made))

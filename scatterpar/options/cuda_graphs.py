@@ -253,21 +253,12 @@ class GraphedSubsteps(Substeps):
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """As ``Substeps.run``, but captures or replays a graph if possible."""
-        task, graphs, return_outputs = (
-            self._task,
-            self._graphs,
-            self._request.return_outputs,
-        )
+        task = self._task
         key = self._key_of(number, weight)
-        graph = graphs.by_shape.get(key)
+        graph = self._graphs.by_shape.get(key)
         if graph is not None:
-            # The next rows arrive while the graph reads these.
-            if task.loader.ahead is None:
-                new_rows = task.loader.at_source(number).unwrapped()
-            else:
-                new_rows = task.rows_of(number)
-            copy_each(nested.tensors(graph.rows), nested.tensors(new_rows))
-        elif key is not None and not graphs.is_full:
+            self._copy_rows(graph, number)
+        elif key is not None and not self._graphs.is_full:
             rows = task.rows_of(number)
             graph = self._capture_for(key, rows, number)
         if graph is None:
@@ -276,10 +267,23 @@ class GraphedSubsteps(Substeps):
         graph.factor.fill_(weight * self._request.scale)
         with task.span("replay", number):
             graph.replay(task, number)
+        loss = graph.loss.clone()
         if not graph.has_output:
-            return graph.loss.clone(), None
+            return loss, None
         output = nested.map_tensors(Tensor.clone, graph.output)
-        return graph.loss.clone(), detached_output(output, return_outputs)
+        return loss, detached_output(output, self._request.return_outputs)
+
+    def _copy_rows(self, graph: _Graph, number: int) -> None:
+        """Copy the rows of a micro-batch to the static tensors of its graph.
+
+        The next rows arrive while the graph reads these.
+        """
+        loader = self._task.loader
+        if loader.ahead is None:
+            rows = loader.at_source(number).unwrapped()
+        else:
+            rows = self._task.rows_of(number)
+        copy_each(nested.tensors(graph.rows), nested.tensors(rows))
 
     def is_look_due(self) -> bool:
         """Whether the first sub-step has a graph, and this is its step 1, 2, 4, 8, …"""
@@ -343,29 +347,33 @@ class GraphedSubsteps(Substeps):
         far.
         """
         leaves = self._task.leaves
-        new = {
-            i: gradient
-            for i, gradient in static.items()
-            if leaves[i].grad is not gradient
-        }
-        if fresh := [gradient for i, gradient in new.items() if leaves[i].grad is None]:
-            torch._foreach_zero_(fresh)
-        for i, gradient in new.items():
-            # that of a sub-step without a graph
-            if (earlier := leaves[i].grad) is not None:
+        without_gradient: list[Tensor] = []
+        for position, gradient in static.items():
+            leaf = leaves[position]
+            earlier = leaf.grad
+            if earlier is gradient:
+                continue
+            if earlier is None:
+                without_gradient.append(gradient)
+            else:  # that of a sub-step without a graph
                 write(gradient, earlier)
-            leaves[i].grad = gradient
+            leaf.grad = gradient
+        if without_gradient:
+            torch._foreach_zero_(without_gradient)
 
     def finish(self) -> None:
         """Copy gradients out of the static tensors, which later steps write."""
-        leaves, static = self._task.leaves, self._graphs.gradients
-        used = {
-            i: gradient for i, gradient in static.items() if leaves[i].grad is gradient
-        }
-        copies = {i: torch.empty_like(gradient) for i, gradient in used.items()}
-        copy_each([*copies.values()], [*used.values()])
-        for i, gradient in copies.items():
-            leaves[i].grad = gradient
+        leaves_with_static: list[Tensor] = []
+        static_gradients: list[Tensor] = []
+        for position, gradient in self._graphs.gradients.items():
+            leaf = self._task.leaves[position]
+            if leaf.grad is gradient:
+                leaves_with_static.append(leaf)
+                static_gradients.append(gradient)
+        copies = [torch.empty_like(gradient) for gradient in static_gradients]
+        copy_each(copies, static_gradients)
+        for leaf, copy in zip(leaves_with_static, copies, strict=True):
+            leaf.grad = copy
 
     def _captured(self, rows: Any, number: int) -> _Graph | None:
         """A graph of the static ``rows``; ``None`` if it cannot be captured. Restores
@@ -401,64 +409,93 @@ class GraphedSubsteps(Substeps):
             raise
 
     def _warm_up(self, task: ReplicaTask, rows: Any) -> _Graph:
-        """Run sub-steps to allocate the static tensors and choose kernels. Raises
-        ``_Refused``.
+        """Run sub-steps to allocate the static tensors and choose kernels.
+
+        Raises ``_Refused``.
         """
-        leaves = task.leaves
         substeps = Substeps(task, replace(self._request, return_outputs=False))
         host_states: list[tuple[Any, ...]] = []
         for _ in range(2):  # the second one accumulates gradients, as a graph does
             loss, _ = substeps.run(0, 1.0, nested.map_tensors(Tensor.clone, rows))
-            state = self._attempt.generators.get_state(task.share.replica).get(HOST)
-            host_states.append(
-                (random.getstate(), None if state is None else to_numbers(state))
-            )
+            host_states.append(self._host_state())
         if not all(replica.is_as_refreshed() for replica in task.replicas):
             raise _Refused(
                 "keeps something on the module that is no buffer written in place"
             )
-        if streams.is_async(task.share.device) and host_states[0] != host_states[1]:
+        draws_on_host = host_states[0] != host_states[1]
+        if draws_on_host and streams.is_async(task.share.device):
             raise _Refused("or the criterion draws random numbers on the host")
-        gradients = {
-            i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None
-        }
-        if any(gradient.layout != torch.strided for gradient in gradients.values()):
-            raise _Refused("has sparse gradients")
-        static = self._graphs.gradients
-        gradients = {
-            i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()
-        }
-        for i, gradient in gradients.items():
-            leaves[i].grad = gradient
-        has_output, factor = bool(self._request.return_outputs), torch.ones_like(loss)
-        return _Graph(rows, factor, torch.empty_like(loss), gradients, has_output)
+        gradients = self._static_gradients(task.leaves)
+        for position, gradient in gradients.items():
+            task.leaves[position].grad = gradient
+        return _Graph(
+            rows,
+            factor=torch.ones_like(loss),
+            loss=torch.empty_like(loss),
+            gradients=gradients,
+            has_output=bool(self._request.return_outputs),
+        )
+
+    def _host_state(self) -> tuple[Any, ...]:
+        """The state of the generators on the host from which this replica draws."""
+        states = self._attempt.generators.get_state(self._task.share.replica)
+        of_torch = states.get(HOST)
+        numbers = None if of_torch is None else to_numbers(of_torch)
+        return random.getstate(), numbers
+
+    def _static_gradients(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Static tensors for the gradients that the leaves have, shared by all graphs.
+
+        Raises ``_Refused`` for sparse gradients.
+        """
+        static: dict[int, Tensor] = {}
+        for position, leaf in enumerate(leaves):
+            gradient = leaf.grad
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise _Refused("has sparse gradients")
+            if position not in self._graphs.gradients:
+                self._graphs.gradients[position] = torch.zeros_like(gradient)
+            static[position] = self._graphs.gradients[position]
+        return static
 
 
 def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any]:
     """The state on which a replica's graphs depend; its objects are compared by
     identity.
     """
-    cells = getattr(task.criterion, "__closure__", None) or ()
-    # such as ``label_smoothing``
-    settings = getattr(task.criterion, "__dict__", {}).values()
-    objects: list[Any] = [task.module, *task.replicas, *map(contents, cells), *settings]
+    changes = [replica_set.changes for replica_set in replica_sets]
+    addresses: list[int] = []
+    for replica in task.replicas:
+        addresses += [tensor.data_ptr() for tensor in replica.tensors]
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()]
+    cudnn = torch.backends.cudnn
     return [
         task.criterion,
-        [each.changes for each in replica_sets],
-        [
-            value if isinstance(value, _PLAIN) else (id(value), value)
-            for value in objects
-        ],
-        [tensor.data_ptr() for replica in task.replicas for tensor in replica.tensors],
-        [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
+        changes,
+        _values_of(task),
+        addresses,
+        autocast,
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        [
-            getattr(torch.backends.cudnn, name)
-            for name in ("enabled", "benchmark", "deterministic")
-        ],
-        [each.fp32_precision for each in _PRECISIONS],
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        [holder.fp32_precision for holder in _PRECISIONS],
     ]
+
+
+def _values_of(task: ReplicaTask) -> list[Any]:
+    """Plain values and the identities of objects that a sub-step reads directly."""
+    cells = getattr(task.criterion, "__closure__", None) or ()
+    attributes = getattr(task.criterion, "__dict__", {})  # such as ``label_smoothing``
+    objects: list[Any] = [task.module, *task.replicas]
+    objects += [contents(cell) for cell in cells]
+    objects += attributes.values()
+    values: list[Any] = []
+    for value in objects:
+        # The object itself is kept: another one could get the same id.
+        values.append(value if isinstance(value, _PLAIN) else (id(value), value))
+    return values
 
 
 def _shape_of(rows: Any) -> Hashable:

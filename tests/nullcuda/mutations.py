@@ -142,8 +142,8 @@ workers are on their default streams, not on the caller's
 test_on_the_users_stream_of_every_device
 
 gradients of a graph are not copied out
--for i, gradient in copies.items():
-+for i, gradient in used.items():
+-for leaf, copy in zip(leaves_with_static, copies, strict=True):
++for leaf, copy in zip(leaves_with_static, static_gradients, strict=True):
 test_gradients_may_be_read_on_another_stream_during_the_next_captured_step
 
 the host reads what has not arrived

@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(
-            f"torch {torch.__version__} has no {what}, which scatterpar needs; install "
+            f"torch {torch.__version__} has no {name}, which scatterpar needs; install "
             "a version of torch that the README names"
         )
 

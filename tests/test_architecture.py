@@ -12,6 +12,7 @@ from torch import nn
 
 import scatterpar
 from scatterpar.devices import coalescing, fingerprints
+from scatterpar.replicas import large_tensors
 
 PACKAGE = Path(scatterpar.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
@@ -170,6 +171,7 @@ def test_how_it_works_has_the_sizes_of_messages_and_fingerprints():
         in page
     )
     assert f"64 bits per {4 * fingerprints._WORDS // mebibyte} MiB" in page
+    assert f"tensors of {large_tensors.LARGE_BYTES // 2**10} KiB or more" in page
 
 
 GUIDES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,12 +87,15 @@ def cut(rows: Sequence[int], count: int, *, equal: bool) -> list[Part]:
         )
     shares = [1] * count if equal else list(range(count, 0, -1))
     spare = len(rows) - count  # after each part has one row
+    stops = [0]
+    for number in range(1, count + 1):
+        stops.append(number + round(spare * sum(shares[:number]) / sum(shares)))
+    sizes = [stop - start for start, stop in pairwise(stops)]
     parts = []
     start = 0
-    for number in range(1, count + 1):
-        stop = number + round(spare * sum(shares[:number]) / sum(shares))
-        parts.append(list(rows[start:stop]))
-        start = stop
+    for size in sorted(sizes, reverse=True):
+        parts.append(list(rows[start : start + size]))
+        start += size
     return parts
 
 

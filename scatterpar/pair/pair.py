@@ -57,6 +57,7 @@ from scatterpar.step.undo import Undo
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import saved_tensors_hooks
+from scatterpar.verify.output_looks import OutputLooks
 from scatterpar.wrapper import Wrapper
 
 
@@ -70,7 +71,7 @@ class _OfPair(Wrapper):
 
     device_ids: Any
     dim: int
-    _transient = "_workers", "_checked_modes"
+    _transient: tuple[str, ...] = ("_workers", "_checked_modes")
 
     def __init__(self, module: Any, device_ids: Any, dim: int) -> None:
         super().__init__()
@@ -230,6 +231,9 @@ class DataParallelCriterion(_OfPair):
             trained like those of the model.
         device_ids: one entry per replica; by default the devices of the outputs.
         dim: the dimension that holds the rows.
+        verify: in calls 1, 2, 4, 8, … compute the losses of a few rows at once and in
+            parts. If they do not combine as ``reduction=`` and ``count=`` say, a
+            ``ValueError`` says what would be right. An inconclusive look warns once.
 
     Raises:
         TypeError: ``criterion`` is a class or cannot be called, or ``device_ids`` is no
@@ -249,10 +253,19 @@ class DataParallelCriterion(_OfPair):
         criterion: Callable[[Any, Any], Any],
         device_ids: Sequence[DeviceLike] | None = None,
         dim: int = 0,
+        *,
+        verify: bool = True,
     ) -> None:
         check_function("criterion", criterion)
+        self.verify = verify
         devices = None if device_ids is None else resolve(device_ids)
         super().__init__(criterion, devices, dim)
+
+    _transient = (*_OfPair._transient, "_looks")
+
+    def _init_transient(self) -> None:
+        super()._init_transient()
+        self._looks = OutputLooks()
 
     def forward(
         self,
@@ -278,7 +291,8 @@ class DataParallelCriterion(_OfPair):
             TypeError: ``outputs`` is no tuple or list, the loss is no tensor, or
                 ``count`` cannot be called.
             ValueError: outputs and targets do not belong together, the loss is not
-                0-dim or not real, or ``reduction="none"``.
+                0-dim or not real, ``reduction="none"``, or, with ``verify``, losses
+                that do not combine.
             RuntimeError: a call from inside another.
 
             Exceptions of the criterion are raised unchanged, with a note that names the
@@ -296,6 +310,8 @@ class DataParallelCriterion(_OfPair):
             plan = self._plan(outputs, targets)
             batch = batch_of(None, targets, plan.rows, self.dim)
             request = Request([batch], self.dim, self.module, reduction, count)
+            if self.verify and len(outputs) > 1:
+                self._looks.check(request, plan, outputs)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
             calls = list(zip(outputs, pieces, strict=True))
             weights = compute_loss_weights(request, plan, calls)

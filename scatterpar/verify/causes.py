@@ -50,9 +50,7 @@ class Verdict:
 RIGHT = Verdict(Outcome.RIGHT)
 
 RETURN = "return it from forward, and take it from the output that the criterion gets"
-_NOTHING_CHANGED = (
-    "Nothing was changed; an engine made with verify=False does not check."
-)
+_NOTHING_CHANGED = "Nothing was changed; verify=False does not check."
 
 
 def in_lines(problem: str, remedy: str, *notes: str) -> str:

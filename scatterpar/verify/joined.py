@@ -59,11 +59,13 @@ def cut_by_parts(output: Any, parts: Parts, dim: int) -> Iterator[Any]:
     num_rows = sum(map(len, parts))
     start = 0
     for part in parts:
-        yield _cut(output, start, len(part), num_rows, dim)
+        yield cut_rows(output, start, len(part), num_rows, dim)
         start += len(part)
 
 
-def _cut(output: Any, start: int, size: int, num_rows: int, dim: int) -> Any:
+def cut_rows(output: Any, start: int, size: int, num_rows: int, dim: int) -> Any:
+    """The entries of ``size`` rows from ``start`` on, of an output for ``num_rows``."""
+
     def cut(tensor: Tensor) -> Tensor:
         entries = entries_per_row(tensor, num_rows, dim)
         if not entries:

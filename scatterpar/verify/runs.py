@@ -316,18 +316,11 @@ class Runs:
         self.require_time()
         self.restart()
         task = self.replica_task
-        tensors = [t for t in nested.tensors(output) if t.requires_grad]
-        results = []
+        targets = [self.targets_of(rows) for rows in parts]
         with self._surroundings(task):
-            for rows, cut in zip(
-                parts, cut_by_parts(output, parts, self.request.dim), strict=True
-            ):
-                cut = nested.map_tensors(_copy_of_leaf, cut)
-                loss = loss_of(cut, self.targets_of(rows), task.criterion)
-                self.rounding.watch(loss)
-                gradients = gradients_of(loss, tensors)
-                results.append(Result(float(loss.detach()), gradients))
-        return results
+            return losses_of_cuts(
+                output, targets, parts, self.request, task.criterion, self.rounding
+            )
 
     def bytes_per_row(self, rows: Part) -> float:
         """The memory that the graph of a row's loss keeps; infinite if it is unknown."""
@@ -396,7 +389,7 @@ class Runs:
         """The loss of these rows and its gradients, times ``weight``; nothing if that is zero."""
         self.require_time()
         if task.criterion is not None:  # which may write into what it is given
-            output = nested.map_tensors(_copy_of_leaf, output)
+            output = nested.map_tensors(copy_of_leaf, output)
         loss = loss_of(output, self.targets_of(rows), task.criterion)
         del output  # a large output is freed before the backward pass
         self.rounding.watch(loss)
@@ -496,7 +489,33 @@ def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def losses_of_cuts(
+    output: Any,
+    targets: Sequence[Any],
+    parts: Parts,
+    request: Request,
+    criterion: Any,
+    rounding: Rounding,
+) -> list[Result]:
+    """The criterion's loss of each part of one output, and the gradients of that.
+
+    ``output`` has the rows of all parts, in their order, and ``targets`` an entry per
+    part.
+    """
+    tensors = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
+    results = []
+    cuts = cut_by_parts(output, parts, request.dim)
+    for cut, targets_of_part in zip(cuts, targets, strict=True):
+        # The criterion may write into what it is given.
+        loss = loss_of(
+            nested.map_tensors(copy_of_leaf, cut), targets_of_part, criterion
+        )
+        rounding.watch(loss)
+        results.append(Result(float(loss.detach()), _gradients_of(loss, tensors)))
+    return results
+
+
+def _gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of a loss; zeros for tensors that it does not depend on."""
     if not (loss.requires_grad and tensors):
         return [torch.zeros_like(tensor) for tensor in tensors]
@@ -507,5 +526,6 @@ def gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _copy_of_leaf(tensor: Tensor) -> Tensor:
+def copy_of_leaf(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of a leaf: code must not write into that in place."""
     return tensor.clone() if tensor.is_leaf else tensor

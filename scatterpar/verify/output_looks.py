@@ -1,0 +1,316 @@
+"""The pair's looks: do losses of parts of outputs combine to the loss of all their rows?
+
+The pair has outputs and targets, and no module. So a look computes the criterion alone,
+on a few rows of the outputs, without their graph: at once and in parts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.batch import nested
+from scatterpar.batch.batch import batch_of
+from scatterpar.batch.nested import join_rows
+from scatterpar.devices.device_ids import physical
+from scatterpar.devices.transfers import to_device
+from scatterpar.errors import restored, warn
+from scatterpar.plan import Plan
+from scatterpar.replicas.module_copy import module_of
+from scatterpar.step.loss_weights import is_cross_entropy
+from scatterpar.step.request import Request
+from scatterpar.verify.causes import in_lines, verdict_of_combination
+from scatterpar.verify.comparison import Result, num_with_gradient, weighted_sum
+from scatterpar.verify.constant_numbers import ConstantNumbers, DrawsPerRow
+from scatterpar.verify.evidence import Losses, name_of, weighted_parts
+from scatterpar.verify.gradient_check import moved_to, uses_batch_statistics
+from scatterpar.verify.joined import cut_rows
+from scatterpar.verify.ranges import informative_tensors, ranges_of
+from scatterpar.verify.rounding import Rounding
+from scatterpar.verify.rows import Part, Parts, RowChoice, ignored_values, in_two
+from scatterpar.verify.runs import Inconclusive, losses_of_cuts
+from scatterpar.verify.schedule import Kind, Kinds
+from scatterpar.verify.user_state import UserState
+from scatterpar.verify.verifier import shown_reason
+
+_MAX_ROWS = 16
+_MIN_ROWS = 2
+_MAX_BYTES = 2**22  # of outputs that are copied to one device
+_MAX_ENTRIES = 128  # of ``Rows`` among the targets, whose sizes are read in each call
+# Rounding of the outputs may change the result of several terms.
+_FACTOR_OF_ROUNDING = 4
+
+
+class OutputLooks:
+    """Looks at calls of one criterion, in calls 1, 2, 4, 8, … of a kind."""
+
+    def __init__(self) -> None:
+        self._kinds = Kinds()
+        self._warned = False
+
+    def check(self, request: Request, plan: Plan, outputs: Sequence[Any]) -> None:
+        """Look at a few rows of a call, if that is due.
+
+        ``request`` has the targets of all rows.
+
+        Raises:
+            ValueError: the losses of parts, weighted as in the call, do not give the
+                loss or the gradient of all their rows.
+        """
+        kind, details = self._kinds.kind_of(
+            request, request.batches[0], is_divided=True, flags=()
+        )
+        tensors = informative_tensors(request, _MAX_ENTRIES)
+        ranges: Sequence[Tensor] = ()
+        if not is_cross_entropy(request.criterion):  # the pair counts as torch does
+            ranges = ranges_of(tensors)
+        if not kind.is_due(ranges, details):
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the call itself warns
+                self._look(request, plan, outputs, kind)
+        except ValueError:
+            kind.is_refused = True
+            raise
+        except Inconclusive as error:
+            self._note_inconclusive(request, kind, error)
+        else:
+            kind.note_agreement(ranges)
+        finally:
+            kind.looks += not kind.is_refused
+
+    def _look(
+        self, of_targets: Request, plan: Plan, outputs: Sequence[Any], kind: Kind
+    ) -> None:
+        ignored = ignored_values(of_targets.criterion, of_targets.count)
+        tensors = informative_tensors(of_targets)
+        choice = RowChoice(tensors, plan.rows, ignored, kind.looks, is_divided=True)
+        parts = choice.parts(_affordable_rows(outputs, plan))
+        try:
+            refusal = OutputLook(of_targets, plan, outputs).refusal(parts)
+        except (Inconclusive, DrawsPerRow) as error:
+            raise Inconclusive(str(error)) from None
+        except Exception as error:  # raised by user code, for these rows
+            raise Inconclusive(f"{type(error).__name__}: {error}") from None
+        if refusal:
+            raise ValueError(refusal)
+
+    def _note_inconclusive(
+        self, request: Request, kind: Kind, error: Inconclusive
+    ) -> None:
+        kind.num_inconclusive += 1
+        if self._warned or is_cross_entropy(request.criterion):
+            return
+        if kind.num_inconclusive >= error.patience:
+            self._warned = True
+            assumed = "a mean over its terms" if request.is_mean else "a sum"
+            warn(
+                in_lines(
+                    f"could not check how {name_of(request.criterion)} combines the "
+                    f"losses of replicas: {shown_reason(error)}.",
+                    f"The pair assumes {assumed}. Pass count= or reduction= if it is "
+                    f"not, or call the plain criterion on gather(outputs, device).",
+                    "verify=False does not check.",
+                )
+            )
+
+
+def _affordable_rows(outputs: Sequence[Any], plan: Plan) -> int:
+    """The number of rows of a look: fewer if outputs are large."""
+    tensors = nested.tensors(list(outputs))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    affordable = _MAX_BYTES * plan.rows // (size + 1)
+    return max(_MIN_ROWS, min(_MAX_ROWS, affordable))
+
+
+class OutputLook:
+    """One look, in the caller's thread, on the master."""
+
+    def __init__(self, of_targets: Request, plan: Plan, outputs: Sequence[Any]) -> None:
+        self._of_targets = of_targets
+        self._plan = plan
+        self._outputs = outputs
+        self._device = physical(plan.shares[0].device)
+        self._rounding = Rounding(self._device)
+
+    def refusal(self, parts: Parts) -> str:
+        """The text of the refusal; empty if the losses of these parts combine.
+
+        Raises:
+            Inconclusive: the look could not tell.
+        """
+        criterion = self._of_targets.criterion
+        module = module_of(criterion)
+        if module is not None and any(map(uses_batch_statistics, module.modules())):
+            raise Inconclusive("a batch normalisation ties rows to each other")
+        state = UserState([criterion, self._of_targets.count], [self._device])
+        with torch.inference_mode(False), torch.enable_grad(), restored(state.restore):
+            return self._refusal(parts, state)
+
+    def _refusal(self, parts: Parts, state: UserState) -> str:
+        losses = self._losses_of(parts, state)
+        if losses.difference <= losses.limit:
+            return ""
+        if not losses.actual.is_finite:
+            # One row may have NaN, which says less than two large parts.
+            rows = list(chain(*parts))
+            larger = [self._losses_of(halves, state) for halves in in_two(rows)]
+            finite = [halves for halves in larger if halves.actual.is_finite]
+            differing = [
+                halves for halves in finite if halves.difference > halves.limit
+            ]
+            losses = next(iter(differing), losses)
+        elif losses.is_rounding_alone(self._rounding):
+            raise Inconclusive("its gradient may be nothing but rounding")
+        return verdict_of_combination(losses).text
+
+    def _losses_of(self, parts: Parts, state: UserState) -> _LossesOfOutputs:
+        """The losses of the rows of these parts, computed.
+
+        Raises:
+            Inconclusive: they cannot be compared.
+        """
+        rows = list(chain(*parts))
+        # Rows that count= leaves out become a part of their own.
+        positions, weights = weighted_parts(self._request_of(rows), _consecutive(parts))
+        rows = [rows[position] for position in chain(*positions)]
+        request = self._request_of(rows)
+        losses = _LossesOfOutputs(
+            request, _consecutive(positions), weights, state, self._device
+        )
+        losses.compute(self._rounding)
+        return losses
+
+    def _request_of(self, rows: Part) -> Request:
+        """The call's request for these rows alone, with outputs without their graph."""
+        dim = self._of_targets.dim
+        entries = [self._output_of(row) for row in rows]
+        output = join_rows(entries, dim, [1] * len(rows))
+        output = nested.map_tensors(_as_leaf, output)
+        targets = self._of_targets.batches[0].select(rows).targets
+        return replace(
+            self._of_targets, batches=[batch_of(output, targets, len(rows), dim)]
+        )
+
+    def _output_of(self, row: int) -> Any:
+        """The output of one row, in the master's memory."""
+        for share, output in zip(self._plan.shares, self._outputs, strict=True):
+            if row < share.stop:
+                position = row - share.start
+                cut = cut_rows(output, position, 1, share.rows, self._of_targets.dim)
+                return nested.map_tensors(self._moved, cut)
+        raise AssertionError("each row is in a share")
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return to_device(tensor.detach(), self._device)
+
+
+class _LossesOfOutputs(Losses):
+    """The losses of rows of outputs, at once and in parts."""
+
+    compares_rows = "call the plain criterion on gather(outputs, device)"
+
+    def __init__(
+        self,
+        request: Request,
+        parts: Parts,
+        weights: Sequence[float],
+        state: UserState,
+        device: torch.device,
+    ) -> None:
+        nothing = Result(0.0, ())
+        super().__init__(request, parts, weights, expected=nothing, actual=nothing)
+        self._state = state
+        self._device = device
+        self._output = request.batches[0].inputs
+        self._targets = request.batches[0].without_inputs()
+        self._results: Sequence[Result] = ()
+
+    def compute(self, rounding: Rounding) -> None:
+        """Compute the losses at once and in parts.
+
+        Raises:
+            Inconclusive: a gradient is NaN or infinite, or all are zero, or the
+                criterion gives another loss each time.
+        """
+        rows = list(chain(*self.parts))
+        (self.expected,) = self._losses(self._output, [rows], rounding)
+        self._results = self._losses(self._output, self.parts, rounding)
+        self.actual = weighted_sum(self._results, self.weights)
+        self.limit = rounding.tolerance
+        (repeated,) = self._losses(self._output, [rows], rounding)
+        if not self.expected.is_finite:
+            raise Inconclusive("a gradient is NaN or infinite")
+        if not self.expected.has_gradient:
+            raise Inconclusive("all gradients are zero")
+        if repeated.difference_from(self.expected) > self.limit:
+            raise Inconclusive("it gives another result each time", patience=2)
+        with_gradient = num_with_gradient(self._results)
+        if not self.request.is_mean and with_gradient < len(self.parts):
+            raise Inconclusive("some parts have no gradient: it may be a mean or a sum")
+
+    def is_rounding_alone(self, rounding: Rounding) -> bool:
+        """Whether rounding of the outputs changes the loss of all rows as much."""
+        rows = list(chain(*self.parts))
+        size = rounding.coarsest_eps / 2
+
+        def nudged(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            angles = torch.arange(tensor.numel(), device=tensor.device)
+            changes = size * angles.cos().view(tensor.shape).to(tensor.dtype)
+            return (tensor.detach() * (1 + changes)).requires_grad_()
+
+        output = nested.map_tensors(nudged, self._output)
+        (result,) = self._losses(output, [rows], rounding)
+        effect = result.difference_from(self.expected)
+        return self.difference <= _FACTOR_OF_ROUNDING * effect
+
+    def _losses(self, output: Any, parts: Parts, rounding: Rounding) -> list[Result]:
+        """The loss of each part, from the same state and with constant numbers."""
+        request = self.request
+        targets = [self._targets_of(part) for part in parts]
+        self._state.restore()
+        with ConstantNumbers():
+            results = losses_of_cuts(
+                output, targets, parts, request, request.criterion, rounding
+            )
+        self._state.restore()
+        return results
+
+    def _targets_of(self, part: Part) -> Any:
+        _, targets = moved_to(self._device, self._targets.select(part))
+        return targets
+
+    def results_of_parts(self) -> Sequence[Result]:
+        """The result of each part, without weights."""
+        return self._results
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of output and targets that are tensors."""
+        compared = self._output, self._targets_of(range(self.num_rows))
+        return [tuple(value.shape) for value in compared if isinstance(value, Tensor)]
+
+
+def _consecutive(parts: Parts) -> Parts:
+    """Parts of the same sizes whose rows are numbered from 0 on."""
+    numbered = []
+    start = 0
+    for part in parts:
+        numbered.append(range(start, start + len(part)))
+        start += len(part)
+    return numbered
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """A tensor of its own, whose gradient is computed if it can have one."""
+    is_differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().clone().requires_grad_(is_differentiable)

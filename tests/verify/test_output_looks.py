@@ -1,0 +1,170 @@
+"""The pair's looks: losses that do not combine are refused, others leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from harness.looks import INPUTS, LABELS, VALUES, Calls, counted, in_a_def, squares
+from harness.models import mlp
+from harness.oracle import assert_close, assert_gradients, seeded, whole_batch
+from harness.weighted import classes, padded
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import DataParallelCriterion, DataParallelModel, count_labels, gather
+
+ROWS = len(INPUTS)
+
+
+def added_up(output, targets):
+    return F.cross_entropy(output, targets, reduction="sum")
+
+
+def contrastive(output, _):
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def penalised(output, targets):
+    return added_up(output, targets) + 3.0
+
+
+GATHER = r"call the plain criterion on gather\(outputs, device\)"
+REFUSED = {  # a criterion, its targets, options, the remedy
+    "a sum": (added_up, LABELS, {}, 'pass reduction="sum"'),
+    "ignored labels": (
+        in_a_def,
+        padded(ROWS),
+        {},
+        r"count=scatterpar\.count_labels\(\)",
+    ),
+    "a mean that is called a sum": (
+        in_a_def,
+        LABELS,
+        {"reduction": "sum"},
+        'pass reduction="mean", without count=',
+    ),
+    "a contrastive loss": (contrastive, LABELS, {}, GATHER),
+    "a spread": (lambda o, _: o.std(0).sum(), LABELS, {}, GATHER),
+    "a penalty beside a sum": (
+        penalised,
+        LABELS,
+        {"reduction": "sum"},
+        "does not depend on the rows",
+    ),
+    "a wrong count": (
+        nn.MSELoss(),
+        VALUES,
+        {"count": lambda _, t: t.abs().sum()},
+        "It seems to be a mean over rows",
+    ),
+}
+RIGHT = {
+    "cross entropy, ignored labels": (nn.CrossEntropyLoss(), padded(ROWS), {}),
+    "a counted mean": (in_a_def, padded(ROWS), {"count": count_labels()}),
+    "a sum that is called one": (squares, VALUES, {"reduction": "sum"}),
+    "torch's own sum": (nn.MSELoss(reduction="sum"), VALUES, {}),
+    "a mean": (F.mse_loss, VALUES, {}),
+    "dropout in the criterion": (
+        lambda o, t: F.mse_loss(F.dropout(o), t),
+        VALUES,
+        {},
+    ),
+    "writes into what it is given": (lambda o, t: F.mse_loss(o.mul_(2), t), VALUES, {}),
+}
+
+
+@pytest.fixture(
+    params=[["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]], ids=["shared", "mixed"]
+)
+def device_ids(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_losses_that_do_not_combine_are_refused(device_ids, name):
+    """They trained in silence."""
+    criterion, targets, options, words = REFUSED[name]
+    model = DataParallelModel(mlp(), device_ids)
+    loss_of = DataParallelCriterion(criterion, device_ids)
+    outputs = model(INPUTS)
+    text = re.compile(f"your loss of .* rows is not the .*{words}", re.S)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=text):
+            loss_of(outputs, targets, **options)
+    unchecked = DataParallelCriterion(criterion, device_ids, verify=False)
+    assert unchecked(outputs, targets, **options).ndim == 0
+
+
+@pytest.mark.draws
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_losses_are_exact_and_draw_what_they_draw_without_looks(device_ids, name):
+    criterion, targets, options = RIGHT[name]
+    gradients = []
+    for verify in (True, False):
+        module = mlp()
+        model = DataParallelModel(module, device_ids)
+        loss_of = DataParallelCriterion(
+            copy.deepcopy(criterion), device_ids, verify=verify
+        )
+        with seeded(0):
+            for _ in range(2):
+                loss_of(model(INPUTS), targets, **options).backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_calls_1_2_4_8_are_looked_at(device_ids):
+    looks = []
+    criterion = counted(lambda o, t: F.mse_loss(o, t))
+    loss_of = DataParallelCriterion(criterion, device_ids)
+    model = DataParallelModel(mlp(), device_ids)
+    for number in range(1, 18):
+        Calls.number = 0
+        loss_of(model(INPUTS), VALUES)
+        if Calls.number > len(device_ids):
+            looks.append(number)
+    assert looks == [1, 2, 4, 8, 16]
+
+
+def test_the_remedy_gather_gives_the_gradient_of_one_device(device_ids):
+    module = mlp()
+    _, expected = whole_batch(module, INPUTS, LABELS, contrastive)
+    outputs = DataParallelModel(module, device_ids)(INPUTS)
+    contrastive(gather(outputs, "cpu"), LABELS).backward()
+    assert_gradients(module, expected)
+
+
+def test_what_cannot_be_checked_is_told_once_and_the_state_stays(device_ids):
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, output, targets):
+            self.calls += 1
+            return F.mse_loss(output, targets) * float("nan")
+
+    criterion = DataParallelCriterion(Counts(), device_ids)
+    outputs = DataParallelModel(mlp(), device_ids)(INPUTS)
+
+    def calls():
+        for _ in range(20):
+            criterion(outputs, VALUES)
+
+    words = "could not check how.*losses of replicas"
+    with pytest.warns(UserWarning, match=words) as caught:
+        calls()
+    assert len(caught) == 1
+    assert criterion.module.calls == 0
+    again = pickle.loads(pickle.dumps(DataParallelCriterion(nn.MSELoss())))
+    expected = F.mse_loss(gather(outputs, "cpu"), VALUES)
+    assert_close(again(outputs, VALUES).detach(), expected.detach(), "loss")
+
+
+def test_one_replica_combines_nothing():
+    model = DataParallelModel(mlp(), ["cpu"])
+    loss = DataParallelCriterion(contrastive)(model(INPUTS), classes(ROWS))
+    assert torch.equal(loss, contrastive(*model(INPUTS), None))

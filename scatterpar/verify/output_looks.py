@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scatterpar.batch import nested
 from scatterpar.batch.batch import batch_of
-from scatterpar.batch.nested import join_rows
+from scatterpar.batch.joining import join_rows
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored, warn

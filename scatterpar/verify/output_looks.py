@@ -22,7 +22,7 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import to_device
 from scatterpar.errors import restored, warn
 from scatterpar.plan import Plan
-from scatterpar.replicas.module_copy import module_of
+from scatterpar.replicas.references import module_of
 from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.verify.causes import in_lines, verdict_of_combination

@@ -137,16 +137,24 @@ def splitcheck(
         loss=loss,
         seconds=timeout,
     )
-    expected = trial.first_reference().gradients
+    reference = trial.first_reference()
+    expected = reference.gradients
     outcomes = trial.outcomes(trial.split())
     worst, parameter = max(
         largest_error(outcome.gradients, expected) for outcome in outcomes
     )
     trial.allow_casts(worst)
+    others = sorted(reference.drawn - {"torch"})
     limit = trial.limit
     actual = joined(outcomes[0].gradients)
     whole = joined(expected)
     cause = Cause() if worst <= limit else explain(trial, expected, outcomes)
+    why = cause.why
+    if cause.name and others:
+        why += (
+            f" But step draws from the generator of {' and '.join(others)}, whose "
+            f"numbers may differ between parts: draw before splitcheck."
+        )
     note = ""
     if hides_counts(trial.tensors, len(trial.rows)):
         note = (
@@ -163,7 +171,7 @@ def splitcheck(
         ratio=float(actual.norm() / whole.norm()),
         cosine=float(torch.cosine_similarity(actual, whole, dim=0)),
         cause=cause.name,
-        why=cause.why,
+        why=why,
         remedy=cause.remedy,
         note=note,
     )

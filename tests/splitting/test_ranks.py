@@ -148,6 +148,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_ranks(tmp_path):
     script = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],

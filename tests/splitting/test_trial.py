@@ -1,5 +1,6 @@
 """How a step is run, and what is refused."""
 
+import numpy
 import pytest
 import torch
 from splitting.loop_models import (
@@ -71,6 +72,18 @@ def test_a_diagnosis_that_fails_leaves_the_verdict():
     assert not report.passed
     assert report.cause == "unknown"
     assert "ZeroDivisionError: no labels" in report.why
+
+
+def test_numbers_of_numpy_that_differ_between_parts_are_told():
+    def step(model, batches):
+        for batch in batches:
+            weight = numpy.random.rand()
+            loss = weight * class_loss(model, batch, "sum") / num_rows(batches)
+            loss.backward()
+
+    report = splitcheck(step, new(Net), images())
+    assert not report.passed
+    assert "draws from the generator of NumPy" in report.why
 
 
 def test_what_only_rounding_of_the_steps_own_dtype_explains_passes():

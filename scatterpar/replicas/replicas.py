@@ -188,7 +188,9 @@ class Replicas:
         """Large buffers of replica 0 that are as they were: no commit writes them."""
         buffers: list[Tensor] = []
         for replica_set in self.replica_sets:
-            large = replica_set.replicas[0].large
+            # There are none after threads were abandoned, as in a look.
+            first = next(iter(replica_set.replicas), None)
+            large = None if first is None else first.large
             if large is not None:
                 reads_all = is_due(replica_set.sends)
                 buffers += large.equal_copies(reads_all=reads_all)

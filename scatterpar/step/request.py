@@ -83,17 +83,17 @@ def checked(
     finite: bool = False,
     backward: bool = True,
 ) -> Request:
-    """The request of a call: rows counted, reduction resolved. Refuses invalid
-    arguments.
+    """The request of a call: rows counted, reduction resolved.
+
+    Raises ``TypeError`` or ``ValueError`` for invalid arguments.
     """
-    criterion, targets = call.criterion, call.targets
+    criterion = call.criterion
+    targets = call.targets
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
             f"got targets={targets!r:.60} and criterion={criterion!r:.60}, which look "
-            "swapped or "
-            "misplaced; call forward_backward(inputs, targets, criterion), or pass "
-            "criterion= "
-            f"by name if there are no targets"
+            f"swapped or misplaced; call forward_backward(inputs, targets, criterion), "
+            f"or pass criterion= by name if there are no targets"
         )
     for name, function in (("criterion", criterion), ("count", call.count)):
         if function is not None:
@@ -109,9 +109,8 @@ def checked(
     splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
     if isinstance(splits, int) and splits > 1 and not call.whole_batch:
         raise ValueError(
-            f"{type(criterion).__name__} splits its rows into {splits} versions of "
-            "the same "
-            f"images, which a micro-batch has not; pass whole_batch=True"
+            f"{type(criterion).__name__} splits its rows into {splits} versions of the "
+            f"same images, which a micro-batch has not; pass whole_batch=True"
         )
     batches = batches_of(call.inputs, targets, dim)
     # With whole_batch each share has a part of one loss.
@@ -146,8 +145,8 @@ def check_cuts(
         if len(micro_batch_size) != replicas or not are_sizes:
             raise ValueError(
                 f"micro_batch_size={micro_batch_size} must have one int of at least 1 "
-                "for each of "
-                f"the {replicas} replicas; pass one number for each entry of device_ids"
+                f"for each of the {replicas} replicas; pass one number for each entry "
+                f"of device_ids"
             )
     elif micro_batch_size is not None:
         also = " or a list with one per replica"
@@ -169,9 +168,8 @@ def check_options(module: Any, dim: Any, buffers: Any, accumulate_dtype: Any) ->
     check_int("dim", dim)
     if buffers not in ("master", "batch"):
         raise ValueError(
-            'buffers must be "master" or "batch" (running statistics once per step, '
-            "from all "
-            f"rows), got {buffers!r}"
+            f'buffers must be "master" or "batch" (running statistics once per step, '
+            f"from all rows), got {buffers!r}"
         )
     if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
         raise TypeError(
@@ -186,46 +184,43 @@ def check_options(module: Any, dim: Any, buffers: Any, accumulate_dtype: Any) ->
 
 
 def check_module(module: Any) -> None:
-    """Refuse values that are not modules, and modules that are wrapped to be
-    replicated.
-    """
+    """Refuse what is no module, and modules that are wrapped to be replicated."""
+    if isinstance(module, type):
+        name = module.__name__
+        raise TypeError(
+            f"module must be an nn.Module, got the class itself; pass {name}(...)"
+        )
     if not isinstance(module, nn.Module):
-        name = getattr(module, "__name__", "")
-        instead = (
-            f"the class itself; pass {name}(...)" if isinstance(module, type) else ""
-        )
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, _WRAPPERS):
         raise TypeError(
-            f"module must be an nn.Module, got {instead or type(module).__name__}"
+            f"module is already wrapped in {type(module).__name__}, which does the same "
+            f"work; pass the model inside it, its .module (and process_group= for "
+            f"several processes)"
         )
-    if isinstance(
-        module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)
-    ):
-        raise TypeError(
-            f"module is already wrapped in {type(module).__name__}, which does the "
-            "same work; pass "
-            "the model inside it, its .module (and process_group= for several "
-            "processes)"
-        )
+
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)
 
 
 def _check_synchronised(module: nn.Module) -> None:
     """Refuse ``nn.SyncBatchNorm`` if there are several processes: it would hang."""
-    norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)}
-    is_distributed = dist.is_available() and dist.is_initialized()
-    for name, norm in norms.items():
-        if is_distributed and dist.get_world_size(norm.process_group) > 1:
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.SyncBatchNorm):
+            continue
+        if dist.get_world_size(part.process_group) > 1:
             raise ValueError(
-                f"{name!r} is an nn.SyncBatchNorm, whose processes exchange "
-                "statistics in every "
-                "forward pass: replicas would do so in no order, and wait for ever; "
-                f"{_PLAIN}"
+                f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics "
+                f"in every forward pass: replicas would do so in no order, and wait for "
+                f"ever; {_PLAIN}"
             )
 
 
 _PLAIN = (
-    "use nn.BatchNorm2d, whose state dict has the same keys, with larger "
-    "micro-batches, and "
-    'buffers="batch" for running statistics of the whole batch'
+    "use nn.BatchNorm2d, whose state dict has the same keys, with larger micro-batches, "
+    'and buffers="batch" for running statistics of the whole batch'
 )
 
 
@@ -240,19 +235,20 @@ def check_function(name: str, value: Any) -> None:
 
 
 def resolve_reduction(criterion: Any, reduction: str | None) -> str:
-    """``"mean"`` or ``"sum"``: as passed, else the criterion's own attribute, else a
-    mean.
+    """``"mean"`` or ``"sum"``, as passed or as the criterion says.
+
+    A criterion that says nothing takes a mean.
     """
     if reduction is None:
+        reduction = "mean"
         option = option_of(criterion, "reduction", "mean")
-        reduction = (
-            option if isinstance(option, str) and option != "batchmean" else "mean"
-        )
+        if isinstance(option, str) and option != "batchmean":
+            reduction = option
     if reduction == "none":
         raise ValueError(
             'reduction="none" gives one loss per term; use a criterion with '
-            'reduction="mean" or '
-            '"sum", or if it takes the mean itself, pass reduction="mean"'
+            'reduction="mean" or "sum", or if it takes the mean itself, pass '
+            'reduction="mean"'
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
@@ -260,9 +256,7 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
 
 
 def option_of(criterion: Any, name: str, default: Any) -> Any:
-    """An option of a criterion: a module's attribute, or a keyword of a partial
-    function.
-    """
+    """An option of a criterion: a module's attribute, or a partial's keyword."""
     if isinstance(criterion, partial):
         return criterion.keywords.get(name, option_of(criterion.func, name, default))
     owner = module_of(criterion)

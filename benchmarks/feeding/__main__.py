@@ -18,9 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import TRAIN, Feed, Request, Source, open_data
+from scatterpar.train.data import Request, Source, open_data
+from scatterpar.train.feed import Feed
+from scatterpar.train.folders import TRAIN
+from scatterpar.train.models import build_model
 from scatterpar.train.options import Options
-from scatterpar.train.training import build_model, choose_devices
+from scatterpar.train.training import choose_devices
 
 Step = Callable[[Tensor, Tensor], object]
 

@@ -37,7 +37,7 @@ POLL = 0.05  # seconds
 SILENCE = 180.0  # of a run that makes no step
 # Also where torchvision was not built for the torch that is there.
 START = (
-    "import runpy, sys; from scatterpar.train.data import library; "
+    "import runpy, sys; from scatterpar.train.libraries import library; "
     "library('timm.data'); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )

@@ -19,7 +19,7 @@ from scatterpar.recipe import (
     weight_decay_groups,
 )
 from scatterpar.train.data import read_split
-from scatterpar.train.training import OnPixels, SmallCNN
+from scatterpar.train.models import OnPixels, SmallCNN
 
 # Debian's dataset-fashion-mnist
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")

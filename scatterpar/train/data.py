@@ -1,64 +1,60 @@
-"""Images: the included ones, and pictures in files, which torchvision finds and timm
-varies.
+"""Images to train and to test on: the included ones, and pictures in files.
 
-Worker processes read pieces of a batch, which torch's DataLoader yields in order, and a
-thread joins them. So memory has the engine's batch, the next one, and a few pieces, for
-any number of workers. The random variation of a picture depends only on the seed, the
-epoch and its row: any worker reads the same picture, also after a resume within an
-epoch.
+The random variation of a picture depends only on the seed, the epoch and its row: any
+worker reads the same picture, also after a resume within an epoch.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import functools
 import gzip
-import importlib
-import multiprocessing
 import os
 import random
-import signal
+import statistics
 import sys
-import time
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
+from torch.utils.data import TensorDataset
 
+from scatterpar.train.folders import HAS_TESTS, TEST, TRAIN, Files, read_folders, shown
+from scatterpar.train.libraries import INSTALL, library
 from scatterpar.train.options import EMBEDDED, Options, UsageError, words_of
+from scatterpar.train.pictures import as_rgb, open_picture
 
-TRAIN, TEST = "train", "test"
-PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
-_PIECES_AHEAD, _MOST_WORKERS = 2, 16  # per worker; by default
+FINAL = "final"  # the part that is tested once, at the end, if there is one
 Shape = tuple[int, int, int]  # channels, height, width
-_FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
-_MEAN = (123.675, 116.28, 103.53)  # ImageNet's, for pixels from 0 to 255
+_FASHION = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+_EMBEDDED_TRAIN = 8192  # of its 10,000 images; the others are for testing
+# ImageNet's mean and standard deviation, for pixels from 0 to 255.
+_MEAN = (123.675, 116.28, 103.53)
 _STD = (58.395, 57.12, 57.375)
-_OF_FILES = "val", "image_size", "augment", "erase", "mixup", "cutmix"  # options
-_HAS_TESTS = "it has images to test on; leave out --val"
-_NO_SPLIT = (
-    "class folders, no split: --val 0.1 tests on a tenth of each class; or "
-    "make train/ and "
-)
-_NO_SPLIT += "test/ (or val/) with the classes in each"
-_INSTALL, _WHEELS = (
-    "pip install -c constraints.txt",
-    "https://download.pytorch.org/whl/cpu",
-)
+_OF_FILES = ("val", "image_size", "augment", "erase", "mixup", "cutmix")  # options
+_LARGEST_SIDE = 224  # by default; what timm's models take
+_SMALLEST_SIDE = 32  # by default; networks for pictures halve the sides five times
+_SAMPLE = 100  # pictures whose size is looked at
+_SHOWN_CLASSES = 20
 
 
 class Request(NamedTuple):
-    """Rows of a part, `TRAIN` or `TEST`, to be read as one batch, varied as in that
-    epoch.
+    """Rows of a part, `TRAIN`, `TEST` or `FINAL`, to be read as one batch, varied as in
+    that epoch.
     """
 
     part: str
@@ -78,27 +74,6 @@ class Images(NamedTuple):
     broken: Sequence[tuple[str, str]] = ()
 
 
-class Files:
-    """Names of files, and their labels: two tensors, which worker processes share."""
-
-    def __init__(self, found: Sequence[tuple[str, int]]) -> None:
-        encoded = [os.fsencode(name) for name, _ in found]
-        width = max(map(len, encoded))
-        padded = bytearray(b"".join(name.ljust(width, b"\0") for name in encoded))
-        self._names = torch.frombuffer(padded, dtype=torch.uint8).view(
-            len(encoded), width
-        )
-        self.labels = torch.tensor([label for _, label in found], dtype=torch.int32)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, row: int) -> tuple[str, int]:
-        return os.fsdecode(bytes(self._names[row].tolist()).rstrip(b"\0")), int(
-            self.labels[row]
-        )
-
-
 @dataclass
 class Source:
     """Images to train and to test on, with the mean and deviation of their pixels per
@@ -106,6 +81,18 @@ class Source:
 
     Each part is images and labels in memory (a `TensorDataset`), or pictures: `Files`,
     or a library's pairs of a picture and a label.
+
+    Attributes:
+        name: what `--data` names.
+        train: the part to train on.
+        test: the part to test on after each epoch.
+        class_names: the names of the classes, by label.
+        image_shape: channels, height and width of each image.
+        mean: the mean of the pixels, per channel.
+        std: the standard deviation of the pixels, per channel.
+        options: the options that say how pictures are read and varied.
+        final: the part to test on once, at the end, or None.
+        unused: the files that are not read, in words.
     """
 
     name: str
@@ -116,67 +103,104 @@ class Source:
     mean: Tensor
     std: Tensor
     options: Options = field(default_factory=Options)
+    final: Any = None
+    unused: str = ""
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts that there are, by name."""
+        parts = {TRAIN: self.train, TEST: self.test, FINAL: self.final}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def in_memory(self) -> bool:
         """Whether images are tensors, which need neither workers nor transforms."""
         return isinstance(self.train, TensorDataset)
 
+    @functools.cached_property
+    def class_counts(self) -> dict[str, list[int]]:
+        """The number of images of each class, by part; empty if labels are not known
+        before a picture is read.
+        """
+        counts = {}
+        for name, part in self.parts.items():
+            labels = _labels(part)
+            if labels is None:
+                return {}
+            numbers = torch.bincount(labels, minlength=len(self.class_names))
+            counts[name] = numbers.tolist()
+        return counts
+
     def __getitem__(self, request: Request) -> Images:
         """Read the images of a request, or of a piece of one."""
-        part, rows, epoch = request
-        pairs = self.train if part == TRAIN else self.test
+        pairs = self.parts[request.part]
         if self.in_memory:
-            return Images(*pairs[rows])
-        seed, size, classes = (
-            self.options.seed,
-            self.image_shape[1],
-            len(self.class_names),
-        )
-        transform, mix = _transforms(size, self.options, classes)[part]
+            return Images(*pairs[request.rows])
+        seed = self.options.seed
+        size = self.image_shape[1]
+        transforms = _transforms(size, self.options, len(self.class_names))
+        varied = request.part == TRAIN
+        transform = transforms.varied if varied else transforms.plain
+        rows = torch.as_tensor(request.rows).tolist()
         images = torch.empty(len(rows), *self.image_shape, dtype=torch.uint8)
-        found, broken = list[int](), list[tuple[str, str]]()
-        for row in torch.as_tensor(rows).tolist():
+        labels = list[int]()
+        broken = list[tuple[str, str]]()
+        for row in rows:
             try:
-                picture, label = _opened(pairs, row)
-                picture = picture.convert("RGB")
+                picture, label = self._read(pairs, row)
             except Exception as error:  # Pillow's decoders raise many kinds
-                of_files = isinstance(pairs, Files)
-                name = (
-                    pairs[row][0] if of_files else f"{self.name} ({part}), image {row}"
-                )
-                broken.append((name, words_of(error)))
-            else:
-                seed_host("image", seed, epoch, row)
-                images[len(found)] = transform(picture)
-                found.append(label)
-        images, labels = images[: len(found)], torch.tensor(found, dtype=torch.int64)
-        if mix is not None and found:
-            seed_host("piece", seed, epoch, int(rows[0]))
-            mixed, labels = mix(images.float(), labels)
+                broken.append((self._name_of(request.part, row), words_of(error)))
+                continue
+            seed_host("image", seed, request.epoch, row)
+            images[len(labels)] = transform(picture)
+            labels.append(label)
+        images = images[: len(labels)]
+        targets = torch.tensor(labels, dtype=torch.int64)
+        if varied and transforms.mix is not None and labels:
+            seed_host("piece", seed, request.epoch, rows[0])
+            mixed, targets = transforms.mix(images.float(), targets)
             images = mixed.round_().to(torch.uint8)
-        return Images(images, labels, broken)
+        return Images(images, targets, broken)
+
+    def _read(self, pairs: Any, row: int) -> tuple[Any, int]:
+        source, label = pairs[row]
+        return as_rgb(open_picture(source)), int(label)
+
+    def _name_of(self, part: str, row: int) -> str:
+        pairs = self.parts[part]
+        if isinstance(pairs, Files):
+            return pairs[row][0]
+        return f"{self.name} ({part}), image {row}"
 
     def __str__(self) -> str:
+        counts = [f"{len(self.train):,} images to train on"]
+        if self.final is None:
+            counts.append(f"{len(self.test):,} to test")
+        else:
+            counts.append(f"{len(self.test):,} to choose the best epoch")
+            counts.append(f"{len(self.final):,} to test at the end")
+        counts.append(f"{len(self.class_names)} classes")
         shape = " x ".join(map(str, self.image_shape))
-        return (
-            f"{self.name}: {len(self.train):,} images to train on, {len(self.test):,} "
-            "to test, "
-            f"{len(self.class_names)} classes, "
-            f"{'' if self.in_memory else 'brought to '}{shape}"
-        )
+        counts.append(shape if self.in_memory else f"brought to {shape}")
+        return f"{self.name}: {', '.join(counts)}"
+
+    def classes_in_words(self) -> str:
+        """Return the names of the classes, with the number of their images per part."""
+        if not self.class_counts:
+            return f"classes: {shown(self.class_names, _SHOWN_CLASSES)}"
+        per_class = zip(*self.class_counts.values(), strict=True)
+        texts = []
+        for name, numbers in zip(self.class_names, per_class, strict=True):
+            texts.append(f"{name} {' + '.join(f'{number:,}' for number in numbers)}")
+        return f"images of each class: {shown(texts, _SHOWN_CLASSES)}"
 
 
-def _opened(pairs: Any, row: int) -> tuple[Any, int]:
-    """Open a picture, of which only the header is read yet. Returns it,
-    and its label.
-    """
-    from PIL import Image
-
-    picture, label = pairs[row]
-    return picture if isinstance(picture, Image.Image) else Image.open(picture), int(
-        label
-    )
+def _labels(part: Any) -> Tensor | None:
+    if isinstance(part, TensorDataset):
+        return part.tensors[1]
+    if isinstance(part, Files):
+        return part.labels
+    return None
 
 
 def seed_of(*parts: object) -> int:
@@ -198,345 +222,200 @@ def seed_host(*parts: object) -> int:
     return seed
 
 
-_Batches = Generator[tuple[Request, Images], None, None]
-
-
-class FeedError(UsageError):
-    """A request cannot be read: an image is broken, or a worker process has ended."""
-
-
-class Feed(contextlib.AbstractContextManager["Feed"]):
-    """Reads the requested batches, in order, with as many workers as the source's
-    options say.
-
-    Up to `--skip-broken` unreadable images are left out, with a line to `file` for
-    each. `broken` counts how often each was left out. `waited` are the seconds that the
-    last `take` took.
-    """
-
-    def __init__(
-        self, source: Source, requests: Iterable[Request] = (), file: Any = None
-    ) -> None:
-        self.source, self.waited, self.broken = source, 0.0, Counter[str]()
-        self._file, self._workers = (
-            file,
-            0 if source.in_memory else source.options.workers,
-        )
-        if self._workers is None:
-            affinity = getattr(
-                os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1)
-            )
-            self._workers = min(_MOST_WORKERS, len(affinity(0)))
-        self._batches = self._read(iter(()))
-        self.request(requests)
-
-    def request(self, requests: Iterable[Request]) -> None:
-        """Read these requests from now on, and drop batches that were prefetched."""
-        self._batches.close()
-        self._closed, batches = False, self._read(iter(requests))
-        self._batches = self._ahead(batches) if self._workers else batches
-
-    def take(self) -> tuple[Request, Images]:
-        """Return the next request, and its images, without unreadable ones."""
-        start = time.perf_counter()
-        try:
-            request, images = next(self._batches)
-        except (RuntimeError, OSError, EOFError) as error:  # a worker process has ended
-            words = f"images cannot be read: {words_of(error):.300}"
-            raise FeedError(f"{words} (fewer --workers need less memory)") from error
-        self.waited = time.perf_counter() - start
-        for name, reason in images.broken:
-            words = f"{name} cannot be read as an image: {reason}"
-            if name not in self.broken:
-                if len(self.broken) >= self.source.options.skip_broken:
-                    more = f"--skip-broken {len(self.broken) + 1} or more leaves it out"
-                    raise FeedError(f"{words} ({more})")
-                tqdm.write(f"left out: {words}", file=self._file)
-            self.broken[name] += 1
-        return request, images
-
-    def __exit__(self, *_: object) -> None:
-        self._batches.close()
-
-    def _ahead(self, batches: _Batches) -> _Batches:
-        """Read the next batch in a thread while this one is used."""
-        # The thread starts the workers: in the main thread torch would install a signal
-        # handler that raises an error anywhere when a worker ends by itself.
-        with ThreadPoolExecutor(1, thread_name_prefix="next batch") as thread:
-            following = thread.submit(next, batches, None)
-            try:
-                while (batch := following.result()) is not None:
-                    following = thread.submit(next, batches, None)
-                    yield batch
-            finally:
-                self._closed = True  # the thread stops within a batch
-                # the workers end with torch's iterator
-                thread.submit(batches.close).result()
-
-    def _read(self, requests: Iterator[Request]) -> _Batches:
-        """Copy the pieces of each batch out of shared memory, each as it arrives."""
-        requests, to_cut = tee(requests)
-        # A private generator, so that the DataLoader does not draw from the process's.
-        options: dict[str, Any] = {
-            "num_workers": self._workers,
-            "generator": torch.Generator(),
-        }
-        # by a fork of a server without threads if possible, otherwise spawned
-        if self._workers:
-            has_server = "forkserver" in multiprocessing.get_all_start_methods()
-            context: Any = multiprocessing.get_context(
-                "forkserver" if has_server else "spawn"
-            )
-            if has_server:
-                context.set_forkserver_preload(["scatterpar.train.preloaded"])
-            options |= {
-                "multiprocessing_context": context,
-                "prefetch_factor": _PIECES_AHEAD,
-            }
-            options["worker_init_fn"] = _end_with_main_process
-        # As lists: tensors would go to a worker through shared memory, each by a
-        # thread.
-        cut = (
-            r._replace(rows=rows.tolist())
-            for r in to_cut
-            for rows in r.rows.split(PIECE)
-        )
-        loader = DataLoader[Any](self.source, batch_size=None, sampler=cut, **options)  # type: ignore[arg-type]
-        # `chain` starts the workers with the first piece: a signal may end their server
-        # then.
-        pieces, pin = chain.from_iterable([loader]), torch.accelerator.is_available()
-        for request in requests:
-            shape = len(request.rows), *self.source.image_shape
-            images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
-            labels, broken, filled = [], list[tuple[str, str]](), 0
-            for piece in islice(pieces, -(-len(request.rows) // PIECE)):
-                if self._closed:
-                    return
-                start, filled = filled, filled + len(piece.images)
-                images[start:filled] = piece.images
-                labels.append(piece.labels.clone())
-                broken += piece.broken
-            yield request, Images(images[:filled], torch.cat(labels), broken)
-
-
-def _end_with_main_process(_: int) -> None:
-    """Make a worker end with the main process, and not before, by a signal to all
-    processes.
-    """
-    # Torch's workers watch their parent, but that is the fork server, which waits for
-    # them.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    main: Any = multiprocessing.parent_process()
-    # not joined at exit
-    _thread.start_new_thread(lambda: (main.join(), os._exit(1)), ())
-
-
 def load() -> Source:
     """Load the images that are included; a part of them is for testing."""
-    whole, names = (
-        read_split(Path(__file__).parent / "embedded", "t10k"),
-        _FASHION.split(","),
-    )
-    train, test = (
-        TensorDataset(*whole[rows]) for rows in (slice(8192), slice(8192, None))
-    )
-    std, mean = torch.std_mean(train.tensors[0].float(), (0, 2, 3), correction=0)
-    return Source(
-        "embedded Fashion-MNIST", train, test, tuple(names), (1, 28, 28), mean, std
-    )
+    images = read_split(Path(__file__).parent / "embedded", "t10k")
+    train = TensorDataset(*images[:_EMBEDDED_TRAIN])
+    test = TensorDataset(*images[_EMBEDDED_TRAIN:])
+    pixels = train.tensors[0].float()
+    std, mean = torch.std_mean(pixels, (0, 2, 3), correction=0)
+    name = "embedded Fashion-MNIST"
+    return Source(name, train, test, _FASHION, (1, 28, 28), mean, std)
 
 
 def read_split(folder: Path, part: str) -> TensorDataset:
     """Read 28 x 28 images and labels from MNIST's IDX files: a header, then single
     bytes.
     """
-
-    def content(name: str, header: int) -> Tensor:
-        file = gzip.decompress((folder / f"{part}-{name}-ubyte.gz").read_bytes())
-        return torch.frombuffer(bytearray(file[header:]), dtype=torch.uint8)
-
-    images, labels = content("images-idx3", 16), content("labels-idx1", 8)
+    images = _read_bytes(folder / f"{part}-images-idx3-ubyte.gz", header=16)
+    labels = _read_bytes(folder / f"{part}-labels-idx1-ubyte.gz", header=8)
     return TensorDataset(images.view(-1, 1, 28, 28), labels.long())
 
 
-def library(module: str) -> Any:
-    """Import a module of torchvision or timm, even if torchvision was built for another
-    torch.
+def _read_bytes(path: Path, header: int) -> Tensor:
+    content = gzip.decompress(path.read_bytes())
+    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8)
 
-    Then its operators for object detection are missing; the import succeeds if their
-    names exist.
+
+class Transforms(NamedTuple):
+    """How pictures become tensors of uint8.
+
+    Attributes:
+        plain: of a picture to test on.
+        varied: of a picture to train on, drawn at random.
+        mix: of a piece of pictures to train on, or None.
     """
-    try:
-        importlib.import_module("torchvision.ops")
-        return importlib.import_module(module)
-    except (ImportError, RuntimeError) as error:
-        if "torchvision::nms does not exist" not in str(error):
-            wheels = (
-                f"--extra-index-url {_WHEELS} " if torch.version.cuda is None else ""
-            )
-            line = f"where you cloned scatterpar run: {_INSTALL} {wheels}-e '.[images]'"
-            words = f"this needs torchvision, built for this torch, and timm; {line}"
-            raise UsageError(f"{words} ({words_of(error)})") from error
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor x) -> Tensor")
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] == "torchvision"
-    ]:
-        del sys.modules[name]
-    return library(module)
+
+    plain: Callable[[Any], Tensor]
+    varied: Callable[[Any], Tensor]
+    mix: Callable[..., Any] | None
 
 
 @functools.cache
-def _transforms(
-    size: int, options: Options, classes: int
-) -> dict[str, tuple[Any, Any]]:
-    """Return the transforms of a picture and of a piece, by part. Pictures become
-    uint8.
-    """
-    create, v2 = (
-        library("timm.data").create_transform,
-        library("torchvision.transforms.v2"),
+def _transforms(size: int, options: Options, classes: int) -> Transforms:
+    """Build torchvision's and timm's transforms for these options."""
+    create_transform = library("timm.data").create_transform
+    v2 = library("torchvision.transforms.v2")
+    create = functools.partial(
+        create_transform, size, interpolation="bilinear", normalize=False
     )
-    make = functools.partial(create, size, interpolation="bilinear", normalize=False)
-    # small ones have no edges to cut
-    test = varied = make(crop_pct=1.0 if size < 128 else 7 / 8)
-    policy = options.augment if options.augment != "crop" else None
+    # Small pictures have no edges that a crop could leave out.
+    plain = create(crop_pct=1.0 if size < 128 else 7 / 8)
+    varied = plain
     if options.augment != "none":
-        try:
-            varied = make(is_training=True, color_jitter=None, auto_augment=policy)
-        except (AssertionError, ValueError, KeyError) as error:
-            words = (
-                f"--augment {policy} is neither none, nor crop, nor a policy of timm's"
-            )
-            raise UsageError(
-                f"{words}, such as rand-m9-mstd0.5 ({words_of(error)})"
-            ) from error
-        for op in (op for step in varied.transforms for op in getattr(step, "ops", ())):
-            if "Posterize" in op.name:  # Pillow 13 refuses zero bits
-                op.level_fn = lambda *x, level=op.level_fn: (max(1, level(*x)[0]),)
+        varied = _augmentation(create, options.augment)
     if options.erase:
-        # zero, standardised
-        erasing = v2.RandomErasing(options.erase, value=[*map(round, _MEAN)])
+        grey = [round(value) for value in _MEAN]  # zero, once standardised
+        erasing = v2.RandomErasing(options.erase, value=grey)
         varied = v2.Compose([varied, erasing])
-    kinds = (v2.MixUp, options.mixup), (v2.CutMix, options.cutmix)
-    mixing = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
-    return {
-        TRAIN: (varied, v2.RandomChoice(mixing) if mixing else None),
-        TEST: (test, None),
-    }
+    mixing = []
+    if options.mixup:
+        mixing.append(v2.MixUp(alpha=options.mixup, num_classes=classes))
+    if options.cutmix:
+        mixing.append(v2.CutMix(alpha=options.cutmix, num_classes=classes))
+    mix = v2.RandomChoice(mixing) if mixing else None
+    return Transforms(plain, varied, mix)
+
+
+def _augmentation(create: Callable[..., Any], augment: str) -> Any:
+    """Build timm's transform of a random crop, and its policy if one is named."""
+    policy = None if augment == "crop" else augment
+    try:
+        varied = create(is_training=True, color_jitter=None, auto_augment=policy)
+    except (AssertionError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"--augment {policy} is neither none, nor crop, nor a policy of timm's, "
+            f"such as rand-m9-mstd0.5 ({words_of(error)})"
+        ) from error
+    for transform in varied.transforms:
+        for operation in getattr(transform, "ops", ()):
+            if "Posterize" in operation.name:
+                operation.level_fn = _AtLeastOneBit(operation.level_fn)
+    return varied
+
+
+class _AtLeastOneBit:
+    """The level of timm's Posterize, at least one bit: Pillow 13 refuses zero bits."""
+
+    def __init__(self, level: Callable[..., tuple[int]]) -> None:
+        self._level = level
+
+    def __call__(self, *arguments: Any) -> tuple[int]:
+        """Return the number of bits."""
+        (bits,) = self._level(*arguments)
+        return (max(1, bits),)
 
 
 def open_data(options: Options) -> Source:
     """Open the data that `--data` names."""
     try:
-        if options.data != EMBEDDED:
-            folder = Path(options.data).expanduser()
-            is_folder = folder.is_dir()
-            found = (
-                _of_folder(folder, options.val) if is_folder else _of_library(options)
-            )
-            return make_pictures(options, *found)
-        given = [
-            n
-            for n in _OF_FILES
-            if getattr(options, n) not in (None, 0.0, "crop", "none")
-        ]
-        if given:
-            raise UsageError(
-                f"it is used as it is: --{given[0]} is for pictures in files"
-            )
-        return load()
+        if options.data == EMBEDDED:
+            _refuse_options_of_files(options)
+            return load()
+        folder = Path(options.data).expanduser()
+        if folder.is_dir():
+            return _of_folder(folder, options)
+        return _of_library(options)
     except (UsageError, OSError) as error:
         raise UsageError(f"--data {options.data}: {words_of(error)}") from error
 
 
+def _refuse_options_of_files(options: Options) -> None:
+    for name in _OF_FILES:
+        if getattr(options, name) not in (None, 0.0, "crop", "none"):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"it is used as it is: {option} is for pictures in files")
+
+
+def _of_folder(folder: Path, options: Options) -> Source:
+    folders = read_folders(folder, options.val)
+    source = make_pictures(options, folders.train, folders.test, folders.class_names)
+    source.final = folders.final
+    source.unused = str(folders.unused)
+    return source
+
+
 def make_pictures(
-    options: Options, train: Any, test: Any, classes: Sequence[str]
+    options: Options, train: Any, test: Any, class_names: Sequence[str]
 ) -> Source:
-    """Make a data set of pictures; by default their size is the first one's, at most
-    224.
+    """Make a data set of pictures, all brought to one size."""
+    size = options.image_size or _default_size(options.model, train)
+    # The error of a missing library comes now, and not from a worker.
+    _transforms(size, options, len(class_names))
+    return Source(
+        name=options.data,
+        train=train,
+        test=test,
+        class_names=tuple(class_names),
+        image_shape=(3, size, size),
+        mean=torch.tensor(_MEAN),
+        std=torch.tensor(_STD),
+        options=options,
+    )
+
+
+def _default_size(model: str, pairs: Any) -> int:
+    """Return 224 for timm's models, else the median of the shorter sides of a sample,
+    from 32 to 224.
     """
-    size = options.image_size or 224
-    # the feed reports a picture that cannot be read
-    with contextlib.suppress(Exception):
-        size = options.image_size or min(size, *_opened(train, 0)[0].size)
-    _transforms(size, options, len(classes))  # raises now if a library is missing
-    shape, mean, std = (3, size, size), torch.tensor(_MEAN), torch.tensor(_STD)
-    return Source(options.data, train, test, tuple(classes), shape, mean, std, options)
+    if model.startswith("timm:"):
+        return _LARGEST_SIDE
+    sides = []
+    stride = -(-len(pairs) // _SAMPLE)
+    for row in range(0, len(pairs), stride):
+        # The feed reports a picture that cannot be read.
+        with contextlib.suppress(Exception):
+            picture = open_picture(pairs[row][0])
+            sides.append(min(picture.size))
+    if not sides:
+        return _LARGEST_SIDE
+    median = round(statistics.median(sides))
+    return max(_SMALLEST_SIDE, min(median, _LARGEST_SIDE))
 
 
-def _of_folder(path: Path, val: float | None) -> tuple[Files, Files, list[str]]:
-    train = path / TRAIN if (path / TRAIN).is_dir() else path
-    tests = [
-        path / part
-        for part in (TEST, "val")
-        if train != path and (path / part).is_dir()
-    ]
-    names = [
-        e.name
-        for e in sorted(train.iterdir())
-        if e.is_dir() and not e.name.startswith(".")
-    ]
-    if bool(tests) == (val is not None):
-        raise UsageError(_HAS_TESTS if tests else _NO_SPLIT)
-    if len(names) < 2:
-        raise UsageError(
-            f"{train} needs a folder for each class, two at least; it has {names}"
-        )
-    files = find_files(train, names)
-    if val is None:
-        return files, find_files(tests[0], names), names
-    # Every part of each class, whose rows are shuffled, in the same way in every run.
-    rows = torch.randperm(len(files), generator=torch.Generator().manual_seed(0))
-    rows = rows[files.labels[rows].argsort(stable=True)]
-    tenths = (torch.arange(len(files) + 1, dtype=torch.float64) * val + 1e-9).long()
-    is_test = tenths.diff() > 0
-    if not is_test.any():
-        raise UsageError(f"it has too few pictures ({len(files)}) for --val {val}")
-    parts = (rows[chosen].sort().values.tolist() for chosen in (~is_test, is_test))
-    held_in, held_out = (Files([files[row] for row in part]) for part in parts)
-    return held_in, held_out, names
-
-
-def find_files(folder: Path, classes: Sequence[str]) -> Files:
-    """Find the pictures in the folders of classes, at any depth."""
-    finder = library("torchvision.datasets.folder")
-    numbers = {name: number for number, name in enumerate(classes)}
-    try:
-        return Files(finder.make_dataset(str(folder), numbers, finder.IMG_EXTENSIONS))
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder} lacks pictures: {words_of(error)}") from error
-
-
-def _of_library(options: Options) -> tuple[Any, Any, list[str]]:
+def _of_library(options: Options) -> Source:
+    """Open a data set of torchvision or of Hugging Face's datasets, by timm's names."""
     if not options.data.startswith(("torch/", "hfds/")):
         raise UsageError(
             "there is no folder with train/ and test/ (or val/), nor one of classes "
-            "for --val; "
-            f"known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
+            f"for --val; known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
         )
     if options.val is not None:
-        raise UsageError(_HAS_TESTS)
+        raise UsageError(HAS_TESTS)
     if not options.download:
-        # read when the library is imported
+        # The library reads this variable when it is imported.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    create, root = library("timm.data").create_dataset, options.data_root
-
-    def opened(split: str, *others: str) -> Any:
-        try:
-            found = create(options.data, str(root), split, download=options.download)
-            return getattr(found, "reader", found)
-        except Exception as error:
-            if others:
-                return opened(*others)
-            hint = f"looked in --data-root {root}; --download fetches it"
-            if isinstance(error, ImportError):
-                hint = f"{_INSTALL} -e '.[datasets]' where you cloned scatterpar"
-            raise UsageError(f"{words_of(error):.300} ({hint})") from error
-
-    train, test = opened(TRAIN), opened(TEST, "validation", "val")
+    train = _open_split(options, [TRAIN])
+    test = _open_split(options, [TEST, "validation", "val"])
     names = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
     if not names:
         raise UsageError("it does not say what its classes are called")
-    return train, test, [*map(str, names)]
+    return make_pictures(options, train, test, [str(name) for name in names])
+
+
+def _open_split(options: Options, names: list[str]) -> Any:
+    """Open the first split that there is. Returns pairs of a picture and a label."""
+    create_dataset = library("timm.data").create_dataset
+    root = options.data_root
+    try:
+        dataset = create_dataset(
+            options.data, str(root), names[0], download=options.download
+        )
+    except Exception as error:
+        if len(names) > 1:
+            return _open_split(options, names[1:])
+        remedy = f"looked in --data-root {root}; --download fetches it"
+        if isinstance(error, ImportError):
+            remedy = f"{INSTALL} -e '.[datasets]' where you cloned scatterpar"
+        raise UsageError(f"{words_of(error):.300} ({remedy})") from error
+    return getattr(dataset, "reader", dataset)

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +19,33 @@ import tyro
 LARGE_BATCH = 4096
 EMBEDDED = "embedded"
 # The options that decide the result of a run: a resumed run must have the same ones.
-_DECISIVE = """data val image_size augment erase mixup cutmix skip_broken model pretrained batch
-    epochs base_lr warmup_epochs drop_at optimizer momentum weight_decay label_smoothing clip ema
-    autocast seed"""
+_DECISIVE = (
+    "data",
+    "val",
+    "image_size",
+    "augment",
+    "erase",
+    "mixup",
+    "cutmix",
+    "skip_broken",
+    "model",
+    "pretrained",
+    "batch",
+    "epochs",
+    "base_lr",
+    "warmup_epochs",
+    "drop_at",
+    "optimizer",
+    "momentum",
+    "weight_decay",
+    "label_smoothing",
+    "clip",
+    "ema",
+    "autocast",
+    "seed",
+)
+# The options that a resumed run does not take over.
+_OF_SESSION = ("config", "out", "resume")
 # Ranges of numbers: in words, as a test, and the options of all commands that they
 # apply to.
 _POSITIVE = (
@@ -34,27 +58,30 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("zero or above", lambda x: 0 <= x < math.inf, _NOT_NEGATIVE),
     ("below 1", lambda x: x < 1, "erase label_smoothing momentum ema val"),
 )
-# Options that do not exist, and what to use instead.
+# Options that do not exist, without dashes, and what to use instead.
 _INSTEAD = {
-    "batch-size": "the images of a step are --batch N, those of a sub-step "
+    "batchsize": "the images of a step are --batch N, those of a sub-step "
     "--micro-batch-size N",
-    "measure-noise": "removed in 0.3.0; --batch auto measures the noise scale, and "
+    "lr": "--base-lr X is the learning rate for batches of 256 images",
+    "learningrate": "--base-lr X is the learning rate for batches of 256 images",
+    "numworkers": "--workers N is the number of reading processes",
+    "imgsize": "--image-size N is the side of a picture",
+    "measurenoise": "removed in 0.3.0; --batch auto measures the noise scale, and "
     "follows it",
-    "shard-optimizer": "removed in 0.3.0; the engine has it: "
+    "shardoptimizer": "removed in 0.3.0; the engine has it: "
     "scatterpar.ShardedOptimizer",
     "accum": "removed in 0.3.0; --micro-batch-size N sets the images of a sub-step",
     "shares": "removed in 0.3.0; the engine has it: ScatterOnceParallel(model, "
     "shares=[2, 1])",
-    "layer-decay": "removed in 0.3.0; use timm.optim.param_groups_layer_decay in a "
+    "layerdecay": "removed in 0.3.0; use timm.optim.param_groups_layer_decay in a "
     "script",
-    "smallest-crop": "removed in 0.3.0; --augment none takes pictures without random "
+    "smallestcrop": "removed in 0.3.0; --augment none takes pictures without random "
     "crops",
     "init": "removed in 0.3.0; --model package.module:callable may load weights",
-    "check-data": "removed in 0.3.0; --skip-broken N leaves out up to N unreadable "
+    "checkdata": "removed in 0.3.0; --skip-broken N leaves out up to N unreadable "
     "pictures",
     "wandb": "removed in 0.3.0; wandb.init(sync_tensorboard=True) before "
-    "scatterpar.__main__.main "
-    "logs the same curves, with tensorboard installed",
+    "scatterpar.__main__.main logs the same curves, with tensorboard installed",
 }
 
 _arg = tyro.conf.arg  # the help text says what a default of None means
@@ -76,15 +103,16 @@ Devices = Annotated[
 
 @dataclass(frozen=True)
 class _Images:
-    # folder with train/CLASS/ and test/CLASS/ (or val), or with CLASS/ and --val;
-    # torch/NAME of torchvision, such as torch/fashion_mnist; hfds/NAME of Hugging
-    # Face's hub, or a folder for its datasets; or embedded: Fashion-MNIST's test set,
-    # in two parts
+    # folder with train/CLASS/ and test/CLASS/ or val/CLASS/ (with both, val chooses the
+    # best epoch, and test is tested at the end), or with CLASS/ and --val; torch/NAME
+    # of torchvision, such as torch/fashion_mnist; hfds/NAME of Hugging Face's hub, or a
+    # folder for its datasets; or embedded: Fashion-MNIST's test set, in two parts
     data: str = EMBEDDED
     val: Rate = None  # part of each class to test on, such as 0.1, if there is no split
     data_root: Path = Path("data")  # where the sets of libraries are stored
     download: bool = False  # fetch the library's set if it is missing
-    # sides of pictures (default: the first one's shorter, at most 224)
+    # sides of pictures (default: the median of the shorter sides of a sample, from 32
+    # to 224; 224 for timm's models)
     image_size: Number = None
     # how pictures vary: none, crop (and flip), or crop and timm's policy, such as
     # rand-m9-mstd0.5
@@ -105,17 +133,16 @@ class _Training:
     model: str = "cnn"
     # start from timm's weights for its model, fetched if missing
     pretrained: bool = False
-    # images of a step (default: as many as leave 50 steps an epoch, from 32 to 4096).
-    # auto: 256, doubled while the gradient's noise scale is twice that, with two
-    # replicas at least
+    # images of a step (default: 4096 of the included images; of others as many as leave
+    # 50 steps an epoch, from 32 to 4096). auto: 256, doubled while the gradient's noise
+    # scale is twice that, with two replicas at least
     batch: Batch = None
-    # how often all images are used (default: 20; for the included images 5)
+    # how often all images are used (default: 20; for the included images 15)
     epochs: Number = None
     # learning rate for batches of 256; scaled for the images of a step
     base_lr: float = 0.0125
     # epochs until the rate is reached; a cosine follows (default: a fifth of all, at
-    # most 5; with
-    # --batch auto 0)
+    # most 5; with --batch auto 0)
     warmup_epochs: Number = None
     # epochs after which the rate is a tenth, such as 30 60 80
     drop_at: tuple[int, ...] = ()
@@ -150,9 +177,9 @@ class _Files:
     out: OutFolder = field(
         default_factory=lambda: Path(time.strftime("runs/train-%Y%m%d-%H%M%S"))
     )
-    # steps between checkpoints; the last step always has one
+    # steps between checkpoints; each epoch ends with one
     checkpoint_every: int = 100
-    # go on from --out's checkpoint, bit for bit on as many replicas
+    # go on from --out's checkpoint with its options, bit for bit on as many replicas
     resume: bool = False
 
 
@@ -167,38 +194,91 @@ class Options(_Files, _Devices, _Training, _Images):
   python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
   python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/photos
   python -m scatterpar train --config photos.toml --epochs 90   a file of options, in TOML
-  python -m scatterpar train --out runs/photos --resume …       goes on where that run was
+  python -m scatterpar train --out runs/photos --resume         goes on where that run was
 
-Writes into --out: metrics.jsonl (a JSON object a line: starts, steps, epochs), curves.png,
-checkpoint.pt, best.pt, and TensorBoard's event file if that is installed. Exit codes: 0 finished,
-1 diverged, 2 wrong argument or data, 130 interrupted, 143 ended by SIGTERM; both keep the run."""
+Writes into --out: metrics.jsonl (a JSON object per line: starts, steps, epochs), first_batch.png
+(images as the network sees them), curves.png, confusion.png, checkpoint.pt, best.pt, and
+TensorBoard's event file if that is installed. Exit codes: 0 finished, 1 diverged, 2 wrong argument
+or data, 130 interrupted, 143 ended by SIGTERM; both keep the run."""
 
     def settings(self) -> dict[str, Any]:
         """Return the options that determine the result of the run, up to rounding."""
-        return {name: getattr(self, name) for name in _DECISIVE.split()}
+        return {name: getattr(self, name) for name in _DECISIVE}
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Read the command line, and fill in the defaults that depend on other options."""
-    options: Options = read(Options, arguments, "train", _grouped)
-    epochs, warmup = options.epochs, options.warmup_epochs
+@dataclass(frozen=True)
+class _Groups:
+    """The groups that `--help` shows."""
+
+    images: _Images = field(default_factory=_Images)
+    training: _Training = field(default_factory=_Training)
+    device: _Devices = field(default_factory=_Devices)
+    file: _Files = field(default_factory=_Files)
+
+
+def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> Options:
+    """Read the command line, and fill in the defaults that depend on other options.
+
+    With the `saved` options of a run that goes on, these are the defaults. A passed
+    option that decides the result must be the saved one.
+    """
+    groups = read(_Groups, arguments, "train", Options, _defaults(saved or {}))
+    parts = (groups.images, groups.training, groups.device, groups.file)
+    values = {name: value for part in parts for name, value in vars(part).items()}
+    for name, value in (saved or {}).items():
+        if value is True and name in values and name not in _OF_SESSION:
+            values[name] = True
+    options = Options(**values)
+    epochs = options.epochs
     if epochs is None:
-        epochs = 5 if options.data == EMBEDDED else 20  # 5: half a minute on two cores
+        # 15: half a minute on two cores.
+        epochs = 15 if options.data == EMBEDDED else 20
+    warmup = options.warmup_epochs
     if warmup is None:
         warmup = 0 if options.batch == "auto" else min(5, epochs // 5)
-    numbers = [warmup, *options.drop_at, epochs]
-    if numbers != sorted({*numbers}):
+    options = dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup)
+    if saved is not None:
+        _refuse_other_options(options, saved)
+    milestones = [warmup, *options.drop_at, epochs]
+    if milestones != sorted(set(milestones)):
         raise UsageError(
-            f"--warmup-epochs, --drop-at and --epochs must rise, and are {numbers}"
+            f"--warmup-epochs, --drop-at and --epochs must rise, and are {milestones}"
         )
-    return dataclasses.replace(options, epochs=epochs, warmup_epochs=warmup)
+    return options
 
 
-def _grouped(
-    images: _Images, training: _Training, device: _Devices, file: _Files
-) -> Options:
-    """Join the groups that `--help` shows."""
-    return Options(**vars(images), **vars(training), **vars(device), **vars(file))
+def _defaults(saved: Mapping[str, Any]) -> _Groups:
+    """Return the saved options as defaults. Flags stay off, as the command line can only
+    set them.
+    """
+    groups = _Groups()
+    for group in dataclasses.fields(groups):
+        options = getattr(groups, group.name)
+        values: dict[str, Any] = {}
+        for option in vars(options):
+            value = saved.get(option)
+            if option in _OF_SESSION or value is None or isinstance(value, bool):
+                continue
+            if isinstance(value, list):  # as JSON has tuples
+                value = tuple(value)
+            values[option] = Path(value) if option == "data_root" else value
+        changed = dataclasses.replace(options, **values)
+        groups = dataclasses.replace(groups, **{group.name: changed})
+    return groups
+
+
+def _refuse_other_options(options: Options, saved: Mapping[str, Any]) -> None:
+    for name in _DECISIVE:
+        value = getattr(options, name)
+        if name not in saved or value == saved[name]:
+            continue
+        option = "--" + name.replace("_", "-")
+        remedy = f"leave out {option}"
+        if saved[name] is not None:
+            remedy = f"pass {option} {saved[name]} or leave it out"
+        raise UsageError(
+            f"{options.out} is of a run with {option} {saved[name]}, not {value}: {remedy}"
+        )
 
 
 class UsageError(Exception):
@@ -208,6 +288,13 @@ class UsageError(Exception):
 def words_of(error: BaseException) -> str:
     """Return an error's message in one line, or its class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return the text with escapes in the place of bytes that are no letters, which names
+    of files may have.
+    """
+    return text.encode(errors="backslashreplace").decode()
 
 
 def exit_code_of(command: str, action: Callable[[], int]) -> int:
@@ -225,35 +312,51 @@ def read(
     kind: type[Any],
     arguments: Sequence[str],
     command: str,
-    make: Callable[..., Any] | None = None,
+    described: Any = None,
+    default: Any = None,
 ) -> Any:
-    """Read a command's options, of a dataclass; those of a `--config`
-    file come first.
+    """Read a command's options; those of a `--config` file come first.
+
+    Args:
+        kind: the dataclass of the options, or of groups of options.
+        arguments: the command line.
+        command: the name of the command.
+        described: the class whose docstring and examples `--help` shows, if it is not
+            `kind`.
+        default: the options that are taken if the command line has no others.
     """
-    words = [
-        part for w in arguments for part in (w.split("=", 1) if w[:2] == "--" else [w])
-    ]
-    files = [later for word, later in pairwise(words) if word == "--config"]
-    words = [*(word for file in files for word in _of_file(Path(file))), *words]
+    words = _words(arguments)
     for word in words:
-        if word[:2] == "--" and (instead := _INSTEAD.get(word[2:].replace("_", "-"))):
-            raise UsageError(f"there is no {word}: {instead}")
+        if word.startswith("--"):
+            name = word[2:].replace("-", "").replace("_", "").lower()
+            if name in _INSTEAD:
+                raise UsageError(f"there is no {word}: {_INSTEAD[name]}")
+    described = described or kind
     options = tyro.cli(
-        make or kind,
+        kind,
         prog=f"python -m scatterpar {command}",
         args=words,
-        description=f"{inspect.getdoc(kind)}\n\n{kind.examples}",
+        description=f"{inspect.getdoc(described)}\n\n{described.examples}",
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        **({} if default is None else {"default": default}),
     )
-    for range_, fits, names in _RANGES:
-        for name in names.split():
-            value = getattr(options, name, None)
-            if isinstance(value, int | float) and not fits(value):
-                raise UsageError(f"--{name.replace('_', '-')}: {value} is not {range_}")
+    _check_ranges(options)
     return options
 
 
-def _of_file(path: Path) -> Iterator[str]:
+def _words(arguments: Sequence[str]) -> list[str]:
+    """Return the words of the command line, after those of `--config` files."""
+    words = list[str]()
+    for argument in arguments:
+        words += argument.split("=", 1) if argument.startswith("--") else [argument]
+    words_of_files = list[str]()
+    for word, following in pairwise(words):
+        if word == "--config":
+            words_of_files += _words_of_file(Path(following))
+    return [*words_of_files, *words]
+
+
+def _words_of_file(path: Path) -> Iterator[str]:
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -265,3 +368,15 @@ def _of_file(path: Path) -> Iterator[str]:
             yield "--" + name.replace("_", "-")
         if not isinstance(value, bool):
             yield from map(str, value if isinstance(value, list) else [value])
+
+
+def _check_ranges(options: Any) -> None:
+    """Check the numbers in a dataclass of options, or in its groups."""
+    for name, value in vars(options).items():
+        if dataclasses.is_dataclass(value):
+            _check_ranges(value)
+        elif isinstance(value, int | float):
+            for words, fits, names in _RANGES:
+                if name in names.split() and not fits(value):
+                    option = "--" + name.replace("_", "-")
+                    raise UsageError(f"{option}: {value} is not {words}")

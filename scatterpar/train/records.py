@@ -1,5 +1,5 @@
-"""The files of a run: checkpoints, written atomically; records, in lines of JSON;
-curves.
+"""The files of a run: a lock, checkpoints, written atomically, and records, in lines of
+JSON.
 """
 
 from __future__ import annotations
@@ -7,24 +7,37 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from filelock import FileLock, Timeout
 
 from scatterpar.train.options import UsageError, words_of
 
-FILE, BEST_FILE = "checkpoint.pt", "best.pt"
+FILE = "checkpoint.pt"
+BEST_FILE = "best.pt"
+METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+FINISHED = "finished"  # the ending of a run that used all epochs
 _FORMAT = 5
 
 
-def unwritten(path: Path, error: Exception) -> UsageError:
+def unwritten(path: Path, error: BaseException) -> UsageError:
     """Return the error of a file that cannot be written."""
-    words = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return UsageError(f"--out: {path} cannot be written: {words}")
+    return UsageError(f"--out: {path} cannot be written: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    """Return the system's reason. torch's own error comes after it, and hides it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).partition("\n")[0]
 
 
 @contextlib.contextmanager
@@ -58,19 +71,83 @@ def load(path: Path) -> dict[str, Any]:
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        words = f"is not a checkpoint that can be read: {words_of(error):.200}"
-        raise UsageError(f"{path} {words}") from error
-    found = state.get("format") if isinstance(state, dict) else None
-    if found != _FORMAT:
-        which = "scatterpar 0.2" if found == 3 else "another program or version"
-        words = (
-            "cannot read: use the version that wrote it, or start a new run with "
-            "another --out"
-        )
+        problem = f"is not a checkpoint that can be read: {words_of(error):.200}"
+        raise UsageError(f"{path} {problem}") from error
+    file_format = state.get("format") if isinstance(state, dict) else None
+    if file_format != _FORMAT:
+        writer = "scatterpar 0.2" if file_format == 3 else "another program or version"
         raise UsageError(
-            f"{path} is a checkpoint of {which}, which scatterpar 0.3 {words}"
+            f"{path} is a checkpoint of {writer}, which scatterpar 0.3 cannot read: "
+            "use the version that wrote it, or start a new run with another --out"
         )
     return state  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """In the body, no other run writes into the folder. The system ends the lock with
+    the process, however that ends.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK_FILE, timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(
+            f"another run is writing into {folder}: wait for its end, or pass another "
+            "--out"
+        ) from error
+    except OSError as error:
+        raise unwritten(folder / METRICS_FILE, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def refuse_earlier_run(folder: Path) -> None:
+    """Raise a `UsageError` if a run has left results in the folder."""
+    if (folder / FILE).exists():
+        raise UsageError(
+            f"there is a {folder / FILE}: --resume goes on from it, another --out "
+            "starts anew"
+        )
+    steps = [record for record in read_records(folder) if record["kind"] == "step"]
+    if steps or (folder / BEST_FILE).exists():
+        raise UsageError(
+            f"{folder} has a run of {len(steps)} steps without a checkpoint: another "
+            "--out starts anew; or remove that folder"
+        )
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a folder's earlier sessions; a torn last line is left
+    out.
+    """
+    records = []
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return []
+    with contextlib.suppress(json.JSONDecodeError):
+        text = path.read_text(encoding="utf-8")
+        for line in text.splitlines():
+            records.append(json.loads(line))
+    return records
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the folder's run has used all epochs, and written its results."""
+    records = read_records(folder)
+    return bool(records) and records[-1].get("ending") == FINISHED
+
+
+def last_options(folder: Path) -> dict[str, Any]:
+    """Return the options of the folder's last session; none if its records are gone."""
+    options: dict[str, Any] = {}
+    for record in read_records(folder):
+        if record["kind"] == "run":
+            options = record["options"]
+    return options
 
 
 class Metrics(contextlib.AbstractContextManager["Metrics"]):
@@ -82,25 +159,15 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
 
     def __init__(self, path: Path, earlier_steps: int = 0) -> None:
         self.records: list[dict[str, Any]] = []
-        # a torn last line
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            for line in (
-                path.read_text(encoding="utf-8").splitlines() if earlier_steps else ()
-            ):
-                record = json.loads(line)
+        if earlier_steps:
+            for record in read_records(path.parent):
                 if record["kind"] != "summary" and record["step"] <= earlier_steps:
                     self.records.append(record)
         with written(path) as file:
-            file.writelines(
-                f"{json.dumps(record)}\n".encode() for record in self.records
-            )
-        self._file, self._board = path.open("a", encoding="utf-8"), None
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module("torch.utils.tensorboard")
-            # TensorBoard drops the steps from `purge_step` on.
-            self._board = module.SummaryWriter(
-                str(path.parent), purge_step=earlier_steps + 1
-            )
+            for record in self.records:
+                file.write(f"{json.dumps(record)}\n".encode())
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _open_board(path.parent, earlier_steps)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record; NaN and infinities, which JSON lacks, become null."""
@@ -121,30 +188,17 @@ class Metrics(contextlib.AbstractContextManager["Metrics"]):
         return [record for record in self.records if record["kind"] == kind]
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # a full disk was reported before
-            for file in (self._file, self._board):
-                if file is not None:
+        for file in (self._file, self._board):
+            if file is not None:
+                with contextlib.suppress(OSError):  # a full disk was reported before
                     file.close()
 
 
-def draw_curves(metrics: Metrics, path: Path) -> None:
-    """Draw loss and accuracy."""
-    from matplotlib.figure import Figure
-
-    steps, tested = metrics.of_kind("step"), metrics.of_kind("epoch")
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    loss, accuracy = figure.subplots(1, 2)
-    for axes, what, x, y, style, label in (
-        (loss, steps, "step", "loss", "-", "training loss"),
-        (loss, tested, "step", "test_loss", "o-", "test loss"),
-        (accuracy, tested, "epoch", "test_accuracy", "o-", "Top-1 accuracy"),
-        (accuracy, tested, "epoch", "test_accuracy_top5", "o:", "Top-5 accuracy"),
-    ):
-        heights = [math.nan if r[y] is None else r[y] for r in what]
-        axes.plot([r[x] for r in what], heights, style, label=label, markersize=4)
-        axes.set(
-            title="Loss" if axes is loss else "Test accuracy", xlabel=x.capitalize()
-        )
-        axes.legend()
-    with written(path) as file:
-        figure.savefig(file, dpi=120)
+def _open_board(folder: Path, earlier_steps: int) -> Any:
+    """Return TensorBoard's writer, or None if it is not installed."""
+    try:
+        tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        return None
+    # TensorBoard drops the steps from `purge_step` on.
+    return tensorboard.SummaryWriter(str(folder), purge_step=earlier_steps + 1)

@@ -5,97 +5,172 @@ asked to.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
+from scatterpar import StepReport
 from scatterpar.train import records
-from scatterpar.train.data import Feed, FeedError, open_data
-from scatterpar.train.options import Options, UsageError, exit_code_of, parse
-from scatterpar.train.records import BEST_FILE, FILE, Metrics, draw_curves
+from scatterpar.train.data import FINAL, Images, open_data
+from scatterpar.train.feed import BrokenError, Feed, FeedError, broken_in_words
+from scatterpar.train.figures import draw_confusion, draw_curves, draw_first_batch
+from scatterpar.train.folders import TEST, VAL, shown
+from scatterpar.train.options import (
+    Options,
+    UsageError,
+    exit_code_of,
+    parse,
+    printable,
+)
+from scatterpar.train.records import BEST_FILE, FILE, FINISHED, METRICS_FILE, Metrics
+from scatterpar.train.results import (
+    TOP_5_CLASSES,
+    Tally,
+    accuracies_in_words,
+    accuracy_per_class,
+    traffic,
+)
 from scatterpar.train.training import Training, choose_devices
 
+CURVES_FILE = "curves.png"
+CONFUSION_FILE = "confusion.png"
+FIRST_BATCH_FILE = "first_batch.png"
 _LINE_SECONDS = 10.0  # between lines, without a progress bar
-_RECORDED = "scatterpar", "torch", "torchvision", "timm", "numpy", "pillow"  # versions
+_RECORDED = (
+    "scatterpar",
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "pillow",
+)  # versions
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool. Returns the exit code. A wrong argument prints one
-    line on stderr.
+    """Run the tool. Returns the exit code. A wrong argument prints one line on
+    stderr.
     """
-    return exit_code_of("train", lambda: run(parse(arguments)))
+    return exit_code_of("train", lambda: run(arguments))
 
 
-def run(options: Options) -> int:
-    """Train as the options say; return the exit code."""
+def run(arguments: Sequence[str]) -> int:
+    """Train as the command line says; return the exit code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        words = (
-            "one process trains on all GPUs of this machine: start it without torchrun"
-        )
-        raise UsageError(f"{words} (for several machines: docs/several-machines.md)")
-    tqdm.monitor_interval = 0  # tqdm starts no thread: every step updates the bar
-    devices, source, out = (
-        choose_devices(options.devices),
-        open_data(options),
-        options.out,
-    )
-    training = Training(options, source, devices)
-    with training.engine:
-        _resume(training)
-        position = training.position
-        if position.tested >= training.epochs and (out / "curves.png").exists():
-            reached = f"after {training.epoch} epochs and {position.step} steps"
-            print(
-                f"{out}: finished before, {reached}; --out starts a new run in "
-                "another folder"
-            )
-            return 0
-        with (
-            Metrics(out / "metrics.jsonl", position.step) as metrics,
-            Feed(source) as feed,
-        ):
-            installed = importlib.metadata.distributions()
-            versions = {d.name: d.version for d in installed if d.name in _RECORDED}
-            about = {
-                "command": sys.argv,
-                "versions": versions,
-                "devices": [*map(str, devices)],
-            }
-            metrics.write("run", step=position.step, options=vars(options), **about)
-            return Run(training, feed, metrics).train()
-
-
-def _resume(training: Training) -> None:
-    """With --resume load the checkpoint in --out; without it there must not be one."""
-    options, path = training.options, training.options.out / FILE
-    if path.exists() and not options.resume:
         raise UsageError(
-            f"there is a {path}: --resume goes on from it, another --out starts anew"
+            "one process trains on all GPUs of this machine: start it without torchrun "
+            "(for several machines: docs/several-machines.md)"
         )
+    tqdm.monitor_interval = 0  # tqdm starts no thread: every step updates the bar
+    options = parse(arguments)
+    checkpoint: dict[str, Any] | None = None
     if options.resume:
-        if not path.exists():
-            raise UsageError(
-                f"--resume: there is no {path}; --out names the folder of the run"
-            )
-        state = records.load(path)
-        for name, value in options.settings().items():
-            if (saved := state["settings"].get(name)) != value:
-                option = "--" + name.replace("_", "-")
-                same = (
-                    f"leave out {option}" if saved is None else f"pass {option} {saved}"
-                )
-                raise UsageError(
-                    f"{path} is of a run with {option} {saved}, not {value}: {same}"
-                )
-        training.load_state_dict(state)
+        checkpoint = _load_checkpoint(options)
+        # Options that do not decide the result are those of the session before.
+        session = records.last_options(options.out)
+        options = parse(arguments, session | checkpoint["settings"])
+        if records.is_finished(options.out):
+            _say_finished(options, checkpoint["position"])
+            return 0
+    else:
+        records.refuse_earlier_run(options.out)
+    devices = choose_devices(options.devices)
+    source = open_data(options)
+    training = Training(options, source, devices)
+    if checkpoint is not None:
+        _compare_data(options, checkpoint["about"], training.about)
+        training.load_state_dict(checkpoint)
+    with training.engine, records.locked(options.out):
+        if checkpoint is None:
+            records.refuse_earlier_run(options.out)  # it may have begun meanwhile
+        return _train(training)
+
+
+def _train(training: Training) -> int:
+    """Train in the run's folder; return the exit code."""
+    options = training.options
+    step = training.position.step
+    with (
+        Metrics(options.out / METRICS_FILE, step) as metrics,
+        Feed(training.source, limit=options.skip_broken) as feed,
+    ):
+        metrics.write(
+            "run",
+            step=step,
+            options=vars(options),
+            command=sys.argv,
+            versions=_versions(),
+            devices=[str(share) for share in training.engine.device_ids],
+        )
+        return Run(training, feed, metrics).train()
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for distribution in importlib.metadata.distributions():
+        if distribution.name in _RECORDED:
+            versions[distribution.name] = distribution.version
+    return versions
+
+
+def _load_checkpoint(options: Options) -> dict[str, Any]:
+    path = options.out / FILE
+    if not path.exists():
+        raise UsageError(
+            f"--resume: there is no {path}; --out names the folder of the run"
+        )
+    return records.load(path)
+
+
+def _say_finished(options: Options, position: Mapping[str, int]) -> None:
+    reached = f"after {position['tested']} epochs and {position['step']} steps"
+    print(
+        f"{options.out}: finished before, {reached}; --out starts a new run in another "
+        "folder"
+    )
+
+
+def _compare_data(
+    options: Options, saved: Mapping[str, Any], about: Mapping[str, Any]
+) -> None:
+    """Raise a `UsageError` if a run would go on with other images."""
+    differences = []
+    names = about["class_names"]
+    if names != saved["class_names"]:
+        added = sorted(set(names) - set(saved["class_names"]))
+        removed = sorted(set(saved["class_names"]) - set(names))
+        if added:
+            differences.append(f"new classes ({shown(added)})")
+        if removed:
+            differences.append(f"no classes {shown(removed)}")
+    else:
+        for part, counts in saved.get("class_counts", {}).items():
+            numbers = about["class_counts"].get(part, [])
+            for name, before, now in zip(names, counts, numbers, strict=False):
+                if before != now:
+                    text = f"{now:,} images of {name} to {part}, not {before:,}"
+                    differences.append(text)
+    for part, size in saved.get("sizes", {}).items():
+        if about["sizes"].get(part) != size and not differences:
+            now = about["sizes"].get(part, 0)
+            differences.append(f"{now:,} images to {part}, not {size:,}")
+    if about["image_shape"] != saved["image_shape"]:
+        shapes = f"{about['image_shape']}, not {saved['image_shape']}"
+        differences.append(f"images of the shape {shapes}")
+    if differences:
+        raise UsageError(
+            f"{options.out} is of a run with other images: --data {options.data} has "
+            f"{shown(differences)}; restore it, or start a new run with another --out"
+        )
 
 
 @contextlib.contextmanager
@@ -110,283 +185,411 @@ def stoppable() -> Iterator[list[int]]:
             os._exit(128 + number)
         received.append(number)
         name = signal.Signals(number).name
+        line = f"\n{name}: saving at the end of this step; again: ending now\n"
         # Not print: the signal may have interrupted a print.
-        os.write(
-            2, f"\n{name}: saving at the end of this step; again: ending now\n".encode()
-        )
+        os.write(2, line.encode())
 
-    # a background job of a shell ignores SIGINT
-    numbers = signal.SIGINT, signal.SIGTERM
-    heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
-    before = [(number, signal.signal(number, receive)) for number in heeded]
+    handlers_before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A background job of a shell ignores SIGINT.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handlers_before[number] = signal.signal(number, receive)
     try:
         yield received
     finally:
-        for number, handler in before:
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
 class Run:
-    """The epochs of one run, and its results so far."""
+    """The epochs of one run, and its results so far.
+
+    Attributes:
+        training: what changes while training.
+        feed: the images.
+        metrics: the records.
+        options: the options of the run.
+        tested: the part that each epoch is tested on, as in the names of records:
+            ``"val"`` if ``test`` comes at the end, else ``"test"``.
+    """
 
     def __init__(self, training: Training, feed: Feed, metrics: Metrics) -> None:
-        self.training, self.feed, self.metrics = training, feed, metrics
-        self.options, self._signals = training.options, list[int]()
-        earlier = max((r.get("elapsed", 0.0) for r in metrics.records), default=0.0)
-        self._start = time.perf_counter() - earlier  # of all sessions
+        self.training = training
+        self.feed = feed
+        self.metrics = metrics
+        self.options = training.options
+        self.tested = TEST if training.source.final is None else VAL
+        self._has_top5 = training.classes >= TOP_5_CLASSES
+        self._signals = list[int]()
         self._saved = training.position.step
+        self._final: Tally | None = None  # the test at the end
+        self._last_step: StepReport | None = None
         self._bar: Any = None
+        # The start of the first session, as if sessions followed each other at once.
+        earlier = [record.get("elapsed", 0.0) for record in metrics.records]
+        self._start = time.perf_counter() - max(earlier, default=0.0)
 
     def train(self) -> int:
-        """Train all epochs, print and write what was reached, and return
-        the exit code.
+        """Train all epochs, print and write what was reached, and return the exit
+        code.
         """
-        training, code, ending = self.training, 0, "finished"
-        self._announce()
-        self.feed.request(training.requests())
         try:
-            with stoppable() as self._signals:
-                if training.position.tested < training.epoch:
-                    self._end_epoch()
-                while training.epoch < training.epochs:
-                    self._train_epoch()
-                self._save(0)  # a test may have come since the last step was saved
-        except FloatingPointError as error:
-            code = 1
-            ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
-        except (KeyboardInterrupt, UsageError) as error:
-            is_sound = isinstance(error, KeyboardInterrupt | FeedError)
-            if is_sound:
-                self._save()
-            # a signal may have ended the workers, too
-            if not (is_sound and self._signals):
-                kept = (
-                    f"the checkpoint after step {self._saved} is kept: --resume "
-                    "goes on from it"
-                )
-                kept = kept if self._saved else "no checkpoint was written yet"
-                raise UsageError(f"{error}; {kept}") from error
-            code, name = 128 + self._signals[0], signal.Signals(self._signals[0]).name
-            ending = "interrupted" if name == "SIGINT" else f"ended by {name}"
-            self._say_how_to_resume()
+            return self._train()
+        except UsageError as error:
+            raise UsageError(f"{error}; {self._kept()}") from error
+        except OSError as error:  # of a print, or of a library
+            if error.errno in _FULL_DISK:
+                raise UsageError(f"{error.strerror}; {self._kept()}") from error
+            raise
         finally:
             if self._bar is not None:
                 self._bar.close()
+
+    def _train(self) -> int:
+        code = 0
+        ending = FINISHED
+        self._announce()
+        self.feed.request(self.training.requests())
+        try:
+            with stoppable() as self._signals:
+                self._train_epochs()
+        except FloatingPointError as error:
+            code = 1
+            ending = f"training diverged ({error}); a lower --base-lr may help; stopped"
+        except (KeyboardInterrupt, FeedError) as error:
+            self._save()
+            if not self._signals:  # a signal may have ended the workers, too
+                raise self._with_all_broken(error) from error
+            name = signal.Signals(self._signals[0]).name
+            ending = "interrupted" if name == "SIGINT" else f"ended by {name}"
+            code = 128 + self._signals[0]
+            self._say_how_to_resume()
+        if self._bar is not None:
+            self._bar.close()
         self._finish(ending)
         return code
+
+    def _train_epochs(self) -> None:
+        training = self.training
+        if training.position.tested < training.epoch:
+            self._end_epoch()
+        while training.epoch < training.epochs:
+            self._train_epoch()
+        if training.source.final is not None:
+            best = records.load(self.options.out / BEST_FILE)
+            self.feed.request(training.test_requests(FINAL))
+            self._final = training.test(self.feed, FINAL, best["model"], self._check)
 
     def _check(self) -> None:
         if self._signals:
             raise KeyboardInterrupt
 
+    def _with_all_broken(self, error: BaseException) -> BaseException:
+        """Return the error, or after a broken image one that names all of them."""
+        if not isinstance(error, BrokenError):
+            return error
+        total = sum(len(pairs) for pairs in self.feed.source.parts.values())
+        self._say(f"an image cannot be read; looking for others among {total:,}")
+        reasons = dict[str, str]()
+        for broken in self.feed.find_broken():
+            reasons |= broken
+        if not reasons:  # it can be read now
+            return error
+        if len(reasons) > 1:
+            for name, reason in reasons.items():
+                tqdm.write(f"{name} cannot be read: {reason}", file=sys.stderr)
+        return BrokenError(broken_in_words(reasons, self.options.skip_broken))
+
+    def _kept(self) -> str:
+        """Return which checkpoint there is, in words."""
+        if not self._saved:
+            return "no checkpoint was written yet"
+        kept = f"the checkpoint after step {self._saved} is kept"
+        return f"{kept}: --resume goes on from it"
+
     def _say_how_to_resume(self) -> None:
         if self._saved:
-            words = [word for word in sys.orig_argv if word != "--resume"]
-            named = any(word.partition("=")[0] == "--out" for word in words)
-            words += (
-                ["--resume"] if named else ["--out", str(self.options.out), "--resume"]
-            )
-            line = shlex.join(words)
-            self._say(
-                f"saved after step {self._saved}; this goes on from there:\n  {line}"
-            )
+            words = [sys.executable, "-m", "scatterpar", "train"]
+            words += ["--out", str(self.options.out), "--resume"]
+            self._say(f"saved after step {self._saved}; this goes on from there:")
+            self._say(f"  {shlex.join(words)}")
 
     def _say(self, line: str) -> None:
         """Print a line, beside the progress bar."""
-        tqdm.write(line, file=sys.stdout)
+        tqdm.write(printable(line), file=sys.stdout)
         sys.stdout.flush()
 
     def _announce(self) -> None:
         """Print the model, the data, and how the work is divided."""
-        training, options, position = (
-            self.training,
-            self.options,
-            self.training.position,
-        )
-        parameters = sum(parameter.numel() for parameter in training.model.parameters())
-        self._say(f"writing to {options.out}\n{self.feed.source}")
-        rows, steps = (
-            -(-training.images // training.steps_per_epoch),
-            training.steps_per_epoch,
-        )
-        self._say(
-            f"{options.model}: {parameters:,} parameters\n{training.engine.plan(rows)}"
-        )
-        more = (
-            "the gradient's noise scale doubles it"
-            if training.noise
-            else "--batch sets it"
-        )
-        line = (
-            f"batches of {rows:,}, for {steps} steps an epoch of "
-            f"{training.images:,}; {more}"
-        )
+        training = self.training
+        source = training.source
+        self._say(f"writing to {self.options.out}")
+        self._say(str(source))
+        self._say(source.classes_in_words())
+        if source.unused:
+            self._say(f"not read: files {source.unused}")
+        parameters = sum(tensor.numel() for tensor in training.model.parameters())
+        self._say(f"{self.options.model}: {parameters:,} parameters")
+        rows = training.rows_per_step
+        self._say(str(training.engine.plan(rows)))
+        position = training.position
         if position.step:
-            line = f"resumed after {position.step} steps, {position.consumed:,} images"
-        self._say(line)
+            images = f"{position.consumed:,} images"
+            self._say(f"resumed after {position.step} steps, {images}")
+            return
+        steps = f"{training.steps_per_epoch} steps an epoch of {training.images:,}"
+        reason = "--batch sets it"
+        if training.noise:
+            reason = "the gradient's noise scale doubles it"
+        self._say(f"batches of {rows:,}, for {steps}; {reason}")
 
     def _train_epoch(self) -> None:
-        training, feed, number = self.training, self.feed, self.training.epoch + 1
+        training = self.training
+        number = training.epoch + 1
         before = time.perf_counter()
         while training.epoch < number:
-            rate, (request, batch) = training.rate(), feed.take()
+            rate = training.rate()
+            request, batch = self.feed.take()
+            self._draw_first_batch(batch)
             report = training.step(len(request.rows), batch)
             if report is None:
                 continue  # no picture of the batch can be read
             now = time.perf_counter()
-            took, before = (
-                {"seconds_whole": now - before, "seconds_waited": feed.waited},
-                now,
-            )
-            where = {
-                "step": training.position.step,
-                "epoch": number,
-                "images": len(request.rows),
-            }
-            made = {
-                "learning_rate": rate,
-                "loss": report.loss,
-                "elapsed": now - self._start,
-            }
-            sent: dict[str, Any] = {"seconds": report.seconds, "bytes": report.bytes}
-            sent |= {"noise_scale": training.noise.scale} if training.noise else {}
-            self.metrics.write("step", **where, **made, **took, **sent)
-            self._show_progress(
-                number, report.loss, took["seconds_waited"] / took["seconds_whole"]
-            )
+            self._record_step(report, number, len(request.rows), rate, now - before)
+            before = now
             if training.epoch < number:  # at the end of the epoch the test comes first
                 self._save(self.options.checkpoint_every)
             self._check()
         self._end_epoch()
 
+    def _draw_first_batch(self, batch: Images) -> None:
+        path = self.options.out / FIRST_BATCH_FILE
+        if len(batch.images) and not path.exists():
+            names = self.training.source.class_names
+            draw_first_batch(batch.images, batch.labels, names, path)
+
+    def _record_step(
+        self, report: StepReport, epoch: int, rows: int, rate: float, seconds: float
+    ) -> None:
+        training = self.training
+        noise = {}
+        if training.noise:
+            noise["noise_scale"] = training.noise.scale
+        self.metrics.write(
+            "step",
+            step=training.position.step,
+            epoch=epoch,
+            images=rows,
+            learning_rate=rate,
+            loss=report.loss,
+            elapsed=time.perf_counter() - self._start,
+            seconds_whole=seconds,
+            seconds_waited=self.feed.waited,
+            seconds=report.seconds,
+            bytes=report.bytes,
+            messages=report.messages,
+            **noise,
+        )
+        self._last_step = report
+        self._show_progress(epoch, report.loss, self.feed.waited / seconds)
+
     def _show_progress(self, epoch: int, loss: float, waiting: float) -> None:
-        """Move the bar; without a terminal, print a line now and then
-        within an epoch.
+        """Move the bar; without a terminal, print a line now and then within an
+        epoch.
         """
-        training, now = self.training, time.perf_counter()
-        consumed, total = training.position.consumed, training.epochs * training.images
-        # the first step sets up the engine: estimates begin after it
+        training = self.training
+        now = time.perf_counter()
+        consumed = training.position.consumed
+        total = training.epochs * training.images
         if self._bar is None:
-            self._timed, self._said = (consumed, now), now
-            shown = {
-                "unit": " images",
-                "unit_scale": True,
-                "leave": False,
-                "miniters": 1,
-            }
-            self._bar = tqdm(total=total, initial=consumed, disable=None, **shown)
+            # The first step sets up the engine: estimates begin after it.
+            self._consumed_before = consumed
+            self._timed_from = now
+            self._said = now
+            self._bar = tqdm(
+                total=total,
+                initial=consumed,
+                disable=None,
+                unit=" images",
+                unit_scale=True,
+                leave=False,
+                miniters=1,
+            )
         self._bar.set_description(f"epoch {epoch}/{training.epochs}", refresh=False)
         self._bar.set_postfix(
             loss=f"{loss:.4f}", waiting=f"{waiting:.0%}", refresh=False
         )
         self._bar.update(consumed - self._bar.n)
-        if (
-            self._bar.disable
-            and training.epoch < epoch
-            and now - self._said > _LINE_SECONDS
-        ):
-            self._said, speed = (
-                now,
-                (consumed - self._timed[0]) / (now - self._timed[1]),
-            )
+        is_within = training.epoch < epoch
+        if self._bar.disable and is_within and now - self._said > _LINE_SECONDS:
+            self._said = now
+            speed = (consumed - self._consumed_before) / (now - self._timed_from)
             left = tqdm.format_interval((total - consumed) / speed)
-            where = (
-                f"epoch {epoch}/{training.epochs}, {consumed / training.images % 1:.0%}"
-            )
+            part = consumed / training.images % 1
+            where = f"epoch {epoch}/{training.epochs}, {part:.0%}"
             self._say(f"{where}: loss {loss:.4f}, {speed:,.0f} images/s, {left} left")
 
     def _end_epoch(self) -> None:
         """Test, record and print the results, keep the best weights, and let the batch
         grow.
         """
-        training, position, broken = (
-            self.training,
-            self.training.position,
-            self.feed.broken,
-        )
-        number, rows = training.epoch, -(-training.images // training.steps_per_epoch)
-        steps = [r for r in self.metrics.of_kind("step") if r["epoch"] == number]
-        names = "images", "seconds_whole", "seconds_waited"
-        images, seconds, waited = (sum(step[name] for step in steps) for name in names)
-        loss = sum(step["loss"] * step["images"] for step in steps) / (images or 1)
-        speed, waiting = images / (seconds or 1), waited / (seconds or 1)
-        tested = training.test(self.feed, self._check)
-        accuracy, top5 = tested["test_accuracy"], tested["test_accuracy_top5"]
+        training = self.training
+        position = training.position
+        number = training.epoch
+        tally = training.test(self.feed, between=self._check)
         position.tested = number
-        took = {
-            "images_per_second": speed,
-            "seconds": seconds,
-            "seconds_waited": waited,
-        }
-        took |= {
-            "elapsed": time.perf_counter() - self._start,
-            "left_out": broken.total(),
-        }
-        where = {
-            "epoch": number,
-            "step": position.step,
-            "batch": rows,
-            "train_loss": loss,
-        }
-        self.metrics.write("epoch", **where, **tested, **took)
-        scale = training.noise.scale if training.noise else 0.0
-        parts = {
-            f"epoch {number}/{training.epochs}: loss {loss:.4f}": True,
-            f"test loss {tested['test_loss']:.4f}, test accuracy {accuracy:.2%}": True,
-            f"top-5 accuracy {top5:.2%}": training.classes > 5,
-            f"{speed:,.0f} images/s": True,
-            f"waiting {waiting:.0%}": not self.feed.source.in_memory,
-            f"batch {rows:,}, noise scale {scale:,.0f} images": training.noise,
-            f"{len(broken)} broken files left out": broken,
-        }
-        self._say(", ".join(words for words, is_told in parts.items() if is_told))
-        if accuracy > position.best:
-            position.best = accuracy
-            best: Any = training.average.module if training.average else training.model
-            state = {"model": best.network.state_dict(), "accuracy": accuracy}
-            records.save(self.options.out / BEST_FILE, **state, about=training.about)
+        self._record_epoch(number, tally)
+        if tally.accuracy > position.best:
+            position.best = tally.accuracy
+            records.save(
+                self.options.out / BEST_FILE,
+                model=training.tested_weights(),
+                accuracy=tally.accuracy,
+                confusion=tally.confusion,
+                about=training.about,
+            )
         if number < training.epochs and training.grow():
             self.feed.request(training.requests())
             self._say(f"  batches of {position.batch:,} images from here on")
-        self._save(self.options.checkpoint_every)
+        self._save()
 
-    def _save(self, every: int = 1) -> None:
+    def _record_epoch(self, number: int, tally: Tally) -> None:
+        """Record and print the results of an epoch."""
+        training = self.training
+        broken = self.feed.broken
+        steps = []
+        for record in self.metrics.of_kind("step"):
+            if record["epoch"] == number:
+                steps.append(record)
+        images = sum(step["images"] for step in steps)
+        losses = sum(step["loss"] * step["images"] for step in steps)
+        seconds = sum(step["seconds_whole"] for step in steps)
+        waited = sum(step["seconds_waited"] for step in steps)
+        loss = losses / (images or 1)
+        speed = images / (seconds or 1)
+        rows = training.rows_per_step
+        tested = self.tested
+        measured = {
+            f"{tested}_loss": tally.loss,
+            f"{tested}_accuracy": tally.accuracy,
+            f"{tested}_accuracy_top5": tally.accuracy_top5,
+        }
+        self.metrics.write(
+            "epoch",
+            epoch=number,
+            step=training.position.step,
+            batch=rows,
+            train_loss=loss,
+            **measured,
+            images_per_second=speed,
+            seconds=seconds,
+            seconds_waited=waited,
+            elapsed=time.perf_counter() - self._start,
+            left_out=broken.total(),
+        )
+        words = [
+            f"epoch {number}/{training.epochs}: loss {loss:.4f}",
+            f"{tested} loss {tally.loss:.4f}",
+            f"{tested} accuracy {tally.accuracy:.2%}",
+        ]
+        if self._has_top5:
+            words.append(f"top-5 accuracy {tally.accuracy_top5:.2%}")
+        words.append(f"{speed:,.0f} images/s")
+        if not training.source.in_memory:
+            words.append(f"waiting {waited / (seconds or 1):.0%}")
+        if training.noise:
+            scale = training.noise.scale
+            words.append(f"batch {rows:,}, noise scale {scale:,.0f} images")
+        if broken:
+            words.append(f"{len(broken)} broken files left out")
+        self._say(", ".join(words))
+
+    def _save(self, every: int = 0) -> None:
         """Write a checkpoint if there were `every` steps since the last one."""
-        training, step = self.training, self.training.position.step
+        step = self.training.position.step
         if step - self._saved >= every:
-            about = {"settings": self.options.settings(), "about": training.about}
-            records.save(self.options.out / FILE, **training.state_dict(), **about)
+            records.save(
+                self.options.out / FILE,
+                **self.training.state_dict(),
+                settings=self.options.settings(),
+                about=self.training.about,
+            )
             self._saved = step
 
     def _finish(self, ending: str) -> None:
         """Print and record the results, and draw them, even if the run ended early."""
-        training, metrics, out = self.training, self.metrics, self.options.out
-        epochs, sessions = metrics.of_kind("epoch"), len(metrics.of_kind("run"))
-        seconds, steps = time.perf_counter() - self._start, training.position.step
-        accuracy = epochs[-1]["test_accuracy"] if epochs else None
-        measured = (
-            f"{accuracy:.2%}" if epochs else "not measured, no epoch was finished"
-        )
+        training = self.training
+        out = self.options.out
+        epochs = self.metrics.of_kind("epoch")
         if epochs:
-            # the first of equal ones
-            best = max(epochs, key=lambda r: float(r["test_accuracy"]))
-            words = (
-                f"best epoch: {best['epoch']}, test accuracy "
-                f"{best['test_accuracy']:.2%}"
-            )
-            self._say(f"{words}, in {out / BEST_FILE}")
-            self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
-        in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
+            self._say_best_epoch(epochs)
+        seconds = time.perf_counter() - self._start
+        sessions = len(self.metrics.of_kind("run"))
+        in_sessions = f" in {sessions} sessions" if sessions > 1 else ""
+        steps = training.position.step
         reached = f"{training.epoch} of {training.epochs} epochs, {steps} steps"
-        self._say(f"{ending} after {reached}, {in_all}\ntest accuracy: {measured}")
-        done = {
-            "ending": ending,
-            "epochs": training.epoch,
-            "steps": steps,
-            "seconds": seconds,
-        }
-        metrics.write(
-            "summary", **done, test_accuracy=accuracy, left_out=dict(self.feed.broken)
+        self._say(f"{ending} after {reached}, {seconds:.1f} s{in_sessions}")
+        accuracies = self._say_accuracies(epochs)
+        if self._last_step is not None:
+            self._say(traffic(self._last_step))
+        draw_curves(
+            self.metrics,
+            out / CURVES_FILE,
+            images=training.images,
+            tested=self.tested,
+            has_top5=self._has_top5,
         )
-        draw_curves(metrics, out / "curves.png")
-        self._say(f"wrote metrics.jsonl and curves.png in {out}")
+        # The last record: a run with it has written all results.
+        self.metrics.write(
+            "summary",
+            ending=ending,
+            epochs=training.epoch,
+            steps=steps,
+            seconds=seconds,
+            **accuracies,
+            left_out=dict(self.feed.broken),
+        )
+        names = []
+        for name in (METRICS_FILE, CURVES_FILE, CONFUSION_FILE, FIRST_BATCH_FILE):
+            if (out / name).exists():
+                names.append(name)
+        self._say(f"wrote {', '.join(names)} in {out}")
+
+    def _say_best_epoch(self, epochs: list[dict[str, Any]]) -> None:
+        out = self.options.out
+        accuracy = f"{self.tested}_accuracy"
+        # The first of equal ones.
+        best = max(epochs, key=lambda record: float(record[accuracy]))
+        words = f"best epoch: {best['epoch']}, {self.tested} accuracy"
+        self._say(f"{words} {best[accuracy]:.2%}, in {out / BEST_FILE}")
+        self._say(f"to use it: python -m scatterpar predict {out} PICTURES")
+
+    def _say_accuracies(self, epochs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Print the accuracies, and draw the confusion matrix. Returns the accuracies
+        for the summary.
+        """
+        accuracies: dict[str, Any] = {"test_accuracy": None}
+        measured = "not measured, no epoch was finished"
+        if epochs:
+            accuracy = epochs[-1][f"{self.tested}_accuracy"]
+            accuracies[f"{self.tested}_accuracy"] = accuracy
+            measured = f"{accuracy:.2%}"
+        self._say(f"{self.tested} accuracy: {measured}")
+        confusion = None
+        if self._final is not None:
+            accuracy = self._final.accuracy
+            accuracies["test_accuracy"] = accuracy
+            self._say(f"test accuracy: {accuracy:.2%}, of the best epoch's weights")
+            confusion = self._final.confusion
+        elif epochs:
+            best = records.load(self.options.out / BEST_FILE)
+            confusion = best.get("confusion")
+        if confusion is not None:
+            names = self.training.source.class_names
+            per_class = accuracy_per_class(confusion, names)
+            accuracies["accuracy_per_class"] = per_class
+            self._say(accuracies_in_words(per_class))
+            part = self.tested if self._final is None else TEST
+            title = f"Images of {part}, best epoch"
+            draw_confusion(confusion, names, title, self.options.out / CONFUSION_FILE)
+        return accuracies

@@ -12,18 +12,14 @@ the steps (arXiv:1812.06162). So `--batch auto` doubles it between epochs
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-import importlib
-import inspect
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -32,12 +28,23 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from scatterpar import ScatterOnceParallel, StepReport, weight_decay_groups
 from scatterpar.devices.device_ids import parse_devices, resolve
 from scatterpar.recipe import NoiseScale
-from scatterpar.train import data
-from scatterpar.train.data import TEST, TRAIN, Feed, Images, Request, Shape, Source
-from scatterpar.train.options import LARGE_BATCH, Options, UsageError, words_of
+from scatterpar.train.data import Images, Request, Source, seed_host, seed_of
+from scatterpar.train.feed import Feed
+from scatterpar.train.folders import TEST, TRAIN
+from scatterpar.train.libraries import library, suggestion
+from scatterpar.train.models import build_model
+from scatterpar.train.options import (
+    EMBEDDED,
+    LARGE_BATCH,
+    Options,
+    UsageError,
+    words_of,
+)
+from scatterpar.train.results import Tally
 
-BUILT_IN = "cnn"
 FIRST = 256  # images; `--base-lr` is the rate for them
+_SMALLEST_BATCH = 32  # by default
+_STEPS_PER_EPOCH = 50  # by default, at least
 _FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
 
 
@@ -58,41 +65,40 @@ class Training:
     def __init__(
         self, options: Options, source: Source, devices: list[torch.device]
     ) -> None:
-        # accelerators' generators, too
-        torch.manual_seed(data.seed_host("run", options.seed))
-        self.options, self.images, self.tests = (
-            options,
-            len(source.train),
-            len(source.test),
-        )
-        self.classes, self.epochs = len(source.class_names), options.epochs or 0
+        # torch.manual_seed seeds the generators of accelerators, too.
+        torch.manual_seed(seed_host("run", options.seed))
+        self.options = options
+        self.source = source
+        self.images = len(source.train)
+        self.classes = len(source.class_names)
+        self.epochs = options.epochs or 0
         self.engine = make_engine(options, source, devices)
         self.model: Any = self.engine.module
         self.noise = NoiseScale() if options.batch == "auto" else None
-        size = (
-            FIRST
-            if options.batch == "auto"
-            else options.batch or default_batch(self.images)
-        )
-        # a step has at most all images
-        self.position = Position(min(size, self.images))
+        # A step has at most all images.
+        self.position = Position(min(first_batch(options, self.images), self.images))
         self.optimizer = make_optimizer(self.model, options)
-        dtype, kind = options.autocast, devices[0].type
+        kind = devices[0].type
         self.precision = torch.autocast(
-            kind, getattr(torch, dtype or "bfloat16"), bool(dtype)
+            kind,
+            dtype=getattr(torch, options.autocast or "bfloat16"),
+            enabled=options.autocast is not None,
         )
-        self.scaler = GradScaler(kind, enabled=dtype == "float16")
+        self.scaler = GradScaler(kind, enabled=options.autocast == "float16")
         self.criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
         self.average: AveragedModel | None = None
         if options.ema is not None:
-            function = get_ema_multi_avg_fn(options.ema)
             self.average = AveragedModel(
-                self.model, multi_avg_fn=function, use_buffers=True
+                self.model,
+                multi_avg_fn=get_ema_multi_avg_fn(options.ema),
+                use_buffers=True,
             )
-        self.about = {  # what `predict` needs to build the model
+        self.about = {  # what `predict` needs to build the model, and the data
             "model": options.model,
             "image_shape": list(source.image_shape),
             "class_names": list(source.class_names),
+            "class_counts": source.class_counts,
+            "sizes": {name: len(part) for name, part in source.parts.items()},
             "mean": self.model.mean.flatten().tolist(),
             "std": self.model.std.flatten().tolist(),
         }
@@ -107,123 +113,158 @@ class Training:
         """The number of batches of an epoch."""
         return -(-self.images // self.position.batch)
 
+    @property
+    def rows_per_step(self) -> int:
+        """The number of images of the largest batch of an epoch."""
+        return -(-self.images // self.steps_per_epoch)
+
     def order(self, epoch: int) -> tuple[Tensor, ...]:
         """Return the row numbers of the epoch's batches, whose sizes differ by at most
         one.
         """
-        generator = torch.Generator().manual_seed(
-            data.seed_of("order", self.options.seed, epoch)
-        )
-        return torch.randperm(self.images, generator=generator).tensor_split(
-            self.steps_per_epoch
-        )
+        seed = seed_of("order", self.options.seed, epoch)
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randperm(self.images, generator=generator)
+        return rows.tensor_split(self.steps_per_epoch)
 
     def requests(self) -> Iterator[Request]:
         """Yield what the feed must read from here to the end of the run."""
-        start, tested = self.position.consumed, self.position.tested
-        tests = torch.arange(self.tests).split(max(FIRST, self.position.batch))
+        start = self.position.consumed
+        tested = self.position.tested
         for epoch in range(self.epoch, self.epochs + 1):
             if epoch > tested:
-                yield from (Request(TEST, rows) for rows in tests)
+                yield from self.test_requests(TEST)
+            if epoch == self.epochs:
+                return
             consumed = epoch * self.images
-            for rows in self.order(epoch) if epoch < self.epochs else ():
+            for rows in self.order(epoch):
                 if consumed >= start:
                     yield Request(TRAIN, rows, epoch)
                 consumed += len(rows)
+
+    def test_requests(self, part: str) -> Iterator[Request]:
+        """Yield what the feed must read for a test."""
+        rows = torch.arange(len(self.source.parts[part]))
+        for batch in rows.split(max(FIRST, self.position.batch)):
+            yield Request(part, batch)
 
     def rate(self) -> float:
         """Return the learning rate of the next step: warm-up, then a cosine to zero or
         drops.
         """
-        done, a_step = self.position.consumed / self.images, 1 / self.steps_per_epoch
-        warmup, drops = self.options.warmup_epochs or 0, self.options.drop_at
+        epochs = self.position.consumed / self.images
+        epochs_per_step = 1 / self.steps_per_epoch
+        warmup = self.options.warmup_epochs or 0
         peak = self.options.base_lr * self.images / self.steps_per_epoch / FIRST
-        if done < warmup:
-            return peak * (done + a_step) / (warmup + a_step)
-        if drops:
-            return float(peak * 0.1 ** sum(done >= drop for drop in drops))
-        return (
-            peak
-            * 0.5
-            * (1 + math.cos(math.pi * (done - warmup) / (self.epochs - warmup)))
-        )
+        if epochs < warmup:
+            return peak * (epochs + epochs_per_step) / (warmup + epochs_per_step)
+        if self.options.drop_at:
+            drops = sum(epochs >= drop for drop in self.options.drop_at)
+            return float(peak * 0.1**drops)
+        progress = (epochs - warmup) / (self.epochs - warmup)
+        return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
     def step(self, rows: int, batch: Images) -> StepReport | None:
         """Train on the readable images of a batch of `rows`. Returns None if there are
         none.
         """
-        report, optimizer, scaler = None, self.optimizer, self.scaler
-        torch.manual_seed(
-            data.seed_host("step", self.options.seed, self.position.consumed)
-        )
-        if len(batch.labels):
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate()
-            self.engine.train()
-            optimizer.zero_grad()
-            images, labels, criterion = batch.images, batch.labels, self.criterion
-            with self.precision:
-                self.engine.forward_backward(images, labels, criterion, scaler=scaler)
-            if self.options.clip is not None:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-            scaler.step(optimizer)
-            scaler.update()
-            if self.average:
-                self.average.update_parameters(self.model)
-            report = self.engine.last_step
-            if self.noise and report:
-                self.noise.update(report)
-            self.position.step += 1
+        torch.manual_seed(seed_host("step", self.options.seed, self.position.consumed))
+        report = self._update(batch) if len(batch.labels) else None
         self.position.consumed += rows
         return report
 
+    def _update(self, batch: Images) -> StepReport | None:
+        """Make one step of the optimizer."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        self.engine.train()
+        self.optimizer.zero_grad()
+        with self.precision:
+            self.engine.forward_backward(
+                batch.images, batch.labels, self.criterion, scaler=self.scaler
+            )
+        if self.options.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.average:
+            self.average.update_parameters(self.model)
+        report = self.engine.last_step
+        if self.noise and report:
+            self.noise.update(report)
+        self.position.step += 1
+        return report
+
+    def tested_weights(self) -> dict[str, Tensor]:
+        """Return the network's weights that a test uses: averaged ones if there are
+        any.
+        """
+        model: Any = self.average.module if self.average else self.model
+        weights: dict[str, Tensor] = model.network.state_dict()
+        return weights
+
     @torch.no_grad()
     def test(
-        self, feed: Feed, between: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
-        """Test on the feed's next requests, with averaged weights if there are any."""
-        sums, images = torch.zeros(3, dtype=torch.float64), 0
-        saved = copy.deepcopy(self.model.state_dict()) if self.average else None
+        self,
+        feed: Feed,
+        part: str = TEST,
+        weights: dict[str, Tensor] | None = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> Tally:
+        """Test on the feed's next requests, which are those of a part.
+
+        Args:
+            feed: yields the requests of `test_requests`, next.
+            part: of the source, such as `TEST`.
+            weights: the network's weights; by default those of `tested_weights`.
+            between: is called after each batch.
+        """
+        if weights is None and self.average:
+            weights = self.tested_weights()
+        tally = Tally(self.classes)
+        rows = len(self.source.parts[part])
         self.engine.eval()
+        with self._replaced_weights(weights), self.precision:
+            for batch, scores in scored(self.engine, feed, rows, self.classes):
+                tally.add(scores, batch.labels)
+                between()
+        return tally
+
+    @contextlib.contextmanager
+    def _replaced_weights(self, weights: dict[str, Tensor] | None) -> Iterator[None]:
+        """In the body, the network has these weights, unless they are None."""
+        if weights is None:
+            yield
+            return
+        network = self.model.network
+        saved = copy.deepcopy(network.state_dict())
         try:
-            if self.average:
-                self.model.load_state_dict(self.average.module.state_dict())
-            with self.precision:
-                for batch, scores in scored(
-                    self.engine, feed, self.tests, self.classes
-                ):
-                    right = (
-                        scores.topk(min(5, self.classes)).indices
-                        == batch.labels[:, None]
-                    )
-                    loss = F.cross_entropy(scores, batch.labels, reduction="sum")
-                    sums += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
-                    images += len(batch.labels)
-                    between()
+            network.load_state_dict(weights)
+            yield
         finally:
-            if saved is not None:
-                self.model.load_state_dict(saved)
-        names = "test_loss", "test_accuracy", "test_accuracy_top5"
-        return dict(zip(names, (sums / max(1, images)).tolist(), strict=True))
+            network.load_state_dict(saved)
 
     def grow(self) -> bool:
         """Double the batch if the noise scale has reached the double. Returns whether
         it grew.
         """
-        twice, scale = (
-            2 * self.position.batch,
-            self.noise.scale if self.noise else math.nan,
-        )
-        grows = twice * _FEWEST_UPDATES <= self.images and twice <= scale < math.inf
-        self.position.batch = twice if grows else self.position.batch
-        return grows
+        if self.noise is None:
+            return False
+        doubled = 2 * self.position.batch
+        has_updates = doubled * _FEWEST_UPDATES <= self.images
+        if has_updates and doubled <= self.noise.scale < math.inf:
+            self.position.batch = doubled
+            return True
+        return False
 
     def _parts(self) -> dict[str, Any]:
         """Return what changes beside the network and the position."""
         parts = {
-            name: getattr(self, name)
-            for name in ("optimizer", "scaler", "average", "noise")
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+            "average": self.average,
+            "noise": self.noise,
         }
         return {name: part for name, part in parts.items() if part}
 
@@ -233,7 +274,9 @@ class Training:
             "model": self.model.network.state_dict(),
             "position": asdict(self.position),
         }
-        return state | {name: part.state_dict() for name, part in self._parts().items()}
+        for name, part in self._parts().items():
+            state[name] = part.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state that `state_dict` returned."""
@@ -243,11 +286,29 @@ class Training:
         self.position = Position(**state["position"])
 
 
-def default_batch(images: int) -> int:
-    """Return the largest power of two, from 32 to 4096, that leaves 50
-    steps an epoch.
+def first_batch(options: Options, images: int) -> int:
+    """Return the images of a run's first step, before it is compared with their
+    number.
     """
-    return 1 << min(LARGE_BATCH, max(32, images // 50)).bit_length() - 1
+    if options.batch == "auto":
+        return FIRST
+    if options.batch is not None:
+        return options.batch
+    if options.data == EMBEDDED:
+        return LARGE_BATCH
+    return default_batch(images)
+
+
+def default_batch(images: int) -> int:
+    """Return the largest power of two, from 32 to 4096, that leaves 50 steps an epoch.
+
+    >>> [default_batch(images) for images in (30, 480, 60_000, 10**7)]
+    [32, 32, 1024, 4096]
+    """
+    batch = LARGE_BATCH
+    while batch > _SMALLEST_BATCH and batch * _STEPS_PER_EPOCH > images:
+        batch //= 2
+    return batch
 
 
 def scored(
@@ -260,41 +321,44 @@ def scored(
         request, batch = feed.take()
         rows -= len(request.rows)
         if len(batch.labels):
-            yield batch, engine(batch.images).float().cpu()[:, :classes]
+            scores = engine(batch.images).float().cpu()
+            yield batch, scores[:, :classes]
 
 
 def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
     """Return the device of each replica: as named, else all accelerators, else two
     virtual CPUs.
     """
-    default = None if torch.accelerator.is_available() else ["cpu:0", "cpu:1"]
+    names: Any = parse_devices(words or ())
+    if not names and not torch.accelerator.is_available():
+        names = ["cpu:0", "cpu:1"]
     try:
-        return list(resolve(parse_devices(words or ()) or default))
+        return list(resolve(names or None))
     except ValueError as error:
-        found = words_of(error).removeprefix("device_ids: ").partition(";")[0]
-        raise UsageError(f"--devices: {found}; name them like cuda:0,cuda:1") from error
+        problem = words_of(error).removeprefix("device_ids: ").partition(";")[0]
+        raise UsageError(
+            f"--devices: {problem}; name them like cuda:0,cuda:1"
+        ) from error
 
 
 def make_engine(
     options: Options, source: Source, devices: list[torch.device]
 ) -> ScatterOnceParallel:
     """Build the model with its initial weights, on the first device, and its engine."""
-    shape, classes, pretrained = (
+    model = build_model(
+        options.model,
         source.image_shape,
         len(source.class_names),
+        source.mean,
+        source.std,
         options.pretrained,
     )
-    model = build_model(
-        options.model, shape, classes, source.mean, source.std, pretrained
-    )
-    layout = torch.channels_last if options.channels_last else torch.preserve_format
     if options.batch == "auto" and len(devices) < 2:
-        words = (
-            f"there is one: name its device twice, --devices {devices[0]},{devices[0]}"
-        )
         raise UsageError(
-            f"--batch auto compares the gradients of replicas, and {words}"
+            "--batch auto compares the gradients of replicas, and there is one: name "
+            f"its device twice, --devices {devices[0]},{devices[0]}"
         )
+    layout = torch.channels_last if options.channels_last else torch.preserve_format
     return ScatterOnceParallel(
         model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
         device_ids=devices,
@@ -310,138 +374,32 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     """Build torch's optimizer of a name, or timm's; biases and norms have no weight
     decay.
     """
-    name, groups = (
-        options.optimizer.lower(),
-        weight_decay_groups(model, options.weight_decay),
-    )
-    known = {
-        kind.lower(): x for kind, x in vars(torch.optim).items() if isinstance(x, type)
-    }
+    name = options.optimizer.lower()
+    groups = weight_decay_groups(model, options.weight_decay)
     keywords: dict[str, Any] = {"lr": options.base_lr}
     if name == "sgd":
-        keywords |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
+        keywords["momentum"] = options.momentum
+        keywords["nesterov"] = options.momentum > 0
+    torch_classes = _torch_optimizers()
     try:
-        if name not in known:
-            make = data.library("timm.optim").create_optimizer_v2
+        if name in torch_classes:
+            optimizer: Optimizer = torch_classes[name](groups, **keywords)
         else:
-            make = known[name]
-        optimizer: torch.optim.Optimizer = make(groups, **keywords)
-        return optimizer
+            create = library("timm.optim").create_optimizer_v2
+            optimizer = create(groups, name, **keywords)
     except (UsageError, AssertionError, TypeError, ValueError) as error:
-        words = (
-            f"{words_of(error)} (it is a class of torch.optim, or one of timm's names)"
-        )
-        raise UsageError(f"--optimizer {options.optimizer}: {words}") from error
+        similar = suggestion(name, torch_classes)
+        raise UsageError(
+            f"--optimizer {options.optimizer}: {words_of(error)} (it is a class of "
+            f"torch.optim, or one of timm's names{similar})"
+        ) from error
+    return optimizer
 
 
-class SmallCNN(nn.Sequential):
-    """Three convolutions and a hidden layer, with batch normalisation, for sides of at
-    least 8.
-    """
-
-    def __init__(self, image_shape: Shape, classes: int) -> None:
-        channels, height, width = image_shape
-        layers: list[nn.Module] = []
-        for before, after in ((channels, 16), (16, 32), (32, 64)):
-            layers += [
-                nn.Conv2d(before, after, 3, padding=1, bias=False),
-                nn.BatchNorm2d(after),
-            ]
-            layers += [nn.ReLU(), nn.MaxPool2d(2)]
-        hidden = nn.Linear(64 * (height // 8) * (width // 8), 128, bias=False)
-        head = hidden, nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, classes)
-        super().__init__(*layers, nn.Flatten(), *head)
-
-
-class OnPixels(nn.Module):
-    """Standardises pixels from 0 to 255 for a network, on the device: bytes are copied
-    there.
-
-    Grey images are repeated for a network that takes coloured ones; coloured images are
-    averaged for a network that takes grey ones.
-    """
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, network: nn.Module, mean: Any, std: Any) -> None:
-        super().__init__()
-        self.network = network
-        first = next((m for m in network.modules() if isinstance(m, nn.Conv2d)), None)
-        self.takes_colour = first is not None and first.in_channels == 3
-        for name, value in (("mean", mean), ("std", std)):
-            value = torch.as_tensor(value, dtype=torch.float32).view(-1, 1, 1)
-            self.register_buffer(name, value, persistent=False)
-
-    def forward(self, images: Tensor) -> Any:
-        """Compute the network's output for pixels: (rows, channels, height, width)."""
-        if images.shape[1] > len(self.mean) == 1:
-            images = images.float().mean(1, keepdim=True).round_()
-        images = (images - self.mean) / self.std
-        return self.network(
-            images.expand(-1, 3, -1, -1) if self.takes_colour else images
-        )
-
-
-def build_model(
-    name: str,
-    shape: Shape,
-    classes: int,
-    mean: Any = 0,
-    std: Any = 1,
-    pretrained: bool = False,
-) -> OnPixels:
-    """Build the model that `--model` names, on the CPU, and test it with one image.
-
-    With `pretrained` it has timm's weights, and uses the mean and deviation of their
-    training data.
-    """
-    try:
-        network = _find(name, shape, classes, pretrained)
-        if pretrained:
-            # for grey images the channels are averaged
-            made: Any = network.pretrained_cfg
-            statistics = torch.tensor([made["mean"], made["std"]])
-            mean, std = 255 * statistics.view(2, shape[0], -1).mean(2)
-        model = OnPixels(network, mean, std)
-        with torch.no_grad():
-            scores = model.eval()(torch.zeros(1, *shape, dtype=torch.uint8))
-        if scores.ndim != 2 or scores.shape[1] < classes:
-            found = f"of one image it makes {tuple(scores.shape)}"
-            raise UsageError(
-                f"it should make a score for each of {classes} classes; {found}"
-            )
-    except Exception as error:
-        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        words = f"{kind}{words_of(error)} (with an image {shape})"
-        raise UsageError(f"--model {name}: {words}") from error
-    return model.train()
-
-
-def _find(name: str, shape: Shape, classes: int, pretrained: bool) -> Any:
-    place, _, attribute = name.partition(":")
-    if pretrained and place != "timm":
-        raise UsageError("--pretrained is for timm:NAME")
-    if name == BUILT_IN:
-        return SmallCNN(shape, classes)
-    if not (place and attribute):
-        known = f"{BUILT_IN} nor timm:NAME nor package.module:callable"
-        raise UsageError(f"neither {known}; did you mean timm:{name}?")
-    if place == "timm":
-        create = functools.partial(data.library("timm.models").create_model, attribute)
-        options = {
-            "num_classes": classes,
-            "in_chans": shape[0],
-            "pretrained": pretrained,
-        }
-        try:
-            return create(img_size=shape[1:], **options)
-        except TypeError:  # a convolutional network takes any size
-            return create(**options)
-    find_module = (
-        data.library if place.startswith("torchvision") else importlib.import_module
-    )
-    factory = operator.attrgetter(attribute)(find_module(place))
-    parameters = inspect.signature(factory).parameters.values()
-    counts = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return factory(num_classes=classes) if counts else factory()
+def _torch_optimizers() -> dict[str, Any]:
+    """Return the classes of torch.optim, by their names in lower case."""
+    return {
+        name.lower(): value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type)
+    }

@@ -15,9 +15,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NEEDS = {"3-two-gpus": "bitsandbytes"}
 # PyPI's torchvision, which transformers imports, fails beside torch's CPU build without this.
-STARTUP = (
-    "from scatterpar.train.data import library\nlibrary('torchvision')\ndel library\n"
-)
+STARTUP = "from scatterpar.train.libraries import library\nlibrary('torchvision')\ndel library\n"
 SECONDS = 600  # each takes less than a minute on two idle cores
 
 

@@ -191,7 +191,7 @@ def test_ultralytics(tmp_path):
     data = tmp_path / "data.yaml"
     data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [a, b]\n")
     before = """
-from scatterpar.train.data import library
+from scatterpar.train.libraries import library
 library("torchvision")  # PyPI's beside torch's CPU build
 """
     check = f"""

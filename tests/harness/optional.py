@@ -15,7 +15,7 @@ def needed(name, extra):
     if find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"needs {extra}: docs/other-loops.md", allow_module_level=True)
     if find_spec("torchvision") is not None:
-        from scatterpar.train.data import library
+        from scatterpar.train.libraries import library
 
         library("torchvision")
     return importlib.import_module(name)

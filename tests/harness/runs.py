@@ -21,7 +21,7 @@ class Small(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             nn.Flatten(),
-            nn.AvgPool1d(4),
+            nn.AdaptiveAvgPool1d(196),  # pictures of 28 x 28 or more
             nn.Linear(196, 8),
             nn.BatchNorm1d(8),
             nn.Dropout(0.2),

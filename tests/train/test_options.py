@@ -50,7 +50,7 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(
         ("--batch 0", "--batch: 0 is not above zero"),
         ("--base-lr inf", "--base-lr: inf is not above zero"),
         ("--momentum 1", "--momentum: 1.0 is not below 1"),
-        ("--drop-at 2 0", "must rise, and are [1, 2, 0, 5]"),
+        ("--drop-at 2 0", "must rise, and are [3, 2, 0, 15]"),
         ("--devices gpu", "'gpu' is not a device"),
         (
             "--data /no/such --val 0.1",
@@ -114,19 +114,26 @@ def test_devices_are_separated_by_commas_or_spaces(given):
 def test_some_options_follow_from_others():
     assert parse(["--epochs", "1"]).warmup_epochs == 0
     assert parse(["--epochs", "100"]).warmup_epochs == 5
-    assert (parse([]).epochs, parse(["--data", "photos"]).epochs) == (5, 20)
+    assert (parse([]).epochs, parse(["--data", "photos"]).epochs) == (15, 20)
     grows = parse(["--batch", "auto", "--epochs", "10"])
     assert (grows.micro_batch_size, grows.warmup_epochs) == (64, 0)
 
 
 def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
     assert command(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in (
+        "train    train a network",
+        "predict  write the",
+        "doctor   what this",
+    ):
+        assert name in text
     with pytest.raises(SystemExit) as caught:
         command(["train", "--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for words in (
-        "default: as many as leave 50 steps an epoch, from 32 to 4096",
+        "as many as leave 50 steps an epoch, from 32 to 4096",
         "default: 64",
         *("torch/fashion_mnist", "timm:resnet50", "examples:"),
         "python -m scatterpar train --config photos.toml --epochs 90",
@@ -143,7 +150,7 @@ def test_the_version_is_said_and_a_wrong_command_refused(capsys):
         assert capsys.readouterr().out == said
     for arguments, words in (
         ([], "a command is missing"),
-        (["tain"], "there is no command 'tain'"),
+        (["tain"], r"there is no command 'tain'; did you mean train\?"),
     ):
         assert command(arguments) == 2
         assert re.fullmatch(
@@ -151,7 +158,7 @@ def test_the_version_is_said_and_a_wrong_command_refused(capsys):
         )
 
 
-@pytest.mark.parametrize("package", ["tqdm", "tyro"])
+@pytest.mark.parametrize("package", ["filelock", "tqdm", "tyro"])
 def test_a_missing_package_names_the_extra(monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     words = rf"{package} is not installed.*pip install .*\[train\]"

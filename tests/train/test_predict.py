@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness.pictures import truncate, write_folder
 from harness.runs import records
+from PIL import Image
 
 from scatterpar.__main__ import main as command
 
@@ -113,8 +114,8 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
     state["about"]["model"] = name
     torch.save(state, other)
     (tmp_path / "empty").mkdir()
-    broken = write_folder(tmp_path / "data", train=1, test=3, ending="jpg") / "test"
-    truncate(min((broken / "Bag").iterdir()))
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"<html>")
     for words, *arguments in (
         ("empty lacks pictures", best, tmp_path / "empty"),
         ("absent.png is not here", best, tmp_path / "absent.png"),
@@ -125,10 +126,40 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
             folder,
         ),
         (f"does not fit {name}", other, folder / "test", "--model", name),
-        ("cannot be read as an image: .*truncated", best, broken, *ALONE),
+        ("no picture can be read: cannot identify", best, broken, *ALONE),
     ):
         assert command(["predict", *map(str, arguments)]) == 2
         printed = capsys.readouterr().err
         assert re.search(words, printed)
         assert re.fullmatch("scatterpar predict: error: .*\n", printed)
-    assert len(predicted(capsys, best, broken, *ALONE, "--skip-broken", "1")) == 8
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_predict_writes_one_line_per_file_with_what_went_wrong(
+    folder, finished, tmp_path, capsys, workers
+):
+    """Pictures of other kinds are read as in training."""
+    place = write_folder(tmp_path, train=1, test=3, ending="jpg") / "test"
+    first = min((place / "Bag").iterdir())
+    with Image.open(first) as picture:
+        bright = picture.convert("I").point(lambda value: value * 257)
+        bright.convert("I;16").save(place / "Bag" / "deep.png")
+    truncate(first)
+    (place / "a note.txt").touch()
+    (place / ".DS_Store").touch()
+    Image.new("F", (28, 28), 1000).save(place / "float.TIF")
+    capsys.readouterr()
+    assert command(["predict", str(finished), str(place), "--workers", workers]) == 0
+    printed = capsys.readouterr()
+    rows = list(csv.DictReader(printed.out.splitlines()))
+    files = [path for path in place.rglob("*.*") if path.name != ".DS_Store"]
+    listed = sorted(path.relative_to(place).as_posix() for path in files)
+    assert sorted(row["file"] for row in rows) == listed
+    errors = {row["file"]: row["error"] for row in rows if row["error"]}
+    assert errors.keys() == {"a note.txt", "float.TIF", f"Bag/{first.name}"}
+    assert "truncated" in errors[f"Bag/{first.name}"]
+    assert "floats from 1000 to 1000" in errors["float.TIF"]
+    assert "does not end in .jpg" in errors["a note.txt"]
+    assert {bool(row["class"]) == bool(row["score"]) for row in rows} == {True}
+    assert [row["file"] for row in rows if not row["class"]] == sorted(errors)
+    assert "3 of 12 files have no class; the column error says why" in printed.err

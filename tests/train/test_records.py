@@ -10,10 +10,10 @@ import types
 
 import pytest
 import torch
-from faults.processes import run_forked
+from faults.processes import finish, run_forked, start_forked
 
 from scatterpar.train.options import UsageError
-from scatterpar.train.records import FILE, Metrics, load, save
+from scatterpar.train.records import FILE, Metrics, load, locked, save
 
 KILLED = {
     "while writing": "os.fsync = die",
@@ -37,6 +37,45 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, when):
     save(path, number=torch.tensor(3))
     assert load(path)["number"] == 3
     assert os.listdir(tmp_path) == [FILE]
+
+
+@pytest.mark.parametrize("size", [10, 10_000_000])
+def test_a_disk_that_takes_no_more_is_named(tmp_path, size):
+    """torch's own error hides the system's; a limit of the process stands for the disk."""
+    path = tmp_path / FILE
+    save(path, number=torch.tensor(1))
+    code = (
+        "import resource, sys, torch; from pathlib import Path\n"
+        "from scatterpar.train.options import UsageError\n"
+        "from scatterpar.train.records import save\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
+        "try:\n"
+        "    save(Path(sys.argv[1]), number=torch.zeros(int(sys.argv[2])))\n"
+        "except UsageError as error:\n"
+        "    print(error)\n"
+    )
+    outcome = run_forked("-c", code, str(path), str(size))
+    assert outcome.out == f"--out: {path} cannot be written: File too large\n"
+    assert load(path)["number"] == 1
+    assert os.listdir(tmp_path) == [FILE]
+
+
+def test_the_lock_ends_with_a_killed_process(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from scatterpar.train.records import locked\n"
+        "with locked(Path(sys.argv[1])):\n"
+        "    print('locked', flush=True)\n"
+        "    time.sleep(3600)\n"
+    )
+    process = start_forked("-c", code, str(tmp_path))
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(UsageError, match="another run"), locked(tmp_path):
+        pass
+    process.kill()
+    finish(process)
+    with locked(tmp_path):
+        pass
 
 
 class Evil:

@@ -4,6 +4,7 @@ on bit for bit.
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -19,13 +20,23 @@ import pytest
 import torch
 from faults.processes import finish, start_forked
 from harness.pictures import truncate, write_folder
-from harness.runs import Small, assert_same_run, records, steps, stop_after, wait_until
+from harness.runs import (
+    Small,
+    Stop,
+    assert_same_run,
+    records,
+    steps,
+    stop_after,
+    wait_until,
+)
 
 from scatterpar.__main__ import main as command
 from scatterpar.train import records as record_module
 from scatterpar.train import run as tool
 from scatterpar.train import training
+from scatterpar.train.data import load
 from scatterpar.train.run import main
+from scatterpar.train.training import Training
 
 pytestmark = pytest.mark.draws
 # else the included images, without workers
@@ -169,7 +180,9 @@ def test_a_stopped_run_leaves_no_process_and_goes_on_bit_for_bit(
         )
         assert int(found[1]) == made < STEPS
         assert shlex.split(found[2])[-1] == "--resume"
-    assert command([*words, "--workers", "0", "--resume"]) == 0
+    # The options are those of the run; some may be passed again, and others change.
+    again = words if number == signal.SIGKILL else ["train", "--out", str(out)]
+    assert command([*again, "--workers", "0", "--resume"]) == 0
     assert_same_run(whole, out, STEPS)
     (said,) = re.findall(
         r"finished after .* (\d+\.\d) s in 2 sessions", capsys.readouterr().out
@@ -241,6 +254,95 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
     assert torch.load(tmp_path / "checkpoint.pt")["position"]["step"] == 2
 
 
+def test_a_folder_that_holds_a_run_is_refused_before_its_first_checkpoint(
+    tmp_path, capsys, monkeypatch
+):
+    """A second run once overwrote what was there."""
+    options = [*EMBEDDED, "--devices", "cpu", "--batch", "1024", "--out", str(tmp_path)]
+    with stop_after(monkeypatch, 3):
+        main(options)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for more, words in (
+        ([], "has a run of 3 steps without a checkpoint: another --out starts anew"),
+        (
+            ["--resume"],
+            "there is no .*checkpoint.pt; --out names the folder of the run",
+        ),
+    ):
+        assert main([*options, *more]) == 2
+        assert re.search(words, capsys.readouterr().err)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "best.pt").touch()
+    assert main(options) == 2
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path, capsys):
+    options = [*EMBEDDED, "--devices", "cpu", "--batch", "4096", "--out", str(tmp_path)]
+    with record_module.locked(tmp_path):
+        assert main(options) == 2
+    assert "another run is writing into" in capsys.readouterr().err
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert main(options) == 0
+    with record_module.locked(tmp_path):  # it is free again
+        pass
+
+
+def test_each_epoch_ends_with_a_checkpoint(tmp_path, monkeypatch):
+    """Although there are fewer steps than between two other checkpoints."""
+    options = [*EMBEDDED, "--epochs", "2", "--batch", "4096", "--out", str(tmp_path)]
+    with stop_after(monkeypatch, 3):
+        main([*options, "--devices", "cpu"])
+    position = torch.load(tmp_path / "checkpoint.pt")["position"]
+    assert (position["step"], position["tested"]) == (2, 1)
+
+
+def test_a_resumed_run_takes_its_options_over(tmp_path, monkeypatch, capsys):
+    options = [*EMBEDDED, "--epochs", "2", "--batch", "4096", "--seed", "3"]
+    options += ["--devices", "cpu,cpu", "--channels-last", "--drop-at", "1"]
+    options += ["--warmup-epochs", "0"]
+    with stop_after(monkeypatch, 2):
+        main([*options, "--out", str(tmp_path)])
+    again = ["--out", str(tmp_path), "--resume"]
+    for more, words in (
+        (
+            ["--seed", "4"],
+            "of a run with --seed 3, not 4: pass --seed 3 or leave it out",
+        ),
+        (["--clip", "1"], "of a run with --clip None, not 1.0: leave out --clip"),
+        (["--pretrained"], "of a run with --pretrained False, not True"),
+    ):
+        assert main([*again, *more]) == 2
+        assert words in capsys.readouterr().err
+    assert main([*again, "--seed", "3", "--micro-batch-size", "512"]) == 0
+    first, second = (start["options"] for start in records(tmp_path, "run"))
+    assert second == first | {"resume": True, "micro_batch_size": 512}
+
+
+@pytest.mark.pictures
+def test_a_run_does_not_go_on_with_other_images(tmp_path, monkeypatch, capsys):
+    folder, out = write_folder(tmp_path / "data", train=40, test=8), tmp_path / "out"
+    with stop_after(monkeypatch, 3):
+        train(folder, out, *PLAIN)
+    checkpoint = (out / "checkpoint.pt").read_bytes()
+    file = min((folder / "train" / "Bag").iterdir())
+    file.rename(folder / "train" / "Sandal" / file.name)
+    again = ["--out", str(out), "--resume"]
+    assert main(again) == 2
+    words = "39 images of Bag to train, not 40, 41 images of Sandal to train, not 40"
+    assert words in capsys.readouterr().err
+    (folder / "train" / "Sandal" / file.name).rename(file)
+    for part in ("train", "test"):
+        (folder / part / "Bag").rename(folder / part / "Hat")
+    assert main(again) == 2
+    words = r"new classes \(Hat\), no classes Bag; restore"
+    assert re.search(words, capsys.readouterr().err)
+    for part in ("train", "test"):
+        (folder / part / "Hat").rename(folder / part / "Bag")
+    assert (out / "checkpoint.pt").read_bytes() == checkpoint
+    assert main(again) == 0
+
+
 # --- broken ---
 
 
@@ -277,7 +379,10 @@ def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
     assert (
         train(folder, tmp_path / "first", "--skip-broken", "1", "--workers", "0") == 2
     )
-    assert "(--skip-broken 2 or more leaves it out)" in capsys.readouterr().err
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert ["image file is truncated" in line for line in lines] == [True] * 2
+    assert "error: 2 images cannot be read: " in last
+    assert "(--skip-broken 2 or more leaves them out)" in last
     assert train(folder, out, "--skip-broken", "2", "--workers", "0") == 0
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("left out: ") == 2
@@ -367,6 +472,10 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
         "finished after 1 of 1 epochs, 8 steps",
         f"best epoch: 1, test accuracy {accuracy:.2%}, in {tmp_path / 'best.pt'}",
         f"\ntest accuracy: {accuracy:.2%}",
+        "images of each class: T-shirt/top 809 + 191, Trouser 792 + 208, ",
+        "copied per step, bytes",
+        "nn.DataParallel, 4 sub-steps",
+        "wrote metrics.jsonl, curves.png, confusion.png, first_batch.png in",
     ):
         assert words in printed.out
     line = r"^epoch 1/1, 25%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d left$"
@@ -385,7 +494,61 @@ def test_a_run_reports_what_it_did_and_opens_no_port(tmp_path, capsys, monkeypat
     assert lines[1]["images"] == 1024
     assert lines[1]["bytes"]["scatter"] == 1024 * (28 * 28 + 8)
     assert lines[-1]["test_accuracy"] == lines[-2]["test_accuracy"] == accuracy
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert lines[-1]["accuracy_per_class"].keys() == set(load().class_names)
+    report = lines[8]
+    for phase, words in (
+        ("scatter", "scatter of the batch"),
+        ("replicate", "broadcast of the model"),
+        ("reduce", "reduction of the gradients"),
+    ):
+        size = report["bytes"][phase]
+        calls = size // 4 if phase == "scatter" else size
+        assert re.search(rf"{words} +1 x {size:,} +4 x {calls:,}\n", printed.out)
+    for name in ("curves.png", "confusion.png", "first_batch.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("ends", [False, True])
+def test_val_chooses_the_best_epoch_and_test_is_reported_once(
+    tmp_path, capsys, monkeypatch, ends
+):
+    """Also by a run that ends before that test, and goes on."""
+    folder, out = write_folder(tmp_path / "data", train=40, test=8), tmp_path / "out"
+    (folder / "test").rename(folder / "Valid")
+    other = write_folder(tmp_path / "other", train=1, test=12)
+    (other / "test").rename(folder / "test")
+    if ends:
+        real, tested = Training.test, []
+
+        def test(self, feed, part="test", *more, **options):
+            tested.append(part)
+            if part == "final":
+                raise Stop
+            return real(self, feed, part, *more, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Training, "test", test)
+            with pytest.raises(Stop):
+                train(folder, out, *PLAIN, "--base-lr", "0.1")
+        assert tested == ["test"] * 3 + ["final"]
+        assert main(["--out", str(out), "--resume"]) == 0
+    else:
+        assert train(folder, out, *PLAIN, "--base-lr", "0.1") == 0
+    printed = capsys.readouterr().out
+    epochs, (summary,) = records(out, "epoch"), records(out, "summary")
+    best = max(epoch["val_accuracy"] for epoch in epochs)
+    assert torch.load(out / "best.pt")["accuracy"] == best
+    assert "test_accuracy" not in epochs[0]
+    assert summary["val_accuracy"] == epochs[-1]["val_accuracy"]
+    assert f"val accuracy {best:.2%}, in {out / 'best.pt'}" in printed
+    accuracy = summary["test_accuracy"]
+    assert f"test accuracy: {accuracy:.2%}, of the best epoch's weights" in printed
+    words = [str(out), str(folder / "test"), "--workers", "0"]
+    assert command(["predict", *words, "--model", "harness.runs:Small"]) == 0
+    lines = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    right = sum(line["file"].split("/")[0] == line["class"] for line in lines)
+    assert right / len(lines) == pytest.approx(accuracy)
 
 
 @pytest.mark.pictures

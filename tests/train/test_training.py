@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 import types
-from unittest import mock
 
 import pytest
 import torch
@@ -22,20 +21,21 @@ from torch.utils.data import TensorDataset
 
 from scatterpar.recipe import gradual_warmup
 from scatterpar.train import data as data_module
-from scatterpar.train.data import Feed, Source, library, load
+from scatterpar.train.data import Source, load
+from scatterpar.train.feed import Feed
+from scatterpar.train.models import build_model
 from scatterpar.train.options import UsageError, parse
 from scatterpar.train.run import main
 from scatterpar.train.training import (
     Training,
-    build_model,
     choose_devices,
     default_batch,
+    first_batch,
     make_optimizer,
 )
 
 pytestmark = pytest.mark.draws
 
-GREY = (1, 28, 28)
 ROWS, EPOCHS = 4096, 3
 GROWING = ["--batch", "auto", "--model", "harness.runs:Small", "--epochs", str(EPOCHS)]
 GROWING += [
@@ -128,15 +128,17 @@ def test_training_is_that_of_a_plain_loop(toy):
 
 def test_evaluation_counts_every_row_the_same_in_uneven_batches(toy):
     training, data = toy(), toy_data(300)
-    training.tests, training.position.consumed, training.epochs = 300, 10, 1
+    training.source, training.position.consumed, training.epochs = data, 10, 1
     found = training.test(Feed(data, training.requests()))
     images, labels = data.test.tensors
     scores = training.model(images)
     expected = nn.CrossEntropyLoss()(scores, labels).item()
-    assert found["test_loss"] == pytest.approx(expected, rel=1e-6)
+    assert found.loss == pytest.approx(expected, rel=1e-6)
     right = (scores.argmax(1) == labels).sum().item()
-    assert found["test_accuracy"] == pytest.approx(right / 300)
-    assert found["test_accuracy_top5"] == 1.0
+    assert found.accuracy == pytest.approx(right / 300)
+    assert found.accuracy_top5 == 1.0
+    assert found.confusion.sum(1).tolist() == [150, 150]
+    assert int(found.confusion.diagonal().sum()) == right
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
@@ -176,6 +178,19 @@ def test_the_default_batch_leaves_an_epoch_enough_steps():
     """
     sizes = [default_batch(images) for images in (30, 379, 480, 8192, 204_799, 10**7)]
     assert sizes == [32, 32, 32, 128, 2048, 4096]
+
+
+@pytest.mark.parametrize(
+    ("options", "batch"),
+    [
+        ([], 4096),
+        (["--batch", "64"], 64),
+        (["--data", "x"], 128),
+        (["--batch", "auto"], 256),
+    ],
+)
+def test_the_included_images_are_trained_on_in_large_batches(options, batch):
+    assert first_batch(parse(options), 8192) == batch
 
 
 # --- the batch that grows ---
@@ -262,35 +277,12 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(
     assert_same_run(whole, tmp_path, len(steps(whole)))
 
 
-# --- models, optimizers, devices ---
-
-
-class Zoo:
-    """Models of a user's."""
-
-    colour = lambda num_classes: nn.Sequential(  # noqa: E731
-        nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(num_classes)
-    )
-    plain = lambda: nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))  # noqa: E731
-    failing = mock.Mock(side_effect=RuntimeError("no\nluck"))
-    dictionary = dict
-    wrong = lambda: nn.Linear(3, 10)  # noqa: E731
-    flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 3))  # noqa: E731
-
-
-@pytest.mark.parametrize(("name", "classes"), [("colour", 7), ("plain", 10)])
-def test_a_callable_gets_the_number_of_classes_if_it_takes_it(name, classes):
-    """And grey images as colour, if it takes colour."""
-    model = build_model(f"{__name__}:Zoo.{name}", GREY, classes)
-    assert model.training
-    assert model(torch.zeros(2, *GREY)).shape == (2, classes)
+# --- optimizers and devices ---
 
 
 @pytest.mark.pictures
-def test_a_model_and_an_optimizer_of_timms(tmp_path):
-    model = build_model("timm:test_vit", (1, 32, 32), 7)  # for grey images of that size
-    assert model.network.patch_embed.proj.in_channels == 1
-    assert model.network.pos_embed.shape[1] == 1 + 2 * 2
+def test_an_optimizer_of_timms():
+    model = build_model("cnn", (1, 28, 28), 7)
     optimizer = make_optimizer(
         model, parse(["--optimizer", "lamb", "--base-lr", "0.1"])
     )
@@ -298,46 +290,9 @@ def test_a_model_and_an_optimizer_of_timms(tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [5e-4, 0.0]
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
     assert make_optimizer(model, parse([])).param_groups[0]["nesterov"]
-    words = r"^--optimizer nonsense: .*not found .*a class of torch.optim, or"
+    words = r"^--optimizer adamn: .*not found .*a class of torch.optim, or .*; did you .*adam"
     with pytest.raises(UsageError, match=words):
-        make_optimizer(model, parse(["--optimizer", "nonsense"]))
-
-
-@pytest.mark.pictures
-@pytest.mark.parametrize(("shape", "channels"), [(GREY, 1), ((3, 28, 28), 3)])
-def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(
-    shape, channels
-):
-    """No network: what timm is asked for is looked at."""
-    models = library("timm.models")
-    net = models.create_model("test_resnet", num_classes=7, in_chans=channels)
-    with mock.patch.object(models, "create_model", return_value=net) as create:
-        model = build_model("timm:test_resnet", shape, 7, pretrained=True)
-    assert create.call_args.kwargs["pretrained"]
-    made = torch.tensor(net.pretrained_cfg["mean"]) * 255
-    torch.testing.assert_close(model.mean.mean(), made.mean())
-    assert model.mean.numel() == channels
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("zoo:", "neither cnn nor timm:NAME nor package.module:callable"),
-        ("no_such_zoo:net", "ModuleNotFoundError: No module named"),
-        (f"{__name__}:absent", "AttributeError: .*absent"),
-        (f"{__name__}:Zoo.failing", "RuntimeError: no luck"),
-        (f"{__name__}:Zoo.dictionary", "ValueError: no signature found"),
-        (f"{__name__}:Zoo.wrong", r"RuntimeError: .*\(with an image \(1, 28, 28\)\)"),
-        (
-            f"{__name__}:Zoo.flat",
-            r"a score for each of 10 classes; of one image it makes \(1, 3\)",
-        ),
-    ],
-)
-def test_a_name_that_leads_to_no_model_is_one_line(name, words):
-    with pytest.raises(UsageError, match=f"^--model {name}.*{words}") as caught:
-        build_model(name, GREY, 10)
-    assert "\n" not in str(caught.value)
+        make_optimizer(model, parse(["--optimizer", "adamn"]))
 
 
 @pytest.mark.parametrize(

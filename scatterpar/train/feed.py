@@ -1,0 +1,240 @@
+"""Batches of images, read ahead.
+
+    files ─ workers: pieces of 64 images ─ a thread: the next batch ─ engine: this batch
+
+Worker processes read pieces of a batch, which torch's DataLoader yields in order, and a
+thread joins them. So memory has the engine's batch, the next one, and a few pieces, for
+any number of workers.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice, tee
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from scatterpar.train.data import Images, Request, Source
+from scatterpar.train.options import UsageError, printable, words_of
+
+PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
+_PIECES_AHEAD = 2  # per worker
+_MOST_WORKERS = 16  # by default
+_CHECKED = 1024  # images of a request that looks for broken ones
+
+_Batches = Generator[tuple[Request, Images], None, None]
+
+
+class FeedError(UsageError):
+    """A request cannot be read: an image is broken, or a worker process has ended."""
+
+
+class BrokenError(FeedError):
+    """More images are broken than may be left out."""
+
+
+class Feed(contextlib.AbstractContextManager["Feed"]):
+    """Reads the requested batches, in order, with as many workers as the source's
+    options say.
+
+    Attributes:
+        source: what it reads.
+        limit: how many broken images may be left out; all, if it is None.
+        reasons: why an image cannot be read, by its name.
+        broken: how often each broken image was left out.
+        waited: the seconds that the last `take` took.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        requests: Iterable[Request] = (),
+        limit: int | None = None,
+    ) -> None:
+        self.source = source
+        self.limit = limit
+        self.reasons = dict[str, str]()
+        self.broken = Counter[str]()
+        self.waited = 0.0
+        self._workers = 0
+        if not source.in_memory:
+            workers = source.options.workers
+            self._workers = _default_workers() if workers is None else workers
+        self._batches = self._read(iter(()))
+        self.request(requests)
+
+    def request(self, requests: Iterable[Request]) -> None:
+        """Read these requests from now on, and drop batches that were prefetched."""
+        self._batches.close()
+        self._closed = False
+        batches = self._read(iter(requests))
+        self._batches = self._ahead(batches) if self._workers else batches
+
+    def take(self) -> tuple[Request, Images]:
+        """Return the next request, and its images, without unreadable ones."""
+        start = time.perf_counter()
+        request, images = self._next()
+        self.waited = time.perf_counter() - start
+        for name, reason in images.broken:
+            if self.limit is not None and name not in self.reasons:
+                if len(self.reasons) >= self.limit:
+                    raise BrokenError(broken_in_words({name: reason}, self.limit))
+                line = f"left out: {name} cannot be read as an image: {reason}"
+                tqdm.write(printable(line))
+            self.reasons[name] = reason
+            self.broken[name] += 1
+        return request, images
+
+    def find_broken(self) -> Iterator[dict[str, str]]:
+        """Read all images of the source. Yields the broken ones with the reasons, after
+        each batch.
+        """
+        requests = []
+        for part, pairs in self.source.parts.items():
+            for rows in torch.arange(len(pairs)).split(_CHECKED):
+                requests.append(Request(part, rows))
+        self.request(requests)
+        for _ in requests:
+            _, images = self._next()
+            yield dict(images.broken)
+
+    def _next(self) -> tuple[Request, Images]:
+        try:
+            return next(self._batches)
+        except (RuntimeError, OSError, EOFError) as error:  # a worker process has ended
+            raise FeedError(
+                f"images cannot be read: {words_of(error):.300} (fewer --workers need "
+                "less memory)"
+            ) from error
+
+    def __exit__(self, *_: object) -> None:
+        self._batches.close()
+
+    def _ahead(self, batches: _Batches) -> _Batches:
+        """Read the next batch in a thread while this one is used."""
+        # The thread starts the workers: in the main thread torch would install a signal
+        # handler that raises an error anywhere when a worker ends by itself.
+        with ThreadPoolExecutor(1, thread_name_prefix="next batch") as thread:
+            following = thread.submit(next, batches, None)
+            try:
+                while (batch := following.result()) is not None:
+                    following = thread.submit(next, batches, None)
+                    yield batch
+            finally:
+                self._closed = True  # the thread stops within a batch
+                # The workers end with torch's iterator.
+                thread.submit(batches.close).result()
+
+    def _read(self, requests: Iterator[Request]) -> _Batches:
+        """Copy the pieces of each batch out of shared memory, each as it arrives."""
+        requests, requests_to_cut = tee(requests)
+        loader = DataLoader[Any](
+            self.source,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=_pieces(requests_to_cut),
+            **self._loader_options(),
+        )
+        # `chain` starts the workers with the first piece: a signal may end their server
+        # then.
+        pieces = chain.from_iterable([loader])
+        has_accelerator = torch.accelerator.is_available()
+        for request in requests:
+            images = torch.empty(
+                (len(request.rows), *self.source.image_shape),
+                dtype=torch.uint8,
+                pin_memory=has_accelerator,
+            )
+            labels = []
+            broken = list[tuple[str, str]]()
+            start = 0
+            for piece in islice(pieces, -(-len(request.rows) // PIECE)):
+                if self._closed:
+                    return
+                stop = start + len(piece.images)
+                images[start:stop] = piece.images
+                labels.append(piece.labels.clone())
+                broken += piece.broken
+                start = stop
+            yield request, Images(images[:start], torch.cat(labels), broken)
+
+    def _loader_options(self) -> dict[str, Any]:
+        """Return the DataLoader's options for this number of workers."""
+        # A private generator, so that the DataLoader does not draw from the process's.
+        options: dict[str, Any] = {
+            "num_workers": self._workers,
+            "generator": torch.Generator(),
+        }
+        if self._workers:
+            options["multiprocessing_context"] = _process_context()
+            options["prefetch_factor"] = _PIECES_AHEAD
+            options["worker_init_fn"] = _end_with_main_process
+        return options
+
+
+def broken_in_words(reasons: dict[str, str], limit: int) -> str:
+    """Return the message about broken images, of which one more than `limit`, at least,
+    cannot be left out.
+    """
+    if len(reasons) == 1:
+        ((name, reason),) = reasons.items()
+        words = f"{name} cannot be read as an image: {reason}"
+        return f"{words} (--skip-broken {limit + 1} or more leaves it out)"
+    remedy = f"--skip-broken {len(reasons)} or more leaves them out"
+    return f"{len(reasons):,} images cannot be read: {', '.join(reasons)} ({remedy})"
+
+
+def _pieces(requests: Iterator[Request]) -> Iterator[Request]:
+    """Cut requests into pieces for workers."""
+    for request in requests:
+        for rows in request.rows.split(PIECE):
+            # As lists: tensors would go to a worker through shared memory, each by a
+            # thread.
+            yield request._replace(rows=rows.tolist())
+
+
+def _default_workers() -> int:
+    """Return one worker per core that this process may use, and at most 16."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(_MOST_WORKERS, cores)
+
+
+def _process_context() -> Any:
+    """Return how workers start: by a fork of a server without threads if possible,
+    otherwise spawned.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["scatterpar.train.preloaded"])
+    return context
+
+
+def _end_with_main_process(_: int) -> None:
+    """Make a worker end with the main process, and not before, by a signal to all
+    processes.
+    """
+    # Torch's workers watch their parent, but that is the fork server, which waits for
+    # them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _thread.start_new_thread(_exit_after_main_process, ())  # not joined at exit
+
+
+def _exit_after_main_process() -> None:
+    main: Any = multiprocessing.parent_process()
+    main.join()
+    os._exit(1)

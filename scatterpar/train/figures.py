@@ -1,0 +1,159 @@
+"""The pictures of a run: its curves, its confusion matrix, and its first batch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from torch import Tensor
+
+from scatterpar.train.records import Metrics, written
+
+_TILES = 48  # images of a mosaic
+_TILES_PER_LINE = 8
+_NAMED_CLASSES = 40  # of a confusion matrix; with more, names would overlap
+_COUNTED_CLASSES = 20  # with more, the numbers in its cells would overlap
+_LONGEST_NAME = 16  # letters below an image
+_DPI = 120
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with written(path) as file, warnings.catch_warnings():
+        # Letters that matplotlib's font lacks are drawn as boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        figure.savefig(file, dpi=_DPI)
+
+
+def draw_curves(
+    metrics: Metrics, path: Path, *, images: int, tested: str, has_top5: bool
+) -> None:
+    """Draw loss and accuracy over epochs.
+
+    Args:
+        metrics: the records of the run.
+        path: the file.
+        images: the number of images of an epoch.
+        tested: the part that each epoch was tested on, as in the names of records.
+        has_top5: whether top-5 accuracy is drawn.
+    """
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    steps = metrics.of_kind("step")
+    consumed = accumulate(step["images"] for step in steps)
+    epochs_of_steps = [number / images for number in consumed]
+    loss.plot(epochs_of_steps, _heights(steps, "loss"), label="training loss")
+    epochs = metrics.of_kind("epoch")
+    numbers = [record["epoch"] for record in epochs]
+    heights = _heights(epochs, f"{tested}_loss")
+    loss.plot(numbers, heights, "o-", label=f"{tested} loss", markersize=4)
+    loss.set(title="Loss", xlabel="Epoch")
+    heights = _heights(epochs, f"{tested}_accuracy")
+    accuracy.plot(numbers, heights, "o-", label="top-1 accuracy", markersize=4)
+    if has_top5:
+        heights = _heights(epochs, f"{tested}_accuracy_top5")
+        accuracy.plot(numbers, heights, "o:", label="top-5 accuracy", markersize=4)
+    accuracy.set(title=f"{tested.capitalize()} accuracy", xlabel="Epoch")
+    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for axes in (loss, accuracy):
+        # Whole epochs, from the start on.
+        axes.set_xlim(0, max([1, *numbers, *epochs_of_steps]) * 1.03)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    _save(figure, path)
+
+
+def _heights(records: Sequence[dict[str, Any]], name: str) -> list[float]:
+    values = [record[name] for record in records]
+    return [math.nan if value is None else value for value in values]
+
+
+def draw_confusion(
+    confusion: Tensor, class_names: Sequence[str], title: str, path: Path
+) -> None:
+    """Draw which classes were taken for which: a row per class, with its images."""
+    classes = len(class_names)
+    side = min(4 + 0.35 * classes, 14)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    per_row = confusion.sum(1, keepdim=True).clamp(min=1)
+    parts = confusion / per_row
+    image = axes.imshow(parts.numpy(), cmap="Blues", vmin=0, vmax=1)
+    bar = figure.colorbar(image, shrink=0.8)
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set(title=title, xlabel="chosen class", ylabel="class")
+    if classes <= _NAMED_CLASSES:
+        places = range(classes)
+        names = [_escaped(name) for name in class_names]
+        axes.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_yticks(places, names)
+    if classes <= _COUNTED_CLASSES:
+        for row in range(classes):
+            for column in range(classes):
+                _write_count(axes, confusion, parts, row, column)
+    _save(figure, path)
+
+
+def _write_count(
+    axes: Any, confusion: Tensor, parts: Tensor, row: int, column: int
+) -> None:
+    """Write the number of images into a cell, unless it is zero."""
+    number = int(confusion[row, column])
+    if number:
+        colour = "white" if parts[row, column] > 0.5 else "black"
+        axes.text(
+            column, row, number, ha="center", va="center", color=colour, fontsize=8
+        )
+
+
+def draw_first_batch(
+    images: Tensor, labels: Tensor, class_names: Sequence[str], path: Path
+) -> None:
+    """Draw the first images of a batch as the network sees them, above their
+    classes.
+    """
+    images = images[:_TILES].cpu()
+    names = _names_of(labels[:_TILES], class_names)
+    columns = min(_TILES_PER_LINE, len(images))
+    lines = -(-len(images) // columns)
+    figure = Figure(figsize=(1.5 * columns, 1.75 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes in grid[len(images) :]:
+        axes.set_axis_off()
+    for axes, image, name in zip(grid, images, names, strict=False):
+        axes.set(xticks=[], yticks=[])
+        axes.set_xlabel(name, fontsize=8, labelpad=2, parse_math=False)
+        pixels = image.permute(1, 2, 0)
+        if len(image) == 1:
+            axes.imshow(pixels[..., 0].numpy(), cmap="gray", vmin=0, vmax=255)
+        else:
+            axes.imshow(pixels.numpy())
+    _save(figure, path)
+
+
+def _names_of(labels: Tensor, class_names: Sequence[str]) -> list[str]:
+    """Return the name of each image's class, or the names of both if it is mixed."""
+    if labels.ndim == 1:
+        return [_short(class_names[label]) for label in labels.tolist()]
+    names = []
+    for parts in labels:
+        mixed = [_short(class_names[label]) for label in parts.nonzero().flatten()]
+        names.append(" + ".join(mixed))
+    return names
+
+
+def _short(name: str) -> str:
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return name[: _LONGEST_NAME - 1] + "…"
+
+
+def _escaped(name: str) -> str:
+    """Return a name that matplotlib does not read as a formula."""
+    return name.replace("$", r"\$")

@@ -1,0 +1,60 @@
+"""Imports of torchvision and timm, and names that are similar to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from scatterpar.train.options import UsageError, words_of
+
+INSTALL = "pip install -c constraints.txt"
+_WHEELS = "https://download.pytorch.org/whl/cpu"
+# The error of PyPI's torchvision, which is built for CUDA, beside torch's CPU build.
+_MISMATCH = "torchvision::nms does not exist"
+
+
+def library(module: str) -> Any:
+    """Import a module of torchvision or timm, even if torchvision was built for another
+    torch.
+
+    Then its operators for object detection are missing; the import succeeds if their
+    names exist.
+    """
+    try:
+        importlib.import_module("torchvision.ops")
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError) as error:
+        if _MISMATCH not in str(error):
+            raise UsageError(f"{_missing()} ({words_of(error)})") from error
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor x) -> Tensor")
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "torchvision":
+            del sys.modules[name]
+    return library(module)
+
+
+def _missing() -> str:
+    """Return the line that installs torchvision and timm beside this torch."""
+    wheels = ""
+    if torch.version.cuda is None:
+        wheels = f"--extra-index-url {_WHEELS} "
+    line = f"where you cloned scatterpar run: {INSTALL} {wheels}-e '.[images]'"
+    return f"this needs torchvision, built for this torch, and timm; {line}"
+
+
+def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return ``"; did you mean …?"`` with the known names that are similar to `name`,
+    or nothing.
+    """
+    by_lower_case = {text.lower(): text for text in known}
+    similar = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
+    if not similar:
+        return ""
+    names = ", ".join(prefix + by_lower_case[text] for text in similar)
+    return f"; did you mean {names}?"

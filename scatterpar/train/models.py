@@ -1,0 +1,232 @@
+"""The models that `--model` names, and their weights in a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.train.data import Shape
+from scatterpar.train.libraries import library, suggestion
+from scatterpar.train.options import UsageError, words_of
+from scatterpar.train.records import BEST_FILE, load
+
+BUILT_IN = "cnn"
+_KNOWN = (BUILT_IN, "torchvision.models", "timm")  # code that `load_model` may call
+_AVERAGED = "module.network."  # before names of weights in the state of an average
+
+
+class SmallCNN(nn.Sequential):
+    """Three convolutions and a hidden layer, with batch normalisation, for sides of at
+    least 8.
+    """
+
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        channels, height, width = image_shape
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((channels, 16), (16, 32), (32, 64)):
+            layers.append(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False))
+            layers.append(nn.BatchNorm2d(outputs))
+            layers.append(nn.ReLU())
+            layers.append(nn.MaxPool2d(2))
+        features = 64 * (height // 8) * (width // 8)
+        super().__init__(
+            *layers,
+            nn.Flatten(),
+            nn.Linear(features, 128, bias=False),
+            nn.BatchNorm1d(128),
+            nn.ReLU(),
+            nn.Linear(128, classes),
+        )
+
+
+class OnPixels(nn.Module):
+    """Standardises pixels from 0 to 255 for a network, on the device: bytes are copied
+    there.
+
+    Grey images are repeated for a network that takes coloured ones; coloured images are
+    averaged for a network that takes grey ones.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Any, std: Any) -> None:
+        super().__init__()
+        self.network = network
+        self.takes_colour = _input_channels(network) == 3
+        self.register_buffer("mean", _per_channel(mean), persistent=False)
+        self.register_buffer("std", _per_channel(std), persistent=False)
+
+    def forward(self, images: Tensor) -> Any:
+        """Compute the network's output for pixels: (rows, channels, height, width)."""
+        if images.shape[1] > len(self.mean) == 1:
+            images = images.float().mean(1, keepdim=True).round_()
+        images = (images - self.mean) / self.std
+        if self.takes_colour:
+            images = images.expand(-1, 3, -1, -1)
+        return self.network(images)
+
+
+def _per_channel(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1)
+
+
+def _input_channels(network: nn.Module) -> int | None:
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels
+    return None
+
+
+def build_model(
+    name: str,
+    shape: Shape,
+    classes: int,
+    mean: Any = 0,
+    std: Any = 1,
+    pretrained: bool = False,
+) -> OnPixels:
+    """Build the model that `--model` names, on the CPU, and test it with one image.
+
+    With `pretrained` it has timm's weights, and uses the mean and deviation of their
+    training data.
+    """
+    try:
+        network = _find_network(name, shape, classes, pretrained)
+        if pretrained:
+            mean, std = _statistics_of_weights(network, shape)
+        model = OnPixels(network, mean, std)
+        with torch.no_grad():
+            scores = model.eval()(torch.zeros(1, *shape, dtype=torch.uint8))
+        if scores.ndim != 2 or scores.shape[1] < classes:
+            raise UsageError(
+                f"it should make a score for each of {classes} classes; of one image "
+                f"it makes {tuple(scores.shape)}"
+            )
+    except Exception as error:
+        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        words = f"{kind}{words_of(error)} (with an image {shape})"
+        raise UsageError(f"--model {name}: {words}") from error
+    return model.train()
+
+
+def _statistics_of_weights(network: Any, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return the mean and deviation of the pixels that timm's weights were made with."""
+    config = network.pretrained_cfg
+    statistics = torch.tensor([config["mean"], config["std"]])
+    # The channels are averaged for grey images.
+    mean, std = 255 * statistics.view(2, shape[0], -1).mean(2)
+    return mean, std
+
+
+def _find_network(name: str, shape: Shape, classes: int, pretrained: bool) -> Any:
+    place, _, attribute = name.partition(":")
+    if pretrained and place != "timm":
+        raise UsageError("--pretrained is for timm:NAME")
+    if name == BUILT_IN:
+        return SmallCNN(shape, classes)
+    if not (place and attribute):
+        raise UsageError(
+            f"neither {BUILT_IN} nor timm:NAME nor package.module:callable; did you "
+            f"mean timm:{name}?"
+        )
+    if place == "timm":
+        return _create_timm_model(attribute, shape, classes, pretrained)
+    is_torchvision = place.startswith("torchvision")
+    module = library(place) if is_torchvision else importlib.import_module(place)
+    try:
+        factory = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        similar = suggestion(attribute, vars(module), f"{place}:")
+        raise AttributeError(f"{words_of(error)}{similar}") from error
+    if _takes_number_of_classes(factory):
+        return factory(num_classes=classes)
+    return factory()
+
+
+def _create_timm_model(
+    name: str, shape: Shape, classes: int, pretrained: bool
+) -> nn.Module:
+    models = library("timm.models")
+    base_name = name.partition(".")[0]  # without the tag of its weights
+    is_elsewhere = ":" in name or "/" in name  # as hf-hub:owner/name
+    if not is_elsewhere and not models.is_model(base_name):
+        similar = suggestion(base_name, models.list_models(), "timm:")
+        raise UsageError(f"timm has no model {name}{similar}")
+    create = functools.partial(
+        models.create_model,
+        name,
+        num_classes=classes,
+        in_chans=shape[0],
+        pretrained=pretrained,
+    )
+    try:
+        network: nn.Module = create(img_size=shape[1:])
+    except TypeError:  # a convolutional network takes any size
+        network = create()
+    return network
+
+
+def _takes_number_of_classes(factory: Any) -> bool:
+    for parameter in inspect.signature(factory).parameters.values():
+        if parameter.name == "num_classes" or parameter.kind is parameter.VAR_KEYWORD:
+            return True
+    return False
+
+
+def load_model(
+    path: str | Path, model: str | None = None
+) -> tuple[OnPixels, dict[str, Any]]:
+    """Load the model of a run, on the CPU and in eval mode, with the weights that the
+    run would test.
+
+    Returns the model, which takes images as bytes: uint8, (rows, channels, height,
+    width); and a dict with ``class_names`` and ``image_shape``, among others.
+
+    Args:
+        path: the folder of a run, of which ``best.pt`` is loaded, or a checkpoint.
+        model: the name of the checkpoint's model, if it is code from elsewhere that may
+            be called.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / BEST_FILE
+    state = load(path)
+    about = state["about"]
+    name = about["model"]
+    if name != model and name.partition(":")[0] not in _KNOWN:
+        raise UsageError(
+            f"{path} is of --model {name}, which is code from elsewhere: give --model "
+            f"{name} if it may be called"
+        )
+    shape = _shape(about["image_shape"])
+    classes = len(about["class_names"])
+    built = build_model(name, shape, classes, about["mean"], about["std"])
+    try:
+        built.network.load_state_dict(_weights(state))
+    except RuntimeError as error:
+        message = f"{words_of(error):.200}"
+        raise UsageError(f"{path} does not fit {name}: {message}") from error
+    return built.eval(), about
+
+
+def _shape(sizes: Sequence[int]) -> Shape:
+    channels, height, width = sizes
+    return channels, height, width
+
+
+def _weights(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a checkpoint's weights, averaged ones if there are any."""
+    weights = dict(state["model"])
+    for name, value in (state.get("average") or {}).items():
+        if name.startswith(_AVERAGED):
+            weights[name.removeprefix(_AVERAGED)] = value
+    return weights

@@ -1,0 +1,118 @@
+"""What a test counts, and what a run says of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scatterpar.plan import as_text
+from scatterpar.report import StepReport
+
+TOP_5_CLASSES = 10  # with fewer, top-5 accuracy says little
+CONFUSION_CLASSES = 1000  # with more, the matrix would take more than 8 MB
+_SHOWN_CLASSES = 20
+
+
+class Tally:
+    """Sums over the images of a test.
+
+    Attributes:
+        confusion: the number of images by class and by the class that the model chose;
+            None for very many classes.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.confusion: Tensor | None = None
+        if classes <= CONFUSION_CLASSES:
+            self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        self._images = 0
+        self._sums = torch.zeros(3, dtype=torch.float64)  # loss, right, right in top 5
+
+    def add(self, scores: Tensor, labels: Tensor) -> None:
+        """Add the images of a batch."""
+        chosen = scores.topk(min(5, self.classes)).indices
+        right = chosen == labels[:, None]
+        loss = F.cross_entropy(scores, labels, reduction="sum")
+        self._sums += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
+        self._images += len(labels)
+        if self.confusion is not None:
+            places = labels * self.classes + chosen[:, 0]
+            counts = torch.bincount(places, minlength=self.classes**2)
+            self.confusion += counts.view(self.classes, self.classes)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of an image."""
+        return self._mean(0)
+
+    @property
+    def accuracy(self) -> float:
+        """The part of the images whose class was chosen."""
+        return self._mean(1)
+
+    @property
+    def accuracy_top5(self) -> float:
+        """The part of the images whose class has one of the five highest scores."""
+        return self._mean(2)
+
+    def _mean(self, number: int) -> float:
+        return float(self._sums[number]) / max(1, self._images)
+
+
+def accuracy_per_class(
+    confusion: Tensor, class_names: Sequence[str]
+) -> dict[str, float]:
+    """Return the accuracy of each class that has images, the lowest first."""
+    images = confusion.sum(1)
+    right = confusion.diagonal()
+    accuracies = {}
+    for name, correct, total in zip(class_names, right, images, strict=True):
+        if total:
+            accuracies[name] = float(correct / total)
+    return dict(sorted(accuracies.items(), key=lambda item: item[1]))
+
+
+def accuracies_in_words(accuracies: dict[str, float]) -> str:
+    """Return a line with the accuracy of each class; of very many, the lowest ones."""
+    texts = [f"{name} {accuracy:.1%}" for name, accuracy in accuracies.items()]
+    title = "accuracy per class"
+    if len(texts) > _SHOWN_CLASSES:
+        title = f"lowest accuracies of {len(texts):,} classes"
+    return f"{title}: {', '.join(texts[:_SHOWN_CLASSES])}"
+
+
+# The copies of a step, as `StepReport` calls them, and in words.
+_PHASES = {
+    "scatter": "scatter of the batch",
+    "replicate": "broadcast of the model",
+    "reduce": "reduction of the gradients",
+}
+
+
+def traffic(report: StepReport) -> str:
+    """Return a table of what a step copied between memories, beside `nn.DataParallel`.
+
+    `nn.DataParallel` is called once per sub-step. Each call scatters its rows, and
+    broadcasts the whole model and reduces all gradients again.
+    """
+    calls = max(len(share.micro_batches) for share in report.plan.shares)
+    title = f"nn.DataParallel, {calls} sub-steps"
+    table: list[tuple[str, ...]] = [("copied per step, bytes", "scatterpar", title)]
+    total = 0
+    total_of_calls = 0
+    for phase, words in _PHASES.items():
+        size = report.bytes[phase]
+        # The rows of all calls are the batch.
+        size_per_call = size // calls if phase == "scatter" else size
+        happened = report.messages[phase] > 0
+        once = f"{int(happened)} x {size:,}"
+        repeated = f"{calls * happened} x {size_per_call:,}"
+        table.append((words, once, repeated))
+        total += size
+        total_of_calls += calls * size_per_call
+    table.append(("in all", f"{total:,}", f"{total_of_calls:,}"))
+    return as_text(table)

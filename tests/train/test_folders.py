@@ -1,0 +1,187 @@
+"""Folders of pictures: which are parts of a data set, which are classes, what is left
+out.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from harness.pictures import CLASSES, write_folder
+from PIL import Image
+
+from scatterpar.train.folders import Files, Unused, read_folders, shown, walk
+from scatterpar.train.options import UsageError
+
+LISTED = sorted(CLASSES)
+
+
+def make(folder, *names):
+    """Write a small picture, or an empty file, of each name."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() in (".jpg", ".png"):
+            Image.new("L", (2, 2)).save(path)
+        else:
+            path.touch()
+    return folder
+
+
+def parts(folder, *names, classes=("cat", "dog"), pictures=2):
+    """Write folders of classes into each of these parts."""
+    for name in names:
+        for label in classes:
+            make(
+                folder, *(f"{name}/{label}/{number}.png" for number in range(pictures))
+            )
+    return folder
+
+
+def refused(words, folder, val=None):
+    with pytest.raises(UsageError, match=words) as caught:
+        read_folders(folder, val)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_of_files_are_kept_whatever_they_are():
+    listed = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg", "n01/n01_17.JPEG"]
+    files = Files([(name, label) for label, name in enumerate(listed)])
+    assert [files[row] for row in range(4)] == [
+        (name, row) for row, name in enumerate(listed)
+    ]
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        *[("train", "test"), ("train", "val"), ("Train", "Test"), ("TRAIN", "VAL")],
+        *[("train", "valid"), ("training", "validation"), ("Training", "Testing")],
+        *[("train", "dev"), ("train", "eval"), ("training", "evaluation")],
+    ],
+)
+def test_parts_are_recognised_whatever_their_case(tmp_path, train, test):
+    parts(tmp_path, train, pictures=3)
+    parts(tmp_path, test, pictures=2)
+    folders = read_folders(tmp_path, None)
+    assert folders.class_names == ["cat", "dog"]
+    assert (len(folders.train), len(folders.test), folders.final) == (6, 4, None)
+    assert folders.train[0] == (str(tmp_path / train / "cat" / "0.png"), 0)
+    assert str(folders.unused) == ""
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("val", ["val", "Valid", "validation"])
+def test_val_is_tested_in_each_epoch_and_test_at_the_end(tmp_path, val):
+    parts(tmp_path, "train", pictures=5)
+    parts(tmp_path, val, pictures=3)
+    parts(tmp_path, "Test", pictures=2)
+    folders = read_folders(tmp_path, None)
+    assert (len(folders.test), len(folders.final)) == (6, 4)
+    assert f"{os.sep}{val}{os.sep}" in folders.test[0][0]
+
+
+@pytest.mark.pictures
+def test_a_layout_that_is_not_recognised_is_refused(tmp_path):
+    refused("class folders, no split: --val 0.1", parts(tmp_path / "a", "."))
+    refused("class folders, no split: --val 0.1", parts(tmp_path / "b", "train"))
+    twice = parts(tmp_path / "c", "train", "Train", "val")
+    refused(r"(train/ and Train/|Train/ and train/) are both for train", twice)
+    refused(
+        r"val/ and valid/ are both for val",
+        parts(tmp_path / "d", "train", "val", "valid"),
+    )
+    without = parts(tmp_path / "e", "learn", "test")
+    for val in (None, 0.1):
+        refused(r"it has test/, but no train/ .*\['learn', 'test'\]", without, val)
+    deeper = parts(tmp_path / "f" / "photos", "train", "test")
+    refused(rf"; did you mean {deeper}\?", deeper.parent)
+    refused("two at least", make(tmp_path / "g", "train/1.png", "test/cat/1.png"))
+    refused(
+        "it has images to test on; leave out --val",
+        parts(tmp_path / "h", "train", "test"),
+        0.1,
+    )
+
+
+@pytest.mark.pictures
+def test_a_class_may_be_called_train(tmp_path):
+    make(tmp_path, *(f"{name}/{n}.png" for name in ("bus", "train") for n in range(4)))
+    folders = read_folders(tmp_path, 0.25)
+    assert folders.class_names == ["bus", "train"]
+    assert (len(folders.train), len(folders.test)) == (6, 2)
+
+
+@pytest.mark.pictures
+def test_a_part_without_pictures_of_a_class_is_refused(tmp_path):
+    parts(tmp_path, "train", "test")
+    (tmp_path / "train" / "hat").mkdir()
+    refused(r"train lacks pictures of hat; it is searched .*\.jpg, ", tmp_path)
+    make(tmp_path, "train/hat/1.png", "test/hat/1.gif")
+    refused(r"test lacks pictures of hat", tmp_path)
+
+
+@pytest.mark.pictures
+def test_what_is_not_read_is_counted(tmp_path):
+    parts(tmp_path, "train", "test", "raw")
+    make(
+        tmp_path,
+        "train/cat/a.gif",
+        "train/cat/b.TXT",
+        "train/dog/deep/c",
+        "test/cat/x.heic",
+    )
+    make(tmp_path, "train/cat/.DS_Store", "train/cat/._1.png", "train/.cache/1.png")
+    make(tmp_path, "train/labels.csv", "train/1.png")
+    make(tmp_path, "test/hat/1.png", "test/hat/2.png", "train/__MACOSX/cat/1.png")
+    folders = read_folders(tmp_path, None)
+    assert folders.class_names == ["cat", "dog"]
+    assert (len(folders.train), len(folders.test)) == (4, 4)
+    said = str(folders.unused)
+    for words in (
+        "4 with other endings (.TXT, .gif, .heic, none)",
+        "4 hidden",
+        "2 outside of the folders of classes",
+        "2 of classes that the training images lack (hat)",
+        "4 in other folders (raw/)",
+    ):
+        assert words in said
+
+
+@pytest.mark.pictures
+def test_endings_in_upper_case_and_folders_in_classes_are_read(tmp_path):
+    parts(tmp_path, "train", "test")
+    make(tmp_path, "train/cat/B.JPG", "train/cat/deep/er/1.Png", "train/cat/ä ö.png")
+    assert len(read_folders(tmp_path, None).train) == 7
+
+
+def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
+    make(tmp_path, "cat/1.png", "cat/deep/2.png", "far/3.png")
+    (tmp_path / "cat" / "deep" / "up").symlink_to(tmp_path / "cat")
+    (tmp_path / "cat" / "side").symlink_to(tmp_path / "far")
+    names = [
+        os.path.relpath(name, tmp_path) for name in walk(tmp_path / "cat", Unused())
+    ]
+    assert names == ["cat/1.png", "cat/deep/2.png", "cat/side/3.png"]
+
+
+@pytest.mark.pictures
+def test_classes_without_a_split_are_split_as_val_says(tmp_path):
+    write_folder(tmp_path, train=20, test=1)
+    refused("has too few pictures", tmp_path / "test", 0.1)
+    folders, again = (read_folders(tmp_path / "train", 0.1) for _ in range(2))
+    assert names(folders.train) == names(again.train)
+    assert names(folders.test) == names(again.test)
+    listed = sorted(map(str, tmp_path.glob("train/*/*.png")))
+    assert sorted([*names(folders.train), *names(folders.test)]) == listed
+    assert folders.test.labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def names(files):
+    return [files[row][0] for row in range(len(files))]
+
+
+def test_a_long_list_is_cut():
+    assert shown(["a", "b"]) == "a, b"
+    assert shown([str(number) for number in range(12)]).endswith("8, 9, and 2 more")

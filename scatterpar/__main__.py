@@ -22,7 +22,8 @@ _HELP = f"""{_USAGE}
            on the included ones, half a minute on two cores
   predict  write the classes of images, with what a run of train has learned, as CSV
   doctor   what this machine has, whether copies between its devices arrive intact, and
-           whether a step is exact"""
+           whether a step is exact
+  demo     one batch, accumulated by hand, refused, and counted"""
 _MODULES = {
     "train": "train.run",
     "predict": "train.predict",

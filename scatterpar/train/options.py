@@ -260,8 +260,11 @@ def _defaults(saved: Mapping[str, Any]) -> _Groups:
             if option in _OF_SESSION or value is None or isinstance(value, bool):
                 continue
             if isinstance(value, list):  # as JSON has tuples
-                value = tuple(value)
-            values[option] = Path(value) if option == "data_root" else value
+                values[option] = tuple(value)
+            elif option == "data_root":
+                values[option] = Path(value)
+            else:
+                values[option] = value
         changed = dataclasses.replace(options, **values)
         groups = dataclasses.replace(groups, **{group.name: changed})
     return groups

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scatterpar.plan import as_text
 from scatterpar.report import StepReport
+from scatterpar.tables import as_text
 
 TOP_5_CLASSES = 10  # with fewer, top-5 accuracy says little
 CONFUSION_CLASSES = 1000  # with more, the matrix would take more than 8 MB

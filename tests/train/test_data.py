@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -191,16 +190,6 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
     found = read(data, range(6))
     assert torch.equal(found.labels, tensors[1][:6])
     assert torch.equal(found.images[:, :1], tensors[0][:6])
-
-
-@pytest.mark.parametrize("build", [None, "12.8"])
-def test_a_missing_torchvision_names_the_line_that_installs_it(monkeypatch, build):
-    """Beside torch's CPU build, PyPI's torchvision is not that line's."""
-    monkeypatch.setitem(sys.modules, "torchvision.ops", None)
-    monkeypatch.setattr(torch.version, "cuda", build)
-    cpu = "" if build else "--extra-index-url https://download.pytorch.org/whl/cpu "
-    words = f"needs torchvision, .*: pip install -c constraints.txt {cpu}-e "
-    refused(words + r"'.\[images\]'", "torch/cifar10")
 
 
 @pytest.mark.pictures

@@ -1,0 +1,99 @@
+"""The pictures of a run have whole epochs, every class, and the images as they are."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from scatterpar.train import figures
+from scatterpar.train.figures import draw_confusion, draw_curves, draw_first_batch
+from scatterpar.train.records import Metrics
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """The axes of each figure that is drawn; it is also written."""
+    kept = []
+
+    def save(figure, path):
+        kept.append(figure.axes)
+        real(figure, path)
+
+    real = figures._save
+    with mock.patch.object(figures, "_save", save):
+        yield kept
+
+
+def shown(path):
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 90])
+@pytest.mark.parametrize("has_top5", [False, True])
+def test_curves_have_whole_epochs(tmp_path, drawn, epochs, has_top5):
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        for step in range(1, 2 * epochs + 1):
+            metrics.write(
+                "step", step=step, images=50, loss=float("nan") if step == 1 else 1
+            )
+        for epoch in range(1, epochs + 1):
+            values = {"val_loss": 1.0, "val_accuracy": 0.5, "val_accuracy_top5": 0.9}
+            metrics.write("epoch", step=2 * epoch, epoch=epoch, **values)
+    path = tmp_path / "curves.png"
+    draw_curves(metrics, path, images=100, tested="val", has_top5=has_top5)
+    loss, accuracy = drawn[0]
+    for axes in (loss, accuracy):
+        ticks = [tick for tick in axes.get_xticks() if 0 <= tick <= epochs]
+        assert ticks == [round(tick) for tick in ticks]
+        assert axes.get_xlim()[0] == 0
+    assert loss.lines[0].get_xdata()[-1] == epochs  # of the last step
+    names = [line.get_label() for line in accuracy.lines]
+    assert names == ["top-1 accuracy", *["top-5 accuracy"] * has_top5]
+    assert shown(path).shape[2] == 3
+
+
+@pytest.mark.parametrize(
+    "names", [["cat", "$5 or $6"], ["ü", "猫"], [str(i) for i in range(300)]]
+)
+def test_a_confusion_matrix_takes_any_names_and_number(tmp_path, drawn, names, recwarn):
+    confusion = torch.eye(len(names), dtype=torch.int64) * 7
+    draw_confusion(confusion, names, "title", tmp_path / "confusion.png")
+    axes = drawn[0][0]
+    if len(names) == 2:
+        assert [text.get_text() for text in axes.texts] == ["7", "7"]
+        labels = [label.get_text() for label in axes.get_xticklabels()]
+        assert [label.replace("\\", "") for label in labels] == names
+    assert shown(tmp_path / "confusion.png").any()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("number", [1, 5, 60])
+def test_the_first_batch_shows_the_images_with_their_classes(
+    tmp_path, drawn, channels, number
+):
+    images = torch.full((number, channels, 8, 8), 200, dtype=torch.uint8)
+    labels = torch.arange(number) % 2
+    draw_first_batch(
+        images, labels, ["cat", "a name of many letters"], tmp_path / "x.png"
+    )
+    axes = [each for each in drawn[0] if each.images]
+    assert len(axes) == min(number, 48)
+    assert axes[0].get_xlabel() == "cat"
+    assert axes[0].images[0].get_array().tolist()[0][0] == (
+        200 if channels == 1 else [200] * 3
+    )
+    if number > 1:
+        assert axes[1].get_xlabel() == "a name of many …"
+    assert (shown(tmp_path / "x.png") == 200).any()
+
+
+def test_a_mixed_image_has_both_names(tmp_path, drawn):
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    labels = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.0, 1.0]])
+    draw_first_batch(images, labels, ["a", "b", "c"], tmp_path / "x.png")
+    assert [axes.get_xlabel() for axes in drawn[0][:2]] == ["a + b", "c"]

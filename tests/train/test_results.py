@@ -1,0 +1,70 @@
+"""What a test counts, and what a run says of its results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.train.results import (
+    CONFUSION_CLASSES,
+    Tally,
+    accuracies_in_words,
+    accuracy_per_class,
+    traffic,
+)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("classes", [2, 10])
+def test_a_tally_counts_batches_as_one(classes):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(50, classes, generator=generator)
+    labels = torch.randint(classes, (50,), generator=generator)
+    tally = Tally(classes)
+    for rows in torch.arange(50).split(17):
+        tally.add(scores[rows], labels[rows])
+    chosen = scores.argmax(1)
+    assert tally.loss == pytest.approx(float(nn.CrossEntropyLoss()(scores, labels)))
+    assert tally.accuracy == pytest.approx(float((chosen == labels).float().mean()))
+    top5 = (scores.topk(min(5, classes)).indices == labels[:, None]).any(1)
+    assert tally.accuracy_top5 == pytest.approx(float(top5.float().mean()))
+    for label in range(classes):
+        for choice in range(classes):
+            number = int(((labels == label) & (chosen == choice)).sum())
+            assert tally.confusion[label, choice] == number
+    assert Tally(CONFUSION_CLASSES + 1).confusion is None
+
+
+def test_accuracies_of_classes_begin_with_the_lowest():
+    confusion = torch.tensor([[3, 1, 0], [0, 0, 0], [2, 0, 0]])
+    found = accuracy_per_class(confusion, ["a", "without images", "c"])
+    assert list(found.items()) == [("c", 0.0), ("a", 0.75)]
+    assert accuracies_in_words(found) == "accuracy per class: c 0.0%, a 75.0%"
+    many = {str(number): number / 100 for number in range(50)}
+    assert accuracies_in_words(many).startswith(
+        "lowest accuracies of 50 classes: 0 0.0%"
+    )
+    assert accuracies_in_words(many).endswith("19 19.0%")
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize(
+    ("devices", "happens"), [(["cpu:0", "cpu:1"], (1, 1, 1)), (["cpu"] * 2, (0, 0, 0))]
+)
+def test_traffic_is_what_the_last_step_counted(devices, happens):
+    model = nn.Linear(4, 3)
+    with ScatterOnceParallel(model, accum=4, device_ids=devices) as engine:
+        batch = torch.zeros(16, 4), torch.zeros(16, dtype=torch.int64)
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        report = engine.last_step
+    lines = traffic(report).splitlines()
+    assert "nn.DataParallel, 4 sub-steps" in lines[0]
+    for line, phase, count in zip(
+        lines[1:4], ("scatter", "replicate", "reduce"), happens, strict=True
+    ):
+        size = report.bytes[phase]
+        assert f"{count} x {size:,} " in line
+        assert f"{4 * count} x " in line
+    assert lines[4].split()[2] == f"{sum(report.bytes.values()):,}"

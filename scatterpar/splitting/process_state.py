@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,9 @@ class ProcessState:
     """
 
     def __init__(self, model: nn.Module, step: Any) -> None:
+        if "numpy" in sys.modules:
+            # NumPy imports it at its first use, which may be in the step.
+            importlib.import_module("numpy.random")
         helpers = _training_helpers(step)
         roots = [model, step, *(vars(helper) for helper in helpers)]
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}

@@ -108,12 +108,13 @@ def compare(
 
 
 def _result(task: ReplicaTask, run: Callable[[], Tensor]) -> tuple[float, Gradients]:
-    """The loss of ``run``, and the gradients that it adds to the replica's leaves."""
+    """The loss of ``run``, and the gradients that it adds to the replica's leaves.
+
+    They are no copies: a replay's are static tensors, which the next one writes.
+    """
     with set_aside(task.leaves):
         (loss,) = to_numbers(run().reshape(1))
-        gradients = [
-            None if leaf.grad is None else leaf.grad.clone() for leaf in task.leaves
-        ]
+        gradients = [leaf.grad for leaf in task.leaves]
     return loss, gradients
 
 

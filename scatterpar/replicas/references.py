@@ -22,46 +22,50 @@ def contents(cell: types.CellType) -> Any:
 
 
 def references(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
-    """What a function, method, partial, weak reference or tuple refers to; how to make
-    another.
+    """What a value refers to, and a function that makes another one of such things.
+
+    A value of a kind that is not known refers to nothing.
     """
-    if (
-        type(value) in weakref.ProxyTypes
-    ):  # first: it claims to be of its object's class
+    # First, because a proxy claims to be of its object's class.
+    if type(value) in weakref.ProxyTypes:
         return _of_proxy(value), weakref.proxy
     if isinstance(value, types.MethodType):  # its function may be a closure
         return (value.__func__, value.__self__), types.MethodType
     if type(value) in (weakref.ref, weakref.WeakMethod):
         return (value(),), type(value)
     if type(value) is weakref.WeakKeyDictionary:
-
-        def with_data(data: Any) -> Any:
-            made: Any = weakref.WeakKeyDictionary()
-            made.data = data  # refers to its keys weakly, as the original
-            return made
-
-        return (vars(value)["data"],), with_data
+        return (vars(value)["data"],), _weak_dictionary
     if isinstance(value, _CACHED_FUNCTION):  # each copy has a cache of its own
         return (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
     if type(value) is functools.partial:
-
-        def bind(function: Any, *parts: Any) -> Any:
-            args, rest = parts[: len(value.args)], parts[len(value.args) :]
-            return functools.partial(
-                function, *args, **dict(zip(value.keywords, rest, strict=True))
-            )
-
+        bind = functools.partial(_partial, len(value.args), list(value.keywords))
         return (value.func, *value.args, *value.keywords.values()), bind
     if isinstance(value, tuple):
         return value, functools.partial(_tuple_of, type(value))
-    if isinstance(value, types.FunctionType):  # copied by ``ModuleCopy``
-        cells = map(contents, value.__closure__ or ())
-        return (
-            *cells,
-            *(value.__defaults__ or ()),
-            *(value.__kwdefaults__ or {}).values(),
-        ), type
+    if isinstance(value, types.FunctionType):
+        return _of_function(value), type  # ``ModuleCopy`` makes another one
     return (), type
+
+
+def _weak_dictionary(data: dict[Any, Any]) -> Any:
+    """A dictionary that refers to its keys weakly, as those of ``data`` do."""
+    made: Any = weakref.WeakKeyDictionary()
+    made.data = data
+    return made
+
+
+def _partial(num_args: int, names: Sequence[str], function: Any, *bound: Any) -> Any:
+    """A partial that binds arguments by position, then those with ``names``."""
+    keywords = dict(zip(names, bound[num_args:], strict=True))
+    return functools.partial(function, *bound[:num_args], **keywords)
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
+    """The contents of a function's cells, and its defaults."""
+    referred = [contents(cell) for cell in function.__closure__ or ()]
+    referred += function.__defaults__ or ()
+    referred += (function.__kwdefaults__ or {}).values()
+    return referred
 
 
 def _of_proxy(proxy: Any) -> Sequence[Any]:

@@ -9,9 +9,9 @@ exporting them work as before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fastai.callback.core import Callback
@@ -21,9 +21,14 @@ from fastai.torch_core import to_float
 from torch import Tensor, nn
 
 from scatterpar.batch import nested
+from scatterpar.batch.joining import join_rows
+from scatterpar.batch.markers import Rows
 from scatterpar.devices.device_ids import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.errors import warn
+from scatterpar.integrations import kept, loop
 from scatterpar.integrations.loop import refuse
+from scatterpar.integrations.turns import Turns
 from scatterpar.pair.pair import gather
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
 
@@ -38,6 +43,17 @@ _REFUSED = {
     "ParallelTrainer",
 }
 _REFUSED |= {"RNNCallback", "RNNRegularizer"}
+
+
+_OF_TORCH = {*vars(nn.Module())}
+_REMEDIES = (
+    "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …), the number of terms "
+    "that the mean averages over, such as lambda inputs, targets: targets[0].ne(-100)"
+    '.sum() for labels of which some are ignored, or reduction="sum" for a sum. If it '
+    "compares rows with each other, or is a ratio of sums, train it on one device "
+    "without this callback, or in a loop of your own with engine.loss(inputs, targets, "
+    "criterion, whole_batch=True). Nothing was changed; verify=False does not check."
+)
 
 
 class ScatterOnce(Callback):  # type: ignore[misc]
@@ -78,8 +94,12 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         reduction: str | None = None,
         **options: Any,
     ) -> None:
+        loop.refuse_whole_batch("ScatterOnce", options)
         self._options = {"device_ids": device_ids, "accum": accum, **options}
-        self._count, self._reduction = count, reduction
+        self._count = count
+        self._reduction = reduction
+        self._turns = Turns()
+        self._told: set[str] = set()  # places that calls set, of which a warning told
 
     def before_fit(self) -> None:
         """Replace the Learner's method that processes a batch."""
@@ -143,17 +163,61 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
         if getattr(self._criterion, "loss_func", None) is not learn.loss_func:
             self._criterion = _Criterion(learn.loss_func, mixes)
-        count = self._count or self._criterion.count
-        options: dict[str, Any] = {"count": count, "reduction": self._reduction}
+        criterion = self._criterion
+        options: dict[str, Any] = {
+            "return_outputs": True,
+            "scaler": vars(learn).get("scaler"),  # MixedPrecision's
+        }
+        count = self._count or criterion.count
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
             # the loss of MixUp, for example, refers to all rows
-            options = {"whole_batch": True}
-        # MixedPrecision's
-        options |= {"return_outputs": True, "scaler": vars(learn).get("scaler")}
+            options["whole_batch"] = True
+        else:
+            options["reduction"] = self._reduction
+            if count is not None:
+                options["count"] = _Count(count)
         inputs, targets = tuple(learn.xb), tuple(learn.yb)
-        loss, outputs = self._engine.loss(inputs, targets, self._criterion, **options)
+        numbers = Rows(range(loop.num_rows((inputs, targets))))
+        criterion.calls.clear()
+        with (
+            self._turns.in_step(self._engine, learn, {}, criterion.func, criterion),
+            loop.remedies_named(_REMEDIES),
+        ):
+            loss, outputs = self._engine.loss(
+                inputs, (*targets, numbers), criterion, **options
+            )
+        loop.recompute_weights(learn.model)
+        weights = partial(self._weights, count, inputs, targets)
+        criterion.transfer(loss.device, weights, self._tell)
         pred = gather(outputs, physical(self._engine.device_ids[0]))
         return to_float(pred) if mixes else pred, loss
+
+    def _weights(
+        self, count: Any, inputs: Any, targets: Any, rows: Sequence[Sequence[int]]
+    ) -> list[float]:
+        """The weights of the losses of micro-batches that have these ``rows``."""
+        reduction = self._reduction or self._criterion.reduction
+        if reduction == "sum":
+            return [1.0] * len(rows)
+        counts = [float(len(numbers)) for numbers in rows]
+        if count is not None:
+            counts = []
+            for numbers in rows:
+                select = partial(_selected, list(numbers))
+                batch = nested.map_tensors(select, (inputs, targets))
+                counts.append(float(count(*batch)))
+        total = sum(counts) or 1.0
+        return [terms / total for terms in counts]
+
+    def _tell(self, place: str) -> None:
+        if place in self._told:
+            return
+        self._told.add(place)
+        warn(
+            f"the loss function sets {place} to another value for each micro-batch, "
+            "so that of learn.loss_func stays as it was; keep a tensor without "
+            "dimensions, whose weighted mean it gets, or append to a list"
+        )
 
     def _close(self) -> None:
         if self._engine is not None:
@@ -161,29 +225,156 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._engine = self._criterion = None
 
 
+def _selected(rows: list[int], tensor: Tensor) -> Tensor:
+    return tensor[rows] if tensor.ndim else tensor
+
+
+class _Count:
+    """``count`` of the targets without the numbers of their rows."""
+
+    def __init__(self, count: Callable[[Any, Any], Any]) -> None:
+        self._count = count
+
+    def __call__(self, inputs: Any, targets: tuple[Any, ...]) -> Any:
+        return self._count(inputs, targets[:-1])
+
+
+class _LossCall(NamedTuple):
+    """What one call of the loss function left in its attributes."""
+
+    rows: Sequence[int]
+    # By the path of the part of the loss function, and the attribute's name.
+    values: Mapping[tuple[str, str], Any]
+    changes: Mapping[str, Sequence[kept.Change]]
+
+
 class _Criterion(nn.Module):
-    """A Learner's loss function as a module, so that its tensors are
-    replicated, too.
+    """A Learner's loss function as a module, so that its tensors are replicated, too.
+
+    Attributes:
+        calls: what calls of it left in the loss function's attributes.
     """
 
     def __init__(self, loss_func: Any, mixes: bool) -> None:
         super().__init__()
-        self.loss_func, self.mixes = loss_func, mixes
-        self.func = func = (
-            loss_func.func if isinstance(loss_func, BaseLoss) else loss_func
-        )
+        self.loss_func = loss_func
+        self.mixes = mixes
+        self.func = loss_func
+        if isinstance(loss_func, BaseLoss):
+            self.func = loss_func.func
+        func = self.func
         self.reduction = getattr(func, "reduction", "mean")
         self.count = None
         if is_cross_entropy(func):
             self.count = lambda _, targets: terms_of_rows(func, targets[0], 0).sum()
+        self.calls = _LossCalls()
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
+        *targets_of_rows, rows = targets
         loss_func = self.func  # the replica's
         if isinstance(self.loss_func, BaseLoss):
             loss_func = copy.copy(self.loss_func)
             loss_func.func = self.func
-        return loss_func(to_float(output) if self.mixes else output, *targets)
+        elif kept.is_object(loss_func):  # replicas share it
+            device = nested.tensors(output)[0].device
+            loss_func = kept.CallCopies(device).of(loss_func)
+        watched = _parts_of(loss_func)
+        states = {p: kept.KeptState(o, _OF_TORCH) for p, o in watched.items()}
+        loss = loss_func(to_float(output) if self.mixes else output, *targets_of_rows)
+        values: dict[tuple[str, str], Any] = {}
+        changes: dict[str, list[kept.Change]] = {}
+        for path, state in states.items():
+            changes[path] = []
+            for change in state.changes():
+                name = getattr(change.path[0], "name", "")
+                value = vars(watched[path]).get(name)
+                if len(change.path) == 1 and isinstance(value, (Tensor, float)):
+                    values[path, name] = nested.map_tensors(Tensor.detach, value)
+                else:
+                    changes[path].append(change)
+        self.calls.add(_LossCall(rows, values, changes))
+        return loss
+
+    def transfer(
+        self,
+        device: torch.device,
+        weights: Callable[[Sequence[Sequence[int]]], Sequence[float]],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Transfer what the calls of a step left to the user's loss function.
+
+        Numbers and tensors without dimensions are averaged with the losses' weights,
+        tensors with rows are joined. What is added to lists or counted is added.
+        """
+        calls = self.calls.of_step()
+        user_parts = _parts_of(self.loss_func)
+        if isinstance(self.loss_func, BaseLoss):
+            user_parts = {"": self.loss_func}
+        for path, part in user_parts.items():
+            changes = [call.changes.get(path, ()) for call in calls]
+            kept.apply_changes(part, changes, device, tell)
+        places = dict.fromkeys(place for call in calls for place in call.values)
+        if not places:
+            return
+        rows = [call.rows for call in calls]
+        shares = weights(rows)
+        is_sum = sum(shares) > 1.5
+        for path, name in places:
+            pieces = [call.values.get((path, name)) for call in calls]
+            try:
+                tensors = [torch.as_tensor(piece).to(device) for piece in pieces]
+                joined = join_rows(tensors, 0, shares, [len(r) for r in rows])
+            except (RuntimeError, TypeError, ValueError):
+                tell(f"self.{path}.{name}" if path else f"self.{name}")
+                continue
+            if is_sum and not joined.ndim:
+                joined = torch.stack(tensors).sum()
+            is_float = all(isinstance(piece, float) for piece in pieces)
+            setattr(user_parts[path], name, float(joined) if is_float else joined)
+
+
+class _LossCalls:
+    """The calls of a loss function in one step, those of looks before it included.
+
+    It is shared by all replicas, whose threads only append to it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[_LossCall] = []
+
+    def clear(self) -> None:
+        """Forget the calls of the last step."""
+        self._calls.clear()
+
+    def add(self, call: _LossCall) -> None:
+        """Record a call."""
+        self._calls.append(call)
+
+    def of_step(self) -> list[_LossCall]:
+        """The calls for micro-batches of the step, in the order of their rows.
+
+        They are the last ones, and no two have a row in common.
+        """
+        chosen: list[_LossCall] = []
+        seen: set[int] = set()
+        for call in reversed(self._calls):
+            if seen.isdisjoint(call.rows):
+                seen.update(call.rows)
+                chosen.append(call)
+        return sorted(chosen, key=_first_row)
+
+
+def _first_row(call: _LossCall) -> int:
+    return call.rows[0]
+
+
+def _parts_of(loss_func: Any) -> dict[str, Any]:
+    """The objects of a loss function that may have attributes of the user's."""
+    if isinstance(loss_func, nn.Module):
+        return dict(loss_func.named_modules())
+    is_object = isinstance(loss_func, BaseLoss) or kept.is_object(loss_func)
+    return {"": loss_func} if is_object else {}
 
 
 def _places(value: Any) -> list[Any]:

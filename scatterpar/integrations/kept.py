@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.integrations.loop import moved
+from scatterpar.replicas import module_copy
 
 # longer containers are copied and appended to, but their entries are not searched
 _MAX_ENTRIES = 1000
@@ -220,6 +221,10 @@ class CallCopies:
         if isinstance(value, tuple) and type(value) is tuple:
             entries = tuple(self.of(entry, depth + 1) for entry in value)
             return value if all(map(is_, entries, value)) else entries
+        if isinstance(value, functools.partial):
+            return self._partial(value, depth)
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth)
         if is_container(value):
             return self._container(value, depth)
         if is_object(value):
@@ -245,9 +250,43 @@ class CallCopies:
     def _tensor(self, tensor: Tensor) -> Tensor:
         if type(tensor) is not Tensor or tensor.requires_grad:
             return tensor
-        if tensor.device.type != "cpu" and tensor.device != self._device:
+        if self._is_elsewhere(tensor):
             return tensor.to(self._device)
         return tensor.clone() if tensor.numel() <= _MAX_ELEMENTS else tensor
+
+    def _partial(self, value: functools.partial[Any], depth: int) -> Any:
+        """A partial that binds copies, if it binds what has any."""
+        function = self.of(value.func, depth + 1)
+        args = [self.of(arg, depth + 1) for arg in value.args]
+        options = {n: self.of(arg, depth + 1) for n, arg in value.keywords.items()}
+        before = (value.func, *value.args, *value.keywords.values())
+        if all(map(is_, (function, *args, *options.values()), before)):
+            return value
+        return self._remember(value, functools.partial(function, *args, **options))
+
+    def _function(self, value: types.FunctionType, depth: int) -> Any:
+        """A function that closes over tensors of the call's device, if they differ."""
+        cells = value.__closure__ or ()
+        new_cells = []
+        for cell in cells:
+            content = module_copy.contents(cell)
+            copied = content
+            is_elsewhere = isinstance(content, Tensor) and self._is_elsewhere(content)
+            if is_elsewhere or id(content) in self._copies:
+                copied = self.of(content, depth + 1)
+            new_cells.append(cell if copied is content else types.CellType(copied))
+        if all(map(is_, cells, new_cells)):
+            return value
+        closure = tuple(new_cells)
+        function = types.FunctionType(
+            value.__code__, value.__globals__, closure=closure
+        )
+        function.__defaults__ = value.__defaults__
+        function.__kwdefaults__ = value.__kwdefaults__
+        return self._remember(value, functools.update_wrapper(function, value))
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return tensor.device.type != "cpu" and tensor.device != self._device
 
     def _container(self, value: Any, depth: int) -> Any:
         try:

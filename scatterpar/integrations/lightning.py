@@ -42,6 +42,15 @@ __all__ = ["ScatterOnceStrategy"]
 
 # Attributes of every LightningModule: they are no state of the user's.
 _OF_LIGHTNING = {*vars(LightningModule()), "log"}
+_ELSEWHERE = "make it an attribute of the LightningModule, such as a buffer"
+_REMEDIES = (
+    "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of terms "
+    "that the mean averages over in a batch, such as lambda batch: batch[1].ne(-100)"
+    '.sum() for labels of which some are ignored, or reduction="sum" for a sum. If it '
+    "compares rows with each other, or is a ratio of sums, train it on one device with a "
+    "strategy of Lightning's, or in a loop of your own with engine.loss(inputs, targets, "
+    "criterion, whole_batch=True). Nothing was changed; verify=False does not check."
+)
 _NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _REDUCTIONS: dict[Any, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
@@ -90,6 +99,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         loop.refuse(
             "ScatterOnceStrategy", {"graphs=True": options.get("graphs")}, reason
         )
+        loop.refuse_whole_batch("ScatterOnceStrategy", options)
         # the Trainer sets its devices=
         self.parallel_devices: list[torch.device] | None = None
         self._device_ids = device_ids
@@ -168,6 +178,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with (
             plugin.train_step_context(),
             self._inputs("training_step", batch, rest) as inputs,
+            loop.remedies_named(_REMEDIES),
         ):
             loss, calls = self._engine.loss(
                 inputs,
@@ -284,6 +295,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             "_trainer": trainer,
         }
         with (
+            loop.explained(device, _ELSEWHERE, getattr(type(module), step)),
             kept.standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
             _placed(module, metrics),
         ):

@@ -21,6 +21,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
+from scatterpar.step.criterion_closure import named_values
+from scatterpar.verify.causes import NotCombined
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -84,6 +86,48 @@ def _recompute(part: nn.Module, hook: Any) -> None:
     if computed.shape == before.shape and computed.device == before.device:
         before.data.copy_(computed)  # the same tensor: replicas need no rebuilding
         setattr(part, name, before)
+
+
+@contextlib.contextmanager
+def explained(device: torch.device, remedy: str, *functions: Any) -> Iterator[None]:
+    """Name tensors of other devices that ``functions`` refer to, if the body fails.
+
+    Raises:
+        RuntimeError: the body's, with the names of the tensors and ``remedy``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        names: dict[str, None] = {}
+        for function in functions:
+            for name, value in named_values(function).items():
+                if isinstance(value, Tensor) and value.device != device:
+                    names[repr(name)] = None
+        if not names or "device" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a replica computes on {device}, but {' and '.join(names)}, which your "
+            f"code names, is on another device: {remedy}"
+        ) from error
+
+
+@contextlib.contextmanager
+def remedies_named(remedies: str) -> Iterator[None]:
+    """In the body, a refusal of how losses combine names the ``remedies`` of a loop."""
+    try:
+        yield
+    except NotCombined as error:
+        raise ValueError(f"{error.problem}\n{remedies}") from None
+
+
+def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:
+    """Refuse ``whole_batch``, which is no option of an engine."""
+    reason = (
+        "the loop calls the criterion for each micro-batch; train a loss that compares "
+        "rows on one device, or in a loop of your own with engine.loss(inputs, targets, "
+        "criterion, whole_batch=True)"
+    )
+    refuse(integration, {"whole_batch": "whole_batch" in options}, reason)
 
 
 def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
@@ -45,7 +46,6 @@ from scatterpar.integrations.turns import Turns
 from scatterpar.option_checks import check_number
 from scatterpar.pair.pair import gather
 from scatterpar.sharded import ShardedOptimizer
-from scatterpar.step.criterion_closure import named_values
 from scatterpar.step.request import check_function
 from scatterpar.torch_private import unwrapped
 
@@ -72,6 +72,10 @@ _SHARED = {
 }
 _ROWS, _EVAL_ROWS = "per_device_train_batch_size", "per_device_eval_batch_size"
 _BATCHES, _REFERENCE_ROWS = "gradient_accumulation_steps", "precompute_ref_batch_size"
+_ELSEWHERE = (
+    "make it an attribute of the Trainer, or bind it with functools.partial("
+    "compute_loss_func, name=tensor), and each replica gets a copy on its device"
+)
 _GIVEN = "_given_to_scatterpar"  # of arguments that are used again: those of the user
 # TRL's trainers whose losses of batches combine into that of all, except with these
 # loss types.
@@ -382,8 +386,11 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         copies = kept.CallCopies(device, replicas, pinned)
         # If hooks write attributes of this Trainer, the call must read them there.
         in_place = id(self) in pinned
+        functions = [type(self).compute_loss]
+        if isinstance(self.compute_loss_func, types.FunctionType):
+            functions.append(self.compute_loss_func)
         with (
-            _explained(device, type(self).compute_loss),
+            loop.explained(device, _ELSEWHERE, *functions),
             kept.standing_in(
                 self, _SHARED, copies, attributes, in_place=in_place
             ) as trainer,
@@ -640,26 +647,6 @@ class _Placed:
 def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
     """Record a call of ``log``, which is made once the step has succeeded."""
     logs.append((logger, args, options))
-
-
-@contextlib.contextmanager
-def _explained(device: torch.device, function: Any) -> Iterator[None]:
-    """Name the tensors of other devices that ``function`` refers to, if it fails."""
-    try:
-        yield
-    except RuntimeError as error:
-        names = [
-            name
-            for name, value in named_values(function).items()
-            if isinstance(value, Tensor) and value.device != device
-        ]
-        if names and "same device" in str(error):
-            raise RuntimeError(
-                f"{function.__qualname__} uses {' and '.join(names)} on another device "
-                f"than {device}, where this replica computes; make it an attribute of "
-                "the Trainer, which is moved to each replica's device"
-            ) from error
-        raise
 
 
 def _own_arguments(value: Any) -> Any:

@@ -36,6 +36,17 @@ from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.snapshot import Snapshot
 from scatterpar.step.criterion_closure import DEPTH, reachable
 
+# Libraries whose hooks keep nothing that a step function reads.
+_WITHOUT_STATE = {
+    "accelerate",
+    "bitsandbytes",
+    "peft",
+    "scatterpar",
+    "torch",
+    "transformers",
+    "trl",
+}
+
 
 @dataclass
 class Turns:
@@ -54,7 +65,12 @@ class Turns:
 
     @contextlib.contextmanager
     def in_step(
-        self, engine: Any, owner: Any, kept: Mapping[str, Any], function: Any
+        self,
+        engine: Any,
+        owner: Any,
+        kept: Mapping[str, Any],
+        function: Any,
+        *replicated: nn.Module,
     ) -> Iterator[None]:
         """In the body, replicas of ``engine`` run in turn if hooks make it necessary.
 
@@ -63,6 +79,7 @@ class Turns:
             owner: the object whose step function runs.
             kept: its attributes that calls may write, by name.
             function: the step function.
+            replicated: modules that are replicated beside the engine's.
         """
         if self._named is None:  # once: a search of a file's globals takes long
             values = reachable(function, DEPTH, set())
@@ -75,7 +92,7 @@ class Turns:
             engine._is_serial = False
             yield
             return
-        shared = _without_replicated(hooked, engine.module)
+        shared = _without_replicated(hooked, [engine.module, *replicated])
         self.pinned = _kept_among(shared, owner, kept)
         is_unwritten = not self.pinned and self._is_known(shared)
         engine._is_serial = bool(shared) and not is_unwritten
@@ -124,12 +141,25 @@ def _reached_by_hooks(modules: Iterable[nn.Module]) -> dict[int, Any]:
         if "forward" in vars(part):
             functions.append(vars(part)["forward"])
         for function in functions:
-            if not _is_of_a_library(function):
-                for value in reachable(function, DEPTH, set()):
-                    if isinstance(value, types.MethodType):
-                        value = value.__self__
-                    if is_container(value) or _is_written_object(value):
-                        reached[id(value)] = value
+            for value in _reached_by(function):
+                reached[id(value)] = value
+    return reached
+
+
+def _reached_by(function: Any) -> list[Any]:
+    """The containers and objects that a hook leads to."""
+    if _is_of_a_library(function):
+        # Of a library's hooks only their own objects, such as fastai's ``Hook``.
+        holder = getattr(function, "__self__", None)
+        root = type(holder).__module__.partition(".")[0]
+        is_written = hasattr(holder, "__dict__") and root not in _WITHOUT_STATE
+        return [holder] if is_written and not isinstance(holder, nn.Module) else []
+    reached = []
+    for value in reachable(function, DEPTH, set()):
+        if isinstance(value, types.MethodType):
+            value = value.__self__
+        if is_container(value) or _is_written_object(value):
+            reached.append(value)
     return reached
 
 
@@ -154,10 +184,10 @@ def _is_written_object(value: Any) -> bool:
 
 
 def _without_replicated(
-    objects: Mapping[int, Any], module: nn.Module
+    objects: Mapping[int, Any], modules: Iterable[nn.Module]
 ) -> dict[int, Any]:
-    """The objects of which replicas of ``module`` have no copies of their own."""
-    replicated = {*map(id, ModuleContents((module,)).containers)}
+    """The objects of which replicas of ``modules`` have no copies of their own."""
+    replicated = {*map(id, ModuleContents(modules).containers)}
     return {i: value for i, value in objects.items() if i not in replicated}
 
 

@@ -40,11 +40,25 @@ class Verdict:
         outcome: what becomes of the step.
         text: of the warning or the error.
         error: the replica's error that the text shows.
+        problem: the first line of the text, if losses do not combine.
     """
 
     outcome: Outcome
     text: str = ""
     error: Exception | None = None
+    problem: str = ""
+
+
+class NotCombined(ValueError):
+    """The losses of parts do not combine into the loss of all rows.
+
+    Attributes:
+        problem: the first line of the text, for a loop that names remedies of its own.
+    """
+
+    def __init__(self, text: str, problem: str) -> None:
+        super().__init__(text)
+        self.problem = problem
 
 
 RIGHT = Verdict(Outcome.RIGHT)
@@ -211,13 +225,13 @@ def _refused_combination(losses: Losses, remedy: str) -> Verdict:
     sizes = " + ".join(str(len(part)) for part in losses.parts[:_MAX_SIZES])
     if len(losses.parts) > _MAX_SIZES:
         sizes += " + …"
-    return _refused(
+    problem = (
         f"{losses.name}: your loss of {losses.num_rows} rows is not the "
         f"{losses.request.reduction} of the losses of {sizes} rows: the gradient would be "
-        f"{_size_of(losses.difference)}.",
-        remedy,
-        *losses.other_remedies(remedy),
+        f"{_size_of(losses.difference)}."
     )
+    verdict = _refused(problem, remedy, *losses.other_remedies(remedy))
+    return replace(verdict, problem=problem)
 
 
 def mean_over_rows(losses: Losses) -> Verdict | None:

@@ -19,7 +19,7 @@ from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.tables import shown
-from scatterpar.verify.causes import RETURN, Outcome, in_lines
+from scatterpar.verify.causes import RETURN, NotCombined, Outcome, in_lines
 from scatterpar.verify.evidence import name_of
 from scatterpar.verify.joins import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
@@ -84,6 +84,8 @@ class Verifier:
         verdict = findings.verdict
         if verdict.outcome is Outcome.REFUSED:
             kind.is_refused = True
+            if verdict.problem:
+                raise NotCombined(verdict.text, verdict.problem)
             raise ValueError(verdict.text) from verdict.error
         kind.is_serial |= findings.shares_state and question.is_shared
         if kind.is_serial:

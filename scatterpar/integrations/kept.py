@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.integrations.loop import moved
-from scatterpar.replicas import module_copy
+from scatterpar.replicas import references
 
 # longer containers are copied and appended to, but their entries are not searched
 _MAX_ENTRIES = 1000
@@ -269,7 +269,7 @@ class CallCopies:
         cells = value.__closure__ or ()
         new_cells = []
         for cell in cells:
-            content = module_copy.contents(cell)
+            content = references.contents(cell)
             copied = content
             is_elsewhere = isinstance(content, Tensor) and self._is_elsewhere(content)
             if is_elsewhere or id(content) in self._copies:

@@ -66,17 +66,17 @@ def _globals_named_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-Held = Tensor | nn.Module | torch.Generator
+Referent = Tensor | nn.Module | torch.Generator
 
 
-def closure_contents(function: Any) -> list[Held]:
+def closure_contents(function: Any) -> list[Referent]:
     """The tensors, modules and generators that a criterion refers to; nearest first.
 
     Its own module is left out.
     Each step searches, so numbers and words are passed over, and logs for the most
     part.
     """
-    held: list[Held] = []
+    referents: list[Referent] = []
     seen = {id(module_of(function))}
     level = [function]
     values_left = _MAX_VALUES
@@ -87,8 +87,8 @@ def closure_contents(function: Any) -> list[Held]:
                 continue
             seen.add(id(value))
             values_left -= 1
-            if isinstance(value, Held):
-                held.append(value)
+            if isinstance(value, Referent):
+                referents.append(value)
                 continue
             try:
                 children = list(_children(value))
@@ -96,7 +96,7 @@ def closure_contents(function: Any) -> list[Held]:
                 continue
             next_level += _children_to_search(children)
         level = next_level
-    return held
+    return referents
 
 
 def _children_to_search(children: list[Any]) -> list[Any]:
@@ -113,10 +113,10 @@ def _children_to_search(children: list[Any]) -> list[Any]:
     return children
 
 
-def trained_leaves(held: Sequence[Held]) -> list[Tensor]:
+def trained_leaves(referents: Sequence[Referent]) -> list[Tensor]:
     """The leaves among these tensors, and in these modules, that require grad."""
     leaves: dict[int, Tensor] = {}
-    for value in held:
+    for value in referents:
         tensors: Iterable[Any] = [value]
         if isinstance(value, nn.Module):
             tensors = value.parameters()
@@ -126,13 +126,13 @@ def trained_leaves(held: Sequence[Held]) -> list[Tensor]:
     return list(leaves.values())
 
 
-def training_buffers(held: Sequence[Held]) -> list[Tensor]:
+def training_buffers(referents: Sequence[Referent]) -> list[Tensor]:
     """The buffers that a call of these modules may write.
 
     Those are the buffers of parts in training mode.
     """
     buffers: dict[int, Tensor] = {}
-    for value in held:
+    for value in referents:
         if not isinstance(value, nn.Module):
             continue
         for part in value.modules():

@@ -65,7 +65,7 @@ def _loss_under_lock(
         seat.holds_lock = False
     for leaf in leaves_reached(loss, nodes):
         if isinstance(leaf, nn.Parameter) and not any(
-            leaf is own for own in task.leaves
+            leaf is known for known in task.leaves
         ):
             raise not_replicated(leaf, task.criterion)
     return loss

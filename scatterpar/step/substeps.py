@@ -26,7 +26,7 @@ from scatterpar.replicas.replicas import parameter_writes_refused
 from scatterpar.replicas.sync_batch_norm import Meeting
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
-    Held,
+    Referent,
     closure_contents,
     not_replicated,
     trained_leaves,
@@ -261,16 +261,18 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     those that the criterion or an object in the module refers to.
     """
     criterion = attempt.request.criterion
-    held = _held_by_user_code(attempt)
-    if held:
-        generators = [value for value in held if isinstance(value, torch.Generator)]
-        attempt.undo.save_values(training_buffers(held))
+    referents = _referents_of_user_code(attempt)
+    if referents:
+        generators = [
+            value for value in referents if isinstance(value, torch.Generator)
+        ]
+        attempt.undo.save_values(training_buffers(referents))
         attempt.undo.save_generators(generators)
     leaves: dict[int, Tensor] = {}
     for replica_set in attempt.replicas.replica_sets:
         for leaf in replica_set.leaves.values():
             leaves[id(leaf)] = leaf
-    for leaf in trained_leaves(held):
+    for leaf in trained_leaves(referents):
         leaves[id(leaf)] = leaf
     attempt.user_leaves = list(leaves.values())
     with set_aside(attempt.user_leaves):
@@ -281,16 +283,16 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
                 raise not_replicated(leaf, criterion)
 
 
-def _held_by_user_code(attempt: Attempt) -> list[Held]:
+def _referents_of_user_code(attempt: Attempt) -> list[Referent]:
     """What the criterion, and objects that replicas share, refer to."""
-    held = closure_contents(attempt.request.criterion)
+    referents = closure_contents(attempt.request.criterion)
     shared_objects = [
         list(replica_set.contents.objects.values())
         for replica_set in attempt.replicas.replica_sets
     ]
     if any(shared_objects):
-        held += closure_contents(shared_objects)
-    return held
+        referents += closure_contents(shared_objects)
+    return referents
 
 
 @contextlib.contextmanager

@@ -317,7 +317,7 @@ WITHOUT_TESTS = """
     splitting/causes splitting/evidence splitting/gradients splitting/operator_modes
     splitting/parts splitting/process_state splitting/ranks splitting/step_run
     splitting/trial
-    step/attempt step/loss step/loss_weights step/task
+    step/attempt
     verify/causes verify/comparison verify/constant_numbers verify/evidence verify/joined
     verify/joins verify/moved_state verify/ranges verify/rounding verify/runs
     verify/schedule

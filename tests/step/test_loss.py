@@ -1,0 +1,54 @@
+"""What counts as a loss, and the errors for everything else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar.step.loss import loss_of, require_trainable, scalar_loss
+
+LOSS = torch.tensor(2.0)
+ROWS = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "output", [LOSS, {"loss": LOSS, "logits": ROWS}, SimpleNamespace(loss=LOSS)]
+)
+def test_a_module_gives_its_loss_as_the_output_or_in_it(output):
+    assert loss_of(output, None, None) is LOSS
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (2.0, TypeError, "got float; return it alone"),
+        ((LOSS, ROWS), TypeError, "got tuple; return it alone"),
+        ({"a": LOSS, "b": LOSS}, TypeError, r"return sum\(losses.values\(\)\)"),
+        (ROWS, ValueError, r"got shape \(3,\); reduce it"),
+        (torch.tensor(1j), ValueError, r"take its .abs\(\)"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_what_to_return(loss, error, words):
+    with pytest.raises(error, match=f"the criterion must give .*{words}"):
+        scalar_loss(loss, "the criterion")
+
+
+def test_a_module_that_returns_several_values_needs_a_criterion():
+    with pytest.raises(TypeError, match=r"lambda output, _: output\[1\]"):
+        loss_of((ROWS, LOSS), None, None)
+
+
+def test_a_criterion_of_other_arguments_is_refused():
+    with pytest.raises(TypeError, match=r"criterion\(output, targets\)"):
+        loss_of(ROWS, None, lambda output: LOSS)
+
+
+@pytest.mark.draws
+def test_a_module_without_trained_parameters_is_refused():
+    module = nn.Linear(2, 2)
+    require_trainable(module)
+    with pytest.raises(ValueError, match="Linear, has no parameter that requires grad"):
+        require_trainable(module.requires_grad_(False))

@@ -496,6 +496,9 @@ class _Recorded:
     def __class__(self) -> type:  # for isinstance(self.logger, TensorBoardLogger)
         return type(self._target)
 
+    def __call__(self, *args: Any, **options: Any) -> None:
+        self._calls.add(self._path, *args, **options)
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._target, name)
         if callable(value) and name.startswith(("get", "is_", "has_")):

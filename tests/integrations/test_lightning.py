@@ -442,3 +442,37 @@ def test_the_page(monkeypatch, tmp_path):
         pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False)
     )
     exec(snippet, {"module": made(), "loader": loader()})
+
+
+class Keeps(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.by_loader, self.total, self.last = [[]], torch.zeros(()), None
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.by_loader[0].extend(batch[1].tolist())
+        self.total += len(batch[0])
+        self.last = loss.detach()
+        self.log("constant", loss, batch_size=12)
+        self.logger.log_metrics({"own": float(loss.detach())}, self.global_step)
+        return loss
+
+
+def test_containers_sums_loggers_and_constant_sizes(recwarn):
+    ours, own = fitted(ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), made(Keeps))
+    stock, one = fitted(None, made(Keeps))
+    assert ours.by_loader == stock.by_loader
+    assert ours.total == stock.total
+    calls = own.logger.log_metrics.call_args_list, one.logger.log_metrics.call_args_list
+    rows, expected = (
+        [c for c in each if c.args and "own" in c.args[0]] for each in calls
+    )
+    assert len(rows) == 4 * len(expected)
+    values, stocks = (
+        [c.kwargs["metrics"]["constant"] for c in each if "constant" in str(c.kwargs)]
+        for each in calls
+    )
+    assert values == pytest.approx(stocks, rel=1e-6)
+    told = [w for w in recwarn if "training_step sets self.last" in str(w.message)]
+    assert len(told) == 1

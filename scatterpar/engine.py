@@ -256,7 +256,14 @@ class ScatterOnceParallel(Wrapper):
             vars(self).update(earlier)
             raise
 
-    _transient = "_workers", "_replicas", "_verifier", "_one_pass", "_trace"
+    _transient = (
+        "_workers",
+        "_replicas",
+        "_verifier",
+        "_one_pass",
+        "_trace",
+        "remedies",
+    )
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
@@ -273,6 +280,9 @@ class ScatterOnceParallel(Wrapper):
         self._step_ended = math.inf  # the first step has not waited
         # set by a loop whose replicas share what hooks write and the loop reads
         self._is_serial = False
+        # What a loop around the engine has in the place of the engine's arguments, for
+        # refusals; empty without such a loop.
+        self.remedies = ""
 
     def _init_verifier(self) -> None:
         self._verifier = Verifier(self._ranks is not None) if self.verify else None
@@ -536,7 +546,7 @@ class ScatterOnceParallel(Wrapper):
             with attempt.phase("compute"), user_state_guarded(attempt):  # 4
                 tasks = make_tasks(attempt, loaders)
                 if verifier is not None:
-                    verifier.check(attempt, tasks)
+                    verifier.check(attempt, tasks, self.remedies)
                     if isinstance(schedule, Captured):
                         schedule.look(attempt, tasks[0])
                 computed = schedule.run(attempt, tasks)

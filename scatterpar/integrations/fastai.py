@@ -157,6 +157,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if self._engine is None or self._engine.module is not learn.model:
             self._close()
             self._engine = ScatterOnceParallel(learn.model, **self._options)
+            self._engine.remedies = _REMEDIES
         if not trains:
             with torch.no_grad():
                 return self._engine(*learn.xb), None
@@ -181,7 +182,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         criterion.calls.clear()
         with (
             self._turns.in_step(self._engine, learn, {}, criterion.func, criterion),
-            loop.remedies_named(_REMEDIES),
         ):
             loss, outputs = self._engine.loss(
                 inputs, (*targets, numbers), criterion, **options

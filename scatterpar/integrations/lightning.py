@@ -156,6 +156,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._engine = enter(
             ScatterOnceParallel(modules, device_ids=devices, **self._options)
         )
+        self._engine.remedies = _REMEDIES
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
@@ -178,7 +179,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with (
             plugin.train_step_context(),
             self._inputs("training_step", batch, rest) as inputs,
-            loop.remedies_named(_REMEDIES),
         ):
             loss, calls = self._engine.loss(
                 inputs,

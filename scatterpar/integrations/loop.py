@@ -22,7 +22,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.step.criterion_closure import named_values
-from scatterpar.verify.causes import NotCombined
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -109,15 +108,6 @@ def explained(device: torch.device, remedy: str, *functions: Any) -> Iterator[No
             f"a replica computes on {device}, but {' and '.join(names)}, which your "
             f"code names, is on another device: {remedy}"
         ) from error
-
-
-@contextlib.contextmanager
-def remedies_named(remedies: str) -> Iterator[None]:
-    """In the body, a refusal of how losses combine names the ``remedies`` of a loop."""
-    try:
-        yield
-    except NotCombined as error:
-        raise ValueError(f"{error.problem}\n{remedies}") from None
 
 
 def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:

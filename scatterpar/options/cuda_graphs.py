@@ -323,7 +323,8 @@ class GraphedSubsteps(Substeps):
         """Replay the sub-step with the weight 1. Returns its loss, a static tensor."""
         self._accumulate_in(graph.gradients)
         graph.factor.fill_(self._request.scale)
-        graph.replay(self._task, 0)
+        # A look is no sub-step: a trace does not show its parts.
+        graph.replay(replace(self._task, clock=None), 0)
         return graph.loss
 
     def _key_of(self, number: int, weight: float) -> Hashable:

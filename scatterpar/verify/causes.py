@@ -49,18 +49,6 @@ class Verdict:
     problem: str = ""
 
 
-class NotCombined(ValueError):
-    """The losses of parts do not combine into the loss of all rows.
-
-    Attributes:
-        problem: the first line of the text, for a loop that names remedies of its own.
-    """
-
-    def __init__(self, text: str, problem: str) -> None:
-        super().__init__(text)
-        self.problem = problem
-
-
 RIGHT = Verdict(Outcome.RIGHT)
 
 RETURN = "return it from forward, and take it from the output that the criterion gets"

@@ -19,7 +19,7 @@ from scatterpar.step.loss_weights import is_cross_entropy
 from scatterpar.step.request import Request
 from scatterpar.step.task import ReplicaTask
 from scatterpar.tables import shown
-from scatterpar.verify.causes import RETURN, NotCombined, Outcome, in_lines
+from scatterpar.verify.causes import RETURN, Outcome, in_lines
 from scatterpar.verify.evidence import name_of
 from scatterpar.verify.joins import Compute, JoinCheck
 from scatterpar.verify.look import Findings, look
@@ -47,17 +47,24 @@ class Verifier:
         self._joins = JoinCheck()
         self._warned: set[str] = set()  # beginnings of warnings, and names of state
 
-    def check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> None:
+    def check(
+        self, attempt: Attempt, tasks: Sequence[ReplicaTask], remedies: str = ""
+    ) -> None:
         """Before the sub-steps: look at some rows, if that is due.
+
+        With ``remedies`` a refusal names these, and not the engine's arguments.
 
         Raises:
             ValueError: a replica, in parts, gives another loss or gradient than the
                 user's own module and criterion for the same rows.
         """
         with attempt.span("verify"), no_kernel_search():  # a look has other sizes
-            self._check(attempt, tasks[: len(attempt.replicas.criteria)])
+            with_criterion = tasks[: len(attempt.replicas.criteria)]
+            self._check(attempt, with_criterion, remedies)
 
-    def _check(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> None:
+    def _check(
+        self, attempt: Attempt, tasks: Sequence[ReplicaTask], remedies: str
+    ) -> None:
         request = attempt.request.of_largest_batch()
         is_divided = self._is_distributed or len(attempt.plan.substep_rows) > 1
         if request.whole_batch and request.rows == 1:
@@ -67,14 +74,14 @@ class Verifier:
         kind, details = self._kinds.kind_of(request, question.batch, is_divided, flags)
         if kind.is_due(question.ranges, details):
             try:
-                self._ask(question, kind)
+                self._ask(question, kind, remedies)
             finally:
                 # After a refusal the same rows again: fewer may not show it.
                 kind.looks += not kind.is_refused
                 _drop_gradients(attempt)  # user code may compute some
         attempt.threads.is_serial |= kind.is_serial
 
-    def _ask(self, question: Question, kind: Kind) -> None:
+    def _ask(self, question: Question, kind: Kind, remedies: str) -> None:
         """Look at a step. Refuses it, or tells what the look has found."""
         try:
             findings = question.findings(kind.looks)
@@ -84,8 +91,8 @@ class Verifier:
         verdict = findings.verdict
         if verdict.outcome is Outcome.REFUSED:
             kind.is_refused = True
-            if verdict.problem:
-                raise NotCombined(verdict.text, verdict.problem)
+            if verdict.problem and remedies:
+                raise ValueError(f"{verdict.problem}\n{remedies}")
             raise ValueError(verdict.text) from verdict.error
         kind.is_serial |= findings.shares_state and question.is_shared
         if kind.is_serial:

@@ -119,6 +119,7 @@ GROUPS = (rows.Group("only", 1.0, 1, (rows.Row("counts", "tried.counts", 600.0),
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_a_page_with_all_findings_and_no_process(tmp_path):
     page, options = arguments(tmp_path)
     command = [sys.executable, "-c", tried(tmp_path, LONG), *options]

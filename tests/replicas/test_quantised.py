@@ -5,6 +5,7 @@ torchao's.
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -317,11 +318,14 @@ def test_weights_of_4_bits_on_cards(layer, number):
 
 
 @pytest.mark.loops
+@pytest.mark.skipif(
+    find_spec("bitsandbytes") is None,  # before the accelerator is compiled for it
+    reason="could not import 'bitsandbytes'",
+)
 def test_weights_of_4_bits_on_simulated_cards(simulated_accelerator):
     """Operators there refuse tensors of two devices, which virtual devices on the CPU
     do not.
     """
-    pytest.importorskip("bitsandbytes")
     if not simulated_accelerator:
         pytest.skip("there is no g++ to build it")
     # Else bitsandbytes compiles what it runs on accelerators that it does not know:

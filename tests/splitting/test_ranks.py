@@ -111,6 +111,7 @@ def test_ranks_that_gather_unequal_tensors_are_told():
         splitcheck(step, new(Net), images(), ranks=2, equal=False)
 
 
+@pytest.mark.slow
 def test_at_the_time_limit_each_rank_says_where_it_waits():
     def step(model, batches):
         averaged(model, batches)

@@ -357,6 +357,7 @@ print(*(str(warning.message) for warning in told), sep="\\n", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_without_the_dispatch_key_replicas_take_turns_and_draw_the_same_numbers():
     """A later version of torch may lack the key, and nobody could import the package."""
     without = run("-c", WITHOUT_KEY + DRAWING_STEPS)

@@ -19,9 +19,10 @@ from scatterpar.torch_private import leaves_reached, nodes_of
 
 
 def forward(
-    task: ReplicaTask, rows: tuple[Any, Any], sub_step: int = 0
+    task: ReplicaTask, rows: tuple[Any, Any] | None, sub_step: int = 0
 ) -> tuple[Any, Tensor]:
-    """The output and loss of one micro-batch.
+    """The output and loss of one micro-batch; its rows arrive now if ``rows`` is
+    ``None``.
 
     One replica at a time calls a function that they share: what a call stores in a
     network that it closes over, such as features that a hook keeps, the same call
@@ -31,7 +32,8 @@ def forward(
     criterion = task.criterion
     if sub_step in task.sums:
         criterion = as_sum(criterion)
-    inputs, targets = rows
+    # Loaded here: a caller's stack might keep the inputs during the criterion.
+    inputs, targets = task.rows_of(sub_step) if rows is None else rows
     with task.span("forward", sub_step):
         output = task.output_of(inputs)
         # A backward pass that needs no inputs lets them be freed before the criterion.

@@ -131,10 +131,7 @@ class Substeps:
         """
         task = self._task
         request = self._request
-        # The rows have no name here, which would keep inputs during the criterion.
-        output, loss = forward(
-            task, task.rows_of(sub_step) if rows is None else rows, sub_step
-        )
+        output, loss = forward(task, rows, sub_step)
         returned = None
         if request.return_outputs:
             returned = detached_output(output, request.return_outputs)

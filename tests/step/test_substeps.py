@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import weakref
 from collections import Counter
 
 import pytest
 import torch
-from harness.models import CLASSES, FEATURES, Of, linear
+from faults.processes import run_forked
+from harness.models import CLASSES, FEATURES, linear
 from harness.oracle import build, randint, randn
 from torch import nn
 
@@ -45,26 +45,41 @@ def test_micro_batches_without_terms_still_run_forward(devices):
     assert model[0].num_batches_tracked == 3
 
 
-@pytest.mark.parametrize("is_module", [False, True])
-def test_inputs_that_no_graph_needs_are_freed_before_the_criterion(devices, is_module):
-    seen = []
+FREED = """
+import sys
+import weakref
 
-    def forward(model, inputs):
-        seen.append(weakref.ref(inputs))
-        return model.weight * inputs.detach().sum(1, keepdim=True)
+import torch
+from torch import nn
+from harness.models import Of
+from scatterpar import ScatterOnceParallel
 
-    model = Of(forward, weight=nn.Parameter(torch.ones(CLASSES)))
+device, kind = sys.argv[1:]
+seen = []
 
-    class Loss(nn.CrossEntropyLoss):
-        def forward(self, output, targets):
-            assert seen[-1]() is None
-            return super().forward(output, targets)
+def forward(model, inputs):
+    seen.append(weakref.ref(inputs))
+    return model.weight * inputs.detach().sum(1, keepdim=True)
 
-    loss = Loss()
-    criterion = loss if is_module else (lambda output, targets: loss(output, targets))
-    with ScatterOnceParallel(model, 3, devices(1), verify=False) as engine:
-        engine.forward_backward(ROWS.float(), LABELS, criterion)
-    assert len(seen) == 3
+class Loss(nn.CrossEntropyLoss):
+    def forward(self, output, targets):
+        assert seen[-1]() is None, "the inputs live on in the criterion"
+        return super().forward(output, targets)
+
+loss = Loss()
+criterion = loss if kind == "module" else (lambda output, targets: loss(output, targets))
+model = Of(forward, weight=nn.Parameter(torch.ones(3)))
+with ScatterOnceParallel(model, 3, [device], verify=False) as engine:
+    engine.forward_backward(torch.ones(6, 4), torch.zeros(6).long(), criterion)
+print(len(seen))
+"""
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_inputs_that_no_graph_needs_are_freed_before_the_criterion(devices, kind):
+    """In a process of its own: what traces or records here may keep them alive."""
+    outcome = run_forked("-c", FREED, str(devices(1)[0]), kind)
+    assert (outcome.code, outcome.out) == (0, "3\n"), outcome.err
 
 
 # --- what a sub-step runs besides the model, with the GIL, times all replicas: once 56 calls ---

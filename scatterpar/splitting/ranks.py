@@ -19,7 +19,6 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -33,6 +32,7 @@ from torch import nn
 from scatterpar.splitting.process_state import reset_accelerate
 from scatterpar.splitting.step_run import Outcome, Settings, Step, run_step
 from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.workers import call_in_new_thread
 from scatterpar.torch_private import import_compiler
 from scatterpar.verify.user_state import UserState
 
@@ -83,9 +83,8 @@ def run_on_ranks(job: Job, seconds: float) -> list[Outcome]:
             arguments = (rank, size, folder, port, seconds, sent)
             ranks.append(context.Process(target=_rank, args=arguments, daemon=True))
         try:
-            with Interrupts(), _one_thread():
-                for process in ranks:
-                    process.start()
+            with Interrupts():
+                call_in_new_thread(_start, ranks)
             return _outcomes(ranks, folder, seconds)
         finally:
             with Interrupts():
@@ -110,19 +109,9 @@ def _pickled(job: Job) -> bytes:
     return buffer.getvalue()
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """In the body, operators use one thread, and so do processes that are forked.
-
-    OpenMP's threads do not survive a fork. ``torch.set_num_threads`` in the child may
-    wait for them.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _start(processes: list[Any]) -> None:
+    for process in processes:
+        process.start()
 
 
 def _kill(processes: list[Any]) -> None:
@@ -156,6 +145,8 @@ def _rank(
         stack = open(_stack_file(folder, rank), "w")  # noqa: SIM115  used until the end
         faulthandler.register(_STACK_SIGNAL, file=stack)
     _set_environment(rank, size, port)
+    torch.get_num_threads()  # or the first operator would set the number again
+    torch.set_num_threads(1)
     answer: Outcome | _Failure
     try:
         job = _received(sent)

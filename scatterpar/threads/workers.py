@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -59,6 +60,19 @@ def max_concurrency(devices: Sequence[torch.device]) -> int:
     else:
         cores = os.cpu_count() or 1
     return min(len(devices), cores)
+
+
+def call_in_new_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns ``function(*args)``, called in a new thread with the caller's context.
+
+    For a fork: OpenMP keeps a team of threads for each thread that has used it, and a
+    forked child waits forever for the team of the thread that forked. A new thread has
+    none, and is the child's main thread.
+    """
+    context = CallerContext()
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        call = partial(function, *args)
+        return executor.submit(context.run, torch.device("cpu"), call).result()
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:

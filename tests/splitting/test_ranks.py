@@ -57,6 +57,28 @@ def test_ranks_get_what_a_launcher_sets():
     splitcheck(step, new(Net), images(), ranks=2).assert_passed()
 
 
+def test_a_rank_computes_with_several_threads_as_this_process_did():
+    """OpenMP's threads do not survive a fork: a rank that needed them waited for ever.
+
+    accelerate sets a number of threads in each process.
+    """
+    large = torch.ones(500, 500, dtype=torch.float64)
+
+    def step(model, batches):
+        torch.set_num_threads(3)
+        large.tanh()
+        averaged(model, batches)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        large.tanh()
+        report = splitcheck(step, new(Net), images(), ranks=2, timeout=20)
+    finally:
+        torch.set_num_threads(before)
+    report.assert_passed()
+
+
 def test_the_model_in_this_process_stays_as_it_is():
     model = new(Net)
     before = [parameter.tolist() for parameter in model.parameters()]

@@ -55,6 +55,56 @@ KINDS = {
 }
 ROWS = [(kind, name) for kind, (_, names) in KINDS.items() for name in names]
 
+# How programs save a format: options of Pillow's ``save``.
+WAYS = {
+    "JPEG": [
+        {"progressive": True},
+        {"optimize": True},
+        {"quality": 50},
+        {"quality": 100},
+        {"subsampling": "4:4:4"},
+        {"subsampling": "4:2:0"},
+        {"dpi": (300, 300)},
+        {"comment": "by a camera"},
+        {"restart_marker_rows": 1},
+    ],
+    "PNG": [
+        {"compress_level": 0},
+        {"compress_level": 9},
+        {"optimize": True},
+        {"dpi": (72, 72)},
+        {"save_all": True},
+    ],
+    "PPM": [],
+    "BMP": [{"dpi": (300, 300)}],
+    "TIFF": [
+        {"compression": "tiff_lzw"},
+        {"compression": "tiff_adobe_deflate"},
+        {"compression": "packbits"},
+        {"compression": "zstd"},
+        {"compression": "lzma"},
+        {"big_tiff": True},
+        {"description": "by a scanner", "dpi": (600, 600)},
+        {"save_all": True},
+    ],
+    "WEBP": [
+        {"lossless": True},
+        {"lossless": True, "method": 6},
+        {"quality": 50},
+        {"quality": 100},
+        {"save_all": True},
+        {"exact": True},
+    ],
+}
+SAVED = [
+    (kind, name, way)
+    for kind, name in ROWS
+    for way in WAYS[name]
+    # Pillow cannot read what it writes there.
+    if not (kind == "I;16B" and "big_tiff" in way)
+]
+UPRIGHT_AND_TURNED = range(1, 9)  # EXIF's orientations
+
 
 def stored(picture, name, **options):
     """The picture, opened from a file of that format."""
@@ -78,6 +128,14 @@ def test_pictures_of_a_kind_keep_their_brightness(kind, name):
     assert found == pytest.approx((DARK, DARK, BRIGHT, BRIGHT), abs=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name", "way"), SAVED)
+def test_pictures_keep_their_brightness_however_they_are_saved(kind, name, way):
+    found = levels(as_rgb(stored(KINDS[kind][0], name, **way)))
+    lossy = name in LOSSY and not way.get("lossless")
+    assert found == pytest.approx((DARK, DARK, BRIGHT, BRIGHT), abs=4 if lossy else 2)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_bit_is_black_and_white(name):
     picture = Image.fromarray(GREY > 100)
@@ -95,7 +153,7 @@ def test_a_pgm_says_its_largest_value(largest):
 
 
 @pytest.mark.parametrize("name", ["JPEG", "PNG", "TIFF", "WEBP"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", UPRIGHT_AND_TURNED)
 def test_a_picture_is_turned_as_its_exif_data_says(orientation, name):
     """Each stored picture is turned so that a viewer shows the same one."""
     shown = Image.fromarray(GREY).convert("RGB")

@@ -25,6 +25,7 @@ import types
 from collections import Counter, defaultdict, deque
 from collections.abc import (
     Callable,
+    Collection,
     Container,
     Iterable,
     Iterator,
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 
 from scatterpar.integrations.loop import moved
 from scatterpar.replicas import references
+from scatterpar.replicas.references import parts_of, walk
 
 # longer containers are copied and appended to, but their entries are not searched
 _MAX_ENTRIES = 1000
@@ -157,22 +159,19 @@ def kept_attributes(owner: Any, excluded: Container[str]) -> dict[str, Any]:
 
 def modules_kept(values: Iterable[Any]) -> list[nn.Module]:
     """The modules in ``values``, also in containers and objects, each once."""
-    found: dict[int, nn.Module] = {}
-    seen: dict[int, Any] = {}
-    level = list(values)
-    for _ in range(_MAX_DEPTH):
-        entries: list[Any] = []
-        for value in level:
-            if isinstance(value, nn.Module):
-                found.setdefault(id(value), value)
-            elif not isinstance(value, _PLAIN) and id(value) not in seen:
-                seen[id(value)] = value
-                contents: Any = value if type(value) is tuple else _contents(value)
-                if contents is not None and len(contents) <= _MAX_ENTRIES:
-                    is_mapping = isinstance(contents, dict)
-                    entries += contents.values() if is_mapping else contents
-        level = entries
-    return list(found.values())
+    reached = walk(values, _entries_to_search, _MAX_DEPTH - 1)
+    return [value for value in reached if isinstance(value, nn.Module)]
+
+
+def _entries_to_search(value: Any) -> Collection[Any]:
+    """The entries of a container or tuple, and the attributes of a user's object."""
+    parts = parts_of(value)
+    entries: Collection[Any] = ()
+    if is_container(value) or type(value) is tuple:
+        entries = parts.entries
+    elif is_object(value):
+        entries = parts.attributes.values()
+    return entries if len(entries) <= _MAX_ENTRIES else ()
 
 
 class CallCopies:
@@ -218,11 +217,8 @@ class CallCopies:
             return self._exchange(value, depth)
         if isinstance(value, Tensor):
             return self._remember(value, self._tensor(value))
-        if isinstance(value, tuple) and type(value) is tuple:
-            entries = tuple(self.of(entry, depth + 1) for entry in value)
-            return value if all(map(is_, entries, value)) else entries
-        if isinstance(value, functools.partial):
-            return self._partial(value, depth)
+        if type(value) in (tuple, functools.partial):
+            return self._remade(value, depth)
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
         if is_container(value):
@@ -254,15 +250,14 @@ class CallCopies:
             return tensor.to(self._device)
         return tensor.clone() if tensor.numel() <= _MAX_ELEMENTS else tensor
 
-    def _partial(self, value: functools.partial[Any], depth: int) -> Any:
-        """A partial that binds copies, if it binds what has any."""
-        function = self.of(value.func, depth + 1)
-        args = [self.of(arg, depth + 1) for arg in value.args]
-        options = {n: self.of(arg, depth + 1) for n, arg in value.keywords.items()}
-        before = (value.func, *value.args, *value.keywords.values())
-        if all(map(is_, (function, *args, *options.values()), before)):
+    def _remade(self, value: Any, depth: int) -> Any:
+        """A tuple or partial of copies, if any of its parts has a copy."""
+        parts = parts_of(value)
+        originals = parts.made_of()
+        copies = [self.of(original, depth + 1) for original in originals]
+        if parts.make is None or all(map(is_, copies, originals)):
             return value
-        return self._remember(value, functools.partial(function, *args, **options))
+        return self._remember(value, parts.make(*copies))
 
     def _function(self, value: types.FunctionType, depth: int) -> Any:
         """A function that closes over tensors of the call's device, if they differ."""

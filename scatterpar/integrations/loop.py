@@ -21,7 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
-from scatterpar.step.criterion_closure import named_values
+from scatterpar.replicas.references import named_values
 
 _HOOKS = (
     "_forward_pre_hooks",

@@ -33,8 +33,8 @@ from scatterpar.integrations.kept import (
     modules_kept,
 )
 from scatterpar.replicas.module_contents import ModuleContents
+from scatterpar.replicas.references import reachable
 from scatterpar.replicas.snapshot import Snapshot
-from scatterpar.step.criterion_closure import DEPTH, reachable
 
 # Libraries whose hooks keep nothing that a step function reads.
 _WITHOUT_STATE = {
@@ -82,7 +82,7 @@ class Turns:
             replicated: modules that are replicated beside the engine's.
         """
         if self._named is None:  # once: a search of a file's globals takes long
-            values = reachable(function, DEPTH, set())
+            values = reachable(function)
             self._named = [v for v in values if isinstance(v, nn.Module)]
         modules = [engine.module, *modules_kept(kept.values()), *self._named]
         hooked = _reached_by_hooks(modules)
@@ -155,7 +155,7 @@ def _reached_by(function: Any) -> list[Any]:
         is_written = hasattr(holder, "__dict__") and root not in _WITHOUT_STATE
         return [holder] if is_written and not isinstance(holder, nn.Module) else []
     reached = []
-    for value in reachable(function, DEPTH, set()):
+    for value in reachable(function):
         if isinstance(value, types.MethodType):
             value = value.__self__
         if is_container(value) or _is_written_object(value):

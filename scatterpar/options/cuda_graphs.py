@@ -40,7 +40,7 @@ from scatterpar.options.replay_look import (
     compare,
     plain_values,
 )
-from scatterpar.replicas.references import contents
+from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
@@ -487,11 +487,12 @@ def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any
 
 def _values_of(task: ReplicaTask) -> list[Any]:
     """Plain values and the identities of objects that a sub-step reads directly."""
-    cells = getattr(task.criterion, "__closure__", None) or ()
-    attributes = getattr(task.criterion, "__dict__", {})  # such as ``label_smoothing``
+    parts = parts_of(task.criterion)
+    if parts.called is not None:
+        parts = parts_of(parts.called)
     objects: list[Any] = [task.module, *task.replicas]
-    objects += [contents(cell) for cell in cells]
-    objects += attributes.values()
+    objects += parts.closure.values()
+    objects += parts.attributes.values()  # such as ``label_smoothing``
     values: list[Any] = []
     for value in objects:
         # The object itself is kept: another one could get the same id.

@@ -19,10 +19,9 @@ from torch import nn
 from scatterpar.batch import nested
 from scatterpar.batch.joining import Lists
 from scatterpar.replicas.buffers import BufferWriter
-from scatterpar.replicas.references import module_of
+from scatterpar.replicas.references import module_of, named_values
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.criterion_closure import named_values
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.replica_threads import Proceed

@@ -11,7 +11,6 @@ They differ if a value has changed that the graph has frozen. ``plain_values`` n
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch import nested
 from scatterpar.devices.transfers import to_numbers
+from scatterpar.replicas.references import parts_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss import forward
 from scatterpar.step.substeps import set_aside
@@ -161,15 +161,15 @@ def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 
 def _named_children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, functools.partial):
-        yield name, value.func
-        for number, argument in enumerate(value.args):
-            yield f"argument {number} of the functools.partial", argument
-        for key, argument in value.keywords.items():
-            yield f"{key}= of the functools.partial", argument
-    elif isinstance(value, types.MethodType):
+    parts = parts_of(value)
+    if isinstance(value, types.MethodType):
         yield name, value.__func__
         yield name or "self", value.__self__
+    elif parts.called is not None:
+        yield name, parts.called
+        for key, argument in parts.bound.items():
+            keyword = f"{key}=" if key in value.keywords else key
+            yield f"{keyword} of the functools.partial", argument
     elif isinstance(value, types.FunctionType):
         yield from _variables_of(value)
     elif isinstance(value, nn.Module):
@@ -181,7 +181,7 @@ def _named_children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for number, entry in enumerate(value):
             yield f"{name}[{number}]", entry
     elif not isinstance(value, (type, types.ModuleType)):
-        for key, attribute in vars(value).items():
+        for key, attribute in parts.attributes.items():
             yield f"{name}.{key}" if name else key, attribute
         call = vars(type(value)).get("__call__")
         if isinstance(call, types.FunctionType):
@@ -190,12 +190,9 @@ def _named_children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Globals and closed-over variables that a function names."""
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-    cells = function.__closure__ or ()
-    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        yield name, cell.cell_contents
+    parts = parts_of(function)
+    yield from parts.file_globals.items()
+    yield from parts.closure.items()
 
 
 def _parts_of(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:

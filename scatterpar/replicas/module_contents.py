@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.quantised import held_by, is_composite, is_state
-from scatterpar.replicas.references import contents, module_of, references
+from scatterpar.replicas.references import contents, module_of, parts_of
 from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.torch_private import (
     CompileFn,
@@ -94,8 +94,8 @@ class ModuleContents:
         elif is_state(value):
             self._visit_held([value])
         elif not isinstance(value, (types.FunctionType, weakref.ref)):
-            for one in references(value)[0]:
-                self._visit(one)
+            for part in parts_of(value).made_of():
+                self._visit(part)
             if hasattr(value, "__dict__") and not isinstance(
                 value, (type, types.MethodType)
             ):

@@ -28,7 +28,7 @@ from scatterpar.replicas.module_contents import (
     ModuleContents,
 )
 from scatterpar.replicas.quantised import composite_like, is_composite
-from scatterpar.replicas.references import contents, references
+from scatterpar.replicas.references import contents, parts_of
 from scatterpar.replicas.shallow_copy import new_like
 from scatterpar.replicas.snapshot import PLAIN, refill
 from scatterpar.torch_private import is_compiled_module, unwrapped
@@ -85,9 +85,7 @@ class ModuleCopy:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if id(value) not in self._replicated and not self._is_keyed(value):
-            parts, make = references(value)
-            copies = [self.copy_of(part) for part in parts]
-            return value if all(map(is_, copies, parts)) else make(*copies)
+            return self._remade(value)
         if is_compiled_module(value):
             return self.copy_of(unwrapped(value)[0])
         if isinstance(value, nn.Module):
@@ -110,6 +108,15 @@ class ModuleCopy:
                 refill(made, [self.copy_of(item) for item in value])
             return made
         return self._fill(value, copy.copy(value))  # a state
+
+    def _remade(self, value: Any) -> Any:
+        """A value like ``value`` made of copies, if any of its parts has a copy."""
+        parts = parts_of(value)
+        originals = parts.made_of()
+        copies = [self.copy_of(original) for original in originals]
+        if parts.make is None or all(map(is_, copies, originals)):
+            return value
+        return parts.make(*copies)
 
     def _key(self, key: Any) -> Any:
         """The copy of a dictionary's key, which may be the ``id`` of an object."""
@@ -149,9 +156,8 @@ class ModuleCopy:
         """The function, or a copy that refers to copies if it refers to replicated
         objects.
         """
-        of_file = function.__globals__
-        for name in function.__code__.co_names:
-            if name in of_file and self._refers(of_file[name]):
+        for name, value in parts_of(function).file_globals.items():
+            if self._refers(value):
                 warn(
                     f"the function {function.__qualname__}, which the module holds, "
                     "names "
@@ -167,7 +173,9 @@ class ModuleCopy:
         new = tuple(
             types.CellType() if self._refers(contents(cell)) else cell for cell in cells
         )
-        copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
+        copied: Any = types.FunctionType(
+            function.__code__, function.__globals__, closure=new
+        )
         # before cells are filled: a function may call itself
         self._copies[id(function)] = copied
         copied.__defaults__ = self.copy_of(function.__defaults__)
@@ -191,4 +199,6 @@ class ModuleCopy:
         if id(value) in seen:
             return False
         seen.add(id(value))
-        return any(self._refers(one, seen) for one in references(value)[0])
+        parts = parts_of(value)
+        referents = [*parts.made_of(), *parts.closure.values()]
+        return any(self._refers(referent, seen) for referent in referents)

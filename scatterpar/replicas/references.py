@@ -1,16 +1,109 @@
-"""What functions, methods, partials, tuples and weak references refer to."""
+"""What a value refers to: its parts, and walks along them.
+
+``parts_of`` is the one function that knows kinds of values. What a walk follows depends
+on its question::
+
+    walk              follows, beside what a value binds and a container's entries
+    ModuleContents    attributes of modules, keys. Not functions: replicas share them
+    ModuleCopy        weak references and closures, since a copy refers to copies.
+                      It warns of globals, which it cannot exchange
+    reachable         closures, globals, attributes. Not inside of modules and torch's
+                      objects, nor weak references, which lead to trainers and loops
+    UserState         closures, globals, attributes, slots, classes: all that a call may
+                      write, with a function that restores each
+    Kinds             as ``reachable``, and the plain attributes of modules: what tells
+                      programs apart
+    plain_values      closures, globals, attributes, also of modules; with paths as names
+    a graph's state   closures and attributes, not further: it is compared in each step
+    CallCopies        attributes of the user's objects, closures over tensors
+
+A batch has a walk of its own (``batch/objects.py``): it looks for values that a split
+leaves whole.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+DEPTH = 4  # a function, another one in its file, an object there, a list in the object
+MAX_ENTRIES = 1000  # of a container; longer ones are data
+PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 _CACHED_FUNCTION = type(functools.lru_cache(len))
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Parts(NamedTuple):
+    """What a value refers to, by how it does.
+
+    Attributes:
+        called: the function that a method, a partial or a cache calls; else ``None``.
+        bound: its object or arguments, by name.
+        weak: the object of a weak reference or proxy.
+        closure: closure variables and defaults of a function, by name.
+        file_globals: the globals that its code names.
+        attributes: ``__dict__``.
+        entries: the entries of a container; values, not keys.
+        make: makes another value of this kind from others than ``made_of()``; ``None``
+            for a value that can be changed in place.
+    """
+
+    called: Any = None
+    bound: Mapping[str, Any] = _NOTHING
+    weak: Sequence[Any] = ()
+    closure: Mapping[str, Any] = _NOTHING
+    file_globals: Mapping[str, Any] = _NOTHING
+    attributes: Mapping[str, Any] = _NOTHING
+    entries: Collection[Any] = ()
+    make: Callable[..., Any] | None = None
+
+    def made_of(self) -> list[Any]:
+        """The arguments of ``make``; empty if there is no ``make``."""
+        if self.make is None:
+            return []
+        called = [] if self.called is None else [self.called]
+        return [*called, *self.bound.values(), *self.weak, *self.entries]
+
+
+def parts_of(value: Any) -> Parts:
+    """What ``value`` refers to directly."""
+    # First, because a proxy claims to be of its object's class.
+    if type(value) in weakref.ProxyTypes:
+        return Parts(weak=_object_of(value), make=weakref.proxy)
+    attributes = getattr(value, "__dict__", _NOTHING)
+    if isinstance(value, (list, set, frozenset, deque)):
+        return Parts(entries=value, attributes=attributes)
+    if isinstance(value, dict):
+        return Parts(entries=value.values(), attributes=attributes)
+    if isinstance(value, tuple):
+        make: Callable[..., Any] = functools.partial(_tuple_of, type(value))
+        return Parts(entries=value, attributes=attributes, make=make)
+    if isinstance(value, types.FunctionType):
+        closure, file_globals = _variables_of(value)
+        return Parts(closure=closure, file_globals=file_globals, attributes=attributes)
+    if isinstance(value, types.MethodType):  # its ``__dict__`` is its function's
+        bound = {"self": value.__self__}
+        return Parts(called=value.__func__, bound=bound, make=types.MethodType)
+    if type(value) is functools.partial:
+        bound = {f"argument {k}": argument for k, argument in enumerate(value.args)}
+        bound |= value.keywords
+        make = functools.partial(_partial, len(value.args), list(value.keywords))
+        return Parts(value.func, bound, attributes=attributes, make=make)
+    if isinstance(value, _CACHED_FUNCTION):  # each copy has a cache of its own
+        make = functools.lru_cache(**value.cache_parameters())
+        return Parts(value.__wrapped__, attributes=attributes, make=make)
+    if type(value) in (weakref.ref, weakref.WeakMethod):
+        return Parts(weak=(value(),), make=type(value))
+    if type(value) is weakref.WeakKeyDictionary:
+        return Parts(bound={"data": attributes["data"]}, make=_weak_dictionary)
+    return Parts(attributes=attributes)
 
 
 def contents(cell: types.CellType) -> Any:
@@ -21,37 +114,51 @@ def contents(cell: types.CellType) -> Any:
         return cell
 
 
-def references(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
-    """What a value refers to, and a function that makes another one of such things.
+def _variables_of(
+    function: types.FunctionType,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name: closure variables and defaults, and the globals that a function names."""
+    code = function.__code__
+    closure: dict[str, Any] = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        value = contents(cell)
+        if value is not cell:  # else the variable is not bound
+            closure[name] = value
+    defaults = function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    names_with_default = positional[len(positional) - len(defaults) :]
+    closure |= zip(names_with_default, defaults, strict=True)
+    closure |= function.__kwdefaults__ or {}
+    file_globals: dict[str, Any] = {}
+    for name in _globals_named_in(code):
+        if name in function.__globals__:
+            file_globals[name] = function.__globals__[name]
+    return closure, file_globals
 
-    A value of a kind that is not known refers to nothing.
+
+# Reading byte code takes longer than all else here, and each step reads a criterion's.
+@functools.lru_cache(maxsize=1024)
+def _globals_named_in(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a code object and the code objects inside it name.
+
+    Those inside it are of functions and comprehensions.
     """
-    # First, because a proxy claims to be of its object's class.
-    if type(value) in weakref.ProxyTypes:
-        return _of_proxy(value), weakref.proxy
-    if isinstance(value, types.MethodType):  # its function may be a closure
-        return (value.__func__, value.__self__), types.MethodType
-    if type(value) in (weakref.ref, weakref.WeakMethod):
-        return (value(),), type(value)
-    if type(value) is weakref.WeakKeyDictionary:
-        return (vars(value)["data"],), _weak_dictionary
-    if isinstance(value, _CACHED_FUNCTION):  # each copy has a cache of its own
-        return (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
-    if type(value) is functools.partial:
-        bind = functools.partial(_partial, len(value.args), list(value.keywords))
-        return (value.func, *value.args, *value.keywords.values()), bind
-    if isinstance(value, tuple):
-        return value, functools.partial(_tuple_of, type(value))
-    if isinstance(value, types.FunctionType):
-        return _of_function(value), type  # ``ModuleCopy`` makes another one
-    return (), type
+    names: list[str] = []
+    for instruction in dis.get_instructions(code):
+        # ``co_names`` would not do: attributes are among these names.
+        if "GLOBAL" in instruction.opname:
+            names.append(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _globals_named_in(constant)
+    return tuple(names)
 
 
 def _weak_dictionary(data: dict[Any, Any]) -> Any:
     """A dictionary that refers to its keys weakly, as those of ``data`` do."""
-    made: Any = weakref.WeakKeyDictionary()
-    made.data = data
-    return made
+    dictionary: Any = weakref.WeakKeyDictionary()
+    dictionary.data = data
+    return dictionary
 
 
 def _partial(num_args: int, names: Sequence[str], function: Any, *bound: Any) -> Any:
@@ -60,15 +167,7 @@ def _partial(num_args: int, names: Sequence[str], function: Any, *bound: Any) ->
     return functools.partial(function, *bound[:num_args], **keywords)
 
 
-def _of_function(function: types.FunctionType) -> list[Any]:
-    """The contents of a function's cells, and its defaults."""
-    referred = [contents(cell) for cell in function.__closure__ or ()]
-    referred += function.__defaults__ or ()
-    referred += (function.__kwdefaults__ or {}).values()
-    return referred
-
-
-def _of_proxy(proxy: Any) -> Sequence[Any]:
+def _object_of(proxy: Any) -> Sequence[Any]:
     """The object of a weak proxy; nothing if the object is gone."""
     try:
         return (proxy.__repr__.__self__,)  # a method that the proxy looks up there
@@ -82,11 +181,88 @@ def _tuple_of(kind: Any, *items: Any) -> Any:
     return make(items)
 
 
+def named_values(function: Any) -> dict[str, Any]:
+    """The objects that a function refers to, by name.
+
+    They are bound, closed over, global, or attributes of its object. Those of a module
+    are left out, because modules are replicated.
+    """
+    if isinstance(function, nn.Module):
+        return {}
+    parts = parts_of(function)
+    if parts.called is not None:
+        # A method or partial counts as its function: it is no step further away.
+        of_function = named_values(parts.called)
+        if isinstance(function, types.MethodType):
+            return {**of_function, **named_values(function.__self__)}
+        return {**of_function, **parts.bound}
+    if isinstance(function, types.FunctionType):
+        return {**parts.file_globals, **parts.closure}
+    return dict(parts.attributes)
+
+
+def walk(
+    roots: Iterable[Any],
+    children: Callable[[Any], Iterable[Any]],
+    depth: int,
+    max_values: int | None = None,
+) -> list[Any]:
+    """``roots`` and the values that they lead to, nearest first.
+
+    Each once, except plain values. ``children`` gives those of one value. If it raises,
+    as a user's object may, the value has none.
+    """
+    values: list[Any] = []  # keeps all of them alive, so that no id is used again
+    seen: set[int] = set()
+    level = list(roots)
+    levels_below = depth
+    while level:
+        next_level: list[Any] = []
+        for value in level:
+            is_plain = isinstance(value, PLAIN)
+            if not is_plain and id(value) in seen:
+                continue
+            if len(values) == max_values:
+                return values
+            values.append(value)
+            if is_plain:
+                continue
+            seen.add(id(value))
+            if levels_below:
+                try:
+                    next_level += children(value)
+                except Exception:  # raised by a user's object
+                    continue
+        level = next_level
+        levels_below -= 1
+    return values
+
+
+def reachable(root: Any, depth: int = DEPTH) -> list[Any]:
+    """``root`` and what it leads to, nearest first, up to modules and tensors."""
+    return walk([root], children_of, depth)
+
+
+def children_of(value: Any) -> Collection[Any]:
+    """What a function, an object or a container leads to, for ``walk``.
+
+    Nothing inside of modules, tensors, objects of torch and long containers.
+    """
+    if isinstance(value, (Tensor, nn.Module)):
+        return ()
+    if isinstance(value, (list, tuple, dict, set, deque)):
+        entries = parts_of(value).entries
+        return entries if len(entries) <= MAX_ENTRIES else ()
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        return value.__self__, value.__func__
+    if (getattr(value, "__module__", None) or "").startswith("torch."):
+        return ()
+    return named_values(value).values()
+
+
 def module_of(function: Any) -> nn.Module | None:
     """The module that ``function`` is, or is a method of; ``None`` if there is none."""
-    owner = (
-        function
-        if isinstance(function, nn.Module)
-        else getattr(function, "__self__", None)
-    )
+    owner = function
+    if not isinstance(function, nn.Module):
+        owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None

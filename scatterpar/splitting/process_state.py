@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from scatterpar.step.criterion_closure import DEPTH, reachable
+from scatterpar.replicas.references import reachable
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.verify.user_state import UserState
 
@@ -133,7 +133,7 @@ def _training_helpers(step: Any) -> list[Any]:
     A step may set a rate, or step a schedule, before its optimizer would step.
     """
     kinds = (Optimizer, LRScheduler, GradScaler)
-    values = reachable(step, DEPTH, set())
+    values = reachable(step)
     return [value for value in values if isinstance(value, kinds)]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.transfers import to_device, to_numbers
-from scatterpar.step.criterion_closure import reachable
+from scatterpar.replicas.references import reachable
 from scatterpar.verify.ranges import may_be_labels
 
 Part = Sequence[int]  # the numbers of its rows
@@ -191,8 +191,8 @@ def ignored_values(*functions: Any) -> list[int]:
     labels: list[int] = [*_USUAL_IGNORED]
     for function in functions:
         integers: list[int] = []
-        # Its own integers before those of the objects that it refers to.
-        for value in (*reachable(function, 1, set()), *reachable(function, 2, set())):
+        # The nearest first: its own integers before those of objects.
+        for value in reachable(function, depth=2):
             integers += _integers_of(value)
         labels += list(dict.fromkeys(integers))[:_MAX_IGNORED]
     return list(dict.fromkeys(labels))

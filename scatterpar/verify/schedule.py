@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.streams import is_async
-from scatterpar.step.criterion_closure import PLAIN, named_values
+from scatterpar.replicas.references import PLAIN, named_values, walk
 from scatterpar.step.request import Request
 from scatterpar.verify.ranges import read_ranges
 
@@ -125,24 +125,9 @@ class Kinds:
 
 def names_and_numbers(functions: Sequence[Any]) -> tuple[frozenset[Hashable], str]:
     """The names of the values that functions refer to, and the numbers among these."""
-    values = _nearest_values(functions)
+    values = walk(functions, _children, _MAX_VALUES, _MAX_VALUES)
     numbers = [value for value in values if type(value) in (int, float)]
     return frozenset(map(_name_of, values)), str(numbers)
-
-
-def _nearest_values(functions: Sequence[Any]) -> list[Any]:
-    """The first values that functions lead to, the nearest first."""
-    values = list(functions)
-    seen: set[int] = set()
-    position = 0
-    while position < len(values) < _MAX_VALUES:
-        value = values[position]
-        position += 1
-        if isinstance(value, (*PLAIN, Tensor)) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        values += _children(value)
-    return values[:_MAX_VALUES]
 
 
 def _children(value: Any) -> Sequence[Any]:
@@ -153,16 +138,15 @@ def _children(value: Any) -> Sequence[Any]:
         attributes = vars(value)
         plain = [item for item in attributes.values() if isinstance(item, PLAIN)]
         return [*plain, *value._buffers.values(), *value._modules.values()]
+    if isinstance(value, Tensor):
+        return ()
     if isinstance(value, dict):
         return [*value.values()] if len(value) <= _MAX_ENTRIES else ()
     if isinstance(value, (list, tuple)):
         return value if len(value) <= _MAX_ENTRIES else ()
     if (getattr(value, "__module__", None) or "").startswith("torch."):
         return ()
-    try:
-        return [*named_values(value).values()]
-    except Exception:  # raised by a user's object
-        return ()
+    return [*named_values(value).values()]
 
 
 def _name_of(value: Any) -> Hashable:

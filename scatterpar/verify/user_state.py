@@ -23,9 +23,8 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.transfers import write
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.module_contents import ModuleContents
-from scatterpar.replicas.references import contents
+from scatterpar.replicas.references import MAX_ENTRIES, contents, parts_of
 from scatterpar.replicas.snapshot import Snapshot
-from scatterpar.step.criterion_closure import MAX_ENTRIES, closure_and_globals
 from scatterpar.threads.generators import default_of
 from scatterpar.wrapper import Wrapper
 
@@ -247,7 +246,7 @@ class UserState(ModuleContents):
         """Save the cells and globals of a function of the user's, and what they lead to."""
         if _is_foreign(function.__module__):
             return
-        closure, file_globals = closure_and_globals(function)
+        parts = parts_of(function)
         namespace = function.__globals__
         for cell in function.__closure__ or ():
             if contents(cell) is not cell:
@@ -256,11 +255,11 @@ class UserState(ModuleContents):
                 )
         # functools.wraps gives a library's wrapper the user's __module__.
         if not _is_foreign(namespace.get("__name__")):
-            for name in file_globals:
+            for name in parts.file_globals:
                 self._save(
                     partial(namespace.get, name), partial(namespace.__setitem__, name)
                 )
-        self._visit((*closure.values(), vars(function)))
+        self._visit((*parts.closure.values(), parts.attributes))
 
 
 def _restore(variables: Iterable[_Variable]) -> bool:

@@ -1,4 +1,4 @@
-"""What an object refers to, and another one like it that refers to copies."""
+"""What a value refers to, another one like it of other parts, and walks along parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import pytest
 from harness.models import linear
 from torch import nn
 
-from scatterpar.replicas.references import contents, module_of, references
+from scatterpar.replicas.references import (
+    contents,
+    module_of,
+    named_values,
+    parts_of,
+    reachable,
+    walk,
+)
 
 pytestmark = pytest.mark.core
 
@@ -49,8 +56,8 @@ def test_another_value_of_the_same_kind_refers_to_what_is_given(kind):
             return types.MethodType(part.__func__, OTHER)
         return part
 
-    parts, make = references(value)
-    made = make(*map(exchanged, parts))
+    parts = parts_of(value)
+    made = parts.make(*map(exchanged, parts.made_of()))
     assert type(made) is type(value)
     assert read(value) is ONE
     assert read(made) is OTHER
@@ -59,15 +66,96 @@ def test_another_value_of_the_same_kind_refers_to_what_is_given(kind):
 def test_the_copy_of_a_cache_is_empty_and_of_the_same_size():
     cached = functools.lru_cache(7)(len)
     cached("abc")
-    parts, make = references(cached)
-    assert make(*parts).cache_info() == (0, 0, 7, 0)
+    parts = parts_of(cached)
+    assert parts.make(*parts.made_of()).cache_info() == (0, 0, 7, 0)
 
 
 def test_a_proxy_whose_object_is_gone_refers_to_nothing():
     gone = nn.Identity()
     proxy = weakref.proxy(gone)
     del gone
-    assert references(proxy)[0] == ()
+    assert parts_of(proxy).made_of() == []
+
+
+NET = linear(seed=2)  # a global that functions name
+
+
+def by_default(x, net=NET):
+    return net(x)
+
+
+def by_global(x):
+    return [NET(row) for row in x]  # named by the code inside of the function
+
+
+def by_attribute(x):
+    return x.NET  # names no global
+
+
+class Holder:
+    def __init__(self):
+        self.net = NET
+
+    def loss(self, x):
+        return self.net(x)
+
+
+def closing(net):
+    return lambda x: net(x)
+
+
+NAMED = {
+    "closure": (closing(NET), "net"),
+    "default": (by_default, "net"),
+    "global": (by_global, "NET"),
+    "attribute of an object": (Holder(), "net"),
+    "attribute of a method's object": (Holder().loss, "net"),
+    "argument": (functools.partial(print, 1, NET), "argument 1"),
+    "keyword": (functools.partial(print, end=NET), "end"),
+    "partial of a partial": (
+        functools.partial(functools.partial(print, NET)),
+        "argument 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_a_function_names_what_it_refers_to(way):
+    function, name = NAMED[way]
+    assert named_values(function)[name] is NET
+    assert any(value is NET for value in reachable(function))
+
+
+def test_an_attribute_is_no_global_of_the_same_name():
+    assert parts_of(by_attribute).file_globals == {}
+    assert not any(value is NET for value in reachable(by_attribute))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, collections.deque, set, frozenset])
+def test_a_container_has_entries_and_only_a_fixed_one_is_made_again(kind):
+    parts = parts_of(kind([NET]))
+    assert list(parts.entries) == [NET]
+    assert (parts.make is not None) == (kind is tuple)
+
+
+def test_a_walk_ends_at_its_depth_and_its_number_and_passes_what_raises():
+    nested = [1, [2, [3, [4]]]]
+
+    def entries(value):
+        if isinstance(value, list):
+            return value
+        raise AttributeError("a user's object")
+
+    lists = walk([nested], entries, depth=2)
+    assert [value for value in lists if type(value) is int] == [1, 2]
+    assert len(walk([nested], entries, depth=9)) == 8
+    assert len(walk([nested, object()], entries, depth=9, max_values=3)) == 3
+
+
+def test_a_walk_meets_an_object_that_refers_to_itself_once():
+    ring = [1]
+    ring.append(ring)
+    assert walk([ring], list, depth=50) == [ring, 1]
 
 
 def test_the_module_of_a_method_and_the_contents_of_cells():

@@ -340,6 +340,16 @@ def test_what_they_name_of_their_file_is_told_and_not_trained(monkeypatch, devic
     assert model[0].weight.grad is None
 
 
+def test_an_attribute_with_the_name_of_a_global_is_no_warning(monkeypatch, recwarn):
+    model = nn.Sequential(linear())
+    model.head = model[0]
+    monkeypatch.setitem(globals(), "head", model[0])
+    model.forward = lambda rows: model.head(rows)  # the attribute, not the global
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine:
+        engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
+    assert not [str(warning.message) for warning in recwarn]
+
+
 # --- two engines, one module ---
 
 TAKEN = "another engine is in the middle of a step that trains this Sequential"

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from harness.recorded import lines_of
+
 TESTS = Path(__file__).parent.parent
 
 SILENCE = 180.0  # seconds without a sign of life; an idle machine needs two or three
@@ -126,9 +128,9 @@ class Forked:
     def __init__(self, *arguments: str) -> None:
         context = fork_context()
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
-        self._process = context.Process(
-            target=_become, args=(*(there for _, there in pipes), arguments)
-        )
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        ends = [there for _, there in pipes]
+        self._process = context.Process(target=_become, args=(*ends, test, arguments))
         self._process.start()
         self.pid = self._process.pid
         for _, there in pipes:
@@ -158,7 +160,9 @@ def run_forked(*arguments: str) -> Outcome:
     return finish(start_forked(*arguments))
 
 
-def _become(out: Connection, err: Connection, arguments: tuple[str, ...]) -> None:
+def _become(
+    out: Connection, err: Connection, test: str, arguments: tuple[str, ...]
+) -> None:
     """Be the script: its streams, its arguments, its end."""
     for pipe, stream in ((out, sys.stdout), (err, sys.stderr)):
         os.dup2(pipe.fileno(), stream.fileno())
@@ -166,7 +170,8 @@ def _become(out: Connection, err: Connection, arguments: tuple[str, ...]) -> Non
         stream.reconfigure(write_through=True)
     faulthandler.enable()
     option, script, *sys.argv[1:] = arguments
-    if option == "-m":
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        exec(script, {"__name__": "__main__"})
+    with lines_of(test):
+        if option == "-m":
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            exec(script, {"__name__": "__main__"})

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from faults.processes import fork_context
 
+from harness.recorded import lines_of
+
 SIZE = 3
 _IDLE_SECONDS = 1800.0
 _REPLY_SECONDS = 300.0
@@ -33,7 +35,7 @@ def run_on_ranks(size, case, *args):
         _ranks[:] = _start()
     pipes = _ranks[1][:size]
     for pipe in pipes:
-        pipe.send((size, case, args))
+        pipe.send((os.environ["PYTEST_CURRENT_TEST"], size, case, args))
     answers = []
     for rank, pipe in enumerate(pipes):
         assert pipe.poll(_REPLY_SECONDS), (
@@ -74,12 +76,14 @@ def _serve(pipe, rank, store):
     }
     while pipe.poll(_IDLE_SECONDS):
         try:
-            size, case, args = pipe.recv()
+            test, size, case, args = pipe.recv()
         except EOFError:
             break
         try:
             torch.manual_seed(0)
-            pipe.send((None, case(groups[size], *args)))
+            with lines_of(test):
+                value = case(groups[size], *args)
+            pipe.send((None, value))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
     dist.destroy_process_group()

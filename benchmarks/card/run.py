@@ -18,7 +18,6 @@ from benchmarks.card.rows import Group, Row
 from benchmarks.card.setting import Setting
 
 _LEAST = 5.0  # seconds; a row with less time does not begin
-_SLOWER = 20  # times the limit of a row where the CPU computes for null devices
 ROOT = Path(__file__).parents[2]
 ROW = ["-m", "benchmarks.card.row"]
 
@@ -49,8 +48,7 @@ class Run:
         if reason:
             self._page.add(row.name, reason, NOT_RUN)
             return
-        limit = row.limit if self._setting.is_real else _SLOWER * row.limit
-        seconds = min(limit, deadline - time.monotonic())
+        seconds = min(row.limit, deadline - time.monotonic())
         if seconds < _LEAST:
             self._page.add(row.name, "the time of its group was over", NOT_REACHED)
             return

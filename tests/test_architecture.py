@@ -312,16 +312,8 @@ def test_each_file_of_tests_has_the_source_that_it_tests():
 
 # Tested through other files; each shall get tests of its own.
 WITHOUT_TESTS = """
-    batch/nested
-    checkup/copies checkup/training
-    integrations/steps
-    splitting/causes splitting/evidence splitting/gradients splitting/operator_modes
-    splitting/parts splitting/process_state splitting/ranks splitting/step_run
-    splitting/trial
-    step/attempt
     verify/causes verify/comparison verify/constant_numbers verify/evidence verify/joined
-    verify/joins verify/moved_state verify/ranges verify/rounding verify/runs
-    verify/schedule
+    verify/joins verify/moved_state verify/ranges verify/runs verify/schedule
 """
 NOTHING_TO_TEST = {"__main__", "version", "train/preloaded"}
 

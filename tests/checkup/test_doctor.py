@@ -5,10 +5,8 @@ itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
-import re
 from unittest import mock
 
 import pytest
@@ -20,15 +18,12 @@ import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main
 from scatterpar.checkup import copies, training
-from scatterpar.checkup.copies import RouteResult, on_copies
-from scatterpar.checkup.training import ENGINE, ONE, PER_CALL, Speed, on_speed, on_step
 from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
 ENVIRONMENT = (
     f"PyTorch version: {torch.__version__}\nModel name: A\nVulnerability Spectre: no"
 )
-CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 @pytest.fixture
@@ -89,38 +84,6 @@ def test_a_broken_way_is_found_and_no_other_is_blamed(brief, monkeypatch, capsys
         assert f"\n{verdict}" in part
 
 
-def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
-    whole = copies.carry
-
-    def carry(tensor, source, target):
-        if source == VIRTUAL[1]:
-            raise RuntimeError("peer access is not supported")
-        return whole(tensor, source, target)
-
-    monkeypatch.setattr(copies, "SIZES", (1000,))
-    monkeypatch.setattr(copies, "carry", carry)
-    found = list(copies.examine(VIRTUAL))
-    assert [route.source for route in found if route.fault] == ["cpu:1", "cpu:1"]
-    words = (
-        "a copy from cpu:1 to host failed: RuntimeError: peer access is not supported"
-    )
-    assert {verdict.text for verdict in on_copies(found)} >= {words}
-
-
-def test_a_wrong_gradient_is_wrong(monkeypatch):
-    whole = Transfers.copy
-
-    def copy(self, tensor, device, phase):
-        return whole(self, tensor, device, phase) * (1.001 if phase == "reduce" else 1)
-
-    monkeypatch.setattr(Transfers, "copy", copy)
-    found = training.take_step(VIRTUAL)
-    assert not found.is_exact
-    assert re.search(r"gradients of 19 rows are 1.\de-03 apart at most \(", str(found))
-    (verdict,) = on_step(found)
-    assert str(verdict).startswith(f"WRONG because: {found.words}. If copies are fine")
-
-
 def test_a_step_that_fails_is_a_finding(brief, monkeypatch):
     def copy(self, tensor, device, phase):
         raise RuntimeError("an illegal memory access was encountered")
@@ -152,99 +115,6 @@ def test_bad_arguments_are_code_2(arguments, words, capsys):
     assert shown.err.startswith("scatterpar doctor: error: ")
     assert words in shown.err
     assert shown.out == ""
-
-
-def test_where_the_host_is_involved_the_advice_is_another():
-    altered = {1000: 0, 2**20: 5}
-    ways = ("host", "cuda:0"), ("cuda:0", "cuda:1")
-    for verdict in on_copies([RouteResult(*way, altered, 10.0) for way in ways]):
-        assert verdict.kind == "WRONG"
-        assert "test the memory" in verdict.text
-        assert "NCCL" not in verdict.text
-
-
-def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):
-    seconds = {ENGINE: [engine] * 3, ONE: [one] * 3}
-    seconds |= {
-        f"{name.replace('_', ':')} alone": [spent] * 3 for name, spent in alone.items()
-    }
-    if per_call is not None:
-        seconds[PER_CALL] = [per_call] * 3
-    names = ("scatter", "replicate", "compute", "reduce")
-    return Speed(64, seconds, dict(zip(names, phases, strict=True)))
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (timed(1.0, 1.0), "Take a smaller accum than 16"),
-        (
-            timed(1.0, 1.0, phases=(0.3, 0.2, 1.0, 0.5)),
-            "50% of the step is spent on moving",
-        ),
-        (
-            timed(1.0, 2.0, per_call=0.5),
-            "2.00 of the time of nn.DataParallel x 16. That should",
-        ),
-        (timed(1.0, 1.9, cuda_0=0.1, cuda_1=0.25), "shares=[1.00, 0.40]"),
-    ],
-)
-def test_why_it_is_slow_and_what_to_do(found, words):
-    slow = [
-        verdict.text for verdict in on_speed(CARDS, found, 0) if verdict.kind == "slow"
-    ]
-    assert len(slow) == 1
-    assert words in slow[0]
-
-
-@pytest.mark.parametrize(
-    ("count", "of_one", "kind"),
-    [
-        (1, 1.09, "fine"),
-        (1, 1.2, "slow"),
-        (2, 0.74, "fine"),
-        (2, 0.76, "slow"),
-        (8, 0.6, "slow"),
-    ],
-)
-def test_n_gpus_may_take_one_and_a_half_nth_of_one_gpus_time(count, of_one, kind):
-    """Eight GPUs that took 0.6 of one GPU's time were called fine."""
-    devices = [torch.device("cuda", i) for i in range(count)]
-    equal = {f"cuda_{i}": 0.1 + 0.005 * (i > 0) for i in range(count)}  # nearly
-    assert kinds(on_speed(devices, timed(of_one, 1.0, **equal), 0)) == [kind]
-
-
-@pytest.mark.parametrize(
-    ("devices", "load"), [([CARDS[0], *CARDS], 0.0), (VIRTUAL, 0.0), (CARDS, 4.0)]
-)
-def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(
-    devices, load
-):
-    """``[0, 0]`` was called slow, which it cannot help."""
-    (verdict,) = on_speed(devices, timed(1.0, 1.0), load)
-    assert verdict.kind == "note"
-    assert "so no speed is judged" in verdict.text
-
-
-@pytest.mark.parametrize(
-    ("devices", "of_one", "waited", "kind"),
-    [
-        (CARDS[:1], 1.3, 0.02, "note"),
-        (CARDS[:1], 1.3, 0.5, "slow"),
-        (CARDS[:1], 1.05, 0.02, "fine"),
-        (CARDS, 1.0, 0.02, "note"),
-    ],
-)
-def test_a_gpu_that_waits_for_the_host_is_not_called_slow(
-    devices, of_one, waited, kind
-):
-    """The doctor's network is so small that a healthy GPU was idle most of the time."""
-    speed = dataclasses.replace(timed(of_one, 1.0), waited=waited)
-    (verdict,) = on_speed(devices, speed, 0)
-    assert verdict.kind == kind
-    assert ("waits for the host, so no speed is judged" in verdict.text) == (
-        kind == "note"
-    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar import splitcheck
-from scatterpar.splitting.parts import cut, order_rows, tensors_with_rows
 
 
 @pytest.mark.parametrize(
@@ -112,27 +111,6 @@ def test_a_batch_whose_rows_have_equally_many_labels_is_noted():
     assert "give some rows labels of -100" in str(report)
     report = splitcheck(step, model, (ids, labels))
     assert report.note == ""
-
-
-def test_rows_with_most_labels_come_first():
-    ids, labels = tokens()
-    tensors = tensors_with_rows((ids, labels))
-    order = order_rows(tensors, len(ids))
-    counts = (labels != -100).sum(1)[order].tolist()
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[-1]
-
-
-@pytest.mark.parametrize("parts", range(1, 9))
-@pytest.mark.parametrize("equal", [True, False])
-def test_parts_are_cut_in_order_and_none_is_empty(parts, equal):
-    rows = list(range(parts * 3))
-    cuts = cut(rows, parts, equal=equal)
-    assert [row for part in cuts for row in part] == rows
-    sizes = [len(part) for part in cuts]
-    assert sizes == sorted(sizes, reverse=True)
-    assert min(sizes) > 0
-    assert (len(set(sizes)) == 1) == (equal or parts == 1)
 
 
 def test_ipython_shows_the_report():

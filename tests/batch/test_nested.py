@@ -1,0 +1,121 @@
+"""Nested values, their leaves, and values of the same structure put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from scatterpar.batch import nested
+
+pytestmark = pytest.mark.core
+
+A, B, C = torch.tensor([1.0]), torch.tensor([2.0, 3.0]), torch.tensor([4.0])
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@dataclass(frozen=True)
+class Boxes:
+    corners: object
+    name: str = "boxes"
+
+    @cached_property
+    def doubled(self):
+        return 2 * self.corners
+
+
+VALUE = {"a": A, "b": (B, [C, 7]), "c": Pair("text", Boxes(1.5))}
+LEAVES = [A, B, C, 7, "text", 1.5, "boxes"]
+
+
+def test_leaves_are_in_the_order_in_which_they_are_written():
+    found = nested.leaves(VALUE)
+    assert [id(leaf) for leaf in found] == [id(leaf) for leaf in LEAVES]
+
+
+def test_containers_come_before_their_leaves():
+    inner = [C, 7]
+    found = nested.leaves({"b": inner}, containers=True)
+    assert found == [{"b": inner}, inner, C, 7]
+
+
+def test_tensors_are_the_leaves_that_are_tensors():
+    found = nested.tensors(VALUE)
+    assert [id(tensor) for tensor in found] == [id(A), id(B), id(C)]
+
+
+def test_flatten_puts_other_leaves_in_the_places_of_the_first_ones():
+    leaves, build = nested.flatten(VALUE)
+    assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in LEAVES]
+    numbered = build(iter(range(len(leaves))))
+    assert numbered == {"a": 0, "b": (1, [2, 3]), "c": Pair(4, Boxes(5, 6))}
+
+
+def test_map_tensors_leaves_numbers_and_texts():
+    lengths = nested.map_tensors(len, VALUE)
+    assert lengths == {"a": 1, "b": (2, [1, 7]), "c": Pair("text", Boxes(1.5))}
+
+
+def test_map_leaves_changes_no_container_of_the_caller():
+    value = {"a": [1, 2]}
+    assert nested.map_leaves(lambda leaf: -leaf, value) == {"a": [-1, -2]}
+    assert value == {"a": [1, 2]}
+
+
+def test_merge_adds_leaf_by_leaf():
+    values = [{"a": 1, "b": (2, Pair(3, 4))}, {"b": (20, Pair(30, 40)), "a": 10}]
+    assert nested.merge(sum, values) == {"a": 11, "b": (22, Pair(33, 44))}
+
+
+def test_merge_gives_what_differs_in_structure_to_the_function():
+    assert nested.merge(list, [(1, [2]), (3, [4, 5])]) == ([1, 3], [[2], [4, 5]])
+
+
+def test_merge_of_different_keys_is_refused_with_both_lists_of_keys():
+    with pytest.raises(ValueError, match=r"\['a'\] and \['b'\]; return the same keys"):
+        nested.merge(sum, [{"a": 1}, {"b": 1}])
+
+
+def test_a_computed_property_is_computed_again_from_other_contents():
+    boxes = Boxes(3)
+    assert boxes.doubled == 6
+    assert nested.map_leaves(lambda _: 5, boxes).doubled == 10
+    assert boxes.doubled == 6
+
+
+def test_subclasses_of_lists_and_tuples_keep_class_and_attributes():
+    class Polygon(list):
+        pass
+
+    polygon = Polygon([1, 2])
+    polygon.colour = "red"
+    found = nested.map_leaves(lambda leaf: leaf + 1, polygon)
+    assert type(found) is Polygon
+    assert found == [2, 3]
+    assert found.colour == "red"
+    largest = nested.map_tensors(len, torch.max(torch.ones(4, 2), 0))
+    assert type(largest) is torch.return_types.max
+    assert tuple(largest) == (2, 2)
+
+
+def test_a_mapping_that_iterates_over_rows_is_refused():
+    class Table(dict):
+        def __iter__(self):
+            return iter([{"x": 1}])
+
+    with pytest.raises(TypeError, match="a Table iterates over its rows"):
+        nested.leaves(Table(x=1))
+
+
+def test_generators_and_distributions_in_an_output_are_refused():
+    with pytest.raises(TypeError, match="a generator that has not been consumed"):
+        nested.refuse_generators({"rows": (row for row in [1])})
+    with pytest.raises(TypeError, match="a Normal, a distribution"):
+        nested.refuse_distributions([torch.distributions.Normal(0.0, 1.0)])

@@ -1,0 +1,155 @@
+"""One exact step and its speed, and what is concluded from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from scatterpar.checkup import training
+from scatterpar.checkup.training import (
+    ENGINE,
+    ONE,
+    PER_CALL,
+    Speed,
+    Step,
+    on_speed,
+    on_step,
+)
+from scatterpar.devices.transfers import Transfers
+
+VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
+CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def kinds(verdicts):
+    return [verdict.kind for verdict in verdicts]
+
+
+def test_a_step_on_two_devices_is_exact():
+    step = training.take_step(VIRTUAL)
+    assert step.is_exact
+    assert str(step).startswith("exact: gradients of 19 rows are ")
+    assert str(step).endswith("in torch.float64")
+    assert kinds(on_step(step)) == ["fine"]
+
+
+def test_each_warning_of_a_step_is_one_note():
+    step = Step(True, "gradients agree", ("too few rows", "too few rows"))
+    assert kinds(on_step(step)) == ["fine", "note"]
+
+
+def test_a_wrong_gradient_is_wrong(monkeypatch):
+    whole = Transfers.copy
+
+    def copy(self, tensor, device, phase):
+        return whole(self, tensor, device, phase) * (1.001 if phase == "reduce" else 1)
+
+    monkeypatch.setattr(Transfers, "copy", copy)
+    found = training.take_step(VIRTUAL)
+    assert not found.is_exact
+    assert re.search(r"gradients of 19 rows are 1.\de-03 apart at most \(", str(found))
+    (verdict,) = on_step(found)
+    assert str(verdict).startswith(f"WRONG because: {found.words}. If copies are fine")
+
+
+def test_the_ratio_is_the_median_over_rounds():
+    """Of 1 / 4, 2 / 1 and 9 / 3; not that of the medians, 2 / 3."""
+    seconds = {ENGINE: [1.0, 2.0, 9.0], ONE: [4.0, 1.0, 3.0]}
+    assert Speed(64, seconds, {}).ratio(ONE) == 2.0
+
+
+def test_parts_of_a_batch_add_up_to_its_gradient():
+    """``_accumulate`` is the plain loop that the engine is timed beside."""
+    images, labels = training._batch(8, torch.float64)
+    whole, in_parts = (training._network(VIRTUAL[0], torch.float64) for _ in range(2))
+    training._accumulate(whole, VIRTUAL[0], images, labels, 1)
+    training._accumulate(in_parts, VIRTUAL[0], images, labels, 4)
+    for one, other in zip(whole.parameters(), in_parts.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **alone):
+    seconds = {ENGINE: [engine] * 3, ONE: [one] * 3}
+    seconds |= {
+        f"{name.replace('_', ':')} alone": [spent] * 3 for name, spent in alone.items()
+    }
+    if per_call is not None:
+        seconds[PER_CALL] = [per_call] * 3
+    names = ("scatter", "replicate", "compute", "reduce")
+    return Speed(64, seconds, dict(zip(names, phases, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (timed(1.0, 1.0), "Take a smaller accum than 16"),
+        (
+            timed(1.0, 1.0, phases=(0.3, 0.2, 1.0, 0.5)),
+            "50% of the step is spent on moving",
+        ),
+        (
+            timed(1.0, 2.0, per_call=0.5),
+            "2.00 of the time of nn.DataParallel x 16. That should",
+        ),
+        (timed(1.0, 1.9, cuda_0=0.1, cuda_1=0.25), "shares=[1.00, 0.40]"),
+    ],
+)
+def test_why_it_is_slow_and_what_to_do(found, words):
+    slow = [
+        verdict.text for verdict in on_speed(CARDS, found, 0) if verdict.kind == "slow"
+    ]
+    assert len(slow) == 1
+    assert words in slow[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "of_one", "kind"),
+    [
+        (1, 1.09, "fine"),
+        (1, 1.2, "slow"),
+        (2, 0.74, "fine"),
+        (2, 0.76, "slow"),
+        (8, 0.6, "slow"),
+    ],
+)
+def test_n_gpus_may_take_one_and_a_half_nth_of_one_gpus_time(count, of_one, kind):
+    """Eight GPUs that took 0.6 of one GPU's time were called fine."""
+    devices = [torch.device("cuda", i) for i in range(count)]
+    equal = {f"cuda_{i}": 0.1 + 0.005 * (i > 0) for i in range(count)}  # nearly
+    assert kinds(on_speed(devices, timed(of_one, 1.0, **equal), 0)) == [kind]
+
+
+@pytest.mark.parametrize(
+    ("devices", "load"), [([CARDS[0], *CARDS], 0.0), (VIRTUAL, 0.0), (CARDS, 4.0)]
+)
+def test_replicas_on_one_processor_and_busy_machines_get_no_verdict_on_speed(
+    devices, load
+):
+    """``[0, 0]`` was called slow, which it cannot help."""
+    (verdict,) = on_speed(devices, timed(1.0, 1.0), load)
+    assert verdict.kind == "note"
+    assert "so no speed is judged" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("devices", "of_one", "waited", "kind"),
+    [
+        (CARDS[:1], 1.3, 0.02, "note"),
+        (CARDS[:1], 1.3, 0.5, "slow"),
+        (CARDS[:1], 1.05, 0.02, "fine"),
+        (CARDS, 1.0, 0.02, "note"),
+    ],
+)
+def test_a_gpu_that_waits_for_the_host_is_not_called_slow(
+    devices, of_one, waited, kind
+):
+    """The doctor's network is so small that a healthy GPU was idle most of the time."""
+    speed = dataclasses.replace(timed(of_one, 1.0), waited=waited)
+    (verdict,) = on_speed(devices, speed, 0)
+    assert verdict.kind == kind
+    assert ("waits for the host, so no speed is judged" in verdict.text) == (
+        kind == "note"
+    )

@@ -1,0 +1,138 @@
+"""What factors and weights mean, and the order of the hypotheses.
+
+Whole loops are in ``test_check.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.oracle import seeded
+from torch import nn
+
+from scatterpar import splitcheck
+from scatterpar.splitting import causes
+
+ROWS = torch.eye(4).repeat(2, 1)[:6] * torch.tensor([6.0, 5, 4, 3, 2, 1])[:, None]
+
+
+def linear():
+    with seeded():
+        return nn.Linear(4, 1, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (1 / 2, "divided by the number of ranks once too often"),
+        (1 / 4, "divided by the number of ranks twice too often"),
+        (2, "added over the ranks, not averaged"),
+        (1 / 3, "divided by the number of parts once too often"),
+        (3, "not divided by the number of parts"),
+        (1 / 6, "divided by ranks and parts once too often"),
+        (6, "divided by neither ranks nor parts"),
+        (5, ""),
+    ],
+)
+def test_factors_of_two_ranks_with_three_parts_each(factor, words):
+    meaning, remedy = causes._meaning(factor, ranks=2, parts=3)
+    assert meaning.removeprefix(": ") == words
+    assert remedy.endswith(".")
+
+
+def test_one_rank_and_one_part_are_no_reason_for_a_factor():
+    assert causes._meaning(1, ranks=1, parts=2)[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "name"),
+    [
+        ([0, 0, 1], [0.5, 0.3, 0.2], "only some parts"),
+        ([1 / 3, 1 / 3, 1 / 3], [0.5, 0.3, 0.2], "mean of means"),
+        ([1 / 4, 1 / 4, 1 / 4], [0.5, 0.3, 0.2], "mean of means"),  # one has no terms
+        ([1, 1, 1], [0.5, 0.3, 0.2], "sum of means"),
+        ([3, 2, 1], [0.5, 0.3, 0.2], "running sum"),
+        ([1.5, 0.6, 0.2], [0.5, 0.3, 0.2], "running sum"),  # of sums
+        ([0.2, 0.3, 0.6], [0.5, 0.3, 0.2], "other weights"),
+    ],
+)
+def test_names_of_weights_of_three_parts_among_four(actual, expected, name):
+    numbers = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected)
+    assert causes._name_of_weights(*numbers, num_parts=4) == name
+
+
+@pytest.mark.parametrize(
+    ("weights", "ranks", "ratio"),
+    [
+        ([1 / 8, 1 / 4, 1 / 2, 1], 1, 0.5),  # halved after each part
+        ([1 / 2, 1, 1 / 4, 1 / 2], 2, 0.5),
+        ([1 / 2, 1, 1 / 4, 1 / 2], 1, None),
+        ([1, 1, 1], 1, None),
+        ([1 / 2, 1], 1, None),  # any two weights have a ratio
+    ],
+)
+def test_weights_of_which_each_is_a_multiple_of_the_next(weights, ranks, ratio):
+    found = causes._ratio_of_neighbours(torch.tensor(weights), ranks)
+    assert found == (None if ratio is None else pytest.approx(ratio))
+
+
+def test_three_names_are_listed_and_others_counted():
+    assert causes._listed(["a", "b", "c"]) == "a, b, c"
+    assert causes._listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def penalty_in_each_part(model, batches):
+    for batch in batches:
+        (model(batch).sum() + 100 * model.weight.sum()).backward()
+
+
+def first_part_only(model, batches):
+    model(batches[0]).mean().backward()
+
+
+def not_a_number_in_parts(model, batches):
+    for batch in batches:
+        (model(batch).sum() / (len(batch) == 6)).backward()
+
+
+def mean_of_means(model, batches):
+    for batch in batches:
+        (model(batch).mean() / len(batches)).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (not_a_number_in_parts, "not finite"),
+        (first_part_only, "only some parts"),
+        (penalty_in_each_part, "once per part"),
+        (mean_of_means, "mean of means"),
+    ],
+)
+def test_the_first_hypothesis_that_fits_is_the_cause(step, name):
+    assert splitcheck(step, linear(), ROWS, parts=2).cause == name
+
+
+def with_norm():
+    with seeded():
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def test_batch_normalisation_alone_is_the_cause():
+    def step(model, batches):
+        rows = sum(len(batch) for batch in batches)
+        for batch in batches:
+            (model(batch).square().sum() / rows).backward()
+
+    report = splitcheck(step, with_norm(), ROWS, parts=2)
+    assert report.cause == "batch normalisation"
+
+
+def test_another_mistake_is_found_beside_batch_normalisation():
+    def step(model, batches):
+        for batch in batches:
+            (model(batch).square().mean() / len(batches)).backward()
+
+    report = splitcheck(step, with_norm(), ROWS, parts=2)
+    assert report.cause == "mean of means"
+    assert report.why.startswith("Also with the running statistics")

@@ -1,0 +1,173 @@
+"""What a hypothesis is tested on, for a model whose gradient is the sum of the rows.
+
+Six rows are cut in two parts, of rows 0 to 3 and of rows 4 and 5::
+
+    row         0           1           2           3           4           5
+    gradient    6 0 0 0     0 5 0 0     0 0 4 0     0 0 0 3     2 0 0 0     0 1 0 0
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.oracle import seeded
+from torch import nn
+
+from scatterpar.splitting.evidence import Evidence
+from scatterpar.splitting.trial import Trial
+
+ROWS = torch.eye(4).repeat(2, 1)[:6] * torch.tensor([6.0, 5, 4, 3, 2, 1])[:, None]
+SUM = [8, 6, 4, 3]
+OF_PARTS = [[6, 5, 4, 3], [2, 1, 0, 0]]
+
+
+def linear(features=4):
+    with seeded():
+        return nn.Linear(features, 1, bias=False)
+
+
+def mean_of_means(model, batches):
+    for batch in batches:
+        (model(batch).mean() / len(batches)).backward()
+
+
+def sum_of_sums(model, batches):
+    for batch in batches:
+        model(batch).sum().backward()
+
+
+def evidence_of(step, model=None, batch=ROWS, parts=2, loss=None):
+    model = linear() if model is None else model
+    trial = Trial(
+        step,
+        model,
+        batch,
+        parts=parts,
+        ranks=1,
+        equal=None,
+        loss=loss,
+        seconds=60.0,
+    )
+    expected = trial.first_reference().gradients
+    return Evidence(trial, expected, trial.outcomes(trial.split()))
+
+
+def test_each_part_has_the_gradient_of_its_rows():
+    evidence = evidence_of(sum_of_sums)
+    assert evidence.parts == [[0, 1, 2, 3], [4, 5]]
+    assert evidence.expected["weight"].tolist() == [SUM]
+    of_parts = [gradients["weight"].tolist() for gradients in evidence.of_parts]
+    assert of_parts == [[row] for row in OF_PARTS]
+    assert evidence.wrong == []
+    assert evidence.shows_in() == []
+
+
+def test_a_mean_of_means_weighs_parts_alike_and_the_batch_by_rows():
+    evidence = evidence_of(mean_of_means)
+    of_loop = evidence.weights_of_loop(["weight"])
+    of_batch = evidence.weights_of_batch(["weight"])
+    torch.testing.assert_close(of_loop, torch.tensor([0.5, 0.5]).double())
+    torch.testing.assert_close(of_batch, torch.tensor([4 / 6, 2 / 6]).double())
+    assert evidence.counted_as(of_batch) == "rows"
+    assert evidence.counted_as(of_loop) == ""
+    assert evidence.wrong == evidence.names == ["weight"]
+    assert evidence.shows_in() == []  # there is no other parameter
+
+
+def test_weights_by_labels_are_named():
+    """One of the first four rows has a label, and both of the others."""
+    labels = torch.tensor([1, -100, -100, -100, 1, 1])
+
+    def step(model, batches):
+        sum_of_sums(model, [rows for rows, _ in batches])
+
+    evidence = evidence_of(step, batch=(ROWS, labels))
+    evidence.parts = [[0, 1, 2, 3], [4, 5]]
+    assert evidence.counted_as(torch.tensor([1.0, 2.0])) == "labels that are not -100"
+    assert evidence.counted_as(torch.tensor([0.0, 0.0])) == ""
+
+
+def test_a_factor_is_that_of_all_named_parameters():
+    def thrice(model, batches):
+        for batch in batches:
+            (len(batches) * model(batch).sum()).backward()
+
+    evidence = evidence_of(thrice, parts=3)
+    assert evidence.factor(["weight"]) == pytest.approx(3)
+    assert evidence_of(mean_of_means).factor(["weight"]) is None
+
+
+def test_a_gradient_of_two_numbers_has_no_factor():
+    evidence = evidence_of(sum_of_sums, linear(2), torch.ones(6, 2))
+    assert evidence.factor(["weight"]) is None
+
+
+def test_one_part_is_compared_with_a_loss():
+    def half(model, batches):
+        for batch in batches:
+            (model(batch).sum() / 2).backward()
+
+    evidence = evidence_of(half, loss=lambda model, batch: model(batch).sum())
+    assert evidence.error_with_one_part() == 0.5
+
+
+def test_a_part_that_is_not_a_number_counts_as_nothing():
+    """A mean over the numbers above 2.5, of which the second part has none."""
+
+    def step(model, batches):
+        for batch in batches:
+            large = batch.amax(1) > 2.5
+            ((model(batch)[:, 0] * large).sum() / large.sum()).backward()
+
+    evidence = evidence_of(step)
+    first, second = (gradients["weight"][0].tolist() for gradients in evidence.of_parts)
+    assert first == [6 / 4, 5 / 4, 1, 3 / 4]
+    assert second == [0, 0, 0, 0]
+    assert evidence.is_undefined
+
+
+class Counter(nn.Module):
+    """Multiplies by the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows):
+        self.calls += 1
+        return self.calls * self.linear(rows)
+
+
+@pytest.mark.parametrize(("model", "matters"), [(linear, False), (Counter, True)])
+def test_order_matters_for_a_model_that_counts_its_calls(model, matters):
+    assert evidence_of(sum_of_sums, model()).order_matters() == matters
+
+
+def test_a_penalty_in_each_part_grows_twofold_from_two_parts_to_three():
+    def step(model, batches):
+        for batch in batches:
+            (model(batch).sum() + model.weight.sum()).backward()
+
+    growth, cosine = evidence_of(step).growth_per_part()
+    assert growth == pytest.approx(2)
+    assert cosine == pytest.approx(1)
+
+
+def test_without_a_difference_or_enough_rows_there_is_no_growth():
+    assert evidence_of(sum_of_sums).growth_per_part() is None
+    assert evidence_of(mean_of_means, batch=ROWS[:5]).growth_per_part() is None
+
+
+def test_parameters_are_named_if_others_are_right():
+    model = nn.ModuleDict({"right": linear(), "wrong": linear()})
+
+    def step(model, batches):
+        for batch in batches:
+            model["right"](batch).sum().backward()
+            (len(batches) * model["wrong"](batch).sum()).backward()
+
+    evidence = evidence_of(step, model)
+    assert evidence.wrong == evidence.shows_in() == ["wrong.weight"]
+    assert evidence.factor(["wrong.weight"]) == pytest.approx(2)
+    assert evidence.is_everything(["wrong.weight", "right.weight"])

@@ -1,0 +1,74 @@
+"""Random operators that repeat themselves, and the coarsest dtype of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scatterpar.splitting.operator_modes import CoarsestDtype, RepeatedNumbers
+
+pytestmark = pytest.mark.draws
+
+
+def test_each_call_gives_the_same_number_to_each_row():
+    with RepeatedNumbers(by_column=False):
+        few, many = torch.rand(2, 3), torch.randn(5, 3)
+    assert few.unique().tolist() == many.unique().tolist()
+    assert len(few.unique()) == 1
+
+
+def test_by_column_rows_are_alike_and_columns_are_not():
+    with RepeatedNumbers(by_column=True):
+        mask = torch.rand(3, 4)
+    assert torch.equal(mask[0], mask[2])
+    first_multiples = [0.618, 0.236, 0.854, 0.472]  # of the golden ratio, modulo one
+    torch.testing.assert_close(
+        mask[0], torch.tensor(first_multiples), atol=1e-3, rtol=0
+    )
+
+
+def test_integers_are_the_same_in_every_call():
+    with RepeatedNumbers(by_column=False):
+        first, second = torch.randint(1000, (3,)), torch.randint(1000, (5,))
+    assert {*first.tolist()} == {*second.tolist()}
+
+
+def test_a_permutation_keeps_the_order():
+    with RepeatedNumbers(by_column=False):
+        assert torch.randperm(4).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("replacement", "drawn"), [(True, [[1, 1], [2, 2]]), (False, [[1, 0], [2, 1]])]
+)
+def test_a_sample_has_the_most_likely_categories(replacement, drawn):
+    probabilities = torch.tensor([[0.3, 0.6, 0.1], [0.1, 0.2, 0.7]])
+    with RepeatedNumbers(by_column=False):
+        assert torch.multinomial(probabilities, 2, replacement).tolist() == drawn
+
+
+def test_what_draws_nothing_is_as_without_the_mode():
+    with RepeatedNumbers(by_column=True):
+        assert (torch.arange(3) * 2).tolist() == [0, 2, 4]
+
+
+def inside_of_a_list(value):
+    return torch.cat([value.float(), value.bfloat16()]).double()
+
+
+@pytest.mark.parametrize(
+    ("compute", "coarsest"),
+    [
+        (lambda value: value * 2, None),
+        (lambda value: value > 0, None),
+        (torch.Tensor.float, torch.float32),
+        (lambda value: value.float().half(), torch.float32),
+        (lambda value: (value.float(), value.half()), torch.float16),
+        (inside_of_a_list, torch.bfloat16),
+        (lambda value: torch.ones(2).half(), None),  # was never in float64
+    ],
+)
+def test_the_coarsest_dtype_to_which_float64_is_cast(compute, coarsest):
+    with CoarsestDtype() as dtypes:
+        compute(torch.ones(2, dtype=torch.float64))
+    assert dtypes.coarsest == coarsest

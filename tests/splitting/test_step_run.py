@@ -1,0 +1,214 @@
+"""A step is run once: what it leaves, and where it ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from harness.oracle import seeded
+from torch import nn
+
+from scatterpar.splitting import step_run
+from scatterpar.splitting.step_run import (
+    Clippings,
+    Numbers,
+    Settings,
+    run_step,
+)
+
+
+def doubled():
+    """A model of one number: y = 2 x."""
+    with seeded():
+        model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(2.0)
+    return model
+
+
+def run(step, model, batches, **settings):
+    settings = Settings(**{"in_double": False, **settings})
+    return run_step(step, model, batches, settings, list(model.parameters()))
+
+
+def sums(model, batches):
+    """The gradient is the sum of all numbers; returns the loss of the last batch."""
+    loss = None
+    for batch in batches:
+        loss = model(batch).sum()
+        loss.backward()
+    return loss
+
+
+BATCHES = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]
+
+
+def test_gradients_add_up_and_the_loss_is_what_the_step_returns():
+    outcome = run(sums, doubled(), BATCHES)
+    assert outcome.gradients["weight"].tolist() == [[9.0]]
+    assert outcome.gradients["weight"].dtype == torch.float64
+    assert outcome.loss == 10.0
+    assert outcome.drawn == frozenset()
+    assert outcome.coarsest is None
+
+
+def test_a_gradient_from_before_the_step_does_not_count():
+    model = doubled()
+    model.weight.grad = torch.full((1, 1), 100.0)
+    assert run(sums, model, BATCHES).gradients["weight"].item() == 9
+
+
+def test_in_double_parameters_and_new_tensors_are_in_float64():
+    dtypes = []
+
+    def step(model, batches):
+        dtypes.extend([model.weight.dtype, torch.ones(1).dtype])
+        return {"loss": sums(model, [batch.double() for batch in batches])}
+
+    before = torch.get_default_dtype()
+    try:
+        outcome = run(step, doubled(), BATCHES, in_double=True)
+    finally:
+        torch.set_default_dtype(before)  # what ``ProcessState`` does
+    assert dtypes == [torch.float64] * 2
+    assert outcome.loss == 10
+
+
+def test_an_optimizer_gets_the_gradient_and_changes_nothing():
+    def step(model, batches):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sums(model, batches)
+        optimizer.step()
+        raise AssertionError("the step ends where all gradients have arrived")
+
+    model = doubled()
+    assert run(step, model, BATCHES).gradients["weight"].item() == 9
+    assert model.weight.item() == 2
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_the_step_ends_after_the_last_of_two_optimizers(with_closure):
+    """Each is called once, with a closure or without, and changes nothing."""
+    model = nn.ModuleDict({"first": doubled(), "second": doubled()})
+    calls = []
+
+    def step(model, batches):
+        for batch, name in zip(batches, model, strict=True):
+            optimizer = torch.optim.SGD(model[name].parameters(), 0.1)
+
+            def closure(batch=batch, name=name):
+                calls.append(name)
+                return sums(model[name], [batch])
+
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            assert name == "first"
+
+    gradients = run(step, model, BATCHES).gradients
+    assert calls == ["first", "second"]
+    assert gradients["first.weight"].item() == 4
+    assert gradients["second.weight"].item() == 5
+    assert model["first"].weight.item() == model["second"].weight.item() == 2
+
+
+def test_an_error_of_the_step_is_raised_and_the_hook_removed():
+    def step(model, batches):
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        run(step, doubled(), BATCHES)
+    model = doubled()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model.weight.grad = torch.ones(1, 1)
+    optimizer.step()
+    assert model.weight.item() == 1.5
+
+
+def test_a_parameter_that_is_changed_by_hand_has_the_change_as_its_gradient():
+    def step(model, batches):
+        with torch.no_grad():
+            model.weight -= 0.5
+
+    assert run(step, doubled(), BATCHES).gradients["weight"].item() == 0.5
+
+
+@pytest.mark.draws
+def test_generators_that_the_step_draws_from_are_named():
+    before = random.getstate()
+
+    def step(model, batches):
+        torch.rand(1)
+        random.random()
+        sums(model, batches)
+
+    try:
+        outcome = run(step, doubled(), BATCHES)
+    finally:
+        random.setstate(before)
+    assert outcome.drawn == {"torch", "Python"}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize(
+    ("numbers", "are_equal"), [(Numbers.CONSTANT, True), (Numbers.BY_COLUMN, False)]
+)
+def test_random_operators_give_what_the_settings_say(numbers, are_equal):
+    drawn = []
+
+    def step(model, batches):
+        drawn.append(torch.rand(2, 2))
+        sums(model, batches)
+
+    run(step, doubled(), BATCHES, numbers=numbers)
+    assert torch.equal(drawn[0][0], drawn[0][1])
+    assert bool(drawn[0][0, 0] == drawn[0][0, 1]) == are_equal
+
+
+def test_the_coarsest_dtype_is_watched_on_demand():
+    def step(model, batches):
+        return (model.weight * model.weight.half().double()).sum().backward()
+
+    model = doubled().double()
+    assert run(step, model, [], watch_dtypes=True).coarsest == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("limit_is_exceeded", "left"),
+    [([True], 1.0), ([True, True], 1.5), ([True, False], 1.5), ([False, True], 2.0)],
+)
+def test_all_clippings_except_the_last_halve_what_was_there(limit_is_exceeded, left):
+    """A gradient of 1 is added before each clipping: 1 / 2 + 1."""
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    clip = Clippings()
+    for is_exceeded in limit_is_exceeded:
+        weight.grad += 1
+        clip([weight], is_exceeded)
+    assert weight.grad.item() == left
+
+
+def test_batch_normalisation_uses_running_statistics_in_the_body():
+    model = nn.Sequential(
+        nn.BatchNorm1d(1), nn.BatchNorm1d(1, track_running_stats=False)
+    )
+    assert step_run.layers_with_batch_statistics(model) == [model[0]]
+    rows = torch.tensor([[1.0], [3.0]])
+    with step_run.running_statistics(model):
+        model.train()
+        inside = model[0](rows)
+    torch.testing.assert_close(inside, rows / (1 + 1e-5) ** 0.5)  # mean 0, variance 1
+    model.train()
+    assert model[0](rows).mean().abs().item() < 1e-6
+
+
+def test_complex_gradients_are_pairs_of_numbers():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.tensor([1 + 1j]))
+
+    def step(model, batches):
+        (model.weight.real * 3 + model.weight.imag * 4).sum().backward()
+
+    assert run(step, model, []).gradients["weight"].tolist() == [[3, 4]]

@@ -11,7 +11,7 @@ numbers::
             +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
 
 If the step fails, also in 6, all user state that was written is restored. If memory
-runs out in 2 to 5, ``accum="auto"`` starts again at 1. Ranks exchange their sums
+runs out in 2 to 5, ``accum="auto"`` starts again at 1, in calls without gradients too. Ranks exchange their sums
 between 5 and 6. In 6, ``forward_backward`` adds to ``.grad``; with ``loss`` the
 backward pass of the loss does that.
 """
@@ -32,17 +32,16 @@ from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
 from scatterpar.devices.device_ids import DeviceLike, resolve
 from scatterpar.devices.links import check_links
-from scatterpar.devices.memory import clear_frames
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.option_checks import check_int, check_shares
 from scatterpar.options.arguments import read_arguments
 from scatterpar.options.assigned import FixedArgument, fixed, option
-from scatterpar.options.auto_accum import AutoAccum, Search
+from scatterpar.options.auto_accum import AutoAccum, Candidate, Search
 from scatterpar.options.costs import has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
-from scatterpar.options.map_rows import map_rows
+from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
 from scatterpar.options.trace import Trace
 from scatterpar.options.whole_batch import TwoPasses
 from scatterpar.plan import Plan, make_plan
@@ -88,7 +87,8 @@ class ScatterOnceParallel(Wrapper):
             it as before.
         accum: sub-steps per replica, or ``"auto"``: start with one and, if memory runs
             out, plan the same batch again with the fewest sub-steps that fit, which
-            later steps use, too.
+            later steps use, too. Calls without gradients have numbers of their own, per
+            function and number of rows.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings
             or ``torch.device``. Replicas with equal entries share one memory: ``["cpu"]
             * 4`` are four in host memory, ``["cpu:0", "cpu:1"]`` two virtual devices
@@ -109,7 +109,7 @@ class ScatterOnceParallel(Wrapper):
             passes its own rows; loss and gradients are those of all ranks' batches
             together. If a rank fails, every rank raises an error in that step. At
             construction all ranks get the parameters and buffers of rank 0. Inference
-            is separate on each rank.
+            is separate on each rank, with its numbers of sub-steps.
         shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device
             that is three times as fast as the other. A larger share has more sub-steps,
             not larger ones.
@@ -497,27 +497,28 @@ class ScatterOnceParallel(Wrapper):
 
     def _fewest_substeps(self, request: Request, schedule: Schedule) -> Outcome:
         """Parts 1 to 5 with the fewest sub-steps that fit into memory."""
-        assert self._auto_accum is not None
-        search = Search(self._auto_accum, request, self.device_ids, self.shares)
-        for candidate in search.candidates():
-            try:
-                outcome = self._compute(
-                    candidate.request, candidate.plan, schedule, candidate.extent
-                )
-            except Exception as error:
-                if not (schedule.may_start_again and search.goes_on(candidate, error)):
-                    raise
-                clear_frames(error)
-            else:
-                if not candidate.extent.is_trial:
-                    break
-                outcome.attempt.undo.restore()
-                del outcome  # the next try needs the memory of its gradients
-            self._workers.release()
-        with outcome.attempt.undo:  # warnings may be errors
-            search.keep(candidate)
+
+        def compute(candidate: Candidate) -> Outcome:
+            return self._compute(
+                candidate.request, candidate.plan, schedule, candidate.extent
+            )
+
+        search = self._search(request, schedule)
+        outcome = search.run(compute)
         outcome.retries = search.retries
         return outcome
+
+    def _search(self, request: Request, work: Schedule | RowFunction) -> Search:
+        """Looks for the fewest sub-steps with which ``work`` fits into memory."""
+        assert self._auto_accum is not None
+        return Search(
+            self._auto_accum,
+            request,
+            work,
+            self.device_ids,
+            self.shares,
+            self._workers,
+        )
 
     def _compute(
         self,
@@ -595,12 +596,12 @@ class ScatterOnceParallel(Wrapper):
         table.
 
         For several batches pass a list of row counts, with ``micro_batch_cost`` also
-        ``costs``.
+        ``costs``. With ``accum="auto"`` the number of sub-steps is that of training.
         """
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
-        accum = self._auto_accum.accum if self._auto_accum else self.accum
+        accum = self._auto_accum.training.accum if self._auto_accum else self.accum
         return make_plan(
             rows, self.device_ids, accum, self.micro_batch_size, self.shares
         )
@@ -608,6 +609,9 @@ class ScatterOnceParallel(Wrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the
         master.
+
+        With ``accum="auto"`` a call that runs out of memory starts again with more
+        sub-steps.
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``. A
@@ -661,7 +665,9 @@ class ScatterOnceParallel(Wrapper):
         For work besides the forward pass, such as ``generate`` or ``encode``. Modules
         stay in training or evaluation mode. Random numbers depend on the number of
         replicas and micro-batches, as those of dropout do. With a process group each
-        rank has its own rows.
+        rank has its own rows. With ``accum="auto"`` a call that runs out of memory
+        starts again with more sub-steps; what the function itself has kept by then,
+        such as entries of a list, stays.
 
         Args:
             function: a method of the module or of a part of it, such as
@@ -701,11 +707,38 @@ class ScatterOnceParallel(Wrapper):
         inputs, kwargs = read_arguments(function, inputs, kwargs)
         with self._workers.exclusive():
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
-            plan = self.plan(rows, costs)
             batch = batch_of(call_inputs(inputs, kwargs), None, rows, self.dim)
-            request = Request([batch], self.dim)
-            with self._attempt(request, plan) as attempt:
-                return map_rows(attempt, self.module, function, self._verifier, pad)
+            request = Request([batch], self.dim, backward=False)
+            work = RowFunction(function, pad)
+            if self._auto_accum is not None and costs is None:
+                mapped = self._map_fewest_substeps(request, work)
+            else:
+                plan = self.plan(rows, costs)
+                mapped = self._map_rows(request, plan, work)
+            with mapped.attempt.undo:
+                mapped.commit()
+            return mapped.output
+
+    def _map_fewest_substeps(self, request: Request, work: RowFunction) -> Mapped:
+        """All but the commit, with the fewest sub-steps that fit into memory."""
+
+        def compute(candidate: Candidate) -> Mapped:
+            return self._map_rows(
+                candidate.request, candidate.plan, work, candidate.extent
+            )
+
+        return self._search(request, work).run(compute)
+
+    def _map_rows(
+        self,
+        request: Request,
+        plan: Plan,
+        work: RowFunction,
+        extent: Extent = WHOLE_STEP,
+    ) -> Mapped:
+        """Call a function for all rows: all except the plan and the commit."""
+        with self._attempt(request, plan, extent) as attempt:
+            return map_rows(attempt, self.module, work, self._verifier)
 
     def check(
         self,

@@ -136,7 +136,7 @@ engine.map calls the user's own method for all replicas
   [replica.copy_of(function) for replica in replicas] => [function for _ in replicas]
 pad= of engine.map is ignored
   map_rows -> test_tensors_are_joined_padded_or_refused
-  outputs, lists, pad) => outputs, lists)
+  lists, row_function.pad) => lists)
 inference leaves rows in the order of a plan by cost
   join_on_master -> test_inference_puts_back_whatever_goes_by_row
   order=plan.order => order=()
@@ -193,8 +193,14 @@ parameters are sent at every step, changed or not
   Broadcast.update -> test_frozen_parameters_go_out_once_and_do_not_come_back
   - unchanged => - set()
 an automatic accum is searched again in each step
-  Search.keep -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
-  self._auto_accum.accum = candidate.accum => pass
+  Search._keep -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
+  self._fit.accum = candidate.accum => pass
+an evaluation changes the number of sub-steps in training
+  Search.__init__ -> test_training_and_evaluation_have_numbers_of_their_own
+  if request.backward: => if True:
+generators that a function moved in an undone try stay moved
+  map_rows -> test_what_undone_tries_of_inference_drew_and_wrote_is_undone
+  save_referents(attempt, referents_of(attempt, function)) => pass
 # never stale
 values count as sent before all devices have them
   Broadcast.update -> test_a_failed_refresh_is_made_good
@@ -243,11 +249,11 @@ a loss that is not finite is committed in spite of check_finite=True
   Substeps._weighted_sum -> test_names_replica_and_sub_step_and_changes_nothing
   if self._request.check_finite and not math.isfinite(loss): => if False:
 tries of an automatic accum leave what they wrote
-  ScatterOnceParallel._fewest_substeps -> test_a_second_try_starts_anew
-  outcome.attempt.undo.restore() => pass
+  Search.run -> test_a_second_try_starts_anew
+  result.attempt.undo.restore() => pass
 the gradients of a trial stay while the next try runs
-  ScatterOnceParallel._fewest_substeps -> test_the_gradients_of_a_trial_are_freed_before_the_next_try
-  del outcome => pass
+  Search.run -> test_the_gradients_of_a_trial_are_freed_before_the_next_try
+  del result => pass
 trials of an automatic accum call the user's function of outputs
   Search._trial -> test_a_function_of_outputs_is_not_called_by_trials
   replace(self._request, return_outputs=False) => self._request
@@ -281,8 +287,8 @@ a second pass and checks move the replicas' generators
   ReplicaTask.isolated -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
   restored(partial(generators.set_state, replica, state)) => contextlib.nullcontext()
 numbers that replicas draw in inference are drawn again
-  map_rows -> test_inference_draws_on_and_the_seed_decides_it
-  attempt.generators.commit() => pass
+  Mapped.commit -> test_inference_draws_on_and_the_seed_decides_it
+  self.attempt.generators.commit() => pass
 numbers that only another replica than the first draws are drawn again
   Generators.commit -> test_a_replica_other_than_the_first_drawing_moves_the_generator
   for _, device in drawn} => for number, device in drawn if not number}
@@ -304,7 +310,7 @@ compile= is forgotten, and replicas run eagerly
   compile_fn(run) => run
 inference in training mode moves no statistics
   map_rows -> test_inference_moves_statistics_as_a_module_does
-  if any(part.training for part in module.modules()): => if False:
+  if not any(part.training for part in module.modules()): => if True:
 workers do not see the caller's hooks on saved tensors
   CallerContext.__init__ -> test_saved_tensors_hooks
   if hooks: => if False:

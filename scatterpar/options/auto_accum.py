@@ -10,36 +10,83 @@ step's peak of memory::
     accum=4   trial        fits
     accum=3   trial        memory runs out
     accum=4   whole step   fits, and is kept
+
+Training has one number. Without gradients each function has one per number of rows::
+
+    engine.forward_backward(…)                      accum=4
+    engine(…)                            512 rows   accum=1
+    engine.map(model.generate, …)        512 rows   accum=16
+                                          96 rows   accum=3
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.devices.memory import clear_frames, is_out_of_memory
 from scatterpar.errors import warn
+from scatterpar.options.map_rows import Mapped, RowFunction
 from scatterpar.plan import Plan, make_plan
 from scatterpar.step.attempt import Extent
+from scatterpar.step.reduce import Outcome
 from scatterpar.step.request import Request
+from scatterpar.step.substeps import Schedule
+from scatterpar.threads.workers import Workers
 
 _TRIAL = Extent(is_trial=True, max_substeps=2, retain_rows=False)
+_Result = TypeVar("_Result", Outcome, Mapped)
 
 
-class AutoAccum:
-    """What an engine knows of its memory; copies of the engine know it, too.
+@dataclass
+class Fit:
+    """What fitted last.
 
     Attributes:
-        accum: the number of sub-steps that fitted last.
+        accum: the number of sub-steps.
         retain_rows: whether rows may stay on their device for a second pass, until
             memory has run out once.
     """
 
+    accum: int = 1
+    retain_rows: bool = True
+
+
+@dataclass
+class FunctionFits:
+    """What fitted last, of a function without gradients.
+
+    Attributes:
+        by_rows: the fit of each number of rows.
+        too_many_rows: the fewest rows of a sub-step that ran out of memory; ``None`` if
+            none has.
+    """
+
+    by_rows: dict[int, Fit] = field(default_factory=dict)
+    too_many_rows: int | None = None
+
+
+class AutoAccum:
+    """What an engine knows of its memory; copies of the engine know of training's.
+
+    Attributes:
+        training: what fitted last in training.
+        functions: what fitted last without gradients, by function.
+    """
+
     def __init__(self) -> None:
-        self.accum = 1
-        self.retain_rows = True
+        self.training = Fit()
+        self.functions: dict[Hashable, FunctionFits] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Code, by which functions are known, cannot be pickled.
+        return {"training": self.training, "functions": {}}
 
 
 @dataclass
@@ -62,7 +109,7 @@ class Candidate:
 
 
 class Search:
-    """The search of one step.
+    """The search of one call.
 
     Attributes:
         retries: how often memory has run out.
@@ -72,28 +119,76 @@ class Search:
         self,
         auto_accum: AutoAccum,
         request: Request,
+        work: Schedule | RowFunction,
         device_ids: Sequence[torch.device],
         shares: Sequence[float],
+        workers: Workers,
     ) -> None:
         self.retries = 0
-        self._auto_accum = auto_accum
         self._request = request
+        self._work = work
         self._device_ids = device_ids
         self._shares = shares
+        self._workers = workers
+        self._rows = max(request.sizes)  # of several batches each is cut
         # Then a sub-step has one row.
-        self._most = -(-max(request.sizes) // len(device_ids))
+        self._most = self._fewest_substeps_of(1)
+        self._too_many_rows: int | None = None
+        self._function: Any = request.criterion
+        if isinstance(work, RowFunction):
+            self._function = work.function
+        self._fits: FunctionFits | None = None
+        if request.backward:
+            self._fit = auto_accum.training
+            return
+        key = type(work), identity_of(self._function)
+        self._fits = auto_accum.functions.setdefault(key, FunctionFits())
+        self._fit = self._fits.by_rows.get(self._rows) or self._first_fit(self._fits)
 
-    def candidates(self) -> Iterator[Candidate]:
-        """What to try next; the caller stops at a whole step that fits.
+    def _first_fit(self, fits: FunctionFits) -> Fit:
+        """Where to begin with a number of rows that is new."""
+        if fits.too_many_rows is None:
+            return Fit()
+        return Fit(self._fewest_substeps_of(fits.too_many_rows - 1))
 
-        If a candidate fails, the caller asks ``goes_on`` before it takes the next one.
+    def _fewest_substeps_of(self, rows: int) -> int:
+        """The fewest sub-steps per replica that have at most so many rows each."""
+        return -(-self._rows // (len(self._device_ids) * max(1, rows)))
+
+    def run(self, compute: Callable[[Candidate], _Result]) -> _Result:
+        """The result of the first candidate that is a whole step and fits.
+
+        Raises the error of the last candidate if there is none.
         """
-        accum = self._auto_accum.accum
+        for candidate in self._candidates():
+            try:
+                result = compute(candidate)
+            except Exception as error:
+                if not (self._work.may_start_again and self._goes_on(candidate, error)):
+                    raise
+                clear_frames(error)
+            else:
+                if not candidate.extent.is_trial:
+                    break
+                result.attempt.undo.restore()
+                del result  # the next try needs the memory of its gradients
+            self._workers.release()
+        with result.attempt.undo:  # warnings may be errors
+            self._keep(candidate)
+        return result
+
+    def _candidates(self) -> Iterator[Candidate]:
+        """What to try next, until a whole step fits.
+
+        The caller asks ``_goes_on`` about a candidate that failed before it takes the
+        next one.
+        """
+        accum = self._fit.accum
         while True:
             whole = self._whole_step(accum)
             yield whole
             if whole.extent.retain_rows:
-                self._auto_accum.retain_rows = False
+                self._fit.retain_rows = False
                 yield self._whole_step(accum)
             too_few = accum
             enough = None
@@ -113,10 +208,10 @@ class Search:
     def _whole_step(self, accum: int) -> Candidate:
         plan = self._plan(accum)
         # With one sub-step per replica no rows are needed a second time.
-        computes_twice = self._request.whole_batch and len(plan.substep_rows) > len(
-            plan.shares
-        )
-        retain_rows = self._auto_accum.retain_rows and computes_twice
+        has_several = len(plan.substep_rows) > len(plan.shares)
+        trains_all_rows = self._request.whole_batch and self._request.backward
+        computes_twice = trains_all_rows and has_several
+        retain_rows = self._fit.retain_rows and computes_twice
         return Candidate(accum, self._request, plan, Extent(retain_rows=retain_rows))
 
     def _trial(self, accum: int) -> Candidate:
@@ -129,7 +224,7 @@ class Search:
             self._request.sizes, self._device_ids, accum, shares=self._shares
         )
 
-    def goes_on(self, candidate: Candidate, error: Exception) -> bool:
+    def _goes_on(self, candidate: Candidate, error: Exception) -> bool:
         """Whether there is more to try after a candidate has raised ``error``.
 
         If memory ran out, and no number of sub-steps is left, ``error`` gets a note.
@@ -139,6 +234,7 @@ class Search:
             return candidate.extent.is_trial
         self.retries += 1
         candidate.fits = False
+        self._too_many_rows = max(candidate.plan.substep_rows)
         if candidate.extent.retain_rows or candidate.accum < self._most:
             return True
         error.add_note(
@@ -148,13 +244,63 @@ class Search:
         )
         return False
 
-    def keep(self, candidate: Candidate) -> None:
-        """Begin later steps with the candidate's number; warn if it is another one."""
-        earlier = self._auto_accum.accum
-        self._auto_accum.accum = candidate.accum
-        if candidate.accum != earlier:
-            warn(
-                f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
-                f"of memory; accum={candidate.accum} is the smallest that fits, and is "
-                f"kept"
-            )
+    def _keep(self, candidate: Candidate) -> None:
+        """Begin later calls with the candidate's number; warn if it is another one."""
+        earlier = self._fit.accum
+        self._fit.accum = candidate.accum
+        if self._fits is not None:
+            self._note_rows(self._fits)
+        if candidate.accum == earlier:
+            return
+        kept = "is kept"
+        if self._fits is not None:
+            name = name_of(self._function)
+            kept = f"is kept for {name} without gradients, with {self._rows} rows"
+        warn(
+            f'accum="auto": {self._request.rows} rows with accum={earlier} ran out '
+            f"of memory; accum={candidate.accum} is the smallest that fits, and {kept}"
+        )
+
+    def _note_rows(self, fits: FunctionFits) -> None:
+        """Remember the fit of this number of rows, and the rows that do not fit."""
+        fits.by_rows[self._rows] = self._fit
+        known = fits.too_many_rows
+        found = self._too_many_rows
+        if found is not None:
+            fits.too_many_rows = found if known is None else min(known, found)
+
+
+def innermost(function: Any) -> Any:
+    """The function that the user wrote: a module's ``forward``, what a partial or a
+    decorator calls.
+    """
+    while True:
+        is_function = isinstance(function, (types.FunctionType, types.MethodType))
+        if isinstance(function, partial):
+            function = function.func
+        elif isinstance(function, nn.Module):
+            function = function.forward
+        elif is_function and hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def identity_of(function: Any) -> Hashable:
+    """What a function is known by: its code, which a new lambda in each call shares.
+
+    Of a function in C the name, and of an object that is called its class.
+    """
+    function = innermost(function)
+    if isinstance(function, (types.FunctionType, types.MethodType)):
+        return function.__code__
+    return name_of(function)
+
+
+def name_of(function: Any) -> str:
+    """The function, as a warning names it."""
+    if function is None:  # there is no criterion
+        return "the module's own loss"
+    function = innermost(function)
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name

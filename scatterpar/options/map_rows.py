@@ -9,6 +9,7 @@ It is the forward pass, or any function of a replica::
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 
 from scatterpar.batch import nested
 from scatterpar.batch.joining import Lists
+from scatterpar.devices.memory import is_out_of_memory
+from scatterpar.errors import add_note
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.references import module_of, named_values
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
@@ -26,50 +29,102 @@ from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import join_on_master, reduce_buffers
 from scatterpar.step.replica_threads import Proceed
 from scatterpar.step.scatter import in_order, scatter
+from scatterpar.step.substeps import referents_of, save_referents
 from scatterpar.step.task import ReplicaTask, make_tasks
 from scatterpar.verify.verifier import Verifier
+
+
+class RowFunction:
+    """What each replica calls for its rows: the module, or a function for ``map``.
+
+    Attributes:
+        function: the module, a method of a part of it, or a function that gets a
+            replica as its first argument.
+        pad: that of ``join_rows``.
+        may_start_again: whether a call that ran out of memory may begin again, with
+            more sub-steps.
+    """
+
+    def __init__(self, function: Callable[..., Any], pad: float | None) -> None:
+        self.function = function
+        self.pad = pad
+        self.may_start_again = True
+
+
+@dataclass
+class Mapped:
+    """The results of a call without gradients, of which nothing is written yet.
+
+    Attributes:
+        attempt: the one that succeeded.
+        output: the joined results; ``None`` in a trial.
+        buffers: write the module's buffers; ``None`` if no part of it trains.
+    """
+
+    attempt: Attempt
+    output: Any = None
+    buffers: BufferWriter | None = None
+
+    def commit(self) -> None:
+        """Write buffers and random state."""
+        if self.buffers is not None:
+            self.buffers.write()
+        self.attempt.generators.commit()
 
 
 def map_rows(
     attempt: Attempt,
     module: nn.Module,
-    function: Callable[..., Any],
+    row_function: RowFunction,
     verifier: Verifier | None,
-    pad: float | None = None,
-) -> Any:
+) -> Mapped:
     """The function's results for the whole batch, joined on the master.
 
-    The request's inputs are a pair of positional and keyword arguments. ``function`` is
-    the module, a method of a part of it, or gets a replica as its first argument.
-    ``pad`` is that of ``join_rows``. Lists in a module's output may be lists of
-    tensors, and then are not joined.
+    The request's inputs are a pair of positional and keyword arguments. Lists in a
+    module's output may be lists of tensors, and then are not joined. A trial joins
+    nothing.
     """
     plan = attempt.plan
     request = attempt.request
     transfers = attempt.transfers
     replicas = attempt.replicas
+    function = row_function.function
     loaders = scatter(in_order(request.batches, plan), plan, transfers)
     replicas.refresh(module, None, transfers)
     attempt.weights = compute_loss_weights(request, plan, None)
     tasks = make_tasks(attempt, loaders)
-    work = _Work(function, replicas.of_model)
+    work = _Work(function, replicas.of_model, attempt.extent.max_substeps)
+    save_referents(attempt, referents_of(attempt, function))
     with parameter_writes_refused(replicas.replica_sets):
         outputs = attempt.threads.run(work.of_share, tasks)
+        if attempt.extent.is_trial:
+            return Mapped(attempt)
         if verifier is not None:
             verifier.check_join(attempt, tasks[0], outputs, work, work.function)
     lists: Lists = "always"
     if function is module:
         (batch,) = request.batches
         lists = "if clear" if batch.has_marked_rows else "never"
-    output = join_on_master(attempt, outputs, lists, pad)
+    try:
+        output = join_on_master(attempt, outputs, lists, row_function.pad)
+    except Exception as error:
+        if is_out_of_memory(error):
+            row_function.may_start_again = False
+            add_note(error, _RESULTS_DO_NOT_FIT)
+        raise
     transfers.synchronize()
-    if any(part.training for part in module.modules()):
-        buffers, statistics = reduce_buffers(attempt)
-        if statistics is not None:
-            buffers += statistics.values()
-        BufferWriter(buffers, replicas.equal_buffers()).write()
-    attempt.generators.commit()
-    return output
+    if not any(part.training for part in module.modules()):
+        return Mapped(attempt, output)
+    buffers, statistics = reduce_buffers(attempt)
+    if statistics is not None:
+        buffers += statistics.values()
+    return Mapped(attempt, output, BufferWriter(buffers, replicas.equal_buffers()))
+
+
+_RESULTS_DO_NOT_FIT = (
+    "the results of all rows do not fit on the first device together, however many "
+    "sub-steps there are: return less per row, or pass fewer rows"
+)
 
 
 class _Work:
@@ -83,7 +138,13 @@ class _Work:
         function: what the user passed; ``None`` for the module itself.
     """
 
-    def __init__(self, function: Callable[..., Any], replica_set: ReplicaSet) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        replica_set: ReplicaSet,
+        max_substeps: int | None,
+    ) -> None:
+        self._max_substeps = max_substeps
         inner = function
         bound: list[Any] = []
         while isinstance(inner, partial):
@@ -115,9 +176,10 @@ class _Work:
         return output
 
     def of_share(self, task: ReplicaTask, proceed: Proceed) -> list[Any]:
-        """The results for the micro-batches of a share."""
+        """The results for the micro-batches of a share; in a trial, of the first ones."""
         outputs: list[Any] = []
-        for sub_step in range(len(task.share.micro_batches)):
+        sub_steps = range(len(task.share.micro_batches))
+        for sub_step in sub_steps[: self._max_substeps]:
             proceed(sub_step)
             outputs.append(self(task, task.loader.load(sub_step)))
         return outputs

@@ -161,7 +161,11 @@ class Passes:
         self._states: list[State] = []
         self._without_gradient: Sequence[Tensor] = task.leaves
         return_outputs = attempt.request.return_outputs
-        retain_rows = attempt.extent.retain_rows and len(self.share.micro_batches) > 1
+        retain_rows = (
+            attempt.extent.retain_rows
+            and attempt.request.backward  # else there is no second pass
+            and len(self.share.micro_batches) > 1
+        )
         for sub_step in range(len(self.share.micro_batches)):
             proceed(sub_step)
             # The last output with its graph, which is freed before the next forward.

@@ -258,13 +258,8 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     those that the criterion or an object in the module refers to.
     """
     criterion = attempt.request.criterion
-    referents = _referents_of_user_code(attempt)
-    if referents:
-        generators = [
-            value for value in referents if isinstance(value, torch.Generator)
-        ]
-        attempt.undo.save_values(training_buffers(referents))
-        attempt.undo.save_generators(generators)
+    referents = referents_of(attempt, criterion)
+    save_referents(attempt, referents)
     leaves: dict[int, Tensor] = {}
     for replica_set in attempt.replicas.replica_sets:
         for leaf in replica_set.leaves.values():
@@ -280,16 +275,33 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
                 raise not_replicated(leaf, criterion)
 
 
-def _referents_of_user_code(attempt: Attempt) -> list[Referent]:
-    """What the criterion, and objects that replicas share, refer to."""
-    referents = closure_contents(attempt.request.criterion)
+def referents_of(attempt: Attempt, function: Any) -> list[Referent]:
+    """What ``function``, and objects that replicas share, refer to.
+
+    ``function`` is the criterion, or what ``engine.map`` calls. Objects that replicas
+    share are in the module, or random generators among the arguments.
+    """
+    referents = closure_contents(function)
     shared_objects = [
         list(replica_set.contents.objects.values())
         for replica_set in attempt.replicas.replica_sets
     ]
     if any(shared_objects):
         referents += closure_contents(shared_objects)
+    for batch in attempt.request.batches:
+        for leaf in batch.leaves:
+            if isinstance(leaf, torch.Generator):
+                referents.append(leaf)
     return referents
+
+
+def save_referents(attempt: Attempt, referents: Sequence[Referent]) -> None:
+    """Save what user code may write there: statistics of networks, and generators."""
+    if not referents:
+        return
+    generators = [value for value in referents if isinstance(value, torch.Generator)]
+    attempt.undo.save_values(training_buffers(referents))
+    attempt.undo.save_generators(generators)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,14 @@ from harness.leak_checks import in_time
 from harness.models import CLASSES, FEATURES, Of, mlp
 from harness.module_cases import with_buffers
 from harness.notes import beginning_of_note
-from harness.oracle import assert_gradients, build, randint, randn, whole_batch
+from harness.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    randint,
+    randn,
+    whole_batch,
+)
 from harness.rank_processes import failure, run_on_ranks
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -178,29 +185,40 @@ def test_ranks_that_disagree_are_told_so(how):
 
 
 def hungry(group, most):
-    """A rank with little memory: the sub-steps of each, or what they raise."""
+    """A rank with little memory, and less without gradients: the sub-steps of each, or
+    what they raise.
+    """
+    sizes = []
 
     def forward(model, inputs):
-        if group.rank() == 1 and len(inputs) > most:
+        sizes.append(len(inputs))
+        room = most if torch.is_grad_enabled() else most - 1
+        if group.rank() == 1 and len(inputs) > room:
             raise torch.OutOfMemoryError("out of memory")
         return model.body(inputs)
 
     module = Of(forward, body=build(mlp))
     batch = randn(16, FEATURES), randint(CLASSES, 16)
     mine = [tensor.chunk(2)[group.rank()] for tensor in batch]
-    expected = whole_batch(module.body, *batch, CRITERION)[1]
+    expected_loss, expected = whole_batch(module.body, *batch, CRITERION)[:2]
     with ScatterOnceParallel(module, "auto", process_group=group) as engine:
         for _ in range(2):
             module.zero_grad()
             if raised := failure(engine.forward_backward, *mine, CRITERION):
                 return raised
             assert_gradients(module.body, expected)
-    return len(engine.plan(8).shares[0].micro_batches)
+            with torch.no_grad():
+                assert_close(engine(mine[0]), module.body(mine[0]), "rank's own rows")
+                loss = engine.loss(*mine, CRITERION)
+                assert_close(loss, expected_loss, "all ranks' rows")
+                sizes.clear()
+                engine(mine[0])
+    return len(engine.plan(8).shares[0].micro_batches), sizes
 
 
 @pytest.mark.filterwarnings("ignore:accum=")
 def test_a_rank_alone_may_need_more_sub_steps_or_more_memory_than_there_is():
-    assert run_on_ranks(2, hungry, 2) == [1, 4]
+    assert run_on_ranks(2, hungry, 2) == [(1, [8]), (4, [1] * 8)]
     zero, one = run_on_ranks(2, hungry, 0)
     assert one[0] == "OutOfMemoryError"
     assert zero[1].startswith("rank 1 of 2 failed")

@@ -1,4 +1,4 @@
-"""The validation loops of docs/evaluation.md print what plain torch gives."""
+"""The programs of docs/evaluation.md give what plain torch gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
-CLASSIFIER, LANGUAGE, RETRIEVAL = blocks(read("docs/evaluation.md"), "python")
+CLASSIFIER, LANGUAGE, RETRIEVAL, MEMORY = blocks(read("docs/evaluation.md"), "python")
 ROWS, FEATURES, CLASSES, LENGTH = 27, 4, 3, 6
 
 
@@ -76,3 +76,34 @@ def test_a_retrieval_model(devices, capsys):
     recall = (ranks < 5).double().mean().item()
     assert 0.2 < recall < 1
     assert found == [pytest.approx(100 * recall, abs=0.01)]
+
+
+class Captioner(nn.Linear):
+    """Has memory for 8 rows in training, and for 2 in ``generate``."""
+
+    def forward(self, images):
+        if torch.is_grad_enabled() and len(images) > 8:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(images)
+
+    def generate(self, images):
+        if len(images) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return self(images).argmax(1)
+
+
+@pytest.mark.filterwarnings('ignore:accum="auto"')
+def test_numbers_of_sub_steps():
+    model = build(lambda: Captioner(FEATURES, CLASSES))
+    images, labels = randn(32, FEATURES), randint(CLASSES, 32)
+    criterion = nn.CrossEntropyLoss()
+    names = {"model": model, "images": images, "labels": labels}
+    names |= {"criterion": criterion, "ScatterOnceParallel": ScatterOnceParallel}
+    exec(MEMORY, names)
+    engine = names["engine"]
+    assert len(engine.plan(32).shares[0].micro_batches) == 4
+    with torch.no_grad():
+        scores = model(images)
+    assert torch.equal(names["scores"], scores)
+    assert torch.equal(names["captions"], scores.argmax(1))
+    engine.close()

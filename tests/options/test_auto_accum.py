@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import math
+import pickle
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from harness.oracle import build, randint, randn
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.options import map_rows
 
 pytestmark = [pytest.mark.core, pytest.mark.draws]
 
@@ -228,3 +233,296 @@ def test_a_function_of_outputs_is_not_called_by_trials(devices):
         _, outputs = step(engine, return_outputs=number_of_rows)
     assert sizes == [3] * 8
     assert [len(output) for output in outputs] == [12, 12]
+
+
+# --- without gradients ---
+
+ROWS = 64
+
+
+class Budgets(nn.Module):
+    """Has memory for so many rows with gradients, and for so many without."""
+
+    sizes: ClassVar = []  # of the micro-batches that replicas have begun
+
+    def __init__(self, training=10**9, evaluation=10**9, error=None):
+        super().__init__()
+        self.body = build(
+            lambda: nn.Sequential(
+                nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)
+            )
+        )
+        self.head = build(lambda: nn.Linear(6, CLASSES), seed=1)
+        self.training_rows, self.evaluation_rows = training, evaluation
+        self.error = error or FORMS["torch"]
+        self.sizes.clear()
+
+    def forward(self, inputs):
+        room = self.training_rows if torch.is_grad_enabled() else self.evaluation_rows
+        self.sizes.append(len(inputs))
+        if len(inputs) > room:
+            raise self.error()
+        return self.head(self.body(inputs))
+
+    @torch.no_grad()
+    def write(self, inputs):
+        return self(inputs).argmax(1)
+
+    @torch.no_grad()
+    def score(self, inputs):
+        return self(inputs).amax(1)
+
+
+def batch(rows=ROWS):
+    return randn(rows, FEATURES), randint(CLASSES, rows)
+
+
+@torch.no_grad()
+def evaluate(engine, how, rows=ROWS):
+    """The results, and the rows of all micro-batches so far."""
+    inputs, targets = batch(rows)
+    sizes = engine.module.sizes
+    match how:
+        case "engine(…)":
+            results = engine(inputs)
+        case "a method":
+            results = engine.map(engine.module.write, inputs)
+        case "a function":
+            results = engine.map(lambda replica, x: replica(x).square(), inputs)
+        case "loss":
+            results = engine.loss(inputs, targets, CE)
+        case "loss of all rows":
+            results = engine.loss(inputs, targets, CE, whole_batch=True)
+    return results, sorted(sizes, reverse=True)
+
+
+WAYS = ["engine(…)", "a method", "a function", "loss", "loss of all rows"]
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings('ignore:accum="auto"')
+@pytest.mark.parametrize("how", WAYS)
+def test_training_and_evaluation_have_numbers_of_their_own(devices, how):
+    """Training fits with 4 sub-steps, evaluation with 16; both are found, and stay."""
+    model, twin = Budgets(8, 2).eval(), Budgets().eval()
+    with (
+        ScatterOnceParallel(model, "auto", devices(2), verify=False) as engine,
+        ScatterOnceParallel(twin, 16, devices(2), verify=False) as fixed,
+    ):
+        for is_first in (True, False, False):
+            for _ in range(2):
+                engine.forward_backward(*batch(), CE)
+                assert substeps(engine) == 4
+            model.sizes.clear()
+            results, sizes = evaluate(engine, how)
+            model.sizes.clear()
+            assert torch.equal(results, evaluate(fixed, how)[0])
+            tried = len(sizes) > 32
+            assert tried == is_first
+            assert is_first or sizes == [2] * 32
+            assert len(engine.plan(ROWS).shares[0].micro_batches) == 4
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("form", ["torch", "cuDNN"])
+def test_what_undone_tries_of_inference_leave(devices, how, form):
+    """In training mode, where a forward pass draws and moves statistics."""
+    found = []
+    for given, room in (("auto", 3), (4, 10**9)):
+        model = Budgets(0, room, FORMS[form])
+        with (
+            ScatterOnceParallel(model, given, devices(2)) as engine,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            torch.manual_seed(1)
+            results, _ = evaluate(engine, how, 24)
+            found.append((results, torch.get_rng_state(), model))
+            # The next call draws on.
+            found[-1] += (evaluate(engine, how, 24)[0],)
+        told = [str(one.message) for one in caught if "accum=" in str(one.message)]
+        if given == "auto":
+            (text,) = told
+            assert text.startswith(
+                'accum="auto": 24 rows with accum=1 ran out of memory; accum=4 is the '
+                "smallest that fits, and is kept for "
+            )
+            assert text.endswith(" without gradients, with 24 rows")
+        else:
+            assert told == []
+    (results, state, model, later), (expected, plain_state, twin, plain_later) = found
+    assert torch.equal(results, expected)
+    assert torch.equal(state, plain_state)
+    assert torch.equal(later, plain_later)
+    assert values_differ(twin, model) == []
+
+
+@pytest.mark.parametrize("where", ["closure", "argument"])
+def test_what_undone_tries_of_inference_drew_and_wrote_is_undone(where):
+    """A generator of the user's, and the statistics of a network beside the model."""
+    found = []
+    for given, room in (("auto", 3), (8, 10**9)):
+        generator = torch.Generator().manual_seed(3)
+        teacher = build(lambda: nn.BatchNorm1d(FEATURES))
+        model = Budgets(evaluation=room).eval()
+
+        def noisy(replica, x, generator=generator, teacher=teacher):
+            noise = torch.rand(len(x), 1, generator=generator)
+            return replica(teacher(x)) + noise
+
+        with (
+            ScatterOnceParallel(model, given, ["cpu"]) as engine,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            inputs, _ = batch(24)
+            options = {"generator": generator} if where == "argument" else {}
+            results = engine.map(noisy, inputs, **options)
+        found.append((results, generator.get_state(), *teacher.buffers()))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings('ignore:accum="auto"')
+def test_functions_are_known_by_their_code_and_rows(devices):
+    model = Budgets(evaluation=3).eval()
+    inputs, _ = batch(24)
+    few = inputs[:11]
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
+
+        def tries(function, rows):
+            """Whether the call of a function tried several numbers."""
+            model.sizes.clear()
+            engine.map(function, rows)
+            return max(model.sizes) > 3
+
+        def scaled(factor):
+            return lambda replica, x: replica(x) * factor
+
+        assert tries(scaled(1), inputs)
+        assert not tries(scaled(2), inputs)
+        # What ran out of memory with more rows is not tried again with fewer.
+        assert not tries(scaled(3), few)
+        assert sorted(model.sizes) == [2, 3, 3, 3]
+        # Methods with one decorator share its code, not theirs.
+        assert tries(model.write, inputs)
+        assert tries(model.score, inputs)
+        assert not tries(functools.partial(model.write), inputs)
+        assert tries(model, inputs)
+        assert not tries(model.forward, inputs)
+        model.sizes.clear()
+        engine(inputs)
+        assert model.sizes == [3] * 8
+        # A larger number of rows begins with what fitted, and may need more.
+        assert not tries(model.write, torch.cat([inputs, inputs]))
+        assert len(engine.plan(24).shares[0].micro_batches) == 1
+
+
+def test_one_warning_for_all_batches_of_a_loader(devices):
+    model = Budgets(evaluation=3).eval()
+    with (
+        ScatterOnceParallel(model, "auto", devices(2)) as engine,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for rows in (24, 24, 24, 7):
+            assert len(engine(batch(rows)[0])) == rows
+    (only,) = caught
+    assert "is kept for Budgets.forward without gradients, with 24 rows" in str(
+        only.message
+    )
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_inference_that_never_fits_changes_nothing(devices, how):
+    model = Budgets(evaluation=0)
+    model.body[1].eval()  # micro-batches of one row
+    with ScatterOnceParallel(model, "auto", devices(2), verify=False) as engine:
+        with (
+            nothing_changes(model),
+            pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught,
+        ):
+            evaluate(engine, how, 24)
+        notes = "\n".join(caught.value.__notes__)
+        assert "with 12 sub-steps a sub-step is one row, and that does not fit" in notes
+        assert "(5 tries ran out of memory)" in notes
+        del caught
+        model.evaluation_rows = 10**9
+        model.sizes.clear()
+        _, sizes = evaluate(engine, how, 24)
+        assert sizes == [12, 12], "what never fitted is not remembered"
+
+
+def test_other_errors_of_inference_are_the_user_s(devices):
+    """Also those that only a small micro-batch meets, and Ctrl-C in a later try."""
+    inputs, _ = batch(24)
+    for error in (ValueError, KeyboardInterrupt):
+
+        def fails(replica, x, error=error):
+            if len(x) == 3:
+                raise error("mine")
+            return replica(x)
+
+        model = Budgets(evaluation=3)
+        with (
+            ScatterOnceParallel(model, "auto", devices(2)) as engine,
+            nothing_changes(model),
+            pytest.raises(error, match="mine"),
+        ):
+            engine.map(fails, inputs)
+
+
+def test_results_that_do_not_fit_together_end_the_search(devices, monkeypatch):
+    """More sub-steps do not make them smaller."""
+    model = Budgets().eval()
+
+    def runs_out(*_, **__):
+        raise FORMS["torch"]()
+
+    monkeypatch.setattr(map_rows, "join_on_master", runs_out)
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            engine(batch(24)[0])
+        assert "return less per row, or pass fewer rows" in caught.value.__notes__[-1]
+        assert len(model.sizes) == 2
+        del caught
+
+
+def test_copies_of_an_engine_know_training_s_number():
+    model = Budgets(3, 2).eval()
+    engine = ScatterOnceParallel(model, "auto", ["cpu"] * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.forward_backward(*batch(24), CE)
+        evaluate(engine, "a function", 24)
+        model.error = None
+        for twin in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+            assert len(twin.plan(24).shares[0].micro_batches) == 4
+            twin.module.error = FORMS["torch"]
+            twin.module.sizes.clear()
+            evaluate(twin, "a function", 24)
+            assert max(twin.module.sizes) == 12
+            twin.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_results_of_a_trial_are_freed_before_the_next_try(devices, mode):
+    alive = []
+
+    def wide(replica, x):
+        if len(alive) < 7 and not torch.is_grad_enabled():
+            tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+            alive.append(sum(tensor.shape[1:] == (77,) for tensor in tensors))
+        if len(x) > 3:
+            raise FORMS["torch"]()
+        return torch.zeros(len(x), 77)
+
+    with (
+        mode(),
+        ScatterOnceParallel(Budgets().eval(), "auto", devices(1)) as engine,
+        pytest.warns(UserWarning, match="is the smallest that fits"),
+    ):
+        assert engine.map(wide, batch(24)[0]).shape == (24, 77)
+    # 24, 12 and 6 rows do not fit; a trial of 8 sub-steps does, with two of them; then
+    # 4 and 4 rows do not.
+    assert alive == [0, 0, 0, 0, 1, 0, 0]

@@ -37,6 +37,11 @@ DEPTH = 4  # a function, another one in its file, an object there, a list in the
 MAX_ENTRIES = 1000  # of a container; longer ones are data
 PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 _CACHED_FUNCTION = type(functools.lru_cache(len))
+_WEAK_CONTAINERS = (
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -101,8 +106,11 @@ def parts_of(value: Any) -> Parts:
         return Parts(value.__wrapped__, attributes=attributes, make=make)
     if type(value) in (weakref.ref, weakref.WeakMethod):
         return Parts(weak=(value(),), make=type(value))
-    if type(value) is weakref.WeakKeyDictionary:
-        return Parts(bound={"data": attributes["data"]}, make=_weak_dictionary)
+    if type(value) is weakref.KeyedRef:  # an entry of a WeakValueDictionary
+        return Parts(weak=(value(),), make=functools.partial(_keyed_ref, value.key))
+    if type(value) in _WEAK_CONTAINERS:
+        make = functools.partial(_weak_container, type(value))
+        return Parts(bound={"data": attributes["data"]}, make=make)
     return Parts(attributes=attributes)
 
 
@@ -154,11 +162,16 @@ def _globals_named_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _weak_dictionary(data: dict[Any, Any]) -> Any:
-    """A dictionary that refers to its keys weakly, as those of ``data`` do."""
-    dictionary: Any = weakref.WeakKeyDictionary()
-    dictionary.data = data
-    return dictionary
+def _keyed_ref(key: Any, entry: Any) -> Any:
+    """A weak reference to an entry, as a ``WeakValueDictionary`` keeps it."""
+    return weakref.KeyedRef(entry, None, key)
+
+
+def _weak_container(kind: Any, data: Any) -> Any:
+    """A dictionary or set of a class whose weak references are in ``data``."""
+    container = kind()
+    container.data = data
+    return container
 
 
 def _partial(num_args: int, names: Sequence[str], function: Any, *bound: Any) -> Any:

@@ -117,19 +117,40 @@ def note_wrong_devices(
             )
 
 
-def not_replicated(leaf: Tensor, criterion: Any) -> ValueError:
-    """The error for a gradient of a leaf that no replica has."""
+def not_replicated(
+    leaf: Tensor, criterion: Any, module: nn.Module | None = None
+) -> ValueError:
+    """The error for a gradient of a leaf that no replica has.
+
+    With ``module``, the leaf may be a parameter of it that user code reached by an
+    object which replicas share.
+    """
+    name = _name_in_criterion(leaf, criterion)
+    if not name and module is not None:
+        for path, parameter in module.named_parameters():
+            if parameter is leaf:
+                return _reached_by_an_object(path)
+    name = name or f"a parameter of shape {tuple(leaf.shape)}"
     return ValueError(
-        f"a gradient arrives at {_name_of(leaf, criterion)}, which is no replica's: "
+        f"a gradient arrives at {name}, which is no replica's: "
         f"bind its network with functools.partial(criterion, net=net), or make it a "
         f"part of an nn.Module, and replicas train it; if it is not to be trained, call "
         f"net.requires_grad_(False). Nothing was changed"
     )
 
 
-def _name_of(leaf: Tensor, criterion: Any) -> str:
-    """The name of a leaf as the criterion names it, or its shape."""
-    name = f"a parameter of shape {tuple(leaf.shape)}"
+def _reached_by_an_object(path: str) -> ValueError:
+    return ValueError(
+        f"a gradient arrives at your module's own {path!r} in place of a replica's: "
+        f"an object of a class that replicas share, or a global, refers to it; in "
+        f"forward, use the module's own attributes, or lists and dicts in them, which "
+        f"replicas have of their own. Nothing was changed"
+    )
+
+
+def _name_in_criterion(leaf: Tensor, criterion: Any) -> str:
+    """The name of a leaf as the criterion names it; empty if it does not."""
+    name = ""
     for holder, value in named_values(criterion).items():
         if value is leaf:
             name = holder

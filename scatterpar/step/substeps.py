@@ -272,7 +272,8 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
         attempt.transfers.synchronize()
         for leaf in attempt.user_leaves:
             if leaf.grad is not None:
-                raise not_replicated(leaf, criterion)
+                module = attempt.replicas.of_model.root
+                raise not_replicated(leaf, criterion, module)
 
 
 def referents_of(attempt: Attempt, function: Any) -> list[Referent]:

@@ -553,6 +553,16 @@ MODELS = {
         lambda m: weakref.WeakKeyDictionary(numbered(m)),
         lambda scales, module: scales[module],
     ),
+    "modules in a weak dictionary": keyed(
+        lambda m: weakref.WeakValueDictionary(
+            {n: key for key, n in numbered(m).items()}
+        ),
+        lambda modules, module: next(n for n in modules if modules[n] is module),
+    ),
+    "modules in a weak set": keyed(
+        lambda m: weakref.WeakSet(numbered(m)),
+        lambda modules, module: 2.0 if module in modules else 1.0,
+    ),
     "keyed by ids": keyed(
         lambda m: {id(key): n for key, n in numbered(m).items()},
         lambda scales, module: scales[id(module)],

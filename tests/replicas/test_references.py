@@ -41,6 +41,10 @@ VALUES = {
     "reference": (weakref.ref(ONE), lambda v: v()),
     "proxy": (weakref.proxy(ONE), lambda v: v.__repr__.__self__),
     "weak method": (weakref.WeakMethod(ONE.forward), lambda v: v().__self__),
+    "entry of a weak dictionary": (
+        weakref.WeakValueDictionary(one=ONE).data["one"],
+        lambda v: v(),
+    ),
     "cached": (functools.lru_cache(4)(ONE.forward), lambda v: v.__wrapped__.__self__),
 }
 

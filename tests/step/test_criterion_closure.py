@@ -149,6 +149,20 @@ def test_the_error_names_what_it_arrives_at(devices, kind):
     )
 
 
+def test_the_error_for_a_module_in_an_object_names_its_parameter(devices):
+    """It advised to bind a network of the criterion, which had none."""
+    model = Of(lambda m, rows: m.task.net(rows), linear=linear())
+    model.task = Task(model.linear)
+    words = r"your module's own 'linear\.\w+' .* use the module's own attributes"
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.raises(ValueError, match=words):
+            engine.forward_backward(INPUTS, TARGETS, F.mse_loss)
+        assert model.linear.weight.grad is None
+        model.task = {"net": model.linear}  # what the error says
+        model.function = lambda m, rows: m.task["net"](rows)
+        assert_step(engine, INPUTS, TARGETS, F.mse_loss)
+
+
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_whole_batch_trains_a_network_of_a_closure_once_and_failures_leave_it(
     devices, net, holder
@@ -334,7 +348,7 @@ def test_what_they_name_of_their_file_is_told_and_not_trained(monkeypatch, devic
     with (
         ScatterOnceParallel(model, 2, devices(2)) as engine,
         pytest.warns(UserWarning, match="names 'NAMED' of its file"),
-        pytest.raises(ValueError, match=ARRIVES.format("a parameter of shape .*")),
+        pytest.raises(ValueError, match=r"your module's own '0\.weight' .* a global"),
     ):
         engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
     assert model[0].weight.grad is None

@@ -164,7 +164,7 @@ def _globals_named_in(code: types.CodeType) -> tuple[str, ...]:
 
 def _keyed_ref(key: Any, entry: Any) -> Any:
     """A weak reference to an entry, as a ``WeakValueDictionary`` keeps it."""
-    return weakref.KeyedRef(entry, None, key)
+    return weakref.KeyedRef(entry, None, key)  # type: ignore[arg-type]
 
 
 def _weak_container(kind: Any, data: Any) -> Any:

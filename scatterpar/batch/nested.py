@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Leaves, which need no look at their class.
-_PLAIN = {bool, int, float, str, bytes, type(None)}
+# Classes of values that are told apart by ``==``, and refer to nothing.
+PLAIN_CLASSES = (bool, int, float, complex, str, bytes, types.NoneType)
+_PLAIN = frozenset(PLAIN_CLASSES)  # a set, since most leaves are asked
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -39,7 +39,6 @@ _OTHER_TENSORS = (
     "scaler="
 )
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Ranks:
@@ -410,7 +409,7 @@ def _kind_of_leaf(leaf: Any, dim: int) -> str:
     if isinstance(leaf, Tensor):
         sizes = leaf.shape[:dim] + leaf.shape[dim:][1:]  # all but that along ``dim``
         return f"{leaf.dtype} {leaf.ndim} {sizes}"
-    return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
+    return repr(leaf) if isinstance(leaf, nested.PLAIN_CLASSES) else type(leaf).__name__
 
 
 def _like(total: Tensor, value: Tensor) -> Tensor:

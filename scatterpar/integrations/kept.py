@@ -39,16 +39,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.integrations.loop import moved
 from scatterpar.replicas import references
 from scatterpar.replicas.references import parts_of, walk
+from scatterpar.replicas.snapshot import is_same, refill
 
 # longer containers are copied and appended to, but their entries are not searched
 _MAX_ENTRIES = 1000
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 2000  # of one owner; what goes beyond is shared by all calls
 _MAX_ELEMENTS = 2**16  # of a tensor; larger ones are data, and shared
-_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
 _CONTAINERS = (dict, list, deque, set)
 _LOCKS = {"_thread", "threading", "queue"}
 # Classes of libraries whose objects step functions write, too.
@@ -207,7 +208,7 @@ class CallCopies:
 
     def of(self, value: Any, depth: int = 0) -> Any:
         """The copy of ``value``, or ``value`` itself if it is shared."""
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN_CLASSES):
             return value
         if id(value) in self._copies:
             return self._copies[id(value)]
@@ -375,7 +376,7 @@ class KeptState:
 
     def _save_entries(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
-            if not isinstance(value, _PLAIN) and id(value) not in self._saved:
+            if not isinstance(value, PLAIN_CLASSES) and id(value) not in self._saved:
                 self._save(value, depth)
 
     def _save(self, value: Any, depth: int) -> None:
@@ -404,14 +405,10 @@ class KeptState:
     def restore(self) -> None:
         """Restore the contents of containers and objects that have changed."""
         for value, contents in self._saved.values():
-            if _is_unchanged(value, contents):
-                continue
             live = value if is_container(value) else vars(value)
-            live.clear()
-            if isinstance(live, (dict, set)):
-                live.update(contents)
-            else:
-                live.extend(contents)
+            if not is_same(live, contents):
+                live.clear()
+                refill(live, contents)
 
     def _compare(
         self,
@@ -422,7 +419,7 @@ class KeptState:
         compared: set[int],
     ) -> None:
         """Add to ``changes`` how a value became another one, or what was added to it."""
-        if isinstance(now, _PLAIN) and now is before:
+        if isinstance(now, PLAIN_CLASSES) and now is before:
             return
         if isinstance(before, Tensor) and now is before:
             self._compare_values(path, before, changes)
@@ -528,15 +525,6 @@ def _contents(value: Any) -> Any:
     return dict(vars(value)) if is_object(value) else None
 
 
-def _is_unchanged(value: Any, contents: Any) -> bool:
-    live = value if is_container(value) else vars(value)
-    if isinstance(live, set):
-        return bool(live == contents)
-    if len(live) != len(contents) or not all(map(is_, live, contents)):
-        return False
-    return not isinstance(live, dict) or all(map(is_, live.values(), contents.values()))
-
-
 def _entries(container: Any) -> Iterator[tuple[Any, Any]]:
     """The keys and entries of a list, deque or mapping."""
     if isinstance(container, dict):
@@ -578,7 +566,7 @@ def _difference(path: Path, before: Any, now: Any) -> list[Change]:
         earlier = before.detach() if isinstance(before, Tensor) else before
         if not isinstance(earlier, Tensor) or not earlier.ndim:
             return [Change(path, Kind.DIFFERENCE, now.detach() - earlier)]
-    if isinstance(now, _PLAIN) and type(now) is type(before) and now == before:
+    if isinstance(now, PLAIN_CLASSES) and type(now) is type(before) and now == before:
         return []
     return [Change(path, Kind.REPLACED, now)]
 
@@ -654,7 +642,7 @@ def _sum(target: Any, value: Any) -> Any:
 def _same_of(values: Sequence[Any]) -> Any:
     """The number, text or switch that all calls have set."""
     first, *others = values
-    if first is None or not isinstance(first, _PLAIN):
+    if first is None or not isinstance(first, PLAIN_CLASSES):
         raise _NotAdditive
     if any(type(other) is not type(first) or other != first for other in others):
         raise _NotAdditive

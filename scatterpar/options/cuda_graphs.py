@@ -57,7 +57,6 @@ from scatterpar.threads.caller_context import autocast_types
 _SHAPES = 8  # maximal number of graphs per replica; other shapes run without graphs
 # maximal number per replica; more show that something changes at every step
 _CAPTURES = 32
-_PLAIN = (bool, int, float, str, type(None))
 _PRECISIONS = (  # ``allow_tf32`` and ``set_float32_matmul_precision`` change these, too
     torch.backends.cuda.matmul,
     *(getattr(torch.backends.cudnn, kind) for kind in ("conv", "rnn")),
@@ -332,7 +331,7 @@ class GraphedSubsteps(Substeps):
         if not weight or number in self._task.sums:
             return None
         source = self._task.loader.at_source(number).unwrapped()
-        return _shape_of((source, bool(self._request.return_outputs)))
+        return _graph_key((source, bool(self._request.return_outputs)))
 
     def _capture_for(self, key: Hashable, rows: Any, number: int) -> _Graph | None:
         """Capture a sub-step for ``key`` if that may be, and keep its graph."""
@@ -496,15 +495,17 @@ def _values_of(task: ReplicaTask) -> list[Any]:
     values: list[Any] = []
     for value in objects:
         # The object itself is kept: another one could get the same id.
-        values.append(value if isinstance(value, _PLAIN) else (id(value), value))
+        values.append(
+            value if isinstance(value, nested.PLAIN_CLASSES) else (id(value), value)
+        )
     return values
 
 
-def _shape_of(rows: Any) -> Hashable:
+def _graph_key(rows: Any) -> Hashable:
     """A key of the shapes that one graph accepts; ``None`` if no graph can."""
     for leaf in nested.leaves(rows):
         is_dense = type(leaf) is Tensor and leaf.layout == torch.strided
-        if not is_dense and not isinstance(leaf, _PLAIN):
+        if not is_dense and not isinstance(leaf, nested.PLAIN_CLASSES):
             return None
     return repr(
         nested.map_tensors(lambda t: (tuple(t.shape), t.stride(), t.dtype), rows)

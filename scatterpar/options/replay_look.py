@@ -35,7 +35,6 @@ from scatterpar.verify.comparison import (
 from scatterpar.verify.rounding import Rounding
 from scatterpar.verify.user_state import UserState
 
-_PLAIN = (bool, int, float, complex, str, type(None))
 _MAX_DEPTH = 4  # of containers and objects within each other
 _MAX_VALUES = 2000
 
@@ -140,7 +139,7 @@ def plain_values(functions: Sequence[Any]) -> dict[str, Any]:
     pending = [("", function, 0) for function in functions]
     while pending and len(found) < _MAX_VALUES:
         name, value, depth = pending.pop(0)
-        if isinstance(value, _PLAIN):
+        if isinstance(value, nested.PLAIN_CLASSES):
             found[name] = value
             continue
         if isinstance(value, Tensor):

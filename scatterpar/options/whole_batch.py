@@ -470,7 +470,7 @@ def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
 
     Returns 0-dim tensors.
     """
-    if list(map(_kind_of, tensors)) != list(map(_kind_of, leaves)):
+    if list(map(_output_kind, tensors)) != list(map(_output_kind, leaves)):
         raise RuntimeError(
             f"the second forward pass gave outputs of another kind: {_WHY}"
         )
@@ -481,7 +481,7 @@ def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     return agreed
 
 
-def _kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+def _output_kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
     return tensor.shape, tensor.dtype, tensor.requires_grad
 
 

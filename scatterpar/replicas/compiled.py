@@ -69,7 +69,7 @@ class Compiler:
             # Part of a larger graph, or a check that runs nothing compiled.
             if torch.compiler.is_dynamo_compiling() or torch_private.is_uncompiled():
                 return compiled(*args, **kwargs)
-            key = id(replica), _kind_of((args, kwargs))
+            key = id(replica), _code_key((args, kwargs))
             if key in self._known:
                 return compiled(*args, **kwargs)
             # With the lock, which a backward pass through the result has, too.
@@ -124,7 +124,7 @@ def drawing_from_default() -> Iterator[None]:
         default.set_state(before)
 
 
-def _kind_of(arguments: Any) -> Hashable:
+def _code_key(arguments: Any) -> Hashable:
     """A key that is equal for two calls if the same compiled code accepts both."""
     kinds: list[Hashable] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     kinds.append(tuple(autocast_types()))

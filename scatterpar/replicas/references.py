@@ -33,9 +33,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from scatterpar.batch.nested import PLAIN_CLASSES
+
 DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 MAX_ENTRIES = 1000  # of a container; longer ones are data
-PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
+WITHOUT_PARTS = (*PLAIN_CLASSES, type, types.ModuleType)  # a walk passes these over
 _CACHED_FUNCTION = type(functools.lru_cache(len))
 _WEAK_CONTAINERS = (
     weakref.WeakKeyDictionary,
@@ -232,7 +234,7 @@ def walk(
     while level:
         next_level: list[Any] = []
         for value in level:
-            is_plain = isinstance(value, PLAIN)
+            is_plain = isinstance(value, WITHOUT_PARTS)
             if not is_plain and id(value) in seen:
                 continue
             if len(values) == max_values:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress, starmap
 from operator import is_
 from typing import Any
 
-_SWITCHES = {bool, str, bytes, type(None)}
-PLAIN = _SWITCHES | {int, float, complex}
+from scatterpar.batch.nested import PLAIN_CLASSES
+
+_SWITCHES = {bool, str, bytes, types.NoneType}
+PLAIN = frozenset(PLAIN_CLASSES)
 
 ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
 
@@ -62,7 +65,7 @@ class Snapshot:
                     self._values,
                 )
             )
-            and all(starmap(_is_same, self._others))
+            and all(starmap(is_same, self._others))
         )
 
     def flags(self) -> int:
@@ -78,7 +81,7 @@ class Snapshot:
         for i, (container, saved) in enumerate(
             zip(self._containers, self._saved, strict=True)
         ):
-            if (container or saved) and not _is_same(container, saved):
+            if (container or saved) and not is_same(container, saved):
                 yield i, container, saved
 
     def restore(self) -> None:
@@ -117,7 +120,8 @@ class Snapshot:
         self._remember()
 
 
-def _is_same(container: Any, saved: Any) -> bool:
+def is_same(container: Any, saved: Any) -> bool:
+    """Whether a container holds the same objects, in the same order, as a copy of it."""
     if len(container) != len(saved) or not all(map(is_, container, saved)):
         return False
     return not isinstance(saved, dict) or all(

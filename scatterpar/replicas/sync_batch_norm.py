@@ -39,7 +39,7 @@ Direction = Literal["forward", "backward"]
 # The longest wait for another replica: a first forward pass may compile kernels.
 PATIENCE_SECONDS = 300.0
 
-PLAIN = "use nn.BatchNorm2d, which normalises each micro-batch by itself"
+_INSTEAD = "use nn.BatchNorm2d, which normalises each micro-batch by itself"
 
 
 class Contribution(NamedTuple):
@@ -255,7 +255,7 @@ def different_layers(exchange: Exchange) -> RuntimeError:
     places = [f"replica {i} in {contributions[i].place}" for i in sorted(contributions)]
     return RuntimeError(
         f"replicas wait for each other in different layers, {', '.join(places)}: each "
-        f"replica must call its nn.SyncBatchNorm layers in the same order; {PLAIN}"
+        f"replica must call its nn.SyncBatchNorm layers in the same order; {_INSTEAD}"
     )
 
 
@@ -264,7 +264,7 @@ def left_early(replica: int, exchange: Exchange, number: int) -> RuntimeError:
     return RuntimeError(
         f"{_missing(replica, exchange, number)}, where others wait: every replica must "
         "call the same nn.SyncBatchNorm layers, and its loss must depend on them; "
-        f"{PLAIN}"
+        f"{_INSTEAD}"
     )
 
 
@@ -273,7 +273,7 @@ def never_came(replica: int, exchange: Exchange, number: int) -> TimeoutError:
     return TimeoutError(
         f"{_missing(replica, exchange, number)} within {PATIENCE_SECONDS:g} s: it may "
         "wait for a lock that another replica holds, such as that of a function that "
-        f"is the criterion; {PLAIN}"
+        f"is the criterion; {_INSTEAD}"
     )
 
 
@@ -334,7 +334,7 @@ def refuse_to_wait(obstacles: Mapping[str, bool]) -> None:
         if is_there:
             raise ValueError(
                 "replicas exchange the statistics of nn.SyncBatchNorm layers, and wait "
-                f"for each other, which does not work with {words}; {PLAIN}"
+                f"for each other, which does not work with {words}; {_INSTEAD}"
             )
 
 
@@ -380,7 +380,7 @@ class Call(NamedTuple):
         if seat.meeting is None:
             raise RuntimeError(
                 f"the {direction} pass of {self.layer!r} runs outside of a sub-step, "
-                f"where replicas exchange nothing; {PLAIN}"
+                f"where replicas exchange nothing; {_INSTEAD}"
             )
         if seat.holds_lock:
             raise RuntimeError(

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from scatterpar.replicas.references import reachable
+from scatterpar.replicas.snapshot import refill
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.verify.user_state import UserState
 
@@ -169,11 +170,9 @@ class _Value:
 
     def restored(self) -> Any:
         """The value, with its earlier contents."""
-        if type(self.value) is list:
-            self.value[:] = self.contents
-        elif type(self.value) is dict:
+        if self.contents is not None:
             self.value.clear()
-            self.value.update(self.contents)
+            refill(self.value, self.contents)
         return self.value
 
 

@@ -5,13 +5,13 @@ They are bound, closed over, or global.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scatterpar.batch.nested import PLAIN_CLASSES
 from scatterpar.devices.coalescing import is_unexpanded
 from scatterpar.errors import add_note
 from scatterpar.replicas.references import (
@@ -25,7 +25,7 @@ from scatterpar.replicas.references import (
 _MAX_VALUES = 10_000  # that are searched; they take 10 ms
 _LOG_ENTRIES = 32
 _CONTAINERS = {dict, list, tuple}
-_PLAIN_TYPES = {bool, int, float, complex, str, bytes, types.NoneType}
+_PLAIN = frozenset(PLAIN_CLASSES)
 
 Referent = Tensor | nn.Module | torch.Generator
 
@@ -56,9 +56,9 @@ def _children_to_search(value: Any) -> Collection[Any]:
     """
     children = children_of(value)
     kinds = set(map(type, children))
-    if kinds <= _PLAIN_TYPES:
+    if kinds <= _PLAIN:
         return ()
-    if len(children) > 2 * _LOG_ENTRIES and kinds <= _PLAIN_TYPES | _CONTAINERS:
+    if len(children) > 2 * _LOG_ENTRIES and kinds <= _PLAIN | _CONTAINERS:
         entries = list(children)
         return entries[:_LOG_ENTRIES] + entries[-_LOG_ENTRIES:]
     return children

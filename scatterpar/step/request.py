@@ -214,11 +214,11 @@ def _check_synchronised(module: nn.Module) -> None:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics "
                 f"in every forward pass: replicas would do so in no order, and wait for "
-                f"ever; {_PLAIN}"
+                f"ever; {_INSTEAD_OF_SYNC_BATCH_NORM}"
             )
 
 
-_PLAIN = (
+_INSTEAD_OF_SYNC_BATCH_NORM = (
     "use nn.BatchNorm2d, whose state dict has the same keys, with larger micro-batches, "
     'and buffers="batch" for running statistics of the whole batch'
 )

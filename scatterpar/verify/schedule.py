@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from scatterpar.batch.batch import Batch
 from scatterpar.devices.streams import is_async
-from scatterpar.replicas.references import PLAIN, named_values, walk
+from scatterpar.replicas.references import WITHOUT_PARTS, named_values, walk
 from scatterpar.step.request import Request
 from scatterpar.verify.ranges import read_ranges
 
@@ -136,7 +136,9 @@ def _children(value: Any) -> Sequence[Any]:
         if type(value).__module__.startswith("scatterpar."):  # it counts its steps
             return ()
         attributes = vars(value)
-        plain = [item for item in attributes.values() if isinstance(item, PLAIN)]
+        plain = [
+            item for item in attributes.values() if isinstance(item, WITHOUT_PARTS)
+        ]
         return [*plain, *value._buffers.values(), *value._modules.values()]
     if isinstance(value, Tensor):
         return ()

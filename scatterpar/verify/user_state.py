@@ -24,7 +24,7 @@ from scatterpar.devices.transfers import write
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.module_contents import ModuleContents
 from scatterpar.replicas.references import MAX_ENTRIES, contents, parts_of
-from scatterpar.replicas.snapshot import Snapshot
+from scatterpar.replicas.snapshot import PLAIN, Snapshot
 from scatterpar.threads.generators import default_of
 from scatterpar.wrapper import Wrapper
 
@@ -44,7 +44,6 @@ _DATA = (
 )
 # Classes that override this compute their items, such as a library's table of classes.
 _GETTERS = dict.__getitem__, list.__getitem__, deque.__getitem__, None
-_PLAIN = {bool, int, float, str, types.NoneType}
 _TENSORS = Tensor, nn.Parameter, nn.Buffer
 
 
@@ -181,7 +180,7 @@ class UserState(ModuleContents):
 
     def _visit(self, value: Any) -> None:
         """Save what ``value`` holds and what it leads to, once."""
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             return
         if id(value) not in self._root_ids and _is_data(value):
             return

@@ -1,4 +1,4 @@
-"""The command line: `python -m scatterpar` with `train`, `predict`, `doctor` or `demo`."""
+"""The command line, `python -m scatterpar`: `train`, `predict`, `doctor` or `demo`."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def run() -> NoReturn:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     if not sys.flags.safe_path:
-        # As `python -m` does, so that --model finds a file in the current folder. At the
-        # end, so that no file there hides a library.
+        # As `python -m` does, so that --model finds a file in the current folder. At
+        # the end, so that no file there hides a library.
         sys.path.append(os.getcwd())
     try:
         try:

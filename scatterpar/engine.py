@@ -5,15 +5,15 @@ numbers::
 
     1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
 
-    batch --+-- share 0 ----- replica 0 -- sub-step 0 ... 15 --+-- sum -- .grad, buffers,
-            +-- share 1 ----- replica 1 -- sub-step 0 ... 15 --+          random state
-            +-- share 2 ----- replica 2 -- sub-step 0 ... 15 --+
-            +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
+    batch -+-- share 0 ----- replica 0 -- sub-step 0 ... 15 --+-- sum -- .grad, buffers,
+           +-- share 1 ----- replica 1 -- sub-step 0 ... 15 --+          random state
+           +-- share 2 ----- replica 2 -- sub-step 0 ... 15 --+
+           +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
 
 If the step fails, also in 6, all user state that was written is restored. If memory
-runs out in 2 to 5, ``accum="auto"`` starts again at 1, in calls without gradients too. Ranks exchange their sums
-between 5 and 6. In 6, ``forward_backward`` adds to ``.grad``; with ``loss`` the
-backward pass of the loss does that.
+runs out in 2 to 5, ``accum="auto"`` starts again at 1, in calls without gradients too.
+Ranks exchange their sums between 5 and 6. In 6, ``forward_backward`` adds to ``.grad``;
+with ``loss`` the backward pass of the loss does that.
 """
 
 from __future__ import annotations
@@ -634,7 +634,8 @@ class ScatterOnceParallel(Wrapper):
                 ``forward_backward`` there.
 
         Example:
-            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
+            >>> model = nn.Linear(4, 2).eval()
+            >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2)
             >>> engine(torch.randn(5, 4)).shape
             torch.Size([5, 2])
         """
@@ -642,8 +643,7 @@ class ScatterOnceParallel(Wrapper):
             raise RuntimeError(
                 "calling the engine computes no gradients: to train, use "
                 "engine.forward_backward(inputs, targets, criterion); for inference, "
-                "call "
-                "engine.eval() first or use torch.no_grad()"
+                "call engine.eval() first or use torch.no_grad()"
             )
         costs = None
         takes_costs = self.micro_batch_cost is None and has_costs_argument(self.module)
@@ -695,8 +695,10 @@ class ScatterOnceParallel(Wrapper):
                 the other way round.
 
         Example:
-            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
-            >>> engine.map(lambda replica, x: replica(x).argmax(1), torch.randn(5, 4)).shape
+            >>> model = nn.Linear(4, 2).eval()
+            >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2)
+            >>> inputs = torch.randn(5, 4)
+            >>> engine.map(lambda replica, x: replica(x).argmax(1), inputs).shape
             torch.Size([5])
         """
         return self._map(function, inputs, kwargs, costs, pad)
@@ -770,7 +772,8 @@ class ScatterOnceParallel(Wrapper):
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
-            >>> report = engine.check(torch.randn(9, 4), torch.randn(9, 2), nn.MSELoss())
+            >>> inputs, targets = torch.randn(9, 4), torch.randn(9, 2)
+            >>> report = engine.check(inputs, targets, nn.MSELoss())
             >>> report.passed
             True
         """

@@ -151,7 +151,7 @@ SETTINGS: tuple[Setting, ...] = tuple(_settings())
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Run ``optimizer.step()`` without step hooks, global hooks, profiler annotation."""
+    """Run ``optimizer.step()`` without hooks and the profiler's annotation."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # torch has replaced it by ``profile_hook_step``
         step = step.__wrapped__
@@ -260,8 +260,8 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 _PROFILER: Any = torch.autograd.profiler
 PROFILE_ALL_THREADS = (
-    "experimental_config=torch._C._profiler._ExperimentalConfig"
-    "(profile_all_threads=True)"
+    "experimental_config=torch._C._profiler._ExperimentalConfig("
+    "profile_all_threads=True)"
 )
 
 
@@ -545,10 +545,10 @@ def register_random_kernels(
     """In threads that have the key on, replace random operators.
 
     ``kernel_of(operator, position)`` makes the kernel. The operators are torch's that
-    take a generator, as the argument at ``position``. ``make_dual`` is the kernel of the
-    operator with which all forward-mode differentiation begins. All other operators
-    fall through the key. So do higher-order operators such as ``torch.cond`` or a custom
-    ``autograd.Function`` under ``vmap``, including those registered later.
+    take a generator, as the argument at ``position``. ``make_dual`` is the kernel of
+    the operator with which all forward-mode differentiation begins. All other operators
+    fall through the key. So do higher-order operators such as ``torch.cond`` or a
+    custom ``autograd.Function`` under ``vmap``, including those registered later.
     """
     fallback = Library("_", "IMPL")
     fallback.fallback(fallthrough_kernel, RANDOM_KEY)

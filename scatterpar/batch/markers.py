@@ -149,11 +149,14 @@ class Rows(Marker):
         >>> import torch
         >>> from torch.nn.utils.rnn import pad_sequence
         >>> from scatterpar import ScatterOnceParallel
-        >>> engine = ScatterOnceParallel(torch.nn.Embedding(9, 2).eval(), device_ids=["cpu"] * 2)
+        >>> model = torch.nn.Embedding(9, 2).eval()
+        >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2)
         >>> sentences = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])]
-        >>> rows = Rows(sentences, lambda few: pad_sequence(few, batch_first=True)[:, -1])
+        >>> def last_words(few):
+        ...     return pad_sequence(few, batch_first=True)[:, -1]
+        >>> rows = Rows(sentences, last_words)
         >>> rows
-        Rows(3 x Tensor, collate=<lambda>)
+        Rows(3 x Tensor, collate=last_words)
         >>> engine(rows).shape
         torch.Size([3, 2])
     """
@@ -220,8 +223,11 @@ class Rows(Marker):
             >>> from scatterpar import ScatterOnceParallel
             >>> model = torch.nn.Embedding(9, 3)
             >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2)
-            >>> window = Rows.from_batches([torch.ones(3, 5).long(), torch.ones(2, 7).long()])
-            >>> loss = engine.forward_backward(window, criterion=lambda output, _: output.mean())
+            >>> batches = [torch.ones(3, 5).long(), torch.ones(2, 7).long()]
+            >>> window = Rows.from_batches(batches)
+            >>> def mean(output, _):
+            ...     return output.mean()
+            >>> loss = engine.forward_backward(window, criterion=mean)
             >>> engine.last_step.plan.shares[0].micro_batches
             ((0, 2), (3, 4))
         """
@@ -385,10 +391,9 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         return (
             f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks "
-            "like images, "
-            "which would be split over their 3 channels; pass Rows(images) for one "
-            "image per row, "
-            f"or a tuple if dimension 0 does hold 3 rows"
+            "like images, which would be split over their 3 channels; pass "
+            "Rows(images) for one image per row, or a tuple if dimension 0 does hold "
+            "3 rows"
         )
     may_be_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
     entries = _kind_of_entries(value) if may_be_entries else ""
@@ -405,10 +410,10 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
     if name is not None:
         kind = type(value).__name__
         return (
-            f"a {kind} has tensors with as many entries as there are rows, in {name!r}, "
-            f"which would go whole to every micro-batch; pass a dict of them, such as "
-            f"vars(value), and build the {kind} in forward, or pass Rows(list) of one "
-            f"per row, or Replicated(value) if they are no rows"
+            f"a {kind} has tensors with as many entries as there are rows, in "
+            f"{name!r}, which would go whole to every micro-batch; pass a dict of "
+            f"them, such as vars(value), and build the {kind} in forward, or pass "
+            "Rows(list) of one per row, or Replicated(value) if they are no rows"
         )
     return ""
 

@@ -220,8 +220,8 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
     if len(items) != len(keys) or not are_keys:
         remedy = "its .to_dict()" if hasattr(value, "to_dict") else "{key: value[key]}"
         raise TypeError(
-            f"a {type(value).__name__} iterates over its rows, not over its keys, so its "
-            f"parts cannot be told from its rows; use a dict in its place, such as "
+            f"a {type(value).__name__} iterates over its rows, not over its keys, so "
+            "its parts cannot be told from its rows; use a dict in its place, such as "
             f"{remedy}"
         )
 
@@ -243,9 +243,9 @@ def refuse_distributions(output: Any) -> None:
     for leaf in leaves(output):
         if isinstance(leaf, torch.distributions.Distribution):
             raise TypeError(
-                f"the module's output contains a {type(leaf).__name__}, a distribution, "
-                f"whose tensors can be neither detached nor joined; return the tensors "
-                f"that it is made of, and make it in the criterion"
+                f"the module's output contains a {type(leaf).__name__}, a "
+                "distribution, whose tensors can be neither detached nor joined; "
+                "return the tensors that it is made of, and make it in the criterion"
             )
 
 

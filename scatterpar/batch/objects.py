@@ -1,8 +1,9 @@
 """Objects in a batch that hold rows which nothing splits.
 
 Tensors, lists, tuples, mappings and dataclasses are split into rows. Any other object,
-and what a container has in attributes beside its items, goes whole to every micro-batch.
-That is right for a configuration, and wrong for an object that is itself a batch.
+and what a container has in attributes beside its items, goes whole to every
+micro-batch. That is right for a configuration, and wrong for an object that is itself a
+batch.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors that ``value`` holds, at most ``depth`` objects or containers deep."""
+    """The tensors in ``value``, at most ``depth`` objects or containers deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, _WITHOUT_ROWS):

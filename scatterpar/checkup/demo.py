@@ -150,8 +150,8 @@ def as_page(findings: Findings) -> str:
         f"{name:40}{ours:>12}{theirs:>17}" for name, ours, theirs in counts
     )
     return f"""\
-{TEXTS} texts of 2 to {LENGTH} words, in {SUB_STEPS} micro-batches. Each gradient is compared
-with that of one backward pass over all texts.
+{TEXTS} texts of 2 to {LENGTH} words, in {SUB_STEPS} micro-batches. Each gradient is
+compared with that of one backward pass over all texts.
 
 1. Accumulated by hand: (criterion(model(x), y) / {SUB_STEPS}).backward()
 {indent}no error and no warning; the gradient is off by {findings.by_hand:.0%}
@@ -163,7 +163,7 @@ with that of one backward pass over all texts.
 {indent}the same gradient, but for rounding: it differs by {findings.counted:.0e}
 
 {table}
-({SUB_STEPS} calls of nn.DataParallel copy the model and its gradients {SUB_STEPS} times.)"""
+({SUB_STEPS} calls of nn.DataParallel copy model and gradients {SUB_STEPS} times.)"""
 
 
 def _once_or_always(size: int) -> tuple[str, str]:

@@ -44,8 +44,8 @@ _LAUNCHES = (
 
 
 _IDLE = (
-    "In a plain loop this network is too small to keep a GPU busy: most of the time the "
-    "GPU waits for the host, so no speed is judged. A real network computes more."
+    "In a plain loop this network is too small to keep a GPU busy: most of the time "
+    "the GPU waits for the host, so no speed is judged. A real network computes more."
 )
 
 

@@ -56,9 +56,8 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
         if accelerator is None:
             raise ValueError(
                 f"device_ids: {entry} is the ordinal of an accelerator, and none is "
-                "visible "
-                f'here; for CPU replicas pass strings, such as ["cpu"] * 2 or '
-                f'["cpu:0", "cpu:1"]'
+                'visible here; for CPU replicas pass strings, such as ["cpu"] * 2 or '
+                '["cpu:0", "cpu:1"]'
             )
         entry = torch.device(accelerator.type, entry)
     try:

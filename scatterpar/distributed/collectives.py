@@ -174,10 +174,10 @@ class Collectives:
         except RuntimeError as error:
             seconds = time.perf_counter() - start
             raise RuntimeError(
-                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for {subject}, "
-                "and another rank was lost, or did not come within the process "
-                f"group's timeout{still}. The group cannot be used any more: start all "
-                "ranks again"
+                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for "
+                f"{subject}, and another rank was lost, or did not come within the "
+                f"process group's timeout{still}. The group cannot be used any more: "
+                "start all ranks again"
             ) from error
 
     def all_gather(

@@ -47,12 +47,13 @@ _REFUSED |= {"RNNCallback", "RNNRegularizer"}
 
 _OF_TORCH = {*vars(nn.Module())}
 _REMEDIES = (
-    "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …), the number of terms "
-    "that the mean averages over, such as lambda inputs, targets: targets[0].ne(-100)"
-    '.sum() for labels of which some are ignored, or reduction="sum" for a sum. If it '
-    "compares rows with each other, or is a ratio of sums, train it on one device "
-    "without this callback, or in a loop of your own with engine.loss(inputs, targets, "
-    "criterion, whole_batch=True). Nothing was changed; verify=False does not check."
+    "In fastai pass ScatterOnce(…, count=lambda inputs, targets: …), the number of "
+    "terms that the mean averages over, such as lambda inputs, targets: "
+    "targets[0].ne(-100).sum() for labels of which some are ignored, or "
+    'reduction="sum" for a sum. If it compares rows with each other, or is a ratio of '
+    "sums, train it on one device without this callback, or in a loop of your own "
+    "with engine.loss(inputs, targets, criterion, whole_batch=True). Nothing was "
+    "changed; verify=False does not check."
 )
 
 

@@ -418,7 +418,7 @@ class KeptState:
         changes: list[Change],
         compared: set[int],
     ) -> None:
-        """Add to ``changes`` how a value became another one, or what was added to it."""
+        """Add to ``changes`` how a value was replaced, or what was added to it."""
         if isinstance(now, PLAIN_CLASSES) and now is before:
             return
         if isinstance(before, Tensor) and now is before:
@@ -438,7 +438,7 @@ class KeptState:
     def _compare_values(
         self, path: Path, tensor: Tensor, changes: list[Change]
     ) -> None:
-        """Compare a tensor with its values before: it may have been written in place."""
+        """Compare a tensor with its earlier values: it may be written in place."""
         if id(tensor) not in self._tensors:
             return
         _, version, values = self._tensors[id(tensor)]

@@ -44,12 +44,13 @@ __all__ = ["ScatterOnceStrategy"]
 _OF_LIGHTNING = {*vars(LightningModule()), "log"}
 _ELSEWHERE = "make it an attribute of the LightningModule, such as a buffer"
 _REMEDIES = (
-    "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of terms "
-    "that the mean averages over in a batch, such as lambda batch: batch[1].ne(-100)"
-    '.sum() for labels of which some are ignored, or reduction="sum" for a sum. If it '
-    "compares rows with each other, or is a ratio of sums, train it on one device with a "
-    "strategy of Lightning's, or in a loop of your own with engine.loss(inputs, targets, "
-    "criterion, whole_batch=True). Nothing was changed; verify=False does not check."
+    "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …), the number of "
+    "terms that the mean averages over in a batch, such as lambda batch: "
+    'batch[1].ne(-100).sum() for labels of which some are ignored, or reduction="sum" '
+    "for a sum. If it compares rows with each other, or is a ratio of sums, train it "
+    "on one device with a strategy of Lightning's, or in a loop of your own with "
+    "engine.loss(inputs, targets, criterion, whole_batch=True). Nothing was changed; "
+    "verify=False does not check."
 )
 _NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -269,8 +270,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._told.add(place)
         warn(
             f"{step} sets {place} to another value for each micro-batch, so the "
-            "module's stays as it was; return it, log it, append to a list, or add to a "
-            "number"
+            "module's stays as it was; return it, log it, append to a list, or add to "
+            "a number"
         )
 
     def _call(
@@ -385,8 +386,9 @@ def _sizes(entries: Sequence[Any]) -> tuple[int, list[float]]:
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise ``ValueError`` for what this strategy does not support."""
     options, step = trainer._accelerator_connector, module.training_step
+    is_manual = not module.automatic_optimization
     given = {
-        "manual optimization (automatic_optimization=False)": not module.automatic_optimization,
+        "manual optimization (automatic_optimization=False)": is_manual,
         "sharded parameters": any(
             type(p).__name__ == "DTensor" for p in module.parameters()
         ),
@@ -442,7 +444,7 @@ class _TrainerCalls:
 
 
 class _TrainerInCall:
-    """The Trainer, as a call sees it: its loggers record, and its profiler is a copy."""
+    """The Trainer as a call sees it: loggers record, and the profiler is a copy."""
 
     def __init__(self, trainer: Any, copies: kept.CallCopies) -> None:
         profiler = copies.of(trainer.profiler)

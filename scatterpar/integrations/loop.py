@@ -113,9 +113,9 @@ def explained(device: torch.device, remedy: str, *functions: Any) -> Iterator[No
 def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:
     """Refuse ``whole_batch``, which is no option of an engine."""
     reason = (
-        "the loop calls the criterion for each micro-batch; train a loss that compares "
-        "rows on one device, or in a loop of your own with engine.loss(inputs, targets, "
-        "criterion, whole_batch=True)"
+        "the loop calls the criterion for each micro-batch; train a loss that "
+        "compares rows on one device, or in a loop of your own with "
+        "engine.loss(inputs, targets, criterion, whole_batch=True)"
     )
     refuse(integration, {"whole_batch": "whole_batch" in options}, reason)
 

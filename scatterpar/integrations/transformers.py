@@ -465,14 +465,14 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             "as count= or reduction= says"
             if self._count
             else (
-                "as a mean over labels or rows or a sum (does it compare rows, is it NaN for "
-                "a single row?); pass count=, a function of a batch that gives its number of "
-                "terms, for a mean over something else, or"
+                "as a mean over labels or rows or a sum (does it compare rows, is it "
+                "NaN for a single row?); pass count=, a function of a batch that "
+                "gives its number of terms, for a mean over something else, or"
             )
         )
         reason = (
-            f"the losses of batches do not combine into the loss of all, {as_said}; use "
-            "the stock class on one device"
+            f"the losses of batches do not combine into the loss of all, {as_said}; "
+            "use the stock class on one device"
         ).replace("or; use", "or use")
         loop.refuse(
             "ScatterOnceMixin", {f"{_loss_class(self).__name__} here": not how}, reason
@@ -687,9 +687,9 @@ def _divisible(batch: Any, config: Any) -> Any:
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"the rows of a batch cannot be divided: its tensors have {sizes} of them; "
-            "let the Trainer's loader make the batches (its collator makes one for each "
-            "replica, which is not divided), with per_device_train_batch_size=1 if "
-            "that is not enough"
+            "let the Trainer's loader make the batches (its collator makes one for "
+            "each replica, which is not divided), with per_device_train_batch_size=1 "
+            "if that is not enough"
         )
     return rows
 

@@ -4,7 +4,7 @@ A forward hook may keep what a step function reads::
 
     teacher.layer.register_forward_hook(lambda *args: features.update(teacher=args[-1]))
     ...
-    loss = mse_loss(student(rows), features["teacher"])    # in compute_loss, training_step
+    loss = mse_loss(student(rows), features["teacher"])    # in compute_loss
 
 Replicas have copies of the hook, but share ``features``, so one would read what another
 one has written. Then they run one after the other, which is exact, and one warning says
@@ -126,8 +126,8 @@ class Turns:
         warn(
             "forward hooks keep values in an object that replicas share, so they run "
             "one after the other, which is slower; let the hook close over the hooked "
-            "module, and keep the values in an attribute of the module (module.features "
-            "= {}), or return them from forward"
+            "module, and keep the values in an attribute of the module "
+            "(module.features = {}), or return them from forward"
         )
 
 

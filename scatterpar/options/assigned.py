@@ -3,7 +3,7 @@
 An option is an attribute that the engine reads in every step, or something that the
 constructor made of it. ::
 
-    engine.accum = 4          checked as in the constructor, and holds from the next step
+    engine.accum = 4          checked as in the constructor; holds from the next step on
     engine.device_ids = …     AttributeError: replicas were made for these devices
 
 What has no effect any more must not be accepted in silence.
@@ -59,6 +59,6 @@ class FixedArgument:
 
 def _cannot_be_set(argument: str, value: Any) -> AttributeError:
     return AttributeError(
-        f"{argument} = {value!r:.60} cannot be set later, since replicas were made with "
-        f"another value; make another engine, with {argument}="
+        f"{argument} = {value!r:.60} cannot be set later, since replicas were made "
+        f"with another value; make another engine, with {argument}="
     )

@@ -99,10 +99,10 @@ def plan_by_cost(
     """Cut rows, sorted by cost, into micro-batches within ``budget``.
 
     The micro-batches are dealt to ``devices``, one replica per entry. Their number is a
-    multiple of the number of replicas, if there are enough rows. The cuts minimise the largest cost of a micro-batch. Loads are in
-    proportion to ``shares``, up to whole micro-batches. Raises ``ValueError`` without
-    costs or budget, for costs that do not fit the rows, and for several batches;
-    ``TypeError`` for costs that are no numbers.
+    multiple of the number of replicas, if there are enough rows. The cuts minimise the
+    largest cost of a micro-batch. Loads are in proportion to ``shares``, up to whole
+    micro-batches. Raises ``ValueError`` without costs or budget, for costs that do not
+    fit the rows, and for several batches; ``TypeError`` for costs that are no numbers.
 
     >>> plan = plan_by_cost(6, [1, 4, 1, 4, 1, 1], [torch.device("cpu")] * 2, 4, [1, 1])
     >>> [share.row_numbers for share in plan.shares]
@@ -165,15 +165,16 @@ def _deal(loads: Sequence[float], shares: Sequence[float]) -> list[list[int]]:
 def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
     if costs is None:
         raise ValueError(
-            f"micro_batch_cost={budget} without costs; pass costs=, one number per row, "
-            f"such as the lengths of sequences"
+            f"micro_batch_cost={budget} without costs; pass costs=, one number per "
+            "row, such as the lengths of sequences"
         )
     values = costs
     if hasattr(costs, "tolist"):  # tensors and arrays
         values = costs.tolist()
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise TypeError(
-            f"costs must be one number per row, as a list or a 1-D tensor, got {costs!r}"
+            "costs must be one number per row, as a list or a 1-D tensor, got "
+            f"{costs!r}"
         )
     if len(values) != rows:
         raise ValueError(

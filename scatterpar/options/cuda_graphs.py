@@ -3,7 +3,7 @@
     rows, and the weight of their loss      copied to static tensors
     forward, criterion, backward            the graph
     loss, output                            copied from static tensors
-    gradients                               added to static tensors; copied out after the last
+    gradients                               added to static tensors; copied at the end
 
 Python runs only while a sub-step is captured, so a launch costs the same for any size
 of the model. A graph is of one replica and one shape of micro-batch, and valid until
@@ -75,7 +75,7 @@ class _CaptureLost(_Refused):
 
 
 class _Captures:
-    """What all replicas' captures share: one warning, and the collections of garbage."""
+    """What all replicas' captures share: one warning, and collected garbage."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -156,14 +156,16 @@ class Captured(Schedule):
         """
         if not isinstance(graphs, bool):
             raise TypeError(f"graphs must be True or False, got {graphs!r}")
-        others = {
-            "a compiled module, which runs either compiled or captured": compile_fn
-            is not None,
+        is_compiled = compile_fn is not None
+        is_by_cost = micro_batch_cost is not None
+        conflicts = {
+            "a compiled module, which runs either compiled or captured": is_compiled,
             'buffers="batch", which needs Python in every sub-step': buffers == "batch",
-            "micro_batch_cost, which changes the shapes of micro-batches": micro_batch_cost,
+            "micro_batch_cost, which changes the shapes of micro-batches": is_by_cost,
         }
-        for other in [other for other, is_on in others.items() if is_on]:
-            raise ValueError(f"graphs=True and {other}; pass one of them")
+        for option, is_on in conflicts.items():
+            if is_on:
+                raise ValueError(f"graphs=True and {option}; pass one of them")
         for kind in {device.type for device in devices} - {"cpu"}:
             if not hasattr(torch.get_device_module(kind), "CUDAGraph"):
                 raise ValueError(
@@ -229,9 +231,10 @@ class Captured(Schedule):
         elif not again.comparison.draws:  # else the numbers drawn are the difference
             for graphs in self._by_replica:
                 graphs.refuse(
-                    f"a replayed sub-step of {name} gives another loss or gradients than "
-                    f"the sub-step itself, also right after it was captured (they differ "
-                    f"by {difference}): it reads something that each call changes"
+                    f"a replayed sub-step of {name} gives another loss or gradients "
+                    "than the sub-step itself, also right after it was captured (they "
+                    f"differ by {difference}): it reads something that each call "
+                    "changes"
                 )
 
 
@@ -556,10 +559,9 @@ class _ReplicaGraphs:
         if self._captures > _CAPTURES:
             self.refuse(
                 f"sub-steps were captured {_CAPTURES} times, since something changes "
-                "from step to "
-                "step: the criterion (make it once, before the loop), a number that "
-                "is an "
-                f"attribute of the module (make it a tensor), or the shapes of batches"
+                "from step to step: the criterion (make it once, before the loop), a "
+                "number that is an attribute of the module (make it a tensor), or the "
+                "shapes of batches"
             )
         return not self._is_refused
 

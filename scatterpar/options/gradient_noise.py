@@ -61,7 +61,7 @@ def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:
 
 
 def noise_of(outcome: Outcome) -> GradientNoise:
-    """The gradient's noise; NaN if nothing can be compared. Call it before the commit."""
+    """The gradient's noise, before the commit; NaN if nothing can be compared."""
     request = outcome.request
     norms = outcome.norms
     terms = outcome.terms if request.is_mean else float(outcome.rows)
@@ -104,10 +104,12 @@ class NoiseScale:
 
     >>> import torch
     >>> from scatterpar import ScatterOnceParallel
-    >>> engine = ScatterOnceParallel(torch.nn.Linear(4, 1), device_ids=["cpu"] * 2, measure_noise=True)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> engine = ScatterOnceParallel(model, device_ids=["cpu"] * 2, measure_noise=True)
     >>> noise_scale = NoiseScale()
     >>> for _ in range(3):
-    ...     loss = engine.forward_backward(torch.randn(64, 4), torch.randn(64, 1), torch.nn.MSELoss())
+    ...     x, y = torch.randn(64, 4), torch.randn(64, 1)
+    ...     loss = engine.forward_backward(x, y, torch.nn.MSELoss())
     ...     noise_scale.update(engine.last_step)
     >>> noise_scale.scale > 0
     True

@@ -176,7 +176,7 @@ class _Work:
         return output
 
     def of_share(self, task: ReplicaTask, proceed: Proceed) -> list[Any]:
-        """The results for the micro-batches of a share; in a trial, of the first ones."""
+        """The results for a share's micro-batches; in a trial, for the first ones."""
         outputs: list[Any] = []
         sub_steps = range(len(task.share.micro_batches))
         for sub_step in sub_steps[: self._max_substeps]:

@@ -130,7 +130,8 @@ def _equal(
 
 
 def plain_values(functions: Sequence[Any]) -> dict[str, Any]:
-    """The numbers, texts, flags and tensors that functions and objects lead to, by name.
+    """The numbers, texts, flags and tensors that functions and objects lead to, by
+    name.
 
     A tensor is its address: what is written in place is not frozen.
     """

@@ -10,8 +10,8 @@ The gradient is that of this program, with the memory of one micro-batch per rep
 There are two passes, because the loss needs all outputs before any of them has a
 gradient::
 
-    pass 1     replica 0: forward 0, 1, … n -+             each graph is dropped at once,
-               replica 1: forward 0, 1, … n -+- joined     except a replica's last one
+    pass 1     replica 0: forward 0, 1, … n -+            each graph is dropped at once,
+               replica 1: forward 0, 1, … n -+- joined    except a replica's last one
     criterion  on the master: the loss, and the gradient of every output
     pass 2     replica 0: backward n; forward 0, backward 0; forward 1, backward 1; …
                replica 1: backward n; forward 0, backward 0; forward 1, backward 1; …
@@ -368,7 +368,7 @@ class WholeBatch:
         return seed
 
     def _joined(self) -> Any:
-        """All outputs as one; no leaves, because a criterion may write them in place."""
+        """All outputs as one. No leaves: a criterion may write them in place."""
         if len(self._pieces) > 1:
             nested.refuse_distributions(self._pieces)
         joined = join_rows(
@@ -402,7 +402,7 @@ class WholeBatch:
         return loss.detach()
 
     def _loss_and_hidden_leaves(self) -> tuple[Tensor, list[Tensor]]:
-        """Call the criterion. The joined outputs are freed, unless its graph has them."""
+        """Call the criterion, and free the joined outputs that its graph has not."""
         criterion = self._attempt.replicas.criteria[0]
         joined = self._joined()
         nodes = nodes_of(nested.tensors(joined))  # first: a criterion may write outputs
@@ -426,7 +426,7 @@ class WholeBatch:
                 self.gradients.append((leaf, leaf.grad if self.counts else None))
 
     def _hidden_leaves(self, loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
-        """The leaves that ``loss`` reaches beside ``nodes``, and that no search finds."""
+        """The leaves that ``loss`` reaches beside ``nodes``, but no search finds."""
         known = {id(leaf) for leaf in (*self._task.leaves, *self._attempt.user_leaves)}
         hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
         if self._ranks is None:
@@ -455,10 +455,10 @@ def _require_one_value(pieces: Sequence[Any]) -> None:
         uses_number = not first.ndim and first.grad is not None
         if uses_number and not all(same_bits(first, other) for other in others):
             raise ValueError(
-                "the module returns a number that is another one for each micro-batch, "
-                "and the loss uses it; return what it is computed from, one entry per "
-                "row, and compute it in the criterion, which with whole_batch=True sees "
-                "all rows. Nothing was changed"
+                "the module returns a number that is another one for each "
+                "micro-batch, and the loss uses it; return what it is computed from, "
+                "one entry per row, and compute it in the criterion, which with "
+                "whole_batch=True sees all rows. Nothing was changed"
             )
 
 
@@ -495,8 +495,8 @@ def _agree(second: Tensor, first: Tensor) -> Tensor:
 
 
 _WHY = (
-    "this module depends on something that is not the same the second time, such as the "
-    "random numbers of Python or NumPy, or a counter outside of it; draw from torch's "
-    "generators and keep state in the module, or have one sub-step per replica, which "
-    "whole_batch=True computes once. Nothing was changed"
+    "this module depends on something that is not the same the second time, such as "
+    "the random numbers of Python or NumPy, or a counter outside of it; draw from "
+    "torch's generators and keep state in the module, or have one sub-step per "
+    "replica, which whole_batch=True computes once. Nothing was changed"
 )

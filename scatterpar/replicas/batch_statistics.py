@@ -33,7 +33,8 @@ class Moments(NamedTuple):
 
 # The moments of each call in a step, by number of the layer among the modules.
 Records = dict[int, list[Moments]]
-# The user's batch normalisation, and its moments in a step; ``None`` if nobody called it.
+# The user's batch normalisation, and its moments in a step; ``None`` if nobody called
+# it.
 Layer = tuple[Any, Moments | None]
 
 

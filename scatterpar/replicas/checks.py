@@ -15,8 +15,7 @@ from scatterpar.replicas.quantised import is_composite, is_quantised, only_froze
 
 SCRIPT = (
     "a TorchScript module, whose tensors live in C++: pass the nn.Module that "
-    "torch.jit was given; "
-    "a criterion that is a function may call a TorchScript module"
+    "torch.jit was given; a criterion that is a function may call a TorchScript module"
 )
 
 
@@ -24,11 +23,9 @@ def refuse_sparse(what: str, tensor: Tensor) -> None:
     """Raise ``TypeError`` if a tensor that a module holds is sparse."""
     if len(pieces_of(tensor)) > 1:
         raise TypeError(
-            f"{what} a sparse tensor of shape {tuple(tensor.shape)}, which replicas "
-            "do not copy; "
-            "pass it with the batch, as scatterpar.Replicated(tensor), or keep its "
-            "indices and "
-            f"values as dense buffers"
+            f"{what} a sparse tensor of shape {tuple(tensor.shape)}, which replicas do "
+            "not copy; pass it with the batch, as scatterpar.Replicated(tensor), or "
+            "keep its indices and values as dense buffers"
         )
 
 
@@ -62,28 +59,26 @@ def check_placement(
                 continue
             raise RuntimeError(
                 f"{kind} has an uninitialised lazy {what}, {name!r}: call the module "
-                "once on "
-                f"one micro-batch before the first step"
+                "once on one micro-batch before the first step"
             )
         if tensor.is_meta:
             raise ValueError(
                 f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its "
                 f"{what} {name!r} is on meta, without values; call "
-                f".to_empty(device={str(expected)!r}), and load or initialise its values"
+                f".to_empty(device={str(expected)!r}), and load or initialise its "
+                "values"
             )
         if tensor.device != expected:
             raise ValueError(
                 f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its "
-                f"{what} "
-                f"{name!r} is on {tensor.device}; call .to({str(expected)!r})"
+                f"{what} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
             )
         refuse_sparse(f"{kind} has the {what} {name!r},", tensor)
         if tensor.is_quantized:
             raise TypeError(
                 f"{kind} has the {what} {name!r}, which is of torch's quantised dtype "
                 f"{tensor.dtype}: replicas cannot have copies of it; keep its "
-                ".int_repr(), scale "
-                f"and zero point as plain buffers"
+                ".int_repr(), scale and zero point as plain buffers"
             )
         is_packed = is_composite(tensor) or (
             len(set(device_ids)) > 1 and is_quantised(tensor)

@@ -160,12 +160,9 @@ class ModuleCopy:
             if self._refers(value):
                 warn(
                     f"the function {function.__qualname__}, which the module holds, "
-                    "names "
-                    f"{name!r} of its file: replicas that call it use the user's own "
-                    "module there; "
-                    f"define it inside a function, so that it closes over {name!r}, "
-                    "or bind "
-                    f"{name!r} with functools.partial"
+                    f"names {name!r} of its file: replicas that call it use the user's "
+                    "own module there; define it inside a function, so that it closes "
+                    f"over {name!r}, or bind {name!r} with functools.partial"
                 )
         if not self._refers(function):
             return function

@@ -87,7 +87,6 @@ def only_frozen(what: str, tensor: Tensor) -> TypeError:
         remedy = "make it a plain tensor, as its .dequantize() or .full_tensor() does"
     return TypeError(
         f"{what}, a {type(tensor).__name__}, which is {kind}: replicas have copies of "
-        "frozen "
-        "parameters of this kind only; call .requires_grad_(False) and train "
+        "frozen parameters of this kind only; call .requires_grad_(False) and train "
         f"adapters, or {remedy}"
     )

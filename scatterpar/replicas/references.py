@@ -13,7 +13,7 @@ on its question::
                       write, with a function that restores each
     Kinds             as ``reachable``, and the plain attributes of modules: what tells
                       programs apart
-    plain_values      closures, globals, attributes, also of modules; with paths as names
+    plain_values      closures, globals, attributes, also of modules; paths are names
     a graph's state   closures and attributes, not further: it is compared in each step
     CallCopies        attributes of the user's objects, closures over tensors
 
@@ -127,7 +127,7 @@ def contents(cell: types.CellType) -> Any:
 def _variables_of(
     function: types.FunctionType,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By name: closure variables and defaults, and the globals that a function names."""
+    """A function's closure variables with defaults, and its globals, by name."""
     code = function.__code__
     closure: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

@@ -121,7 +121,7 @@ class Snapshot:
 
 
 def is_same(container: Any, saved: Any) -> bool:
-    """Whether a container holds the same objects, in the same order, as a copy of it."""
+    """Whether a container has the same objects, in order, as a copy of it."""
     if len(container) != len(saved) or not all(map(is_, container, saved)):
         return False
     return not isinstance(saved, dict) or all(

@@ -503,7 +503,7 @@ class Normalise(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Any:
         """The gradient of all rows' loss, also through the statistics.
 
-        With x-hat = (x - mean) * slope, N values per channel and sums over all replicas::
+        With x-hat = (x - mean) * slope, N values per channel, sums over replicas::
 
             weight * slope * (dy - sum(dy) / N - x-hat * sum(dy * x-hat) / N)
         """

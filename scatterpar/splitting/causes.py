@@ -229,8 +229,8 @@ _CONSTANT = (
     "of the whole batch in plain torch"
 )
 _DIVIDED_BY_RANKS = (
-    "multiply a loss that is divided by a count of all ranks, or computed from gathered "
-    "outputs, by the number of ranks: DDP averages."
+    "multiply a loss that is divided by a count of all ranks, or computed from "
+    "gathered outputs, by the number of ranks: DDP averages."
 )
 _ADDED_OVER_RANKS = (
     "divide by the number of ranks, or let DDP average; do not multiply by it as well."
@@ -294,12 +294,12 @@ _REMEDIES = {
 }
 _ALL_RANKS = "give each rank's loss its weight, and average the gradients of all ranks."
 _NOT_A_MEAN = (
-    "compute a root, an exponential or a ratio of means once, from sums over all parts: "
-    "the loss is no mean over terms."
+    "compute a root, an exponential or a ratio of means once, from sums over all "
+    "parts: the loss is no mean over terms."
 )
 _REPEATED = (
-    "clip, divide or all-reduce the gradient once, after the last backward(), not after "
-    "each part."
+    "clip, divide or all-reduce the gradient once, after the last backward(), not "
+    "after each part."
 )
 
 

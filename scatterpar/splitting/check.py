@@ -198,6 +198,6 @@ def _check_arguments(
     devices = {parameter.device.type for parameter in model.parameters()}
     if ranks > 1 and devices != {"cpu"}:
         raise ValueError(
-            f"model has parameters on {', '.join(sorted(devices)) or 'no device'}; with "
-            f"ranks= pass it on the CPU"
+            f"model has parameters on {', '.join(sorted(devices)) or 'no device'}; "
+            "with ranks= pass it on the CPU"
         )

@@ -78,14 +78,14 @@ class Evidence:
         return gradients
 
     def factor(self, names: Sequence[str]) -> float | None:
-        """What the right gradient is multiplied by in these parameters, if one number."""
+        """The one number that the right gradient is multiplied by, if there is one."""
         actual = joined(self.actual, names)
         if len(actual) < _LEAST_NUMBERS:
             return None
         return factor_between(actual, joined(self.expected, names), self.tolerance)
 
     def weights_of_loop(self, names: Sequence[str]) -> Tensor | None:
-        """The weights that the loop gives to the parts, if it adds up their gradients."""
+        """The weights of the parts, if the loop adds up their gradients."""
         return self._weights(self.actual, names)
 
     def weights_of_batch(self, names: Sequence[str]) -> Tensor | None:
@@ -97,7 +97,7 @@ class Evidence:
         return weights_of_parts(parts, joined(total, names), self.tolerance)
 
     def counted_as(self, weights: Tensor) -> str:
-        """What weights of parts are proportional to: rows or labels, or nothing known."""
+        """What weights are proportional to: rows, labels, or nothing known."""
         trial = self.trial
         for name, counts in row_parts.term_counts(trial.tensors, len(trial.rows)):
             terms = [sum(counts[row] for row in part) for part in self.parts]
@@ -118,7 +118,8 @@ class Evidence:
         """How the difference grows from two parts to three, and the cosine of both.
 
         A term that counts in each part grows two-fold: once too often, then twice. The
-        parts are alike, so that the term is. ``None`` for too few rows, or no difference.
+        parts are alike, so that the term is. ``None`` for too few rows, or no
+        difference.
         """
         trial = self.trial
         per_unit = 1 if trial.ranks == 1 else trial.parts

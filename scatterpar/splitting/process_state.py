@@ -1,4 +1,4 @@
-"""What a user's step may change in this process: saved once, restored after each run."""
+"""What a user's step may change in this process, to be restored after each run."""
 
 from __future__ import annotations
 
@@ -142,13 +142,13 @@ def _training_helpers(step: Any) -> list[Any]:
 
 
 def reset_accelerate() -> None:
-    """Make accelerate forget which processes there are: after a fork, there are others."""
+    """Make accelerate forget which processes there are, after a fork."""
     for shared in _singletons().values():
         shared.clear()
 
 
 def _singletons() -> dict[str, Any]:
-    """The dictionaries that all instances of accelerate's singletons share, by class."""
+    """The dictionaries that instances of accelerate's singletons share, by class."""
     states = sys.modules.get("accelerate.state")
     if states is None:
         return {}

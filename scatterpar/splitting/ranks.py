@@ -294,7 +294,7 @@ def _current_line(process: Any, folder: Path, rank: int) -> str:
 
 
 def _users_line(stack: str) -> str:
-    """The innermost line of the user's step, of a stack with the innermost line first."""
+    """The innermost line of the user's step in a stack, innermost line first."""
     libraries = ("-packages", sysconfig.get_path("stdlib"))
     for line in stack.splitlines():
         frame = line.strip()

@@ -89,7 +89,7 @@ class Trial:
     def cut(
         self, rows: Sequence[int], ranks: int, parts: int, equal: bool | None
     ) -> Split:
-        """Rows in parts. Unless ``equal`` says otherwise, only ranks have equally many."""
+        """Rows in parts: equally many for ranks, unless ``equal`` says otherwise."""
         shares = row_parts.cut(rows, ranks, equal=equal is not False)
         return [row_parts.cut(share, parts, equal=equal is True) for share in shares]
 
@@ -116,8 +116,8 @@ class Trial:
                     break
         if is_zero(outcome.gradients):
             raise ValueError(
-                "step left no gradient on a parameter of the model; call backward() for "
-                "the model that step gets, and do not end with zero_grad()"
+                "step left no gradient on a parameter of the model; call backward() "
+                "for the model that step gets, and do not end with zero_grad()"
             )
         return outcome
 
@@ -126,7 +126,7 @@ class Trial:
         return max(_CAST.get(dtype, 0.0) for dtype in dtypes)
 
     def allow_casts(self, worst: float) -> None:
-        """Raise the limit for a ``worst`` difference that a cast of the step explains."""
+        """Raise the limit for a ``worst`` difference that a cast explains."""
         if not self.limit < worst <= _LARGEST_LIMIT or not self.settings.in_double:
             return
         settings = self.settings

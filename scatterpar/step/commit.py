@@ -124,8 +124,8 @@ def _attach(
 ) -> Tensor:
     """Returns a root whose backward pass gives leaves the gradients in ``pairs``.
 
-    Clears ``pairs``. With a ``scale``, the gradient that arrives at the root, divided by
-    the scale, multiplies the gradients.
+    Clears ``pairs``. With a ``scale``, the gradient that arrives at the root, divided
+    by the scale, multiplies the gradients.
     """
     if not pairs:  # the root needs a graph
         pairs = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
@@ -187,7 +187,7 @@ _NO_GRAPH = (
     "plain torch for this loss"
 )
 _TWICE = (
-    "a second backward pass through an engine's loss: the first one took the gradients, "
-    "even with retain_graph=True; call engine.loss again, or add up all that depends on "
-    "this loss before one"
+    "a second backward pass through an engine's loss: the first one took the "
+    "gradients, even with retain_graph=True; call engine.loss again, or add up all "
+    "that depends on this loss before one"
 )

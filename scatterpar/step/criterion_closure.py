@@ -132,10 +132,10 @@ def not_replicated(
                 return _reached_by_an_object(path)
     name = name or f"a parameter of shape {tuple(leaf.shape)}"
     return ValueError(
-        f"a gradient arrives at {name}, which is no replica's: "
-        f"bind its network with functools.partial(criterion, net=net), or make it a "
-        f"part of an nn.Module, and replicas train it; if it is not to be trained, call "
-        f"net.requires_grad_(False). Nothing was changed"
+        f"a gradient arrives at {name}, which is no replica's: bind its network with "
+        "functools.partial(criterion, net=net), or make it a part of an nn.Module, "
+        "and replicas train it; if it is not to be trained, call "
+        "net.requires_grad_(False). Nothing was changed"
     )
 
 

@@ -264,8 +264,8 @@ def _count(
     if labels is None:
         raise TypeError(
             f"count_labels found no labels: neither targets ({type(targets).__name__}) "
-            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; say where they "
-            f"are with key="
+            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; say where "
+            "they are with key="
         )
     if shifted and labels.ndim < 2:
         raise ValueError(
@@ -279,7 +279,7 @@ def _count(
 
 
 def _labels_in(inputs: Any, targets: Any, key: str) -> Tensor | None:
-    """The targets if they are a tensor, else what they or the inputs have at ``key``."""
+    """The targets if they are a tensor, else targets or inputs at ``key``."""
     candidates = [targets]
     for part in (targets, inputs):
         if isinstance(part, Mapping):

@@ -42,9 +42,9 @@ def misfit_of_criterion(criterion: Callable[..., Any]) -> TypeError | None:
         return None
     name = getattr(criterion, "__qualname__", type(criterion).__name__)
     return TypeError(
-        f"the criterion is called as criterion(output, targets), which {name}{signature} "
-        f"does not take; pass a function of both, such as lambda output, targets: …, "
-        f"which may leave one of them unused"
+        "the criterion is called as criterion(output, targets), which "
+        f"{name}{signature} does not take; pass a function of both, such as lambda "
+        "output, targets: …, which may leave one of them unused"
     )
 
 

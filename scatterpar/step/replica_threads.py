@@ -127,9 +127,9 @@ _NO_GRAPH = (
     "has one, such as (output * 0).sum(), or pass count=, its number of terms"
 )
 _OTHER_KEYS = (
-    "the key is a replica's: a dictionary in an object that replicas share has the keys "
-    "of your own module; make it an attribute of a module, or a variable that the hook "
-    "closes over, and replicas get copies of its keys"
+    "the key is a replica's: a dictionary in an object that replicas share has the "
+    "keys of your own module; make it an attribute of a module, or a variable that "
+    "the hook closes over, and replicas get copies of its keys"
 )
 _LESS_MEMORY = (
     "more sub-steps need less memory: a larger accum=, a smaller "

@@ -194,9 +194,9 @@ def check_module(module: Any) -> None:
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, _WRAPPERS):
         raise TypeError(
-            f"module is already wrapped in {type(module).__name__}, which does the same "
-            f"work; pass the model inside it, its .module (and process_group= for "
-            f"several processes)"
+            f"module is already wrapped in {type(module).__name__}, which does the "
+            "same work; pass the model inside it, its .module (and process_group= for "
+            "several processes)"
         )
 
 
@@ -213,14 +213,14 @@ def _check_synchronised(module: nn.Module) -> None:
         if dist.get_world_size(part.process_group) > 1:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm, whose processes exchange statistics "
-                f"in every forward pass: replicas would do so in no order, and wait for "
-                f"ever; {_INSTEAD_OF_SYNC_BATCH_NORM}"
+                "in every forward pass: replicas would do so in no order, and wait "
+                f"for ever; {_INSTEAD_OF_SYNC_BATCH_NORM}"
             )
 
 
 _INSTEAD_OF_SYNC_BATCH_NORM = (
-    "use nn.BatchNorm2d, whose state dict has the same keys, with larger micro-batches, "
-    'and buffers="batch" for running statistics of the whole batch'
+    "use nn.BatchNorm2d, whose state dict has the same keys, with larger "
+    'micro-batches, and buffers="batch" for running statistics of the whole batch'
 )
 
 

@@ -105,7 +105,8 @@ class Substeps:
     def _weighted_sum(self, losses: Sequence[float], proceed: Proceed) -> float:
         """The share's part of the batch's loss.
 
-        Raises ``FloatingPointError`` with ``check_finite`` for a loss that is not finite.
+        Raises ``FloatingPointError`` with ``check_finite`` for a loss that is not
+        finite.
         """
         task = self._task
         total = 0.0
@@ -166,7 +167,7 @@ class Substeps:
             self._task.run_backward(sub_step, roots, zeros)
 
     def finish(self) -> None:
-        """Called after the last sub-step; here the leaves have all gradients by then."""
+        """Called after the last sub-step. Here the leaves have all gradients."""
 
 
 class Schedule:
@@ -220,7 +221,8 @@ class Schedule:
 
 
 def meeting_of(attempt: Attempt, *, uses_graphs: bool = False) -> Meeting | None:
-    """Where replicas exchange the statistics of ``nn.SyncBatchNorm`` layers in one pass.
+    """Where replicas exchange the statistics of ``nn.SyncBatchNorm`` layers in one
+    pass.
 
     Returns ``None`` if no such layer trains. Raises ``ValueError`` if replicas cannot
     wait for each other.
@@ -325,7 +327,7 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 
 def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) -> Any:
-    """An output without its graph, or what the function ``return_outputs`` makes of it."""
+    """An output without its graph, or what ``return_outputs`` makes of it."""
     output = nested.map_tensors(_detached, output)
     if callable(return_outputs):
         with torch.no_grad():

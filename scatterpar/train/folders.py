@@ -227,7 +227,7 @@ def endings() -> tuple[str, ...]:
 
 
 def find_pictures(folder: Path, unused: Unused) -> Iterator[str]:
-    """Yield the pictures in a folder, at any depth and sorted, and count other files."""
+    """Yield the pictures in a folder, at any depth, sorted. Count other files."""
     extensions = endings()
     for name in walk(folder, unused):
         if name.lower().endswith(extensions):

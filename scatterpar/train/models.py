@@ -119,7 +119,7 @@ def build_model(
 
 
 def _statistics_of_weights(network: Any, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return the mean and deviation of the pixels that timm's weights were made with."""
+    """Return mean and deviation of the pixels that timm's weights were made with."""
     config = network.pretrained_cfg
     statistics = torch.tensor([config["mean"], config["std"]])
     # The channels are averaged for grey images.

@@ -51,8 +51,10 @@ _OF_SESSION = ("config", "out", "resume")
 _POSITIVE = (
     "batch epochs micro_batch_size image_size checkpoint_every base_lr clip ema top val"
 )
-_NOT_NEGATIVE = """warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay
-    label_smoothing"""
+_NOT_NEGATIVE = (
+    "warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay "
+    "label_smoothing"
+)
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above zero", lambda x: 0 < x < math.inf, _POSITIVE),
     ("zero or above", lambda x: 0 <= x < math.inf, _NOT_NEGATIVE),
@@ -190,16 +192,17 @@ class Options(_Files, _Devices, _Training, _Images):
     """
 
     examples: ClassVar[str] = """examples:
-  python -m scatterpar train                                    the images that are included
+  python -m scatterpar train                                      the included images
   python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
-  python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/photos
-  python -m scatterpar train --config photos.toml --epochs 90   a file of options, in TOML
-  python -m scatterpar train --out runs/photos --resume         goes on where that run was
+  python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/a
+  python -m scatterpar train --config photos.toml --epochs 90     options from a file
+  python -m scatterpar train --out runs/a --resume                goes on with a run
 
-Writes into --out: metrics.jsonl (a JSON object per line: starts, steps, epochs), first_batch.png
-(images as the network sees them), curves.png, confusion.png, checkpoint.pt, best.pt, and
-TensorBoard's event file if that is installed. Exit codes: 0 finished, 1 diverged, 2 wrong argument
-or data, 130 interrupted, 143 ended by SIGTERM; both keep the run."""
+Writes into --out: metrics.jsonl (a JSON object per line: starts, steps, epochs),
+first_batch.png (images as the network sees them), curves.png, confusion.png,
+checkpoint.pt, best.pt, and TensorBoard's event file if that is installed. Exit codes:
+0 finished, 1 diverged, 2 wrong argument or data, 130 interrupted, 143 ended by SIGTERM;
+both keep the run."""
 
     def settings(self) -> dict[str, Any]:
         """Return the options that determine the result of the run, up to rounding."""
@@ -248,8 +251,8 @@ def parse(arguments: Sequence[str], saved: Mapping[str, Any] | None = None) -> O
 
 
 def _defaults(saved: Mapping[str, Any]) -> _Groups:
-    """Return the saved options as defaults. Flags stay off, as the command line can only
-    set them.
+    """Return the saved options as defaults. Flags stay off, as the command line can
+    only set them.
     """
     groups = _Groups()
     for group in dataclasses.fields(groups):
@@ -280,7 +283,8 @@ def _refuse_other_options(options: Options, saved: Mapping[str, Any]) -> None:
         if saved[name] is not None:
             remedy = f"pass {option} {saved[name]} or leave it out"
         raise UsageError(
-            f"{options.out} is of a run with {option} {saved[name]}, not {value}: {remedy}"
+            f"{options.out} is of a run with {option} {saved[name]}, not {value}: "
+            f"{remedy}"
         )
 
 
@@ -294,8 +298,8 @@ def words_of(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes in the place of bytes that are no letters, which names
-    of files may have.
+    """Return the text with escapes in the place of bytes that are no letters, which
+    names of files may have.
     """
     return text.encode(errors="backslashreplace").decode()
 

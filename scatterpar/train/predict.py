@@ -37,8 +37,8 @@ class PredictOptions:
     examples: ClassVar[str] = """examples:
   python -m scatterpar predict runs/photos photos/new --out classes.csv --top 5
 
-The columns are file, class, score (class_2, score_2, … with --top), and error: why a file has no
-class. Hidden files have no line."""
+The columns are file, class, score (class_2, score_2, … with --top), and error: why a
+file has no class. Hidden files have no line."""
 
     # folder of a training run, of which best.pt is taken, or one of its checkpoints
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]

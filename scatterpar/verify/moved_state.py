@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ State = dict[str, Any]  # values by the names that a warning tells
 
 
 def state_of(replicas: Sequence[Replica]) -> State:
-    """The buffers of replicas, and the attributes that are numbers or tensors.
+    """The buffers of replicas, and the attributes that hold state.
 
     Running statistics do not change in a look, whose batch normalisations are in
     evaluation mode.
@@ -25,7 +26,7 @@ def state_of(replicas: Sequence[Replica]) -> State:
 
 
 def attributes_of(replicas: Sequence[Replica]) -> State:
-    """The attributes of replicas that are numbers or tensors."""
+    """The attributes of replicas that hold state: numbers, tensors, lengths of lists."""
     return _state_of(replicas, ("attribute",))
 
 
@@ -48,21 +49,28 @@ def _state_of(replicas: Sequence[Replica], kinds: Sequence[str]) -> State:
 
 
 def _values_of(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the kind, name and value of buffers, and of attributes: numbers and tensors."""
+    """Yield the kind, name and value of buffers, and of attributes that hold state.
+
+    The value of a list or deque is its length: a forward pass that appends to it finds
+    more entries in the next one.
+    """
     for name, value in module._buffers.items():
         if value is not None:
             yield "buffer", name, value
     for name, value in vars(module).items():
-        is_number = type(value) in (int, float)
-        if name not in _OF_TORCH and (is_number or isinstance(value, Tensor)):
+        if name in _OF_TORCH:
+            continue
+        if type(value) in (int, float) or isinstance(value, Tensor):
             yield "attribute", name, value
+        elif type(value) in (list, deque):
+            yield "attribute", name, len(value)
 
 
 def moved_between(states: Sequence[State]) -> list[str]:
     """The names of state that the second part of a look has changed, after the first.
 
-    What only the first part changes, such as a table that it fills, is not found. If both parts
-    began in the same state: what they have left different.
+    What only the first part changes, such as a table that it fills, is not found. If
+    both parts began in the same state: what they have left different.
     """
     if len(states) < 2:
         return []
@@ -73,7 +81,7 @@ def moved_between(states: Sequence[State]) -> list[str]:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are the same, or of different types: then they cannot be compared."""
+    """Whether two values are the same, or of types that cannot be compared."""
     if type(value) is not type(other):
         return True
     if isinstance(value, Tensor):

@@ -476,6 +476,13 @@ def carries(net, rows):
     return output
 
 
+def appending(net, rows):
+    """A list of losses that is read after the step."""
+    output = net.linear(rows)
+    net.losses.append(output.detach().square().mean())
+    return output
+
+
 class Queue(Classifier):
     """Keeps the last features, a counter, and its last output."""
 
@@ -515,6 +522,10 @@ TOLD: dict[str, tuple[Case, str]] = {
     "a queue, one sub-step per replica": (
         case_of(Queue, accum=1),
         "move the buffer 'queue', the attribute 'last', the attribute 'calls': at",
+    ),
+    "a list that forward passes append to": (
+        case_of(net(appending, losses=[]), accum=1),
+        "move the attribute 'losses': at",
     ),
     "a hidden state, one sub-step per replica": (
         case_of(net(carries, state=torch.zeros(CLASSES).double()), accum=1),

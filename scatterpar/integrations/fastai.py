@@ -28,6 +28,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
 from scatterpar.integrations.loop import refuse
+from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.turns import Turns
 from scatterpar.pair.pair import gather
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
@@ -52,8 +53,8 @@ _REMEDIES = (
     "targets[0].ne(-100).sum() for labels of which some are ignored, or "
     'reduction="sum" for a sum. If it compares rows with each other, or is a ratio of '
     "sums, train it on one device without this callback, or in a loop of your own "
-    "with engine.loss(inputs, targets, criterion, whole_batch=True). Nothing was "
-    "changed; verify=False does not check."
+    "with engine.loss(inputs, targets, criterion, whole_batch=True). "
+    "verify=False does not check."
 )
 
 
@@ -78,6 +79,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             ``buffers="batch"``.
 
     Raises:
+        TypeError: ``count`` takes other arguments.
         ValueError: at the start of training, if the Learner has a callback that does
             not work with this one; in a step, if a callback replaces ``learn.pred``.
     """
@@ -96,6 +98,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         loop.refuse_whole_batch("ScatterOnce", options)
+        loop.check_count(count, ["inputs", "targets"], "targets[0]")
         self._options = {"device_ids": device_ids, "accum": accum, **options}
         self._count = count
         self._reduction = reduction
@@ -187,7 +190,6 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             loss, outputs = self._engine.loss(
                 inputs, (*targets, numbers), criterion, **options
             )
-        loop.recompute_weights(learn.model)
         weights = partial(self._weights, count, inputs, targets)
         criterion.transfer(loss.device, weights, self._tell)
         pred = gather(outputs, physical(self._engine.device_ids[0]))
@@ -269,6 +271,7 @@ class _Criterion(nn.Module):
         if is_cross_entropy(func):
             self.count = lambda _, targets: terms_of_rows(func, targets[0], 0).sum()
         self.calls = _LossCalls()
+        self._statements = Statements(*_parts_of(loss_func).values())
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
@@ -281,7 +284,10 @@ class _Criterion(nn.Module):
             device = nested.tensors(output)[0].device
             loss_func = kept.CallCopies(device).of(loss_func)
         watched = _parts_of(loss_func)
-        states = {p: kept.KeptState(o, _OF_TORCH) for p, o in watched.items()}
+        is_set = self._statements.sets
+        states = {}
+        for path, part in watched.items():
+            states[path] = kept.KeptState(part, _OF_TORCH, is_set)
         loss = loss_func(to_float(output) if self.mixes else output, *targets_of_rows)
         values: dict[tuple[str, str], Any] = {}
         changes: dict[str, list[kept.Change]] = {}

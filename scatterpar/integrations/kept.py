@@ -6,7 +6,9 @@ A step function writes into objects that its owner, such as a Trainer, keeps::
     self.by_loader[0].append(loss)    also in containers in containers, and in objects
     self.seen |= {1, 2}               elements are added
     self.total += loss                the sum of what the calls have added
-    self.last = loss                  set, not added: the owner's value stays, told once
+    self.last = loss                  set, not added (``Statements`` tells them apart):
+                                      the same in all calls, or told once, and the
+                                      owner's value stays
 
 Replicas call the step function at the same time, and looks call it for some rows. So a
 call gets copies (``CallCopies``). What it has changed in them is recorded as a list of
@@ -160,8 +162,12 @@ def kept_attributes(owner: Any, excluded: Container[str]) -> dict[str, Any]:
 
 def modules_kept(values: Iterable[Any]) -> list[nn.Module]:
     """The modules in ``values``, also in containers and objects, each once."""
-    reached = walk(values, _entries_to_search, _MAX_DEPTH - 1)
-    return [value for value in reached if isinstance(value, nn.Module)]
+    return [value for value in values_kept(values) if isinstance(value, nn.Module)]
+
+
+def values_kept(values: Iterable[Any]) -> list[Any]:
+    """The values in ``values``, also in containers and objects, each once."""
+    return list(walk(values, _entries_to_search, _MAX_DEPTH - 1))
 
 
 def _entries_to_search(value: Any) -> Collection[Any]:
@@ -312,6 +318,36 @@ class CallCopies:
         return copied
 
 
+def with_shared(attributes: Mapping[str, Any], names: set[str]) -> set[str]:
+    """These ``names``, and those of attributes that share objects with theirs.
+
+    Without those that lead to modules, of which replicas have copies.
+    """
+    chosen: set[str] = set()
+    for group in _sharing_objects(attributes):
+        values = [attributes[name] for name in group]
+        if not group.isdisjoint(names) and not modules_kept(values):
+            chosen |= group
+    return chosen
+
+
+def _sharing_objects(attributes: Mapping[str, Any]) -> list[set[str]]:
+    """The names of attributes, in groups that have no object in common."""
+    groups: list[tuple[set[str], set[int]]] = []
+    for name, value in attributes.items():
+        names = {name}
+        ids = CallCopies.ids_in([value])
+        apart: list[tuple[set[str], set[int]]] = []
+        for group_names, group_ids in groups:
+            if ids.isdisjoint(group_ids):
+                apart.append((group_names, group_ids))
+            else:
+                names |= group_names
+                ids |= group_ids
+        groups = [*apart, (names, ids)]
+    return [names for names, _ in groups]
+
+
 @contextlib.contextmanager
 def standing_in(
     owner: Any,
@@ -364,11 +400,18 @@ class KeptState:
     Args:
         owner: the object whose attributes are compared.
         excluded: names of attributes that are not compared.
+        is_set: whether calls set the number at a path, and do not add to it.
     """
 
-    def __init__(self, owner: Any, excluded: Container[str]) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        excluded: Container[str],
+        is_set: Callable[[Path], bool] = lambda path: False,
+    ) -> None:
         self._owner = owner
         self._excluded = excluded
+        self._is_set = is_set
         self._saved: dict[int, tuple[Any, Any]] = {}  # objects and their contents
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._attributes = kept_attributes(owner, excluded)
@@ -433,7 +476,7 @@ class KeptState:
         elif before is None and now is not None:
             changes.append(Change(path, Kind.CREATED, now))
         else:
-            changes += _difference(path, before, now)
+            changes += self._difference(path, before, now)
 
     def _compare_values(
         self, path: Path, tensor: Tensor, changes: list[Change]
@@ -443,7 +486,14 @@ class KeptState:
             return
         _, version, values = self._tensors[id(tensor)]
         if version == -1 or tensor._version != version:
-            changes += _difference(path, values, tensor)
+            changes += self._difference(path, values, tensor)
+
+    def _difference(self, path: Path, before: Any, now: Any) -> list[Change]:
+        """The change of a value to another one: what was added, or the new value."""
+        changes = _difference(path, before, now)
+        if changes and changes[0].kind is Kind.DIFFERENCE and self._is_set(path):
+            return [Change(path, Kind.REPLACED, now)]
+        return changes
 
     def _compare_contents(
         self,
@@ -482,7 +532,11 @@ class KeptState:
                     entry_path = (*path, part(key))
                     self._compare(entry_path, before[key], value, changes, compared)
             else:
-                changes.append(Change((*path, part(key)), Kind.CREATED, value))
+                entry_path = (*path, part(key))
+                is_number = type(value) in (int, float)
+                is_set = is_number and self._is_set(entry_path)
+                kind = Kind.REPLACED if is_set else Kind.CREATED
+                changes.append(Change(entry_path, kind, value))
         for key in before:
             if key not in now:
                 changes.append(Change((*path, part(key)), Kind.REPLACED, None))
@@ -603,6 +657,16 @@ def apply_changes(
             tell("self" + "".join(map(str, path)))
 
 
+def names_of(calls: Iterable[Iterable[Change]]) -> set[str]:
+    """The names of the owner's attributes that calls have changed, or changed inside."""
+    names: set[str] = set()
+    for changes in calls:
+        for change in changes:
+            if isinstance(change.path[0], Attribute):
+                names.add(change.path[0].name)
+    return names
+
+
 class _NotAdditive(Exception):
     """What calls have set at one place cannot become one value."""
 
@@ -640,13 +704,21 @@ def _sum(target: Any, value: Any) -> Any:
 
 
 def _same_of(values: Sequence[Any]) -> Any:
-    """The number, text or switch that all calls have set."""
+    """The number, text, switch or tensor that all calls have set."""
     first, *others = values
-    if first is None or not isinstance(first, PLAIN_CLASSES):
+    if first is None or not isinstance(first, (*PLAIN_CLASSES, Tensor)):
         raise _NotAdditive
-    if any(type(other) is not type(first) or other != first for other in others):
+    if not all(_are_equal(first, other) for other in others):
         raise _NotAdditive
     return first
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return bool(value == other)
 
 
 def _one_of(values: Sequence[Any], holder: Any) -> Any:

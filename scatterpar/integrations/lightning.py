@@ -36,6 +36,7 @@ from scatterpar.devices.device_ids import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
+from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.turns import Turns
 
 __all__ = ["ScatterOnceStrategy"]
@@ -49,7 +50,7 @@ _REMEDIES = (
     'batch[1].ne(-100).sum() for labels of which some are ignored, or reduction="sum" '
     "for a sum. If it compares rows with each other, or is a ratio of sums, train it "
     "on one device with a strategy of Lightning's, or in a loop of your own with "
-    "engine.loss(inputs, targets, criterion, whole_batch=True). Nothing was changed; "
+    "engine.loss(inputs, targets, criterion, whole_batch=True). "
     "verify=False does not check."
 )
 _NO_METRIC = nn.Identity()  # in the place of a metric, in the module that is replicated
@@ -76,6 +77,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             ``buffers="batch"``.
 
     Raises:
+        TypeError: ``count`` takes other arguments.
         ValueError: ``graphs=True``; at ``fit``, what does not work with this strategy:
             manual optimization, sharded parameters, ``sync_batchnorm=True``,
             ``num_nodes`` above 1, ``dataloader_iter``.
@@ -101,6 +103,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             "ScatterOnceStrategy", {"graphs=True": options.get("graphs")}, reason
         )
         loop.refuse_whole_batch("ScatterOnceStrategy", options)
+        loop.check_count(count, ["batch"], "batch[1]")
         # the Trainer sets its devices=
         self.parallel_devices: list[torch.device] | None = None
         self._device_ids = device_ids
@@ -108,6 +111,12 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._count = count
         self._turns = Turns()
         self._told: set[str] = set()  # places that calls set, of which a warning told
+        # Names of attributes that were changed in or between steps; and of those without
+        # modules, with the attributes that share objects with them.
+        self._changed: set[str] = set()
+        self._state: kept.KeptState | None = None  # after the last step
+        self._written: set[str] = set()
+        self._absent: dict[str, Any] = {}  # the latter, during a step
         self._combined: dict[str, Any] = {"reduction": reduction}
         if count is not None:
             self._combined["count"] = lambda inputs, _: count(inputs["batch"])
@@ -158,6 +167,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             ScatterOnceParallel(modules, device_ids=devices, **self._options)
         )
         self._engine.remedies = _REMEDIES
+        self._statements = Statements(module)
 
     def teardown(self) -> None:
         """Close the engine, and do what ``SingleDeviceStrategy`` does."""
@@ -187,7 +197,6 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 scaler=scaler,
                 **self._combined,
             )
-        loop.recompute_weights(self.lightning_module)
         return {**self._finish("training_step", calls), "loss": loss}
 
     def _evaluate(self, step: str, batch: Any, *rest: Any, **_: Any) -> Any:
@@ -214,6 +223,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         with (
             _placed(module, dict.fromkeys(metrics, _NO_METRIC)),
             self._turns.in_step(self._engine, module, attributes, function),
+            self._without_written(module),
         ):
             yield {
                 "work": self._call,
@@ -223,6 +233,34 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 "batch": loop.as_rows(batch),
                 "rows": Rows(range(loop.num_rows(batch))),
             }
+
+    @contextlib.contextmanager
+    def _without_written(self, module: LightningModule) -> Iterator[None]:
+        """In the body ``module`` has none of the attributes that are written.
+
+        Calls get copies of the originals. If the module had them, replicas would be made
+        again after each step that appends to a list.
+        """
+        if self._state is not None:  # hooks between steps write, too
+            self._note_written(module, [self._state.changes()])
+        attributes = kept.kept_attributes(module, _OF_LIGHTNING)
+        if not self._turns.is_hooked:  # hooks on modules may lead to them
+            self._absent = {n: v for n, v in attributes.items() if n in self._written}
+        with loop.overridden(module, **dict.fromkeys(self._absent)):
+            try:
+                yield
+            finally:
+                self._absent = {}
+
+    def _note_written(
+        self, module: LightningModule, changes: Sequence[Sequence[kept.Change]]
+    ) -> None:
+        """Note the names of attributes that were changed."""
+        names = kept.names_of(changes)
+        if not names <= self._changed:
+            self._changed |= names
+            attributes = kept.kept_attributes(module, _OF_LIGHTNING)
+            self._written = kept.with_shared(attributes, self._changed)
 
     def _finish(self, step: str, outputs: Any) -> Any:
         """Transfer what calls of ``step`` left on replicas to the module. Returns their
@@ -235,7 +273,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             updated = [call.metrics[place] for call in calls if place in call.metrics]
             _merge(metric, updated, device)
         tell = partial(self._tell, step)
-        kept.apply_changes(module, [call.changes for call in calls], device, tell)
+        changes = [call.changes for call in calls]
+        kept.apply_changes(module, changes, device, tell)
+        self._note_written(module, changes)
+        self._state = kept.KeptState(module, _OF_LIGHTNING)
         trainer_changes = [call.trainer.changes for call in calls]
         kept.apply_changes(module.trainer, trainer_changes, device, tell)
         logged: dict[tuple[str, int], list[Any]] = defaultdict(list)
@@ -297,10 +338,11 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         }
         with (
             loop.explained(device, _ELSEWHERE, getattr(type(module), step)),
+            loop.overridden(module, **self._absent),
             kept.standing_in(module, _OF_LIGHTNING, copies, own, in_place=True),
             _placed(module, metrics),
         ):
-            state = kept.KeptState(module, _OF_LIGHTNING)
+            state = kept.KeptState(module, _OF_LIGHTNING, self._statements.sets)
             output = getattr(module, step)(batch, *rest)
             changes = state.changes()
         loss = None

@@ -9,6 +9,7 @@ refers to the replica's modules.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -16,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
-from torch.nn.utils.weight_norm import WeightNorm
 
 from scatterpar.batch import nested
 from scatterpar.batch.markers import Marker, Rows
 from scatterpar.replicas.references import named_values
+from scatterpar.step.request import check_function
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -29,9 +29,6 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-
-
-_WEIGHT_HOOKS = (prune.BasePruningMethod, WeightNorm)
 
 
 class Modules(nn.ModuleList):
@@ -53,38 +50,14 @@ def overridden(owner: Any, **values: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in values:
+        for name in values.keys() - before.keys():
             attributes.pop(name, None)
-        attributes.update(before)
+        attributes.update(before)  # in their places, or replicas would be made again
 
 
 def replaced(module: nn.Module, **methods: Callable[..., Any]) -> Any:
     """In the body, the module has these methods, such as ``forward``, and no hooks."""
     return overridden(module, **methods, **{name: {} for name in _HOOKS})
-
-
-@torch.no_grad()
-def recompute_weights(module: nn.Module) -> None:
-    """Let the user's module compute the weights that forward hooks compute on replicas.
-
-    Pruning and weight norm, as ``torch.nn.utils`` registers them, keep ``weight`` as an
-    attribute, which each forward pass sets. Here no forward pass of the user's module
-    does, but later masks, for example, are chosen by it.
-    """
-    for part in module.modules():
-        for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, _WEIGHT_HOOKS):
-                _recompute(part, hook)
-
-
-def _recompute(part: nn.Module, hook: Any) -> None:
-    name = getattr(hook, "_tensor_name", None) or hook.name
-    before = getattr(part, name)
-    hook(part, None)
-    computed = getattr(part, name)
-    if computed.shape == before.shape and computed.device == before.device:
-        before.data.copy_(computed)  # the same tensor: replicas need no rebuilding
-        setattr(part, name, before)
 
 
 @contextlib.contextmanager
@@ -118,6 +91,35 @@ def refuse_whole_batch(integration: str, options: Mapping[str, Any]) -> None:
         "engine.loss(inputs, targets, criterion, whole_batch=True)"
     )
     refuse(integration, {"whole_batch": "whole_batch" in options}, reason)
+
+
+def check_count(count: Any, arguments: Sequence[str], labels: str) -> None:
+    """Refuse a ``count=`` that this loop cannot call.
+
+    Args:
+        count: the user's function, or ``None``.
+        arguments: what the loop calls it with.
+        labels: an expression for the labels in these arguments.
+
+    Raises:
+        TypeError: it is no function, or takes other arguments.
+    """
+    if count is None:
+        return
+    check_function("count", count)
+    try:
+        signature = inspect.signature(count)
+    except ValueError:  # a function in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        names = ", ".join(arguments)
+        raise TypeError(
+            f"count takes {signature}, but this loop calls count({names}); pass "
+            f"count=lambda {names}: {labels}.ne(-100).sum(), for a mean over labels that "
+            "are not ignored"
+        ) from None
 
 
 def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:

@@ -33,6 +33,7 @@ from scatterpar.engine import ScatterOnceParallel
 from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop, steps
 from scatterpar.integrations.images import images_by_row
+from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.steps import (
     FIRST,
     LABELS,
@@ -46,7 +47,6 @@ from scatterpar.integrations.turns import Turns
 from scatterpar.option_checks import check_number
 from scatterpar.pair.pair import gather
 from scatterpar.sharded import ShardedOptimizer
-from scatterpar.step.request import check_function
 from scatterpar.torch_private import unwrapped
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
@@ -56,6 +56,7 @@ _SHARED = {
     "_engine",
     "_metrics",
     "_parts",
+    "_statements",
     "accelerator",
     "args",
     "callback_handler",
@@ -76,7 +77,6 @@ _ELSEWHERE = (
     "make it an attribute of the Trainer, or bind it with functools.partial("
     "compute_loss_func, name=tensor), and each replica gets a copy on its device"
 )
-_GIVEN = "_given_to_scatterpar"  # of arguments that are used again: those of the user
 # TRL's trainers whose losses of batches combine into that of all, except with these
 # loss types.
 _OF_TRL = {"SFTTrainer": [], "RewardTrainer": [], "KTOTrainer": ["kto"]}
@@ -173,7 +173,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if self._evaluates_on_all:
             args[_EVAL_ROWS] *= len(self._devices)
         args["_n_gpu"] = min(self.args.n_gpu, 1)  # prevents nn.DataParallel
-        args[_GIVEN] = self._user_args, {name: args[name] for name in sizes}
+        for name, size in self._user_args.items():
+            args[name] = _Changed(args[name], size)
         self._train_batch_size = self.args.train_batch_size
         super().create_accelerator_and_postprocess()
 
@@ -240,6 +241,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         if self._engine is None or [*map(id, parts)] != [*map(id, self._parts)]:
             self._close_engine()
             self._parts, (model, *others) = parts, parts
+            self._statements = Statements(self)
             if args.torch_compile:
                 backend, mode = args.torch_compile_backend, args.torch_compile_mode
                 model = torch.compile(model, backend=backend, mode=mode)
@@ -396,7 +398,7 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
             ) as trainer,
         ):
             vars(trainer).pop("compute_loss")  # the step's
-            state = kept.KeptState(trainer, _SHARED)
+            state = kept.KeptState(trainer, _SHARED, self._statements.sets)
             loss, *outputs = call(trainer, batch, items)
             changes = state.changes()
         metrics = attributes.get("_metrics", {}).get("train", {})
@@ -649,17 +651,41 @@ def _record(logs: list[Any], logger: str, *args: Any, **options: Any) -> None:
     logs.append((logger, args, options))
 
 
+class _Changed(int):
+    """A number of ``TrainingArguments`` that a Trainer of this module has changed.
+
+    So arguments can be used again, also by ``dataclasses.replace``. In files it is a
+    plain number.
+    """
+
+    user_value: int
+
+    def __new__(cls, value: int, user_value: int) -> _Changed:
+        number = super().__new__(cls, value)
+        number.user_value = user_value
+        return number
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return int, (int(self),)
+
+    def __copy__(self) -> _Changed:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Changed:
+        return self
+
+
 def _own_arguments(value: Any) -> Any:
     """A copy of a user's ``TrainingArguments``; any other value itself.
 
-    Those that another Trainer has changed get their first values again.
+    Numbers that another Trainer has changed are the user's again.
     """
     if not isinstance(value, transformers.TrainingArguments):
         return value
     copied = copy.copy(value)
-    given, changed = vars(copied).pop(_GIVEN, ({}, {}))
-    if all(vars(copied)[name] == size for name, size in changed.items()):
-        vars(copied).update(given)
+    for name, number in vars(copied).items():
+        if isinstance(number, _Changed):
+            vars(copied)[name] = number.user_value
     return copied
 
 
@@ -667,13 +693,11 @@ def _check_combination(count: Any, reduction: Any) -> None:
     """Refuse invalid ``count=`` and ``reduction=``."""
     if reduction not in (None, "mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
-    if count is not None:
-        check_function("count", count)
-        if reduction == "sum":
-            raise ValueError(
-                "count= is the number of terms of a mean; leave it out with "
-                'reduction="sum"'
-            )
+    loop.check_count(count, ["batch"], 'batch["labels"]')
+    if count is not None and reduction == "sum":
+        raise ValueError(
+            'count= is the number of terms of a mean; leave it out with reduction="sum"'
+        )
 
 
 def _divisible(batch: Any, config: Any) -> Any:

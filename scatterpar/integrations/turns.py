@@ -54,14 +54,15 @@ class Turns:
 
     Attributes:
         pinned: the ``id`` of objects that the owner and its hooks share, in this step.
+        is_hooked: whether the user's hooks lead to containers or objects, in this step.
     """
 
     pinned: frozenset[int] = frozenset()
+    is_hooked: bool = False
     # Sets of objects that hooks lead to, and did not write in a step.
     _unwritten: list[list[Any]] = field(default_factory=list)
     _named: list[nn.Module] | None = None  # modules that the step function names
     _is_told: bool = False
-    _is_hooked: bool = False
 
     @contextlib.contextmanager
     def in_step(
@@ -86,7 +87,7 @@ class Turns:
             self._named = [v for v in values if isinstance(v, nn.Module)]
         modules = [engine.module, *modules_kept(kept.values()), *self._named]
         hooked = _reached_by_hooks(modules)
-        self._is_hooked = bool(hooked)
+        self.is_hooked = bool(hooked)
         if not hooked:
             self.pinned = frozenset()
             engine._is_serial = False
@@ -111,7 +112,7 @@ class Turns:
 
     def pinned_in(self, replica: nn.Module) -> frozenset[int]:
         """The ``id`` of objects that a replica shares with its hooks."""
-        if not self._is_hooked:
+        if not self.is_hooked:
             return frozenset()
         return frozenset(_reached_by_hooks([replica])) | self.pinned
 

@@ -29,6 +29,7 @@ from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.buffers import RUNNING, BufferValue, values_after
 from scatterpar.replicas.checks import check_placement, parameters_of
 from scatterpar.replicas.compiled import Compiler
+from scatterpar.replicas.computed_weights import ComputedWeight, computed_weights
 from scatterpar.replicas.large_tensors import LargeCopies, is_due, may_stay
 from scatterpar.replicas.module_contents import (
     ModuleContents,
@@ -233,6 +234,7 @@ class ReplicaSet:
         trained: for each trained tensor, by its number, the dtype in which its
             gradients are added.
         synchronised: the user's ``nn.SyncBatchNorm`` layers.
+        computed: the user's weights that forward hooks compute.
         leaves: the user's tensors among them that were not computed from parameters.
         guard: refuses forward passes that write parameters.
     """
@@ -245,6 +247,7 @@ class ReplicaSet:
         self.flags = 0
         self.root: Any = None
         self.synchronised: Sequence[nn.SyncBatchNorm] = ()
+        self.computed: Sequence[ComputedWeight] = ()
         self.device_ids: tuple[torch.device, ...] = ()
         self.replicas: list[Replica] = []
         self.broadcast = Broadcast(ModuleContents(()), ())
@@ -259,6 +262,8 @@ class ReplicaSet:
         self.device_ids = device_ids
         if is_new or not self._update_in_place():
             self._build()
+        for weight in self.computed:
+            weight.set()
 
     def send(self, transfers: Transfers, differences: Tensor) -> None:
         """Send the values of tensors to all replicas.
@@ -358,6 +363,7 @@ class ReplicaSet:
         self.modules = list(self.contents.modules.values())
         self.tensors = list(self.contents.tensors.values())
         self.synchronised = synchronised_layers(self.modules)
+        self.computed = computed_weights(self.modules)
         # If only containers have changed, the copies in other memories stay.
         if not self.broadcast.is_of(self.contents, self.device_ids):
             self.broadcast = Broadcast(self.contents, self.device_ids)

@@ -52,7 +52,8 @@ class Verifier:
     ) -> None:
         """Before the sub-steps: look at some rows, if that is due.
 
-        With ``remedies`` a refusal names these, and not the engine's arguments.
+        With ``remedies`` refusals and warnings name these, and not the engine's
+        arguments.
 
         Raises:
             ValueError: a replica, in parts, gives another loss or gradient than the
@@ -86,13 +87,13 @@ class Verifier:
         try:
             findings = question.findings(kind.looks)
         except Inconclusive as error:
-            self._note_inconclusive(question, kind, error)
+            self._note_inconclusive(question, kind, error, remedies)
             return
         verdict = findings.verdict
         if verdict.outcome is Outcome.REFUSED:
             kind.is_refused = True
             if verdict.problem and remedies:
-                raise ValueError(f"{verdict.problem}\n{remedies}")
+                raise ValueError(f"{verdict.problem}\n{remedies} Nothing was changed.")
             raise ValueError(verdict.text) from verdict.error
         kind.is_serial |= findings.shares_state and question.is_shared
         if kind.is_serial:
@@ -103,13 +104,13 @@ class Verifier:
         kind.note_agreement(question.ranges)
 
     def _note_inconclusive(
-        self, question: Question, kind: Kind, error: Inconclusive
+        self, question: Question, kind: Kind, error: Inconclusive, remedies: str
     ) -> None:
         kind.num_inconclusive += 1
         kind.is_given_up = error.is_final
         is_told = kind.is_given_up or not question.counts_as_torch
         if is_told and kind.num_inconclusive >= error.patience:
-            self._warn_once(question.text_of_unchecked(error))
+            self._warn_once(question.text_of_unchecked(error, remedies))
 
     def _tell_state(self, question: Question, findings: Findings) -> None:
         """Warn of state that sub-steps move, and of large tensors that code writes."""
@@ -258,8 +259,11 @@ class Question:
             "docs/limits.md, State in modules.",
         )
 
-    def text_of_unchecked(self, error: Exception) -> str:
-        """The warning for inconclusive looks, with the assumption and what to pass."""
+    def text_of_unchecked(self, error: Exception, remedies: str = "") -> str:
+        """The warning for inconclusive looks, with the assumption and what to pass.
+
+        With ``remedies`` these, and not the engine's arguments.
+        """
         request = self.request
         why = shown_reason(error)
         if request.whole_batch:
@@ -279,6 +283,11 @@ class Question:
             terms = "rows" if request.count is None else "what count= gives"
             assumed = f"a mean over {terms}"
             ways.append('reduction="sum" for a sum')
+        if remedies:
+            return in_lines(
+                f"could not check how {self._name} combines micro-batches: {why}.",
+                f"The engine assumes {assumed}. {remedies}",
+            )
         ways.append("whole_batch=True if it compares rows")
         return in_lines(
             f"could not check how {self._name} combines micro-batches: {why}.",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from scatterpar.integrations import kept
 
@@ -217,3 +218,20 @@ def test_an_owner_that_stands_for_itself_is_restored_after_an_error():
     with pytest.raises(KeyError):
         fail()
     assert vars(owner) == {"a": [1], "b": 2}
+
+
+def test_attributes_that_share_objects_go_together():
+    values, meter, net = [1], Meter(), nn.Identity()
+    attributes = {
+        "values": values,
+        "by_loader": [values],
+        "meter": meter,
+        "of_meter": meter.values,
+        "net_and_list": [net, [2]],
+        "number": 3,
+        "other": [4],
+    }
+    changed = {"values", "of_meter", "net_and_list", "number"}
+    assert kept.with_shared(attributes, changed) == {
+        *("values", "by_loader", "meter", "of_meter", "number")
+    }

@@ -4,6 +4,7 @@ on one device.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from functools import partial
 from unittest import mock
@@ -22,6 +23,7 @@ pl = needed("lightning.pytorch", "'.[lightning]'")
 from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
     EMAWeightAveraging,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers.logger import Logger  # noqa: E402
@@ -30,7 +32,9 @@ from lightning.pytorch.tuner import Tuner  # noqa: E402
 from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
+from scatterpar import ScatterOnceParallel, count_labels  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
+from scatterpar.replicas.replicas import ReplicaSet  # noqa: E402
 
 pytestmark = [
     pytest.mark.loops,
@@ -212,6 +216,22 @@ RUNS = {
     "stochastic averages": {
         "callback": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
     },
+    # later masks are chosen by the weights
+    "pruning": {"callback": partial(ModelPruning, "l1_unstructured", amount=0.3)},
+    "pruning without resets": {
+        "callback": partial(
+            ModelPruning,
+            "ln_structured",
+            amount=0.3,
+            parameter_names=["weight"],
+            pruning_norm=2,
+            pruning_dim=0,
+            use_global_unstructured=False,
+            use_lottery_ticket_hypothesis=False,
+            make_pruning_permanent=False,
+        )
+    },
+    "profiler": {"profiler": "simple"},
     "stopping": {
         "callback": partial(EarlyStopping, "val_loss", mode="max", patience=1)
     },
@@ -448,22 +468,38 @@ class Keeps(Classifier):
     def __init__(self):
         super().__init__()
         self.by_loader, self.total, self.last = [[]], torch.zeros(()), None
+        self.last_number, self.average, self.rows = 0.0, 0.0, 0
+        self.sums = {"rows": 0}
+        self.same = self.by_loader[0]
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)["loss"]
         self.by_loader[0].extend(batch[1].tolist())
         self.total += len(batch[0])
+        self.sums["rows"] = self.sums["rows"] + len(self.same[-len(batch[0]) :])
         self.last = loss.detach()
+        self.last_number = float(loss)
+        self.average = 0.9 * self.average + 0.1 * float(loss)
+        self.rows = batch[0].shape[1]
         self.log("constant", loss, batch_size=12)
         self.logger.log_metrics({"own": float(loss.detach())}, self.global_step)
         return loss
 
 
-def test_containers_sums_loggers_and_constant_sizes(recwarn):
+def test_containers_sums_loggers_and_constant_sizes(recwarn, monkeypatch):
+    builds = []
+    build = ReplicaSet._build
+    monkeypatch.setattr(
+        ReplicaSet, "_build", lambda self: (builds.append(1), build(self))
+    )
     ours, own = fitted(ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), made(Keeps))
+    # before it is known what steps write, without these, and when metrics are ready
+    assert len(builds) <= 3
     stock, one = fitted(None, made(Keeps))
     assert ours.by_loader == stock.by_loader
-    assert ours.total == stock.total
+    assert ours.same is ours.by_loader[0]
+    assert (ours.total, ours.sums, ours.rows) == (stock.total, stock.sums, stock.rows)
+    assert (ours.last, ours.last_number, ours.average) == (None, 0.0, 0.0)
     calls = own.logger.log_metrics.call_args_list, one.logger.log_metrics.call_args_list
     rows, expected = (
         [c for c in each if c.args and "own" in c.args[0]] for each in calls
@@ -474,5 +510,103 @@ def test_containers_sums_loggers_and_constant_sizes(recwarn):
         for each in calls
     )
     assert values == pytest.approx(stocks, rel=1e-6)
-    told = [w for w in recwarn if "training_step sets self.last" in str(w.message)]
-    assert len(told) == 1
+    told = [str(w.message) for w in recwarn if "training_step sets" in str(w.message)]
+    places = {text.removeprefix("training_step sets ").split()[0] for text in told}
+    assert places == {"self.last", "self.last_number", "self.average"}
+    assert len(told) == 3
+
+
+class KeepsModules(Keeps):
+    """What is written leads to modules, which replicas need."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = {"net": [self.net], "losses": []}
+
+    def training_step(self, batch, batch_idx):
+        loss = functional.cross_entropy(self.parts["net"][0](batch[0]), batch[1])
+        self.parts["losses"].append(len(batch[0]))
+        return loss
+
+
+def test_containers_that_lead_to_modules_are_kept():
+    ours, _ = fitted(ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), made(KeepsModules))
+    stock, _ = fitted(None, made(KeepsModules))
+    assert_same(ours, stock)
+    assert ours.parts["net"] == [ours.net]
+    assert sum(ours.parts["losses"]) == sum(stock.parts["losses"])
+
+
+REFUSED_COUNTS = {
+    "count_labels": (
+        count_labels(),
+        r"count\(batch\); pass count=lambda batch: batch\[1",
+    ),
+    "two arguments": (lambda inputs, targets: 1, "count takes .inputs, targets."),
+    "a class": (dict, "count is the class dict"),
+    "a number": (3, "count must be callable"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_COUNTS)
+def test_a_count_with_other_arguments_is_refused(name):
+    count, words = REFUSED_COUNTS[name]
+    with pytest.raises(TypeError, match=words):
+        ScatterOnceStrategy(["cpu"] * 2, count=count)
+
+
+def ignoring(self, batch, batch_idx):
+    return functional.cross_entropy(self(batch[0]), batch[1].where(batch[1] > 0, -100))
+
+
+def contrastive(self, batch, batch_idx):
+    one = functional.normalize(self(batch[0]), dim=1)
+    return functional.cross_entropy(one @ one.T, torch.arange(len(one)))
+
+
+def test_what_a_refusal_proposes_works():
+    strategy = partial(ScatterOnceStrategy, ["cpu:0", "cpu:1"], 2)
+    with pytest.raises(ValueError, match="In Lightning pass ") as refused:
+        fitted(strategy(), made(with_own(training_step=ignoring)))
+    text = str(refused.value)
+    assert "ScatterOnceStrategy(…, count=lambda batch: …)" in text
+    assert "count_labels" not in text
+    ours, _ = fitted(
+        strategy(count=lambda batch: (batch[1] > 0).sum()),
+        made(with_own(training_step=ignoring)),
+    )
+    assert_same(ours, fitted(None, made(with_own(training_step=ignoring)))[0])
+    # a loop of one's own, for a loss that compares rows
+    with pytest.raises(
+        ValueError, match=r"engine\.loss\(inputs, targets, criterion, wh"
+    ):
+        fitted(strategy(), made(with_own(training_step=contrastive)))
+    module, stock = (made(with_own(training_step=contrastive)) for _ in range(2))
+    rows = randn(12, FEATURES)
+    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
+        engine.loss(rows, None, lambda out, _: ranked(out), whole_batch=True).backward()
+    ranked(stock(rows)).backward()
+    for mine, other in zip(module.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=SAME, atol=SAME)
+
+
+def ranked(outputs):
+    one = functional.normalize(outputs, dim=1)
+    return functional.cross_entropy(one @ one.T, torch.arange(len(one)))
+
+
+def test_what_could_not_be_checked_names_what_works_here():
+    calls = itertools.count()  # which nothing restores
+
+    def drifting(self, batch, batch_idx):
+        return functional.cross_entropy(self(batch[0]), batch[1]) * (
+            1 + 0.01 * (next(calls) % 7)
+        )
+
+    with pytest.warns(UserWarning, match="could not check") as told:
+        fitted(ScatterOnceStrategy(["cpu"], 3), made(with_own(training_step=drifting)))
+    (text,) = [str(w.message) for w in told if "could not check" in str(w.message)]
+    assert "In Lightning pass ScatterOnceStrategy(…, count=lambda batch: …)" in text
+    assert "count_labels" not in text
+    assert "engine.check" not in text
+    assert "Nothing was changed" not in text

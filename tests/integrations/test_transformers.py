@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from functools import partial
 
 import pytest
@@ -34,6 +35,7 @@ from harness.trainers import (
 )
 from torch import nn
 
+from scatterpar import count_labels
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
 pytestmark = [pytest.mark.trainers, pytest.mark.draws]
@@ -370,6 +372,148 @@ def test_the_arguments_are_a_copy_of_one_device_with_all_rows(tmp_path):
     made = ScatterOnceTrainer(sequence_classifier(), args, **given).args.to_dict()
     assert args.to_dict() == before
     assert made | sizes(3 * 6) | {"per_device_eval_batch_size": 6} == made
+
+
+class OwnLoss:
+    """A loss of rows that are given to it in several forms."""
+
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.loss_of(outputs.logits, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+
+
+class Weighted(OwnLoss):
+    def loss_of(self, logits, labels, _):
+        return nn.functional.cross_entropy(logits, labels, CLASS_WEIGHTS)
+
+
+class Ratio(OwnLoss):
+    """Of errors to what could be wrong, as in overlaps."""
+
+    def loss_of(self, logits, labels, _):
+        wanted = nn.functional.one_hot(labels, 3) * (1 + labels[:, None])
+        return (wanted - logits).square().sum() / wanted.sum()
+
+
+class Total(OwnLoss):
+    def loss_of(self, logits, labels, _):
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+class TwoMeans(OwnLoss):
+    """One over rows, and one over rows of some classes: sums divided by numbers of the
+    whole step.
+    """
+
+    def loss_of(self, logits, labels, num_items_in_batch):
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        is_chosen = labels > 0
+        rows, chosen = num_items_in_batch or (len(labels), is_chosen.sum())
+        return losses.sum() / rows + logits[is_chosen].square().sum() / chosen
+
+    def _get_num_items_in_batch(self, batches, device):
+        labels = torch.cat([batch["labels"] for batch in batches])
+        return len(labels), int((labels > 0).sum())
+
+
+COMBINED = {
+    "class weights": (
+        Weighted,
+        {"count": lambda batch: CLASS_WEIGHTS[batch["labels"]].sum()},
+    ),
+    "a ratio of sums": (
+        Ratio,
+        {"count": lambda batch: (1 + batch["labels"]).sum()},
+    ),
+    "a sum": (Total, {"reduction": "sum"}),
+    "a sum of two means": (TwoMeans, {"reduction": "sum"}),
+}
+
+
+@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", COMBINED)
+def test_what_count_and_reduction_say_is_exact(tmp_path, recwarn, name, devices):
+    """In steps of ragged batches, and in evaluations."""
+    own, options = COMBINED[name]
+    mine, stock = with_and_without(own)
+    trainers = beside(
+        tmp_path,
+        CLASSIFIER,
+        devices=devices,
+        classes=(partial(mine, **options), stock),
+        optim="sgd",
+        max_grad_norm=0.1,
+    )
+    assert_same_run(*trainers)
+    assert not [w for w in recwarn if "combine" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", ["class weights", "a ratio of sums"])
+def test_without_count_such_losses_are_refused(tmp_path, name):
+    own, options = COMBINED[name]
+    mine, _ = with_and_without(own)
+    trainer = build(
+        mine, tmp_path, CLASSIFIER, extra={"device_ids": VIRTUAL}, **sizes(3)
+    )
+    with pytest.raises(ValueError, match="pass count=, a function of a batch"):
+        quietly(trainer.train)
+    counted = {"device_ids": VIRTUAL, **options}
+    quietly(build(mine, tmp_path, CLASSIFIER, extra=counted, **sizes(3)).train)
+
+
+WRONG_COMBINATIONS = {
+    "count_labels": (
+        {"count": count_labels()},
+        r'calls count\(batch\); pass count=lambda batch: batch\["labels"\]',
+        TypeError,
+    ),
+    "a number": ({"count": 3}, "count must be callable", TypeError),
+    "both": (
+        {"count": len, "reduction": "sum"},
+        'leave it out with reduction="sum"',
+        ValueError,
+    ),
+    "none": ({"reduction": "none"}, 'must be "mean" or "sum"', ValueError),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_COMBINATIONS)
+def test_a_count_that_no_loop_can_call_is_refused(tmp_path, name):
+    options, words, kind = WRONG_COMBINATIONS[name]
+    with pytest.raises(kind, match=words):
+        build(ScatterOnceTrainer, tmp_path, CLASSIFIER, extra=options)
+
+
+USED_AGAIN = {
+    "themselves": lambda args: args,
+    "a copy": copy.copy,
+    "a deep copy": copy.deepcopy,
+    "replace": lambda args: dataclasses.replace(args, seed=7),
+}
+
+
+@pytest.mark.parametrize("name", USED_AGAIN)
+def test_arguments_of_a_trainer_can_be_used_again(tmp_path, name):
+    """They had 12, 24, 48 rows per step."""
+    trainer = ours(tmp_path, CLASSIFIER, **sizes(3, 2))
+    for _ in range(3):
+        args = USED_AGAIN[name](trainer.args)
+        trainer = ScatterOnceTrainer(sequence_classifier(), args, device_ids=VIRTUAL)
+        rows = trainer.args.per_device_train_batch_size
+        assert (rows, trainer.args.gradient_accumulation_steps) == (12, 1)
+    torch.save(trainer.args, tmp_path / "args.bin")
+    saved = torch.load(tmp_path / "args.bin", weights_only=False)
+    assert type(saved.per_device_train_batch_size) is int
+    args.per_device_train_batch_size = 5  # the user's, and so the others
+    trainer = ScatterOnceTrainer(sequence_classifier(), args, device_ids=VIRTUAL)
+    assert trainer.args.per_device_train_batch_size == 20
 
 
 def test_bf16_autocast(tmp_path):

@@ -1,0 +1,259 @@
+"""Whether a step function adds to a number or sets it, by the statements of its source.
+
+::
+
+    self.total += loss                       adds
+    self.total = self.total + loss           adds
+    self.sums[name] = self.sums.get(name, 0) + loss
+    self.last = loss                         sets
+    self.average = 0.9 * self.average + 0.1 * loss
+    self.last.copy_(loss)                    sets
+
+Values do not show it: beginning with zero, both leave the same. So the source of the
+user's classes is read, once, and only if a step has changed a number. A place that some
+statement adds to is a sum. What no statement writes, for example because there is no
+source, is one, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scatterpar.integrations.kept import (
+    Attribute,
+    Path,
+    is_of_a_library,
+    values_kept,
+)
+from scatterpar.step.criterion_closure import named_values
+
+# Methods that return the value that they are called on, in another form.
+_SAME_VALUE = {"clone", "cpu", "detach", "double", "float", "item", "to"}
+_SUMS = {"add", "sub"}
+_SUMS_IN_PLACE = {"add_", "sub_"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a statement writes: an attribute, or an entry of a container.
+
+    Attributes:
+        name: the attribute's name; of an entry, that of the container, if it has one.
+        is_entry: whether it is an entry.
+        key: the key of an entry as the statement has it; ``None`` if it is computed.
+    """
+
+    name: str | None
+    is_entry: bool = False
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Write:
+    """A statement that writes ``target``, by adding to it or otherwise."""
+
+    target: Target
+    adds: bool
+
+
+class Statements:
+    """The statements that write what an owner keeps.
+
+    Args:
+        owners: the loop's owner and other objects, such as a loss function. Their
+            classes, the functions that these name, and the classes of what they hold
+            are read.
+    """
+
+    def __init__(self, *owners: Any) -> None:
+        # code and no functions: these would lead replicas to modules
+        self._codes = tuple(function.__code__ for function in _functions_of(owners))
+        self._writes: list[Write] | None = None
+
+    def sets(self, path: Path) -> bool:
+        """Whether calls set the value at ``path``, and none of them adds to it."""
+        if self._writes is None:
+            writes: list[Write] = []
+            for code in self._codes:
+                writes += _writes_in(code)
+            self._writes = writes
+        found = _writes_at(path, self._writes)
+        return bool(found) and not any(write.adds for write in found)
+
+
+def _writes_at(path: Path, writes: Sequence[Write]) -> list[Write]:
+    """The statements that may have written the value at ``path``."""
+    last = path[-1]
+    if isinstance(last, Attribute):
+        attribute = Target(last.name)
+        return [write for write in writes if write.target == attribute]
+    key = repr(last.key)
+    holder = path[-2] if len(path) > 1 else None
+    name = holder.name if isinstance(holder, Attribute) else None
+    with_key = [
+        write
+        for write in writes
+        if write.target.is_entry and write.target.key in (None, key)
+    ]
+    with_name = [write for write in with_key if write.target.name == name]
+    # a local variable may name the container
+    return with_name or [write for write in with_key if write.target.key == key]
+
+
+def _functions_of(owners: Sequence[Any]) -> list[types.FunctionType]:
+    """The user's functions: of the classes of ``owners``, and what these lead to."""
+    values = [*owners]
+    for owner in owners:
+        values += values_kept(vars(owner).values())
+    functions: dict[int, types.FunctionType] = {}
+    classes: set[type] = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, types.MethodType):
+            value = value.__func__
+        if isinstance(value, types.FunctionType):
+            if id(value) not in functions and not is_of_a_library(value.__module__):
+                functions[id(value)] = value
+                values += named_values(value).values()
+            continue
+        kind = value if isinstance(value, type) else type(value)
+        values += _methods_of(kind, classes)
+    return list(functions.values())
+
+
+def _methods_of(kind: type, classes: set[type]) -> Iterator[types.FunctionType]:
+    """The functions that the classes of the user's among ``kind`` and its bases define.
+
+    Those of each class once: ``classes`` are known.
+    """
+    for base in kind.__mro__:
+        if base in classes or is_of_a_library(base.__module__):
+            continue
+        classes.add(base)
+        for value in vars(base).values():
+            function = inspect.unwrap(getattr(value, "__func__", value))
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+@functools.lru_cache(maxsize=1024)
+def _writes_in(code: types.CodeType) -> tuple[Write, ...]:
+    """The statements of a function that write attributes or entries."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError, ValueError):  # no source; a lambda's line
+        return ()
+    writes: list[Write] = []
+    for node in ast.walk(tree):
+        writes += _writes_by(node)
+    return tuple(writes)
+
+
+def _writes_by(node: ast.AST) -> Iterator[Write]:
+    if isinstance(node, ast.AugAssign):
+        if (target := _target_of(node.target)) is not None:
+            yield Write(target, isinstance(node.op, (ast.Add, ast.Sub)))
+    elif isinstance(node, ast.Assign):
+        for place in node.targets:
+            yield from _assigned(place, node.value)
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        yield from _assigned(node.target, node.value)
+    elif isinstance(node, ast.Call):
+        yield from _written_by_call(node)
+
+
+def _assigned(place: ast.expr, value: ast.expr) -> Iterator[Write]:
+    """The writes of ``place = value``, which may be tuples."""
+    if isinstance(place, (ast.Tuple, ast.List)):
+        values: Sequence[ast.expr] = [value] * len(place.elts)
+        if isinstance(value, (ast.Tuple, ast.List)):
+            values = value.elts
+        for part, value_of_part in zip(place.elts, values, strict=False):
+            yield from _assigned(part, value_of_part)
+    elif (target := _target_of(place)) is not None:
+        yield Write(target, _is_sum_with(place, value))
+
+
+def _written_by_call(call: ast.Call) -> Iterator[Write]:
+    """The writes of ``setattr(holder, "name", value)`` and ``place.copy_(value)``."""
+    function = call.func
+    if isinstance(function, ast.Name):
+        if function.id == "setattr" and len(call.args) == 3:
+            holder, name, value = call.args
+            if isinstance(name, ast.Constant):
+                place = ast.Attribute(holder, str(name.value), ast.Load())
+                yield Write(Target(place.attr), _is_sum_with(place, value))
+    elif isinstance(function, ast.Attribute) and function.attr.endswith("_"):
+        is_dunder = function.attr.startswith("_")
+        target = _target_of(function.value)
+        if target is not None and not is_dunder:
+            yield Write(target, function.attr in _SUMS_IN_PLACE)
+
+
+def _target_of(place: ast.expr) -> Target | None:
+    if isinstance(place, ast.Attribute):
+        return Target(place.attr)
+    if not isinstance(place, ast.Subscript):
+        return None
+    container = place.value
+    name = None
+    if isinstance(container, ast.Attribute):
+        name = container.attr
+    elif isinstance(container, ast.Name):
+        name = container.id
+    key = None
+    if isinstance(place.slice, ast.Constant):
+        key = repr(place.slice.value)
+    return Target(name, True, key)
+
+
+def _is_sum_with(place: ast.expr, value: ast.expr) -> bool:
+    """Whether ``value`` is a sum with the value at ``place`` as a term."""
+    if isinstance(value, ast.BinOp):
+        if isinstance(value.op, ast.Add):
+            return _is_term(place, value.left) or _is_term(place, value.right)
+        return isinstance(value.op, ast.Sub) and _is_term(place, value.left)
+    if isinstance(value, ast.IfExp):  # the first value, or a sum
+        return _is_sum_with(place, value.body) or _is_sum_with(place, value.orelse)
+    if not isinstance(value, ast.Call):
+        return False
+    function = value.func
+    if isinstance(function, ast.Name) and function.id in ("float", "int"):
+        return any(_is_sum_with(place, argument) for argument in value.args)
+    if not isinstance(function, ast.Attribute):
+        return False
+    if function.attr in _SUMS:  # torch.add(place, value), place.add(value)
+        operands = [function.value, *value.args]
+        return any(_is_term(place, operand) for operand in operands)
+    if function.attr in _SAME_VALUE:
+        return _is_sum_with(place, function.value)
+    return False
+
+
+def _is_term(place: ast.expr, term: ast.expr) -> bool:
+    """Whether ``term`` is the value at ``place``, or a sum with it."""
+    if ast.unparse(term) == ast.unparse(place) or _is_sum_with(place, term):
+        return True
+    if not isinstance(term, ast.Call):
+        return False
+    function = term.func
+    names = [ast.unparse(argument) for argument in term.args[:1]]
+    if isinstance(function, ast.Attribute):
+        if function.attr in _SAME_VALUE:
+            return _is_term(place, function.value)
+        if isinstance(place, ast.Subscript) and function.attr == "get":
+            is_same = ast.unparse(function.value) == ast.unparse(place.value)
+            return is_same and names == [ast.unparse(place.slice)]
+    if isinstance(function, ast.Name) and function.id in ("float", "int"):
+        return any(_is_term(place, argument) for argument in term.args)
+    is_getattr = isinstance(function, ast.Name) and function.id == "getattr"
+    if is_getattr and isinstance(place, ast.Attribute):
+        return names == [ast.unparse(place.value)]
+    return False

@@ -5,8 +5,9 @@ They keep ``weight`` as an attribute, which each forward pass sets anew::
     weight_orig * weight_mask            pruning
     weight_g * weight_v / norm(weight_v) weight norm
 
-Here no forward pass of the user's module does, but later masks, for example, are chosen
-by that attribute. So it is set whenever replicas are refreshed, as a forward pass would.
+Here no forward pass of the user's module does, but later masks, for example, are
+chosen by that attribute. So it is set whenever replicas are refreshed, as a forward
+pass would.
 """
 
 from __future__ import annotations

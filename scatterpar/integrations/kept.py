@@ -658,7 +658,7 @@ def apply_changes(
 
 
 def names_of(calls: Iterable[Iterable[Change]]) -> set[str]:
-    """The names of the owner's attributes that calls have changed, or changed inside."""
+    """The names of the owner's attributes that calls have changed, also inside."""
     names: set[str] = set()
     for changes in calls:
         for change in changes:

@@ -111,8 +111,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._count = count
         self._turns = Turns()
         self._told: set[str] = set()  # places that calls set, of which a warning told
-        # Names of attributes that were changed in or between steps; and of those without
-        # modules, with the attributes that share objects with them.
+        # Names of attributes that were changed, in or between steps; and of those
+        # without modules, with the attributes that share objects with them.
         self._changed: set[str] = set()
         self._state: kept.KeptState | None = None  # after the last step
         self._written: set[str] = set()
@@ -238,8 +238,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _without_written(self, module: LightningModule) -> Iterator[None]:
         """In the body ``module`` has none of the attributes that are written.
 
-        Calls get copies of the originals. If the module had them, replicas would be made
-        again after each step that appends to a list.
+        Calls get copies of the originals. If the module had them, replicas would be
+        made again after each step that appends to a list.
         """
         if self._state is not None:  # hooks between steps write, too
             self._note_written(module, [self._state.changes()])

@@ -117,8 +117,8 @@ def check_count(count: Any, arguments: Sequence[str], labels: str) -> None:
         names = ", ".join(arguments)
         raise TypeError(
             f"count takes {signature}, but this loop calls count({names}); pass "
-            f"count=lambda {names}: {labels}.ne(-100).sum(), for a mean over labels that "
-            "are not ignored"
+            f"count=lambda {names}: {labels}.ne(-100).sum(), for a mean over labels "
+            "that are not ignored"
         ) from None
 
 

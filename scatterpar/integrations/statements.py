@@ -32,7 +32,7 @@ from scatterpar.integrations.kept import (
     is_of_a_library,
     values_kept,
 )
-from scatterpar.step.criterion_closure import named_values
+from scatterpar.replicas.references import named_values
 
 # Methods that return the value that they are called on, in another form.
 _SAME_VALUE = {"clone", "cpu", "detach", "double", "float", "item", "to"}

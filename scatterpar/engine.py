@@ -19,14 +19,15 @@ with ``loss`` the backward pass of the loss does that.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar.batch.batch import batch_of
 from scatterpar.batch.markers import count_rows
@@ -35,10 +36,10 @@ from scatterpar.devices.links import check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.option_checks import check_int, check_shares
-from scatterpar.options.arguments import read_arguments
+from scatterpar.options.arguments import explaining_keywords, read_arguments
 from scatterpar.options.assigned import FixedArgument, fixed, option
 from scatterpar.options.auto_accum import AutoAccum, Candidate, Search
-from scatterpar.options.costs import has_costs_argument, plan_by_cost
+from scatterpar.options.costs import Costs, has_costs_argument, plan_by_cost
 from scatterpar.options.cuda_graphs import Captured
 from scatterpar.options.gradient_noise import check_noise, noise_of, norms_of
 from scatterpar.options.map_rows import Mapped, RowFunction, map_rows
@@ -54,8 +55,12 @@ from scatterpar.step.commit import commit
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.reduce import Outcome, ReplicaNorms, reduce
 from scatterpar.step.request import (
+    Accum,
+    Buffers,
     Call,
     Count,
+    Criterion,
+    Reduction,
     Request,
     check_cuts,
     check_options,
@@ -68,13 +73,13 @@ from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import unwrapped
 from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier, fits
-from scatterpar.wrapper import Wrapper
+from scatterpar.wrapper import ModuleT, Wrapper
 
 # per rank: rank r numbers its replicas from r * this, for their seeds
 _MAX_REPLICAS = 2**16
 
 
-class ScatterOnceParallel(Wrapper):
+class ScatterOnceParallel(Wrapper[ModuleT]):
     """Train on very large batches with all the devices of one machine, in one process.
 
     Computes ``criterion(module(inputs), targets).backward()`` for the whole batch as
@@ -162,13 +167,13 @@ class ScatterOnceParallel(Wrapper):
 
     def __init__(
         self,
-        module: nn.Module,
-        accum: int | Literal["auto"] = 1,
+        module: ModuleT,
+        accum: Accum = 1,
         device_ids: Sequence[DeviceLike] | None = None,
         *,
         micro_batch_size: int | Sequence[int] | None = None,
         dim: int = 0,
-        buffers: str = "master",
+        buffers: Buffers = "master",
         check_finite: bool = False,
         process_group: dist.ProcessGroup | None = None,
         shares: Sequence[float] | None = None,
@@ -213,21 +218,24 @@ class ScatterOnceParallel(Wrapper):
             )
         self._init_transient()
 
-    accum = option("accum")
-    micro_batch_size = option("micro_batch_size")
-    micro_batch_cost = option("micro_batch_cost")
-    dim = option("dim")
-    shares = option("shares")
-    check_finite = option("check_finite")
-    measure_noise = option("measure_noise")
-    verify = option("verify")
-    graphs = option("graphs")
-    device_ids = fixed("device_ids")
-    buffer_policy = fixed("buffer_policy", "buffers")
-    accumulate_dtype = fixed("accumulate_dtype")
-    process_group = FixedArgument("process_group")
-    buffers = FixedArgument("buffers", nn.Module.buffers)
-    compile = FixedArgument("compile", nn.Module.compile)
+    accum: Accum = option("accum")
+    micro_batch_size: int | Sequence[int] | None = option("micro_batch_size")
+    micro_batch_cost: float | None = option("micro_batch_cost")
+    dim: int = option("dim")
+    shares: Sequence[float] = option("shares")
+    check_finite: bool = option("check_finite")
+    measure_noise: bool = option("measure_noise")
+    verify: bool = option("verify")
+    graphs: bool = option("graphs")
+    device_ids: Final[tuple[torch.device, ...]] = fixed("device_ids")
+    buffer_policy: Final[Buffers] = fixed("buffer_policy", "buffers")
+    accumulate_dtype: Final[torch.dtype | None] = fixed("accumulate_dtype")
+    if (
+        not TYPE_CHECKING
+    ):  # for type checkers these are methods of nn.Module, or nothing
+        process_group = FixedArgument("process_group")
+        buffers = FixedArgument("buffers", nn.Module.buffers)
+        compile = FixedArgument("compile", nn.Module.compile)
 
     def _assign(self, name: str, value: Any) -> None:
         """Set an option as the constructor would, or leave all as it was."""
@@ -302,19 +310,65 @@ class ScatterOnceParallel(Wrapper):
         if self.measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
 
+    @overload
     def forward_backward(
         self,
         inputs: Any,
         targets: Any = None,
-        criterion: Callable[[Any, Any], Any] | None = None,
+        criterion: Criterion | None = None,
         *,
-        reduction: str | None = None,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[False] = False,
+        whole_batch: bool = False,
+        costs: Costs | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward_backward(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Criterion | None = None,
+        *,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[True] | Callable[[Any], Any],
+        whole_batch: bool = False,
+        costs: Costs | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...]]: ...
+
+    @overload
+    def forward_backward(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Criterion | None = None,
+        *,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool | Callable[[Any], Any],
+        whole_batch: bool = False,
+        costs: Costs | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Any, ...]]: ...
+
+    @explaining_keywords
+    def forward_backward(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Criterion | None = None,
+        *,
+        reduction: Reduction | None = None,
         count: Count | None = None,
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
         whole_batch: bool = False,
-        costs: Any = None,
-    ) -> Any:
+        costs: Costs | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Any, ...]]:
         """One step: adds the gradient of the whole batch's loss to the parameters'
         ``.grad``.
 
@@ -387,19 +441,65 @@ class ScatterOnceParallel(Wrapper):
         )
         return self._step(call, deferred=False)
 
+    @overload
     def loss(
         self,
         inputs: Any,
         targets: Any = None,
-        criterion: Callable[[Any, Any], Any] | None = None,
+        criterion: Criterion | None = None,
         *,
-        reduction: str | None = None,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[False] = False,
+        whole_batch: bool = False,
+        costs: Costs | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Criterion | None = None,
+        *,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[True] | Callable[[Any], Any],
+        whole_batch: bool = False,
+        costs: Costs | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...]]: ...
+
+    @overload
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Criterion | None = None,
+        *,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool | Callable[[Any], Any],
+        whole_batch: bool = False,
+        costs: Costs | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Any, ...]]: ...
+
+    @explaining_keywords
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Criterion | None = None,
+        *,
+        reduction: Reduction | None = None,
         count: Count | None = None,
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
         whole_batch: bool = False,
-        costs: Any = None,
-    ) -> Any:
+        costs: Costs | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Any, ...]]:
         """One step whose gradients wait for the backward pass of the returned loss.
 
         For loops that call ``loss.backward()`` themselves. The call computes what
@@ -442,7 +542,9 @@ class ScatterOnceParallel(Wrapper):
         )
         return self._step(call, deferred=True)
 
-    def _step(self, call: Call, *, deferred: bool) -> Any:
+    def _step(
+        self, call: Call, *, deferred: bool
+    ) -> Tensor | tuple[Tensor, tuple[Any, ...]]:
         """The step; ``forward_backward`` and ``loss`` differ only in the commit."""
         backward = not deferred or torch.is_grad_enabled()
         with self._workers.exclusive(self.module), self._recorded() as waited:
@@ -591,7 +693,7 @@ class ScatterOnceParallel(Wrapper):
             else:
                 self._replicas.clear_step_state()
 
-    def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
+    def plan(self, rows: int | Sequence[int], costs: Costs | None = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a
         table.
 
@@ -601,7 +703,10 @@ class ScatterOnceParallel(Wrapper):
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
-        accum = self._auto_accum.training.accum if self._auto_accum else self.accum
+        accum = self.accum
+        if accum == "auto":
+            assert self._auto_accum is not None
+            accum = self._auto_accum.training.accum
         return make_plan(
             rows, self.device_ids, accum, self.micro_batch_size, self.shares
         )
@@ -655,7 +760,7 @@ class ScatterOnceParallel(Wrapper):
         self,
         function: Callable[..., Any],
         *inputs: Any,
-        costs: Any = None,
+        costs: Costs | None = None,
         pad: float | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -742,16 +847,17 @@ class ScatterOnceParallel(Wrapper):
         with self._attempt(request, plan, extent) as attempt:
             return map_rows(attempt, self.module, work, self._verifier)
 
+    @explaining_keywords
     def check(
         self,
         inputs: Any,
         targets: Any = None,
-        criterion: Callable[[Any, Any], Any] | None = None,
+        criterion: Criterion | None = None,
         *,
-        reduction: str | None = None,
+        reduction: Reduction | None = None,
         count: Count | None = None,
         whole_batch: bool = False,
-        costs: Any = None,
+        costs: Costs | None = None,
     ) -> GradientCheck:
         """Compare the gradient of one batch with that of a plain backward pass on the
         master.
@@ -793,13 +899,14 @@ class ScatterOnceParallel(Wrapper):
             outcome = self._compute(request, plan, schedule, Extent(is_trial=True))
             return compare(self.module, outcome, master)
 
+    @explaining_keywords
     def losses_combine(
         self,
         inputs: Any,
         targets: Any = None,
-        criterion: Callable[[Any, Any], Any] | None = None,
+        criterion: Criterion | None = None,
         *,
-        reduction: str | None = None,
+        reduction: Reduction | None = None,
         count: Count | None = None,
     ) -> bool | None:
         """Whether losses combine as ``reduction`` and ``count`` say, for a few rows.
@@ -898,21 +1005,15 @@ class ScatterOnceParallel(Wrapper):
             "verify": self.verify,
             "graphs": self.graphs,
         }
-        defaults = {
-            "dim": 0,
-            "buffers": "master",
-            "check_finite": False,
-            "shares": check_shares(None, len(self.device_ids)),
-            "accumulate_dtype": None,
-            "measure_noise": False,
-            "verify": True,
-            "graphs": False,
-        }
-        return [
-            f"{name}={value!r}"
-            for name, value in options.items()
-            if value != defaults[name]
-        ]
+        parameters = inspect.signature(ScatterOnceParallel).parameters
+        words: list[str] = []
+        for name, value in options.items():
+            default = parameters[name].default
+            if name == "shares":
+                default = check_shares(default, len(self.device_ids))
+            if value != default:
+                words.append(f"{name}={value!r}")
+        return words
 
     def close(self) -> None:
         """Stop the workers and drop the process group. A later step is a

@@ -6,9 +6,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from torch import nn
+from typing_extensions import TypeVar  # with defaults; torch itself requires it
+
+# A module keeps its class: ``ScatterOnceParallel(MyNet()).module`` is a ``MyNet``.
+ModuleT = TypeVar("ModuleT", bound=nn.Module, covariant=True, default=Any)
+WrappedT = TypeVar("WrappedT", covariant=True, default=Any)
 
 _PREFIX = "module."
 
@@ -39,13 +44,19 @@ def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
     return renamed
 
 
-class Wrapper(nn.Module):
+class Wrapper(nn.Module, Generic[WrappedT]):
     """A wrapper of ``self.module``; its state dict has the module's own keys.
 
     The wrapper's run-time state (threads, replicas) is neither copied nor pickled.
     """
 
-    module: Any
+    module: WrappedT
+
+    if TYPE_CHECKING:
+        # By these methods of nn.Module, type checkers take any name for an attribute.
+        # If they are no methods, a misspelled name is an error.
+        __getattr__: None  # type: ignore[misc, assignment]
+        __setattr__: None  # type: ignore[misc, assignment]
 
     _transient: tuple[str, ...]  # the attributes that ``_init_transient`` makes
 

@@ -32,6 +32,7 @@ from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.turns import Turns
 from scatterpar.pair.pair import gather
 from scatterpar.step.loss_weights import is_cross_entropy, terms_of_rows
+from scatterpar.step.request import Accum, Count, Reduction
 
 __all__ = ["ScatterOnce"]
 
@@ -91,10 +92,10 @@ class ScatterOnce(Callback):  # type: ignore[misc]
     def __init__(
         self,
         device_ids: Sequence[DeviceLike] | None = None,
-        accum: Any = 1,
+        accum: Accum = 1,
         *,
-        count: Callable[[Any, Any], Any] | None = None,
-        reduction: str | None = None,
+        count: Count | None = None,
+        reduction: Reduction | None = None,
         **options: Any,
     ) -> None:
         loop.refuse_whole_batch("ScatterOnce", options)

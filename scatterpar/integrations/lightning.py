@@ -38,6 +38,7 @@ from scatterpar.errors import warn
 from scatterpar.integrations import kept, loop
 from scatterpar.integrations.statements import Statements
 from scatterpar.integrations.turns import Turns
+from scatterpar.step.request import Accum, Reduction
 
 __all__ = ["ScatterOnceStrategy"]
 
@@ -88,10 +89,10 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def __init__(
         self,
         device_ids: Sequence[DeviceLike] | None = None,
-        accum: Any = 1,
+        accum: Accum = 1,
         *,
-        count: Callable[[Any], Any] | None = None,
-        reduction: str | None = None,
+        count: Callable[[Any], float | Tensor] | None = None,
+        reduction: Reduction | None = None,
         **options: Any,
     ) -> None:
         super().__init__()

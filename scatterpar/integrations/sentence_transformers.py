@@ -19,6 +19,7 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.batch.markers import Rows
+from scatterpar.devices.device_ids import DeviceLike
 from scatterpar.integrations.loop import num_rows, overridden, refuse, replaced
 from scatterpar.integrations.steps import ROWS
 from scatterpar.integrations.transformers import ScatterOnceMixin
@@ -50,7 +51,7 @@ class _WholeBatch(ScatterOnceMixin):
     def __init__(
         self,
         *args: Any,
-        device_ids: Any = None,
+        device_ids: Sequence[DeviceLike] | None = None,
         whole_batch: bool | None = None,
         **kwargs: Any,
     ) -> None:

@@ -47,6 +47,7 @@ from scatterpar.integrations.turns import Turns
 from scatterpar.option_checks import check_number
 from scatterpar.pair.pair import gather
 from scatterpar.sharded import ShardedOptimizer
+from scatterpar.step.request import Reduction
 from scatterpar.torch_private import unwrapped
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
@@ -113,8 +114,8 @@ class ScatterOnceMixin(_Trainer):  # type: ignore[misc]
         device_ids: Sequence[DeviceLike] | None = None,
         shard_optimizer: bool = False,
         micro_batch_cost: float | None = None,
-        count: Callable[[Any], Any] | None = None,
-        reduction: str | None = None,
+        count: Callable[[Any], float | Tensor] | None = None,
+        reduction: Reduction | None = None,
         **kwargs: Any,
     ) -> None:
         if micro_batch_cost is not None:

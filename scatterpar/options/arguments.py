@@ -6,14 +6,17 @@
     engine((x, mask))                 module(x, mask)
     engine(x)                         module(x)
     engine((value,))                  module(value), whatever ``value`` is
+
+The methods that take targets and a criterion beside the inputs have keywords of their
+own, so the module's are a dict there: ``forward_backward({"x": x, "mask": mask})``.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -22,6 +25,29 @@ from scatterpar.replicas.references import module_of
 from scatterpar.step.task import as_call
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of the engine that says where keyword arguments of the module go."""
+    own = [*inspect.signature(method).parameters][1:]  # all except self
+    allowed = frozenset(own)
+
+    @wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not allowed.issuperset(kwargs):
+            others = [name for name in kwargs if name not in allowed]
+            given = " and ".join(f"{name}=" for name in others)
+            entries = ", ".join(f'"{name}": {name}' for name in others)
+            raise TypeError(
+                f"{method.__name__} has no argument {given}, only {', '.join(own)}; pass "
+                "keyword arguments of the module as one dict, inputs="
+                f"{{{entries}}}"
+            )
+        return method(*args, **kwargs)
+
+    return called
 
 
 def read_arguments(

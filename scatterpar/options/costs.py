@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,16 @@ from torch import nn
 from scatterpar.option_checks import check_number
 from scatterpar.plan import Plan, Share, make_plan
 from scatterpar.tables import shown
+
+
+class Array(Protocol):
+    """A tensor, or an array of NumPy or another library."""
+
+    def tolist(self) -> Any:
+        """The numbers, as lists."""
+
+
+Costs = Sequence[float] | Array
 
 _LIMITS = 2**20  # that are tried for the largest cost of a micro-batch, by bisection
 
@@ -91,7 +101,7 @@ def has_costs_argument(module: nn.Module) -> bool:
 
 def plan_by_cost(
     rows: int | Sequence[int],
-    costs: Any,
+    costs: Costs | None,
     devices: Sequence[torch.device],
     budget: float | None,
     shares: Sequence[float],
@@ -162,7 +172,7 @@ def _deal(loads: Sequence[float], shares: Sequence[float]) -> list[list[int]]:
     return dealt
 
 
-def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
+def _checked(costs: Costs | None, rows: int, budget: float) -> tuple[float, ...]:
     if costs is None:
         raise ValueError(
             f"micro_batch_cost={budget} without costs; pass costs=, one number per "

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar.batch import nested
@@ -47,6 +47,8 @@ from scatterpar.step.loss_weights import as_sum, compute_loss_weights
 from scatterpar.step.replica_threads import Proceed, ReplicaThreads
 from scatterpar.step.request import (
     Count,
+    Criterion,
+    Reduction,
     Request,
     check_function,
     check_module,
@@ -58,10 +60,10 @@ from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import saved_tensors_hooks
 from scatterpar.verify.output_looks import OutputLooks
-from scatterpar.wrapper import Wrapper
+from scatterpar.wrapper import ModuleT, WrappedT, Wrapper
 
 
-class _OfPair(Wrapper):
+class _OfPair(Wrapper[WrappedT]):
     """The module or criterion, a device per replica, and their threads.
 
     Attributes:
@@ -69,11 +71,13 @@ class _OfPair(Wrapper):
         dim: the dimension that holds the rows.
     """
 
-    device_ids: Any
+    device_ids: tuple[torch.device, ...] | None
     dim: int
     _transient: tuple[str, ...] = ("_workers", "_checked_modes")
 
-    def __init__(self, module: Any, device_ids: Any, dim: int) -> None:
+    def __init__(
+        self, module: WrappedT, device_ids: tuple[torch.device, ...] | None, dim: int
+    ) -> None:
         super().__init__()
         require_eager(module)
         check_int("dim", dim)
@@ -131,7 +135,7 @@ class _OfPair(Wrapper):
         return results
 
 
-class DataParallelModel(_OfPair):
+class DataParallelModel(_OfPair[ModuleT]):
     """Run a module on all devices and leave each output on the device that computed it.
 
     Args:
@@ -147,6 +151,7 @@ class DataParallelModel(_OfPair):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> net = nn.Linear(8, 3)
         >>> model = DataParallelModel(net, device_ids=["cpu"] * 2)
         >>> criterion = DataParallelCriterion(nn.CrossEntropyLoss())
@@ -159,9 +164,11 @@ class DataParallelModel(_OfPair):
         torch.Size([3, 8])
     """
 
+    device_ids: tuple[torch.device, ...]
+
     def __init__(
         self,
-        module: nn.Module,
+        module: ModuleT,
         device_ids: Sequence[DeviceLike] | None = None,
         dim: int = 0,
     ) -> None:
@@ -222,7 +229,7 @@ class DataParallelModel(_OfPair):
             return tuple(self._run(plan, calls, output_of, transfers))
 
 
-class DataParallelCriterion(_OfPair):
+class DataParallelCriterion(_OfPair[Criterion]):
     """Compute the loss of each replica's outputs on the device that holds them.
 
     Args:
@@ -242,6 +249,7 @@ class DataParallelCriterion(_OfPair):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> criterion = DataParallelCriterion(nn.MSELoss())
         >>> outputs = torch.zeros(2, 1), torch.zeros(1, 1)
         >>> criterion(outputs, torch.tensor([[1.0], [1.0], [4.0]]))
@@ -250,7 +258,7 @@ class DataParallelCriterion(_OfPair):
 
     def __init__(
         self,
-        criterion: Callable[[Any, Any], Any],
+        criterion: Criterion,
         device_ids: Sequence[DeviceLike] | None = None,
         dim: int = 0,
         *,
@@ -272,7 +280,7 @@ class DataParallelCriterion(_OfPair):
         outputs: Sequence[Any],
         targets: Any,
         *,
-        reduction: str | None = None,
+        reduction: Reduction | None = None,
         count: Count | None = None,
     ) -> Tensor:
         """The loss of the whole batch, 0-dim, on the master, for ``loss.backward()``.
@@ -306,10 +314,10 @@ class DataParallelCriterion(_OfPair):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         transfers = AutogradTransfers()
         with self._workers.exclusive(), restored(transfers.synchronize):
-            reduction = resolve_reduction(self.module, reduction)
+            resolved = resolve_reduction(self.module, reduction)
             plan = self._plan(outputs, targets)
             batch = batch_of(None, targets, plan.rows, self.dim)
-            request = Request([batch], self.dim, self.module, reduction, count)
+            request = Request([batch], self.dim, self.module, resolved, count)
             if self.verify and len(outputs) > 1:
                 self._looks.check(request, plan, outputs)
             pieces = scatter_owned(targets, plan, self.dim, transfers)
@@ -393,6 +401,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> gather((torch.zeros(2), torch.ones(1)), "cpu")
         tensor([0., 0., 1.])
     """

@@ -20,7 +20,7 @@ from scatterpar.splitting.gradients import Gradients
 from scatterpar.splitting.operator_modes import CoarsestDtype, RepeatedNumbers
 from scatterpar.torch_private import clipping_replaced
 
-Step = Callable[[nn.Module, list[Any]], Any]
+Step = Callable[[Any, list[Any]], Any]  # of a module of the user's class
 
 
 class Numbers(enum.Enum):

@@ -26,7 +26,7 @@ from scatterpar.splitting.step_run import (
     run_step,
 )
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[Any, Any], Tensor]
 
 # The largest relative difference that rounding explains: in float64, and by the dtype
 # to which the step casts or in which all is computed.

@@ -75,7 +75,7 @@ class Outcome:
     attempt: Attempt
     loss: float
     dtype: torch.dtype
-    outputs: Sequence[Any]
+    outputs: tuple[Any, ...]
     terms: float
     rows: int
     norms: ReplicaNorms

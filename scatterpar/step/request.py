@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,12 @@ from scatterpar.option_checks import check_int, check_number
 from scatterpar.replicas.references import module_of
 from scatterpar.wrapper import Wrapper
 
-Count = Callable[[Any, Any], "float | Tensor"]
+# Of an output, which is the user's, and of targets.
+Criterion = Callable[[Any, Any], Tensor]
+Count = Callable[[Any, Any], float | Tensor]
+Reduction = Literal["mean", "sum"]
+Buffers = Literal["master", "batch"]
+Accum = int | Literal["auto"]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from scatterpar.train.data import Images, Request, Source, seed_host, seed_of
 from scatterpar.train.feed import Feed
 from scatterpar.train.folders import TEST, TRAIN
 from scatterpar.train.libraries import library, suggestion
-from scatterpar.train.models import build_model
+from scatterpar.train.models import OnPixels, build_model
 from scatterpar.train.options import (
     EMBEDDED,
     LARGE_BATCH,
@@ -73,7 +73,7 @@ class Training:
         self.classes = len(source.class_names)
         self.epochs = options.epochs or 0
         self.engine = make_engine(options, source, devices)
-        self.model: Any = self.engine.module
+        self.model = self.engine.module
         self.noise = NoiseScale() if options.batch == "auto" else None
         # A step has at most all images.
         self.position = Position(min(first_batch(options, self.images), self.images))
@@ -343,7 +343,7 @@ def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
 
 def make_engine(
     options: Options, source: Source, devices: list[torch.device]
-) -> ScatterOnceParallel:
+) -> ScatterOnceParallel[OnPixels]:
     """Build the model with its initial weights, on the first device, and its engine."""
     model = build_model(
         options.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import partial
 
@@ -98,3 +99,25 @@ def test_a_module_of_one_container_gets_it_with_a_deprecation(devices, batch):
 def test_a_mistake_is_the_module_s_own_error(engine):
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         engine({"x": X, "mask": SCALE})
+
+
+@pytest.mark.parametrize("method", ["forward_backward", "loss", "check"])
+def test_a_step_says_where_keywords_of_the_module_go(engine, method):
+    call = getattr(engine, method)
+    with pytest.raises(TypeError) as raised:
+        call(x=X, scale=SCALE, criterion=mean)
+    text = str(raised.value)
+    assert f"{method} has no argument x= and scale=, only inputs, targets" in text
+    remedy = text.split("as one dict, ")[1]
+    assert remedy == 'inputs={"x": x, "scale": scale}'
+    inputs = {"x": X, "scale": SCALE}
+    assert call(inputs=inputs, criterion=mean) is not None
+
+
+def test_a_step_names_its_arguments_to_help_and_inspect():
+    signature = inspect.signature(ScatterOnceParallel.forward_backward)
+    assert [*signature.parameters][:4] == ["self", "inputs", "targets", "criterion"]
+
+
+def mean(output, _):
+    return output.mean()

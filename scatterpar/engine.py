@@ -144,11 +144,13 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
     Attributes:
         module: the user's module.
         shares: the relative sizes of the replicas' shares, one number per replica.
-        accum, micro_batch_size, micro_batch_cost, dim, shares, check_finite,
-            measure_noise, verify, graphs: the options. One that is set is checked as in
-            the constructor, and holds from the next step on. All others cannot be set.
         last_step: a :class:`StepReport` of the last step; ``None`` before the first
             step.
+
+    The options ``accum``, ``micro_batch_size``, ``micro_batch_cost``, ``dim``,
+    ``shares``, ``check_finite``, ``measure_noise``, ``verify`` and ``graphs`` may be
+    set later. The value is checked as in the constructor, and holds from the next step
+    on. Other options cannot be set.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -424,9 +426,8 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
                 with ``whole_batch``, a module whose second pass gives other outputs.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
 
-            Exceptions of the module or the criterion are raised unchanged, with a note
-                that names
-            the replica and sub-step. After any exception, nothing has changed.
+        Exceptions of the module or the criterion are raised unchanged, with a note that
+        names the replica and sub-step. After any exception, nothing has changed.
         """
         call = Call(
             inputs,
@@ -933,9 +934,9 @@ class ScatterOnceParallel(Wrapper[ModuleT]):
         Failed steps are recorded too. Inference is not.
 
         Returns:
-            A context manager that yields the trace. ``print(trace)`` shows a table: the
-            milliseconds of each replica in each part of a step, and how long its thread
-            waited. ``trace.save("step.json")`` writes a file for
+            A context manager that yields the trace. ``print(trace)`` shows a table with
+            the milliseconds of each replica in each part of a step, and how long its
+            thread waited. ``trace.save("step.json")`` writes a file for
             https://ui.perfetto.dev.
 
         Raises:

@@ -156,7 +156,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: inside a step of the engine, or after its ``close()``.
 
-            Exceptions of ``optimizer_class`` are raised unchanged.
+        Exceptions of ``optimizer_class`` are raised unchanged.
         """
         loss = None
         if closure is not None:

@@ -101,7 +101,7 @@ def doctor(
         json: a file to write the findings to, as JSON.
 
     Returns:
-        The findings: ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong),
+        The findings, with ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong),
         ``.verdicts``, and the measurements.
 
     Raises:

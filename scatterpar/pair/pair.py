@@ -203,8 +203,8 @@ class DataParallelModel(_OfPair[ModuleT]):
                 parameters, a lazy module that was never called, or copies between
                 devices that arrive corrupted.
 
-            Exceptions of the module are raised unchanged, with a note that names the
-                replica.
+        Exceptions of the module are raised unchanged, with a note that names the
+        replica.
         """
         arguments = {"inputs": inputs, "keyword inputs": kwargs}
         rows = count_rows(arguments, self.dim, refuse_grad=False)
@@ -303,8 +303,8 @@ class DataParallelCriterion(_OfPair[Criterion]):
                 that do not combine.
             RuntimeError: a call from inside another.
 
-            Exceptions of the criterion are raised unchanged, with a note that names the
-                replica.
+        Exceptions of the criterion are raised unchanged, with a note that names the
+        replica.
         """
         _require_entries(outputs)
         if count is not None:

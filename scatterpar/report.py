@@ -36,7 +36,7 @@ class GradientNoise:
 
     @property
     def scale(self) -> float:
-        """The noise scale ``noise / signal`` in rows: batches much larger gain little.
+        """The noise scale ``noise / signal`` in rows. Much larger batches gain little.
 
         Infinite if the noise is positive and the signal is not; NaN if neither is
         positive. The value of a single step is very noisy;

@@ -176,7 +176,7 @@ class Rows(Marker):
 
     @property
     def entries(self) -> list[Any]:
-        """The entries: one per row."""
+        """The entries, one per row."""
         return self.contents
 
     @property

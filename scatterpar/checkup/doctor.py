@@ -49,7 +49,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: fine; 1: something is wrong."""
+        """0 if all is fine, 1 if something is wrong."""
         return int(not self.passed)
 
     def __str__(self) -> str:

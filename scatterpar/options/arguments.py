@@ -41,9 +41,9 @@ def explaining_keywords(method: Callable[P, R]) -> Callable[P, R]:
             given = " and ".join(f"{name}=" for name in others)
             entries = ", ".join(f'"{name}": {name}' for name in others)
             raise TypeError(
-                f"{method.__name__} has no argument {given}, only {', '.join(own)}; pass "
-                "keyword arguments of the module as one dict, inputs="
-                f"{{{entries}}}"
+                f"{method.__name__} has no argument {given}, only {', '.join(own)}; "
+                f"pass keyword arguments of the module as one dict, "
+                f"inputs={{{entries}}}"
             )
         return method(*args, **kwargs)
 

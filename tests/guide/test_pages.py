@@ -159,7 +159,7 @@ THEIRS += "|more than 1 value|torchvision::|Could not import"
 
 def test_the_messages_under_troubleshooting_are_ours():
     source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").rglob("*.py"))
-    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    source = re.sub(r"""["']\s*\n\s*f?["']""", "", source)
     rows = re.findall(r"^\| (.*?) \|", read("docs/troubleshooting.md"), re.MULTILINE)
     quoted = [text for row in rows for text in re.findall(r"`([^`]{20,})`", row)]
     assert len(quoted) > 10

@@ -2,7 +2,8 @@
 replica.
 
 See README.md. With ``pairs``, ``shared`` and ``virtual`` together have each place with
-each kind, each place at each moment, and each kind at each moment of a sub-step.
+each kind, each place at each moment, and each kind at each moment of a sub-step. With
+``half`` they together have all combinations.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ def _tensors(module: Subject) -> list[torch.Tensor]:
 def combinations(
     bench: Bench, layout: str, extent: str
 ) -> Iterator[tuple[Place, str, str, dict[str, Any]]]:
-    """Each place, kind and moment, or each pair of them, as words and as arguments of
-    the trap.
+    """Each place, kind and moment, half of them, or each pair, as words and as
+    arguments of the trap.
     """
     turn = list(LAYOUTS).index(layout) % 2
     for i, place in enumerate(PLACES.values()):
@@ -182,14 +183,19 @@ def combinations(
                 }
         for j, kind in enumerate(KINDS):
             for k, (moment, where) in enumerate(moments.items()):
-                if extent == "all" or (
-                    (i + j) % len(moments) == k and (i + j) % 2 == turn
-                ):
+                is_in = {
+                    "all": True,
+                    "half": (i + j + k) % 2 == turn,
+                    "pairs": (i + j) % len(moments) == k and (i + j) % 2 == turn,
+                }
+                if is_in[extent]:
                     yield place, kind, moment, where
 
 
 def run(layout: str, extent: str = "all") -> Iterator[dict[str, Any]]:
-    """Try combinations on one layout of replicas: ``"all"`` of them, or ``"pairs"``."""
+    """Try combinations on one layout of replicas: ``"all"`` of them, ``"half"``, or
+    ``"pairs"``.
+    """
     strays: list[str] = []
     sys.unraisablehook = lambda raised: strays.append(
         f"unraisable {raised.exc_type.__name__}"

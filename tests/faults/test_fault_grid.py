@@ -3,7 +3,7 @@ sub-steps.
 
 All combinations of a layout share one process; what a hanging one keeps from running
 has failed. Without ``-m slow`` each place meets each kind and each moment on one of two
-layouts.
+layouts, with it each kind at each moment.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from faults.processes import finish, start, start_forked
 
 pytestmark = pytest.mark.core
 
-LAYOUTS_TRIED = [
-    "shared",
-    "virtual",
-    pytest.param("accelerator", marks=pytest.mark.slow),
-]
-
-
-@pytest.fixture(
-    scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.slow)]
+on_each_layout = pytest.mark.parametrize(
+    ("extent", "layout"),
+    [
+        ("pairs", "shared"),
+        ("pairs", "virtual"),
+        *(pytest.param("half", name, marks=pytest.mark.slow) for name in LAYOUTS),
+    ],
+    indirect=["extent"],
+    scope="module",
 )
+
+
+@pytest.fixture(scope="module")
 def extent(request):
     return request.param
 
@@ -44,7 +47,7 @@ def found(request, extent):
     there = {
         n: start_forked(*script) for n, script in scripts.items() if n != "accelerator"
     }
-    if extent == "all" and (built := request.getfixturevalue("simulated_accelerator")):
+    if extent == "half" and (built := request.getfixturevalue("simulated_accelerator")):
         there["accelerator"] = start(*scripts["accelerator"], **built)
     with ThreadPoolExecutor() as pool:
         return dict(zip(there, pool.map(finish, there.values()), strict=True))
@@ -53,15 +56,12 @@ def found(request, extent):
 @pytest.fixture
 def outcome(found, layout):
     if layout not in found:
-        pytest.skip(
-            "tried with -m slow, and where there is g++ to build the simulated "
-            "accelerator"
-        )
+        pytest.skip("there is no g++ to build the simulated accelerator")
     return found[layout]
 
 
 @pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS_TRIED)
+@on_each_layout
 def test_nothing_changes_and_the_next_step_is_exact(outcome, name):
     results = [
         json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")
@@ -75,7 +75,7 @@ def test_nothing_changes_and_the_next_step_is_exact(outcome, name):
     assert not wrong, "\n".join([f"{len(wrong)} of {len(mine)} do not hold:", *wrong])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_TRIED)
+@on_each_layout
 def test_the_process_ended_after_all_of_them(outcome):
     assert outcome.code == 0
     assert outcome.out.endswith("end\n")

@@ -20,7 +20,7 @@ TESTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["late", "eager", "random:1"])
+@pytest.mark.parametrize("order", ["late", "random:1"])
 def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(
     simulated_accelerator, order
 ):

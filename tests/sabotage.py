@@ -9,12 +9,15 @@ them, and ends with 1 if one is not seen.
 A sabotage replaces a text in a function or method of the engine, in whatever file. If
 the text is not there exactly once, the sabotage has to be mended: that is a failure,
 too. Its test runs in a process of its own, which imports a copy of the package with the
-changed text.
+changed text. These are forks of a server that has imported torch, which takes longer
+than most of the tests.
 """
 
 import argparse
 import ast
+import contextlib
 import functools
+import multiprocessing
 import os
 import re
 import shutil
@@ -28,16 +31,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 APART = ("checkup", "integrations", "train")  # packages on top of the engine
 LIMIT_SECONDS = 300  # per sabotage: a hang, not a busy machine
-PYTEST = (
-    "-m",
-    "pytest",
-    "-q",
-    "-x",
-    "-p",
-    "no:cacheprovider",
-    "-c",
-    ROOT / "setup.cfg",
-)
+IMPORTED = ["torch._dynamo", "numpy", "hypothesis", "pytest"]
+PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "setup.cfg"))
 
 
 class Sabotage(NamedTuple):
@@ -375,26 +370,79 @@ def main():
 
 def failed_test(sabotage):
     """The test that fails under a sabotage; empty if it passes, or hangs."""
-    changed = dict([sabotaged(sabotage)])
-    try:
-        done = run_on_copy(changed, name_of_test(sabotage), timeout=LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return ""
-    found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
+    with copy_of_package(dict([sabotaged(sabotage)])) as copy:
+        output = Path(copy, "output")
+        test = [name_of_test(sabotage), str(output)]
+        process = _forks().Process(target=_run_test, args=(copy, *test))
+        process.start()
+        process.join(LIMIT_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return ""
+        said = output.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", said, re.MULTILINE)
     return found[1] if found else ""
 
 
-def run_on_copy(changed, test, *options, timeout):
-    """Run a test on a copy of the package, in which the files ``changed`` have other
+@functools.cache
+def _forks():
+    """Of `multiprocessing`, processes that begin with what ``IMPORTED`` names, or, where
+    there are no forks, from nothing.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def _run_test(copy, test, output):
+    """Be pytest with one test, on a copy of the package; it writes into ``output``."""
+    with open(output, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ |= environment_of(copy)
+    sys.path[:0] = paths_of(copy)
+    os.chdir(copy)
+    import pytest
+
+    status = pytest.main([*PYTEST, f"--rootdir={ROOT}", test])
+    sys.stdout.flush()
+    os._exit(status)  # whatever threads a sabotage has left
+
+
+@contextlib.contextmanager
+def copy_of_package(changed):
+    """A folder with a copy of the package, in which the files ``changed`` have other
     texts.
     """
     with tempfile.TemporaryDirectory(prefix="sabotage") as copy:
         shutil.copytree(ROOT / "scatterpar", Path(copy, "scatterpar"))
         for path, source in changed.items():
             Path(copy, path).write_text(source, encoding="utf-8")
-        places = os.pathsep.join([copy, str(ROOT / "tests"), str(ROOT)])
-        environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *PYTEST, *options, f"--rootdir={ROOT}", test]
+        yield copy
+
+
+def paths_of(copy):
+    """Where Python finds the copy, and the tests."""
+    return [copy, str(ROOT / "tests"), str(ROOT)]
+
+
+def environment_of(copy):
+    """Variables of a process that runs a test on a copy of the package."""
+    return {"PYTHONPATH": os.pathsep.join(paths_of(copy)), "OMP_NUM_THREADS": "1"}
+
+
+def run_on_copy(changed, test, *options, timeout):
+    """Run a test on a copy of the package, in which the files ``changed`` have other
+    texts, in an interpreter of its own.
+    """
+    with copy_of_package(changed) as copy:
+        environment = os.environ | environment_of(copy)
+        pytest = [sys.executable, "-m", "pytest", *PYTEST]
+        command = [*pytest, *options, f"--rootdir={ROOT}", test]
         how = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
         return subprocess.run(command, **how, check=False, timeout=timeout)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,6 +15,8 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NEEDS = {"3-two-gpus": "bitsandbytes"}
 # PyPI's torchvision, which transformers imports, fails beside torch's CPU build without this.
 STARTUP = "from scatterpar.train.libraries import library\nlibrary('torchvision')\ndel library\n"
+# What is shorter here, and as it stands: one of the notebooks trains for a minute.
+SHORTER = {"2-contrastive": ("64, 1024, 80, 0.1", "64, 1024, 10, 0.1")}
 SECONDS = 600  # each takes less than a minute on two idle cores
 
 
@@ -42,7 +43,13 @@ def test_it_runs(path, tmp_path, monkeypatch):
         startup.parent.mkdir(parents=True)
         startup.write_text(STARTUP, encoding="utf-8")
         monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    copied = Path(shutil.copy(path, tmp_path))
+    text = path.read_text(encoding="utf-8")
+    if path.stem in SHORTER:
+        long, short = SHORTER[path.stem]
+        assert long in text
+        text = text.replace(long, short)
+    copied = tmp_path / path.name
+    copied.write_text(text, encoding="utf-8")
     command = [sys.executable, FOLDER / "refresh.py", copied]
     found = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

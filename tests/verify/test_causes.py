@@ -1,0 +1,130 @@
+"""How losses of parts combine, with results computed by hand.
+
+The order of all causes, in steps of an engine, is ``test_outcomes.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar.batch.batch import batch_of
+from scatterpar.step.request import Request
+from scatterpar.verify import causes
+from scatterpar.verify.causes import Outcome, verdict_of_combination
+from scatterpar.verify.comparison import Result, weighted_sum
+from scatterpar.verify.evidence import Losses
+
+# Two parts: rows 0 to 2, of which one has a label, and row 3, which has one.
+LABELS = torch.tensor([1, -100, -100, 2])
+PARTS = [[0, 1, 2], [3]]
+RESULTS = [
+    Result(4.0, [torch.tensor([1.0, 0.0])]),
+    Result(8.0, [torch.tensor([0.0, 1.0])]),
+]
+
+
+class ByHand(Losses):
+    """The result of all rows is that of the parts with these weights."""
+
+    shapes = ()
+
+    def __init__(self, true_weights, weights=(0.25, 0.75), shapes=(), **request):
+        request = Request([batch_of(LABELS, LABELS, 4, 0)], 0, nn.MSELoss(), **request)
+        expected = weighted_sum(RESULTS, true_weights)
+        actual = weighted_sum(RESULTS, weights)
+        super().__init__(request, PARTS, weights, expected, actual)
+        self.limit = 1e-6
+        self.shapes = shapes
+
+    def results_of_parts(self):
+        return RESULTS
+
+
+@pytest.mark.parametrize(
+    ("true_weights", "remedy"),
+    [
+        ([3 / 4, 1 / 4], "a mean over rows, whatever the labels: pass count=lambda"),
+        ([1, 1], 'a sum: pass reduction="sum"'),
+        ([1 / 2, 1 / 2], "a mean over the labels that are not -100"),
+        ([0.9, 0.3], "If it compares rows with each other, or is a ratio of sums"),
+    ],
+)
+def test_a_combination_is_named_by_the_weights_that_fit(true_weights, remedy):
+    verdict = verdict_of_combination(ByHand(true_weights))
+    assert verdict.outcome is Outcome.REFUSED
+    assert remedy in verdict.text
+    assert (
+        "your loss of 4 rows is not the mean of the losses of 3 + 1 rows"
+        in verdict.problem
+    )
+    assert "Nothing was changed" in verdict.text
+
+
+def test_the_difference_is_told_in_percent():
+    """Expected 0.75 and 0.25 of the gradients, and computed 0.25 and 0.75."""
+    assert "off by 66.7 %" in verdict_of_combination(ByHand([3 / 4, 1 / 4])).text
+    nothing = ByHand([3 / 4, 1 / 4], weights=(math.nan, 1.0))
+    assert "NaN or infinite" in verdict_of_combination(nothing).text
+
+
+def test_a_mean_over_rows_with_a_count_is_told_to_leave_it_out():
+    losses = ByHand([3 / 4, 1 / 4], count=lambda inputs, targets: 1)
+    assert (
+        'pass reduction="mean", without count=' in verdict_of_combination(losses).text
+    )
+
+
+def test_shapes_that_broadcast_are_told():
+    losses = ByHand([0.9, 0.3], shapes=[(4, 1), (4,)])
+    assert "broadcast to a matrix of all pairs" in verdict_of_combination(losses).text
+    losses = ByHand([0.9, 0.3], shapes=[(4, 2), (4,)])
+    assert "broadcast" not in verdict_of_combination(losses).text
+
+
+def test_a_sum_with_a_rest_may_have_a_penalty():
+    losses = ByHand([0.9, 0.3], reduction="sum")
+    assert "such as a penalty on weights" in verdict_of_combination(losses).text
+
+
+def test_one_part_with_a_gradient_fits_any_weights_and_shows_none(monkeypatch):
+    results = [RESULTS[0], Result(8.0, [torch.zeros(2)])]
+    monkeypatch.setattr(ByHand, "results_of_parts", lambda _: results)
+    losses = ByHand([1, 1])
+    losses.expected = weighted_sum(results)
+    assert not losses.fits([1, 1])
+    assert "It seems" not in verdict_of_combination(losses).text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ((-100, False, "labels"), ""),
+        ((255, False, "labels"), "255"),
+        ((-100, True, "y"), "shifted=True, key='y'"),
+    ],
+)
+def test_arguments_of_count_labels_that_are_defaults_are_left_out(arguments, call):
+    assert causes._arguments(*arguments) == call
+
+
+def test_a_text_is_problem_remedy_an_empty_line_and_notes():
+    assert causes.in_lines("It is wrong.", "Do this.") == "It is wrong.\nDo this."
+    assert causes.in_lines("A.", "B.", "C.", "D.") == "A.\nB.\n\nC. D."
+
+
+def test_entries_in_another_order_are_refused_with_both_numbers():
+    text = causes.refused_order(8, 4).text
+    assert text.startswith("the module's output has 8 entries for 4 rows, not in the")
+    assert "torch.stack([a, b], 1)" in text
+
+
+def test_an_error_of_a_replica_is_told_beside_the_loss_of_the_users_module():
+    error = KeyError("auxiliary")
+    verdict = causes.error_of_replica("the criterion loss", 3, 0.25, error)
+    assert verdict.error is error
+    assert "the loss of 3 rows is 0.25 with your own module" in verdict.text
+    assert "KeyError: 'auxiliary'" in verdict.text

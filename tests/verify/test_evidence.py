@@ -1,0 +1,217 @@
+"""What a cause may ask, in a look at a step whose results can be computed by hand.
+
+One weight, which is 2, and six rows: 1, 2, 3, 4, 5, 6. The loss is 2 times their sum.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.oracle import seeded
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.batch.batch import batch_of
+from scatterpar.step.request import Request
+from scatterpar.verify import look
+from scatterpar.verify.causes import RIGHT
+from scatterpar.verify.comparison import Result
+from scatterpar.verify.evidence import Losses, name_of, weighted_parts
+from scatterpar.verify.runs import Inconclusive
+
+ROWS = torch.arange(1.0, 7).double()[:, None]
+
+
+def doubled():
+    with seeded():
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    model.weight.data.fill_(2.0)
+    return model
+
+
+def total(output, targets):
+    return output.sum()
+
+
+def asked(monkeypatch, question, criterion=total, model=None, targets=None, **options):
+    """The answer to ``question(evidence)`` in a look, which takes the sum for a mean."""
+    answers = []
+
+    def verdict_of(evidence):
+        answers.append(question(evidence))
+        return RIGHT
+
+    monkeypatch.setattr(look, "verdict_of", verdict_of)
+    model = doubled() if model is None else model
+    with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
+        engine.forward_backward(ROWS, targets, criterion, **options)
+    (answer,) = answers
+    return answer
+
+
+def sum_of(rows):
+    return float(sum(ROWS[row].item() for row in rows))
+
+
+def test_results_are_those_of_the_rows_and_their_parts(monkeypatch):
+    evidence = asked(monkeypatch, lambda evidence: evidence)
+    assert evidence.expected.loss == 2 * sum_of(evidence.rows)
+    assert evidence.expected.gradients[0].item() == sum_of(evidence.rows)
+    sizes = [len(part) for part in evidence.parts]
+    assert list(evidence.weights) == [size / evidence.num_rows for size in sizes]
+    sums = [sum_of(part) * len(part) for part in evidence.parts]
+    assert evidence.actual.loss == pytest.approx(2 * sum(sums) / evidence.num_rows)
+    assert evidence.name == "the criterion total"
+    assert evidence.module_name == "Linear"
+
+
+def test_each_part_is_computed_from_the_same_state(monkeypatch):
+    def question(evidence):
+        results = evidence.results_of_parts()
+        return (
+            evidence.parts,
+            [result.loss for result in results],
+            evidence.fits([1.0] * len(results)),
+        )
+
+    parts, losses, fits_a_sum = asked(monkeypatch, question)
+    assert losses == [2 * sum_of(part) for part in parts]
+    assert fits_a_sum
+
+
+def test_runs_of_the_same_rows_agree(monkeypatch):
+    def question(evidence):
+        runs = evidence.of_replica, evidence.repeated
+        return [run.difference_from(evidence.expected) for run in runs]
+
+    assert asked(monkeypatch, question) == [0, 0]
+
+
+def test_outputs_are_those_of_all_rows_then_of_the_parts(monkeypatch):
+    def question(evidence):
+        return (
+            evidence.rows,
+            evidence.outputs,
+            evidence.shapes,
+            evidence.output_differences,
+        )
+
+    rows, outputs, shapes, differences = asked(monkeypatch, question, targets=ROWS)
+    assert torch.equal(outputs[0], 2 * ROWS[rows])
+    assert torch.equal(torch.cat(outputs[1:]), 2 * ROWS[rows])
+    assert shapes == [(len(rows), 1)] * 2
+    assert differences == (0, 0)
+
+
+class Centred(nn.Module):
+    """Takes the mean of the rows away: rows mix in the module, not in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = doubled()
+
+    def forward(self, rows):
+        return self.linear(rows - rows.mean())
+
+
+def mean_of_squares(output, targets):
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "criterion", "combine"),
+    [(doubled, total, False), (Centred, mean_of_squares, True)],
+)
+def test_losses_of_parts_of_one_output_combine_or_not(
+    monkeypatch, model, criterion, combine
+):
+    answer = asked(
+        monkeypatch, lambda evidence: evidence.losses_combine, criterion, model()
+    )
+    assert answer == combine
+
+
+def test_rounding_explains_next_to_nothing_of_a_wrong_sum(monkeypatch):
+    answer = asked(monkeypatch, lambda evidence: evidence.difference_by_rounding())
+    assert 0 <= answer < 1e-12
+
+
+def test_a_gradient_below_the_losss_rounding_is_nothing_but_rounding(monkeypatch):
+    def constant(output, targets):
+        return 1e-20 * output.sum() + len(output)
+
+    def question(evidence):
+        with pytest.raises(Inconclusive, match="nothing but rounding"):
+            evidence.difference_by_rounding()
+
+    asked(monkeypatch, question, constant)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "name"),
+    [
+        (None, "the module's own loss"),
+        (total, "the criterion total"),
+        (nn.MSELoss(), "the criterion MSELoss"),
+    ],
+)
+def test_a_criterion_is_named_as_texts_name_it(criterion, name):
+    assert name_of(criterion) == name
+
+
+# --- weights of parts, and sentences ---
+
+LABELS = torch.tensor([0, -100, 1, -100, 1])
+
+
+def request(criterion=None, **options):
+    return Request([batch_of(LABELS, LABELS, 5, 0)], 0, criterion, **options)
+
+
+def num_labels(inputs, targets):
+    return (targets != -100).sum()
+
+
+def test_parts_of_a_mean_over_rows_weigh_by_rows():
+    parts = [[0, 1, 2], [3, 4]]
+    assert weighted_parts(request(), parts) == (parts, [3 / 5, 2 / 5])
+    assert weighted_parts(request(reduction="sum"), parts) == (parts, [1.0, 1.0])
+
+
+def test_cross_entropy_counts_the_labels_that_it_does_not_ignore():
+    parts = [[0, 1, 2], [3, 4]]
+    assert weighted_parts(request(nn.CrossEntropyLoss()), parts) == (
+        parts,
+        [2 / 3, 1 / 3],
+    )
+
+
+def test_rows_that_count_leaves_out_are_a_part_of_their_own():
+    parts, weights = weighted_parts(request(count=num_labels), [[0, 1, 2], [3, 4]])
+    assert parts == [[1, 3], [0, 2], [4]]
+    assert weights == [0, 2 / 3, 1 / 3]
+
+
+def test_rows_without_any_label_are_inconclusive():
+    with pytest.raises(Inconclusive, match="none of the rows adds anything"):
+        weighted_parts(request(count=num_labels), [[1], [3]])
+
+
+def test_ways_out_name_what_was_not_passed():
+    def ways(remedy, **options):
+        losses = Losses(request(**options), [], [], None, None)
+        return " ".join(losses.other_remedies(remedy))
+
+    assert "Otherwise pass count= for a mean" in ways("It is a ratio.")
+    assert "another count= for a mean" in ways("It is a ratio.", count=num_labels)
+    assert "count=" not in ways("pass count=len")
+    assert 'or reduction="sum" for a sum' in ways("It is a ratio.")
+    assert 'reduction="sum"' not in ways("It is a ratio.", reduction="sum")
+    assert "whole_batch" not in ways("pass whole_batch=True")
+
+
+def test_the_difference_is_that_of_both_results():
+    expected, actual = (Result(1.0, [torch.tensor([size])]) for size in (4.0, 2.0))
+    losses = Losses(request(), [[0], [1]], [1, 1], expected, actual)
+    assert losses.difference == 0.5
+    assert losses.num_rows == 2

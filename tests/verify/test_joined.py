@@ -1,0 +1,91 @@
+"""One output, cut by parts, beside the outputs of the parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scatterpar.verify.joined import (
+    compare_outputs,
+    cut_by_parts,
+    cut_rows,
+    entries_per_row,
+)
+
+PARTS = [[0, 1], [2]]
+ROWS = torch.tensor([[1.0], [2.0], [4.0]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "entries"),
+    [
+        ((6, 2), 0, 2),
+        ((3,), 0, 1),
+        ((4, 3), 1, 1),
+        ((4,), 0, 0),
+        ((), 0, 0),
+        ((3,), 1, 0),
+    ],
+)
+def test_entries_per_row_of_three_rows(shape, dim, entries):
+    assert entries_per_row(torch.zeros(shape), 3, dim) == entries
+
+
+def test_an_output_is_cut_by_the_sizes_of_the_parts():
+    output = {"rows": ROWS, "pairs": torch.arange(6), "scale": torch.ones(())}
+    first, second = cut_by_parts(output, PARTS, 0)
+    assert first["rows"].tolist() == [[1], [2]]
+    assert first["pairs"].tolist() == [0, 1, 2, 3]
+    assert second["pairs"].tolist() == [4, 5]
+    assert first["scale"] is second["scale"] is output["scale"]
+
+
+def test_a_cut_has_its_own_memory():
+    cut = cut_rows(ROWS, 1, 2, 3, 0)
+    assert cut.tolist() == [[2], [4]]
+    assert cut.data_ptr() != ROWS[1:].data_ptr()
+
+
+def pieces(*rows):
+    return [torch.tensor(values) for values in rows]
+
+
+def test_outputs_that_are_the_parts_do_not_differ():
+    assert compare_outputs(ROWS, [ROWS[:2], ROWS[2:]], PARTS, 0) == (0, 0)
+
+
+def test_a_row_that_depends_on_others_is_measured():
+    """Of the second part: 3 in the place of 4."""
+    computed = pieces([[1.0], [2.0]], [[3.0]])
+    assert compare_outputs(ROWS, computed, PARTS, 0) == (0.25, 0)
+
+
+def test_the_same_value_for_all_rows_has_no_rows():
+    codebook = torch.tensor([5.0, 6.0, 7.0])
+    assert compare_outputs(codebook, [codebook, codebook], PARTS, 0) == (0, 0)
+
+
+def test_entries_in_another_order_are_counted():
+    """``torch.cat([rows, -rows])`` has all rows before their negatives."""
+
+    def two_views(rows):
+        return torch.cat([rows, -rows])
+
+    computed = [two_views(ROWS[:2]), two_views(ROWS[2:])]
+    assert compare_outputs(two_views(ROWS), computed, PARTS, 0) == (0, 6)
+
+
+def test_entries_row_by_row_are_in_order():
+    def two_views(rows):
+        return torch.stack([rows, -rows], 1).flatten(0, 1)
+
+    computed = [two_views(ROWS[:2]), two_views(ROWS[2:])]
+    assert compare_outputs(two_views(ROWS), computed, PARTS, 0) == (0, 0)
+
+
+def test_as_many_entries_for_fewer_rows_cannot_be_joined():
+    histograms = pieces([1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
+    assert compare_outputs(torch.tensor([1.0, 1.0, 1.0]), histograms, PARTS, 0) == (
+        0,
+        3,
+    )

@@ -1,0 +1,101 @@
+"""Outputs with several entries per row: their order is compared until values show it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.oracle import seeded
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.verify import joins
+from scatterpar.verify.joins import _has_several_per_row
+
+ROWS = torch.arange(1.0, 9).double()[:, None]
+
+
+class Twice(nn.Module):
+    """Two entries per row, after each other or all rows twice."""
+
+    def __init__(self, in_order):
+        super().__init__()
+        with seeded():
+            self.linear = nn.Linear(1, 1, dtype=torch.float64)
+        self.in_order = in_order
+
+    def forward(self, rows):
+        output = self.linear(rows)
+        if self.in_order:
+            return torch.stack([output, 2 * output], 1).flatten(0, 1)
+        return torch.cat([output, 2 * output])
+
+
+@pytest.fixture
+def comparisons(monkeypatch):
+    """The numbers of parts of the comparisons that are made."""
+    made = []
+    compare = joins.compare_outputs
+
+    def compare_outputs(whole, pieces, parts, dim):
+        made.append(len(parts))
+        return compare(whole, pieces, parts, dim)
+
+    monkeypatch.setattr(joins, "compare_outputs", compare_outputs)
+    return made
+
+
+def engine_of(module, **options):
+    return ScatterOnceParallel(module, 1, ["cpu:0", "cpu:1"], **options)
+
+
+def test_entries_in_the_order_of_the_rows_are_compared_once(comparisons):
+    module = Twice(in_order=True).eval()
+    with engine_of(module) as engine, torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(engine(ROWS), module(ROWS))
+    assert comparisons == [2]
+
+
+def test_entries_in_another_order_are_refused_each_time(comparisons):
+    with engine_of(Twice(in_order=False).eval()) as engine, torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not in the order of the rows"):
+                engine(ROWS)
+    assert comparisons == [2, 2]
+
+
+def test_equal_entries_show_no_order_and_are_compared_again(comparisons):
+    with engine_of(Twice(in_order=True).eval()) as engine, torch.no_grad():
+        engine.module.linear.bias.zero_()
+        engine(torch.zeros_like(ROWS))
+        engine(torch.zeros_like(ROWS))
+        engine(ROWS)
+        engine(ROWS)
+    assert len(comparisons) == 3
+
+
+def test_numbers_drawn_by_a_function_are_refused():
+    def draw(model, rows):
+        return torch.rand(2 * len(rows), 1)
+
+    words = r"draws random numbers .*\.view\(rows, k"
+    with (
+        engine_of(Twice(in_order=True)) as engine,
+        pytest.raises(ValueError, match=words),
+    ):
+        engine.map(draw, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "several"),
+    [
+        ([(6, 1), (4, 1)], True),
+        ([(3, 1), (2, 1)], False),
+        ([(6, 1), (2, 1)], False),  # another number of entries
+        ([(5, 1), (4, 1)], False),
+        ([(6, 1)], False),  # nothing to join
+    ],
+)
+def test_tensors_of_3_and_2_rows_with_several_entries_per_row(shapes, several):
+    pieces = [torch.zeros(shape) for shape in shapes]
+    assert _has_several_per_row(pieces, [3, 2], 0) == several

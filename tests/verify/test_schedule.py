@@ -1,0 +1,128 @@
+"""When a look is due, and what a kind of criterion and batch is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar.batch.batch import batch_of
+from scatterpar.step.request import Request
+from scatterpar.verify.ranges import ranges_of
+from scatterpar.verify.schedule import Kind, Kinds, names_and_numbers
+
+LABELS = torch.tensor([0, 3])
+
+
+def due(kind, details, ranges=()):
+    """The numbers of the steps that are looked at, each of which agrees."""
+    looked_at = []
+    for number, each in enumerate(details, 1):
+        if kind.is_due(ranges, each):
+            looked_at.append(number)
+            kind.looks += 1
+            kind.note_agreement(ranges)
+    return looked_at
+
+
+def test_steps_1_2_4_8_16_are_looked_at():
+    assert due(Kind(), ["same"] * 20) == [1, 2, 4, 8, 16]
+
+
+def test_a_step_with_new_details_is_looked_at():
+    assert due(Kind(), ["a"] * 4 + ["b"] * 2 + ["a"] * 2) == [1, 2, 4, 5, 8]
+
+
+def test_details_that_are_new_in_each_step_are_looked_at_eight_times():
+    assert due(Kind(), range(15)) == [*range(1, 9)]
+
+
+def test_labels_beyond_the_range_are_looked_at():
+    kind = Kind()
+    for labels, is_due in (
+        ([0, 3], True),
+        ([1, 2], True),  # step 2
+        ([0, 3], False),
+        ([0, 4], True),  # step 4
+        ([0, 4], False),
+        ([0, 5], True),
+        ([0, 5], False),
+        ([-1, 5], True),
+        ([-1, 5], False),
+    ):
+        ranges = ranges_of([torch.tensor(labels)])
+        assert kind.is_due(ranges, "same") == is_due, labels
+        kind.note_agreement(ranges)
+
+
+def test_after_a_refusal_each_step_is_looked_at_until_one_agrees():
+    kind = Kind(steps=4, is_refused=True, details={"same"})
+    assert kind.is_due((), "same")
+    assert kind.is_due((), "same")
+    kind.note_agreement(())
+    assert not kind.is_due((), "same")
+
+
+def test_a_kind_that_is_given_up_is_never_looked_at():
+    assert due(Kind(is_given_up=True), ["a", "b", "c"]) == []
+
+
+def kind_of(kinds, criterion, inputs=LABELS, **options):
+    request = Request([batch_of(inputs, LABELS, 2, 0)], 0, criterion, **options)
+    return kinds.kind_of(request, request.batches[0], True, "flags")
+
+
+def factory(factor):
+    return lambda output, targets: factor * output.sum()
+
+
+def test_a_lambda_is_of_the_same_kind_in_each_step_and_its_number_a_detail():
+    kinds = Kinds()
+    first, details = kind_of(kinds, factory(2))
+    again, same_details = kind_of(kinds, factory(2))
+    other, other_details = kind_of(kinds, factory(3))
+    assert first is again is other
+    assert details == same_details != other_details
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"criterion": lambda output, targets: output.mean()},
+        {"inputs": LABELS.double()},
+        {"whole_batch": True},
+        {"count": len},
+        {"reduction": "sum"},
+    ],
+    ids=lambda others: next(iter(others)),
+)
+def test_another_criterion_dtype_or_option_is_another_kind(others):
+    kinds = Kinds()
+    first, _ = kind_of(kinds, factory(2))
+    other, _ = kind_of(kinds, **{"criterion": factory(2), **others})
+    assert other is not first
+
+
+def test_a_word_in_the_batch_is_a_detail():
+    kinds = Kinds()
+    first, details = kind_of(kinds, factory(2), [LABELS, "train"])
+    other, other_details = kind_of(kinds, factory(2), [LABELS, "distil"])
+    assert first is other
+    assert details != other_details
+
+
+def test_numbers_of_a_partial_and_a_module_are_found():
+    _, numbers = names_and_numbers([partial(F.cross_entropy, label_smoothing=0.25)])
+    assert "0.25" in numbers
+    _, numbers = names_and_numbers([nn.CrossEntropyLoss(ignore_index=7)])
+    assert "7" in numbers
+
+
+def test_a_long_list_is_data_and_not_read():
+    names, _ = names_and_numbers([[*"ab"]])
+    assert {"a", "b"} <= names
+    names, _ = names_and_numbers([[f"line {number}" for number in range(33)]])
+    assert names == {"list"}

@@ -91,7 +91,7 @@ def test_numbers_drawn_by_a_function_are_refused():
     [
         ([(6, 1), (4, 1)], True),
         ([(3, 1), (2, 1)], False),
-        ([(6, 1), (2, 1)], False),  # another number of entries
+        ([(6, 1), (6, 1)], False),  # two and three entries
         ([(5, 1), (4, 1)], False),
         ([(6, 1)], False),  # nothing to join
     ],

@@ -6,9 +6,8 @@
 It prints a table of the sabotages, the promises that they break, and the tests that see
 them, and ends with 1 if one is not seen.
 
-A sabotage replaces a text in a function or method of the engine, in whatever file. If
-the text is not there exactly once, the sabotage has to be mended: that is a failure,
-too. Its test runs in a process of its own, which imports a copy of the package with the
+A sabotage replaces a text in a function or method of the engine. If the text is not
+there exactly once, the sabotage has to be mended: that is a failure, too. Its test runs in a process of its own, which imports a copy of the package with the
 changed text. These are forks of a server that has imported torch, which takes longer
 than most of the tests.
 """
@@ -25,331 +24,888 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-APART = ("checkup", "integrations", "train")  # packages on top of the engine
 LIMIT_SECONDS = 300  # per sabotage: a hang, not a busy machine
 IMPORTED = ["torch._dynamo", "numpy", "hypothesis", "pytest"]
 PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "setup.cfg"))
 
 
-class Sabotage(NamedTuple):
-    """The promise that it breaks, what it does, where, and the quick
-    test that sees it.
+@dataclass(frozen=True)
+class Sabotage:
+    """One change of the engine, which a test has to see.
+
+    Attributes:
+        name: what the change does.
+        promise: what it breaks, in a word or two.
+        file: where it is, below ``scatterpar/``.
+        place: the function, the class, or the method as ``Class.method``.
+        text: what is there exactly once, however a formatter cuts it into lines.
+        replacement: what is there instead.
+        seen_by: the name of a quick test that has to fail.
     """
 
+    name: str
     promise: str
-    what: str
-    place: str  # a function, a class, or a method as ``Class.method``
+    file: str
+    place: str
     text: str
-    instead: str
-    seen_by: str  # the name of a test
+    replacement: str
+    seen_by: str
 
     @property
     def line(self):
         """The columns of the table that are known beforehand."""
-        return f"{self.what} ({self.place}) | {self.promise}"
+        return f"{self.name} ({self.file}, {self.place}) | {self.promise}"
 
 
-# Per sabotage: what it does; the place and the test that sees it; the text, and the
-# text instead.
-TABLE = r"""
-# exact
-the first micro-batch counts one row more
-  term_counts -> test_training_is_that_of_one_device
-  float(stop - start) for => float(stop - start + (start == 0)) for
-the last micro-batch of a share is dropped
-  Substeps.train -> test_training_is_that_of_one_device
-  [:max_substeps] => [: max_substeps or max(1, len(self._task.weights) - 1)]
-a sum is taken for a mean
-  compute_loss_weights -> test_a_step_is_that_of_plain_torch
-  if request.is_mean: => if True:
-count= is ignored by engine.loss
-  ScatterOnceParallel.loss -> test_a_loop_gets_what_plain_torch_gives_it
-  reduction, count, scaler => reduction, None, scaler
-ignore_index counts unless it is -100
-  terms_of_rows -> test_a_step_is_that_of_plain_torch
-  option_of(criterion, "ignore_index", None) => None
-class weights do not count
-  terms_of_rows -> test_a_step_is_that_of_plain_torch
-  if class_weight is not None: => if False:
-gradients that share memory are added to twice
-  unalias -> test_a_loop_gets_what_plain_torch_gives_it
-  leaves[number].grad = gradient.clone() => pass
-of a parameter that model and criterion share, the criterion's gradient alone arrives
-  reduce_gradients -> test_a_loop_gets_what_plain_torch_gives_it
-  functools.reduce(_plus, parts) if parts else None => parts[-1] if parts else None
-a parameter that no replica used gets zeros
-  _summed -> test_used_once_then_unused_keeps_the_gradient_it_had
-  sums.get(number)) => sums.get(number, torch.zeros_like(leaf)))
-the scale of a scaler is left out
-  Substeps.run -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
-  weight * request.scale => weight
-the factor that arrives at engine.loss is left out
-  _ReturnGradients.backward -> test_a_loop_gets_what_plain_torch_gives_it
-  gradient.mul_(factor_of_gradients) => pass
-outputs are joined in another order
-  returned_outputs -> test_return_outputs
-  outputs_of_share, attempt.request.dim => outputs_of_share[::-1], attempt.request.dim
-outputs of plans by cost stay in the plan's order
-  returned_outputs -> test_outputs_are_one_entry_in_the_order_of_the_batch
-  if attempt.plan.order: => if False:
-batch statistics leave out how the means of micro-batches differ
-  pooled -> test_the_first_layer_has_what_plain_torch_has
-  (_sum(between) + _sum(within)) => _sum(within)
-synchronised statistics leave out how the means of replicas differ
-  pooled -> test_moments_of_two_replicas_are_pooled_by_hand
-  between + within => within
-the gradient of a synchronised layer leaves out the statistics
-  Normalise.backward -> test_steps_are_those_of_batch_norm_over_the_rows_of_all_replicas
-  of_rows -= correction => pass
-sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says
-  sum_dtype -> test_512_ones_add_up_to_512_and_are_added_to_what_is_there
-  if accumulate_dtype is None: => if True:
-ranks weigh alike, however many rows they have
-  Ranks._exchange -> test_a_step_of_ranks_is_that_of_one_device
-  weight / total if total else 0.0 => 1.0 / self.size
-the second pass draws other random numbers
-  Passes._recompute -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
-  self._attempt.generators.set_state(replica, self._states[sub_step]) => pass
-micro_batch_size= is exceeded
-  _plan -> test_every_plan
-  math.ceil(Fraction(stop - start, limits[replica])) => max(1, (stop - start) // limits[replica])
-steps are not checked
-  Verifier._check -> test_a_wrong_gradient_is_told_before_anything_changes
-  if kind.is_due(question.ranges, details): => if False:
-0-dim outputs of a ragged share are averaged with equal weights
-  returned_outputs -> test_return_outputs
-  dim, weights, rows) => dim, [1.0] * len(rows), rows)
-0-dim outputs of inference are averaged with equal weights
-  compute_loss_weights -> test_numbers_without_rows_are_averaged_over_the_rows
-  factors = [float(stop - start) for start, stop in spans] => factors = [1.0] * len(spans)
-engine.map calls the user's own method for all replicas
-  _Work.__init__ -> test_each_replica_calls_its_own_method
-  [replica.copy_of(function) for replica in replicas] => [function for _ in replicas]
-pad= of engine.map is ignored
-  map_rows -> test_tensors_are_joined_padded_or_refused
-  lists, row_function.pad) => lists)
-inference leaves rows in the order of a plan by cost
-  join_on_master -> test_inference_puts_back_whatever_goes_by_row
-  order=plan.order => order=()
-accumulate_dtype= is ignored for float16
-  sum_dtype -> test_the_sum_is_rounded_once
-  if accumulate_dtype is None: => if accumulate_dtype is None or dtype == torch.float16:
-engine.loss forgets the factor of a scaler
-  commit -> test_a_grad_scaler_scales_the_loss_as_in_plain_torch
-  pairs, outcome.request.scale) => pairs, 1.0)
-micro-batches weigh alike in batch statistics, however many rows they have
-  pooled -> test_the_first_layer_has_what_plain_torch_has
-  [count / total for count in counts] => [1 / len(counts) for _ in counts]
-batch statistics move in inference alone
-  commit -> test_the_first_layer_has_what_plain_torch_has
-  outcome.statistics.values() if outcome.statistics else [] => []
-engine.check passes whatever it finds
-  relative_difference -> test_a_difference_is_measured_and_has_a_meaning
-  if relative > worst: => if False:
-a micro-batch without terms is divided by zero
-  compute_loss_weights -> test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing
-  count / total if count else 0.0 => count / total
-the noise of gradients counts a replica too many
-  noise_of -> test_the_formula
-  / (norms.replicas - 1) => / norms.replicas
-gather averages 0-dim entries with equal weights
-  gather -> test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows
-  join_rows(moved, dim, rows) => join_rows(moved, dim, [1] * len(rows))
-an owner's new values of a sharded optimizer reach no other device
-  ShardedOptimizer._step_on_owners -> test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again
-  if parameter in copies.numbers => if self._owners[parameter] == self._memories[0]
-rounding of shares makes a sub-step more
-  _plan -> test_rounding_of_the_given_numbers_makes_no_sub_step_more
-  number - _ROUNDING) => number)
-costs are dealt without looking at shares
-  _deal -> test_loads_are_in_proportion_to_shares
-  / shares[replica] => / 1
-rank 0's parameters are not sent to other ranks
-  Ranks.__init__ -> test_the_first_ranks_parameters_are_taken_over
-  self._collectives.broadcast_from_rank_0(module) => pass
-a gradient that arrives at another network, and that no graph shows, is not refused
-  user_state_guarded -> test_the_error_names_what_it_arrives_at
-  if leaf.grad is not None: => if False:
-two replicas are in one criterion at a time
-  criterion_lock -> test_a_function_that_replicas_share_computes_one_loss_at_a_time
-  if is_module else threading.Lock() =>
-# once
-a copy is counted twice
-  Transfers.copy -> test_every_byte_once
-  self.count(tensor, phase) => self.count(tensor, phase), self.count(tensor, phase)
-a copy is not counted
-  Transfers.copy_into -> test_every_byte_once
-  self.count(source, phase) => pass
-parameters are sent at every step, changed or not
-  Broadcast.update -> test_frozen_parameters_go_out_once_and_do_not_come_back
-  - unchanged => - set()
-an automatic accum is searched again in each step
-  Search._keep -> test_the_fewest_sub_steps_that_fit_are_found_and_kept
-  self._fit.accum = candidate.accum => pass
-an evaluation changes the number of sub-steps in training
-  Search.__init__ -> test_training_and_evaluation_have_numbers_of_their_own
-  if request.backward: => if True:
-generators that a function moved in an undone try stay moved
-  map_rows -> test_what_undone_tries_of_inference_drew_and_wrote_is_undone
-  save_referents(attempt, referents_of(attempt, function)) => pass
-# never stale
-values count as sent before all devices have them
-  Broadcast.update -> test_a_failed_refresh_is_made_good
-  self.invalidate() => self._sent = dict(enumerate(present))
-a frozen parameter is sent once
-  Broadcast.update -> test_every_write_is_followed_however_often
-  - unchanged => - unchanged - {i for i in self._sent if not self._tensors[i].requires_grad}
-a parameter written through .data is not sent
-  Broadcast.update -> test_edits_that_leave_no_version_travel
-  - unchanged => - unchanged - {i for i, old in self._sent.items() if old == present[i]}
-replicas do not follow training, nor other plain values
-  ReplicaSet._update_in_place -> test_the_next_step_obeys
-  for replica in self.replicas: => for replica in ():
-replicas do not follow requires_grad
-  ReplicaSet._update_in_place -> test_the_next_step_obeys
-  != self._required: => != self._required and not self._required:
-buffers of the last replica are kept
-  ReplicaSet.buffers_after -> test_master_keeps_those_of_replica_0_bit_for_bit
-  first = self.replicas[0] => first = self.replicas[-1]
-replicas keep the gradients of the last step
-  ScatterOnceParallel._attempt -> test_used_once_then_unused_keeps_the_gradient_it_had
-  self._replicas.clear_step_state() => pass
-# all or nothing
-settings of the process stay as replicas leave them
-  Workers.parallel_apply -> test_settings_are_after_a_step_what_they_were_before_it
-  restore_settings(settings) => pass
-buffers are not restored if a hook on a gradient raises
-  _add_with_hooks -> test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises
-  restore_after(error, buffers.restore) => pass
-buffers are written after hooks on gradients have run
-  _add_with_hooks -> test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays
-  _add(pairs, attempt, observed=True) => _add(pairs, attempt, observed=True), buffers.write()
-a rollback forgets .grad
-  Undo.restore -> test_hooks_on_the_node_that_accumulates_run_once_and_may_fail
-  partial(setattr, leaf, "grad", gradient) => (lambda: None)
-a rollback forgets values
-  Undo.restore -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
-  partial(write, tensor, value) => (lambda: None)
-a rollback forgets torch's generators
-  Undo.restore -> test_a_failed_step_leaves_the_generator_as_it_was
-  [self._generators.rollback] => []
-a rollback forgets the user's generators
-  Undo.restore -> test_statistics_and_generators_that_a_criterion_moved_are_put_back
-  partial(generator.set_state, state) => (lambda: None)
-a loss that is not finite is committed in spite of check_finite=True
-  Substeps._weighted_sum -> test_names_replica_and_sub_step_and_changes_nothing
-  if self._request.check_finite and not math.isfinite(loss): => if False:
-tries of an automatic accum leave what they wrote
-  Search.run -> test_a_second_try_starts_anew
-  result.attempt.undo.restore() => pass
-the gradients of a trial stay while the next try runs
-  Search.run -> test_the_gradients_of_a_trial_are_freed_before_the_next_try
-  del result => pass
-trials of an automatic accum call the user's function of outputs
-  Search._trial -> test_a_function_of_outputs_is_not_called_by_trials
-  replace(self._request, return_outputs=False) => self._request
-inputs are kept while the criterion runs
-  forward -> test_inputs_that_no_graph_needs_are_freed_before_the_criterion
-  del rows, inputs => pass
-Ctrl-C is forgotten
-  Workers._wait -> test_a_long_step_ends_at_its_next_sub_step
-  job.errors[_CALLER] = error => pass
-threads that were abandoned keep replicas that the next step uses
-  ScatterOnceParallel._attempt -> test_the_second_time_does_not_wait_for_a_replica_that_is_stuck
-  self._replicas.discard() => pass
-a rank that fails lets the others wait
-  Ranks.failing_together -> test_a_rank_that_fails_fails_all
-  if not self._error_is_common: => if False:
-two engines may step on one module at once
-  Workers.exclusive -> test_two_engines_on_one_module_in_two_threads
-  _claims.setdefault(key, self) is not self: => _claims.setdefault(key, self) is None:
-the caller's tensors may be written by a sub-step
-  ShareLoader.load -> test_in_place_layers_do_not_write_the_caller_s_tensors
-  self.at_source(sub_step).unwrapped(copy=True) => self.at_source(sub_step).unwrapped()
-# same bits
-gradients are added in any order
-  sum_in_order -> test_the_sum_has_the_same_bits_every_time
-  tree_pairs(len(sums))
-  => sorted(((0, i) for i in range(1, len(sums))), key=lambda _: __import__("os").urandom(4))
-all replicas of a rank draw the same numbers
-  Generators._generator -> test_every_replica_of_every_rank_draws_masks_of_its_own
-  replica + self._replica_offset => self._replica_offset
-a second pass and checks move the replicas' generators
-  ReplicaTask.isolated -> test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step
-  restored(partial(generators.set_state, replica, state)) => contextlib.nullcontext()
-numbers that replicas draw in inference are drawn again
-  Mapped.commit -> test_inference_draws_on_and_the_seed_decides_it
-  self.attempt.generators.commit() => pass
-numbers that only another replica than the first draws are drawn again
-  Generators.commit -> test_a_replica_other_than_the_first_drawing_moves_the_generator
-  for _, device in drawn} => for number, device in drawn if not number}
-# as in plain torch
-workers compute under autocast in its default dtype
-  CallerContext.__init__ -> test_autocast_dtype_without_its_cache
-  partial(torch.autocast, kind, dtype) => partial(torch.autocast, kind)
-workers do not see the caller's context variables
-  CallerContext.run -> test_contextvars
-  self._variables.copy().run(self._run, device, work) => self._run(device, work)
-hooks on parameters are left out
-  _add -> test_hooks_on_parameters_act_once_on_the_whole_gradient
-  if not observed and not have_gradient => if not have_gradient
-keys of a state dict begin with module.
-  Wrapper.state_dict -> test_keys_are_the_module_s_and_load_with_or_without_a_prefix
-  return self._inner.state_dict(*args, **kwargs) => return super().state_dict(*args, **kwargs)
-compile= is forgotten, and replicas run eagerly
-  Compiler.compiled_call -> test_it_trains_as_the_eager_engine_does
-  compile_fn(run) => run
-inference in training mode moves no statistics
-  map_rows -> test_inference_moves_statistics_as_a_module_does
-  if not any(part.training for part in module.modules()): => if True:
-workers do not see the caller's hooks on saved tensors
-  CallerContext.__init__ -> test_saved_tensors_hooks
-  if hooks: => if False:
-hooks on parameters run in engine.check
-  compare -> test_it_leaves_no_trace
-  hooks_taken_off(leaves) => hooks_taken_off([])
-# clear errors
-the user's exception is replaced
-  Workers.parallel_apply -> test_the_lowest_replica_speaks_and_the_others_are_noted_once
-  raise error => raise RuntimeError(str(error))
-the note on an error names no sub-step
-  ReplicaNote.__exit__ -> test_the_words_of_a_note
-  if self.sub_step is not None: => if False:
-a closed engine steps on
-  Workers._refuse_if_closed -> test_close_twice_and_close_before_use
-  if self._closed: => if False:
-a second backward pass of engine.loss gives nothing
-  _ReturnGradients.backward -> test_a_second_backward_pass_is_an_error
-  raise RuntimeError(_TWICE) => return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
-a report says that nothing was tried again
-  Outcome.report -> test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit
-  retries=self.retries => retries=0
-copies that arrive altered are not noticed
-  ScatterOnceParallel._attempt -> test_the_engine_refuses_devices_whose_memory_brings_other_bytes
-  check_links(self.device_ids) => pass
-the note on an error numbers rows in the order of a plan by cost
-  Share.rows_of -> test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost
-  if self.row_numbers: => if False:
-"""
-
-
-def _read(table):
-    promise = ""
-    for entry in re.split(r"\n(?! )", table.strip()):
-        what, *rest = map(str.strip, entry.splitlines())
-        if not rest:
-            promise = what[2:]
-            continue
-        place, seen_by = rest[0].split(" -> ")
-        text, instead = " ".join(rest[1:]).split(" =>")
-        yield Sabotage(promise, what, place, text, instead.strip(), seen_by)
-
-
-SABOTAGES = [*_read(TABLE)]
+SABOTAGES = [
+    # --- exact ---
+    Sabotage(
+        name="the first micro-batch counts one row more",
+        promise="exact",
+        file="step/loss_weights.py",
+        place="term_counts",
+        text="float(stop - start) for",
+        replacement="float(stop - start + (start == 0)) for",
+        seen_by="test_training_is_that_of_one_device",
+    ),
+    Sabotage(
+        name="the last micro-batch of a share is dropped",
+        promise="exact",
+        file="step/substeps.py",
+        place="Substeps.train",
+        text="[:max_substeps]",
+        replacement="[: max_substeps or max(1, len(self._task.weights) - 1)]",
+        seen_by="test_training_is_that_of_one_device",
+    ),
+    Sabotage(
+        name="a sum is taken for a mean",
+        promise="exact",
+        file="step/loss_weights.py",
+        place="compute_loss_weights",
+        text="if request.is_mean:",
+        replacement="if True:",
+        seen_by="test_a_step_is_that_of_plain_torch",
+    ),
+    Sabotage(
+        name="count= is ignored by engine.loss",
+        promise="exact",
+        file="engine.py",
+        place="ScatterOnceParallel.loss",
+        text="reduction, count, scaler",
+        replacement="reduction, None, scaler",
+        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+    ),
+    Sabotage(
+        name="ignore_index counts unless it is -100",
+        promise="exact",
+        file="step/loss_weights.py",
+        place="terms_of_rows",
+        text='option_of(criterion, "ignore_index", None)',
+        replacement="None",
+        seen_by="test_a_step_is_that_of_plain_torch",
+    ),
+    Sabotage(
+        name="class weights do not count",
+        promise="exact",
+        file="step/loss_weights.py",
+        place="terms_of_rows",
+        text="if class_weight is not None:",
+        replacement="if False:",
+        seen_by="test_a_step_is_that_of_plain_torch",
+    ),
+    Sabotage(
+        name="gradients that share memory are added to twice",
+        promise="exact",
+        file="step/substeps.py",
+        place="unalias",
+        text="leaves[number].grad = gradient.clone()",
+        replacement="pass",
+        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+    ),
+    Sabotage(
+        name=(
+            "of a parameter that model and criterion share, the criterion's gradient "
+            "alone arrives"
+        ),
+        promise="exact",
+        file="step/reduce.py",
+        place="reduce_gradients",
+        text="functools.reduce(_plus, parts) if parts else None",
+        replacement="parts[-1] if parts else None",
+        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+    ),
+    Sabotage(
+        name="a parameter that no replica used gets zeros",
+        promise="exact",
+        file="step/reduce.py",
+        place="_summed",
+        text="sums.get(number))",
+        replacement="sums.get(number, torch.zeros_like(leaf)))",
+        seen_by="test_used_once_then_unused_keeps_the_gradient_it_had",
+    ),
+    Sabotage(
+        name="the scale of a scaler is left out",
+        promise="exact",
+        file="step/substeps.py",
+        place="Substeps.run",
+        text="weight * request.scale",
+        replacement="weight",
+        seen_by="test_a_grad_scaler_scales_the_loss_as_in_plain_torch",
+    ),
+    Sabotage(
+        name="the factor that arrives at engine.loss is left out",
+        promise="exact",
+        file="step/commit.py",
+        place="_ReturnGradients.backward",
+        text="gradient.mul_(factor_of_gradients)",
+        replacement="pass",
+        seen_by="test_a_loop_gets_what_plain_torch_gives_it",
+    ),
+    Sabotage(
+        name="outputs are joined in another order",
+        promise="exact",
+        file="step/reduce.py",
+        place="returned_outputs",
+        text="outputs_of_share, attempt.request.dim",
+        replacement="outputs_of_share[::-1], attempt.request.dim",
+        seen_by="test_return_outputs",
+    ),
+    Sabotage(
+        name="outputs of plans by cost stay in the plan's order",
+        promise="exact",
+        file="step/reduce.py",
+        place="returned_outputs",
+        text="if attempt.plan.order:",
+        replacement="if False:",
+        seen_by="test_outputs_are_one_entry_in_the_order_of_the_batch",
+    ),
+    Sabotage(
+        name="batch statistics leave out how the means of micro-batches differ",
+        promise="exact",
+        file="replicas/batch_statistics.py",
+        place="pooled",
+        text="(_sum(between) + _sum(within))",
+        replacement="_sum(within)",
+        seen_by="test_the_first_layer_has_what_plain_torch_has",
+    ),
+    Sabotage(
+        name="synchronised statistics leave out how the means of replicas differ",
+        promise="exact",
+        file="replicas/sync_batch_norm.py",
+        place="pooled",
+        text="between + within",
+        replacement="within",
+        seen_by="test_moments_of_two_replicas_are_pooled_by_hand",
+    ),
+    Sabotage(
+        name="the gradient of a synchronised layer leaves out the statistics",
+        promise="exact",
+        file="replicas/sync_batch_norm.py",
+        place="Normalise.backward",
+        text="of_rows -= correction",
+        replacement="pass",
+        seen_by="test_steps_are_those_of_batch_norm_over_the_rows_of_all_replicas",
+    ),
+    Sabotage(
+        name=(
+            "sub-steps add up in the parameters' dtype, whatever accumulate_dtype= says"
+        ),
+        promise="exact",
+        file="replicas/replicas.py",
+        place="sum_dtype",
+        text="if accumulate_dtype is None:",
+        replacement="if True:",
+        seen_by="test_512_ones_add_up_to_512_and_are_added_to_what_is_there",
+    ),
+    Sabotage(
+        name="ranks weigh alike, however many rows they have",
+        promise="exact",
+        file="distributed/ranks.py",
+        place="Ranks._exchange",
+        text="weight / total if total else 0.0",
+        replacement="1.0 / self.size",
+        seen_by="test_a_step_of_ranks_is_that_of_one_device",
+    ),
+    Sabotage(
+        name="the second pass draws other random numbers",
+        promise="exact",
+        file="options/whole_batch.py",
+        place="Passes._recompute",
+        text="self._attempt.generators.set_state(replica, self._states[sub_step])",
+        replacement="pass",
+        seen_by=(
+            "test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step"
+        ),
+    ),
+    Sabotage(
+        name="micro_batch_size= is exceeded",
+        promise="exact",
+        file="plan.py",
+        place="_plan",
+        text="math.ceil(Fraction(stop - start, limits[replica]))",
+        replacement="max(1, (stop - start) // limits[replica])",
+        seen_by="test_every_plan",
+    ),
+    Sabotage(
+        name="steps are not checked",
+        promise="exact",
+        file="verify/verifier.py",
+        place="Verifier._check",
+        text="if kind.is_due(question.ranges, details):",
+        replacement="if False:",
+        seen_by="test_a_wrong_gradient_is_told_before_anything_changes",
+    ),
+    Sabotage(
+        name="0-dim outputs of a ragged share are averaged with equal weights",
+        promise="exact",
+        file="step/reduce.py",
+        place="returned_outputs",
+        text="dim, weights, rows)",
+        replacement="dim, [1.0] * len(rows), rows)",
+        seen_by="test_return_outputs",
+    ),
+    Sabotage(
+        name="0-dim outputs of inference are averaged with equal weights",
+        promise="exact",
+        file="step/loss_weights.py",
+        place="compute_loss_weights",
+        text="factors = [float(stop - start) for start, stop in spans]",
+        replacement="factors = [1.0] * len(spans)",
+        seen_by="test_numbers_without_rows_are_averaged_over_the_rows",
+    ),
+    Sabotage(
+        name="engine.map calls the user's own method for all replicas",
+        promise="exact",
+        file="options/map_rows.py",
+        place="_Work.__init__",
+        text="[replica.copy_of(function) for replica in replicas]",
+        replacement="[function for _ in replicas]",
+        seen_by="test_each_replica_calls_its_own_method",
+    ),
+    Sabotage(
+        name="pad= of engine.map is ignored",
+        promise="exact",
+        file="options/map_rows.py",
+        place="map_rows",
+        text="lists, row_function.pad)",
+        replacement="lists)",
+        seen_by="test_tensors_are_joined_padded_or_refused",
+    ),
+    Sabotage(
+        name="inference leaves rows in the order of a plan by cost",
+        promise="exact",
+        file="step/reduce.py",
+        place="join_on_master",
+        text="order=plan.order",
+        replacement="order=()",
+        seen_by="test_inference_puts_back_whatever_goes_by_row",
+    ),
+    Sabotage(
+        name="accumulate_dtype= is ignored for float16",
+        promise="exact",
+        file="replicas/replicas.py",
+        place="sum_dtype",
+        text="if accumulate_dtype is None:",
+        replacement="if accumulate_dtype is None or dtype == torch.float16:",
+        seen_by="test_the_sum_is_rounded_once",
+    ),
+    Sabotage(
+        name="engine.loss forgets the factor of a scaler",
+        promise="exact",
+        file="step/commit.py",
+        place="commit",
+        text="pairs, outcome.request.scale)",
+        replacement="pairs, 1.0)",
+        seen_by="test_a_grad_scaler_scales_the_loss_as_in_plain_torch",
+    ),
+    Sabotage(
+        name=(
+            "micro-batches weigh alike in batch statistics, however many rows they have"
+        ),
+        promise="exact",
+        file="replicas/batch_statistics.py",
+        place="pooled",
+        text="[count / total for count in counts]",
+        replacement="[1 / len(counts) for _ in counts]",
+        seen_by="test_the_first_layer_has_what_plain_torch_has",
+    ),
+    Sabotage(
+        name="batch statistics move in inference alone",
+        promise="exact",
+        file="step/commit.py",
+        place="commit",
+        text="outcome.statistics.values() if outcome.statistics else []",
+        replacement="[]",
+        seen_by="test_the_first_layer_has_what_plain_torch_has",
+    ),
+    Sabotage(
+        name="engine.check passes whatever it finds",
+        promise="exact",
+        file="verify/comparison.py",
+        place="relative_difference",
+        text="if relative > worst:",
+        replacement="if False:",
+        seen_by="test_a_difference_is_measured_and_has_a_meaning",
+    ),
+    Sabotage(
+        name="a micro-batch without terms is divided by zero",
+        promise="exact",
+        file="step/loss_weights.py",
+        place="compute_loss_weights",
+        text="count / total if count else 0.0",
+        replacement="count / total",
+        seen_by="test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing",
+    ),
+    Sabotage(
+        name="the noise of gradients counts a replica too many",
+        promise="exact",
+        file="options/gradient_noise.py",
+        place="noise_of",
+        text="/ (norms.replicas - 1)",
+        replacement="/ norms.replicas",
+        seen_by="test_the_formula",
+    ),
+    Sabotage(
+        name="gather averages 0-dim entries with equal weights",
+        promise="exact",
+        file="pair/pair.py",
+        place="gather",
+        text="join_rows(moved, dim, rows)",
+        replacement="join_rows(moved, dim, [1] * len(rows))",
+        seen_by="test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows",
+    ),
+    Sabotage(
+        name="an owner's new values of a sharded optimizer reach no other device",
+        promise="exact",
+        file="sharded.py",
+        place="ShardedOptimizer._step_on_owners",
+        text="if parameter in copies.numbers",
+        replacement="if self._owners[parameter] == self._memories[0]",
+        seen_by="test_the_bits_of_the_plain_class_and_no_parameter_is_sent_again",
+    ),
+    Sabotage(
+        name="rounding of shares makes a sub-step more",
+        promise="exact",
+        file="plan.py",
+        place="_plan",
+        text="number - _ROUNDING)",
+        replacement="number)",
+        seen_by="test_rounding_of_the_given_numbers_makes_no_sub_step_more",
+    ),
+    Sabotage(
+        name="costs are dealt without looking at shares",
+        promise="exact",
+        file="options/costs.py",
+        place="_deal",
+        text="/ shares[replica]",
+        replacement="/ 1",
+        seen_by="test_loads_are_in_proportion_to_shares",
+    ),
+    Sabotage(
+        name="rank 0's parameters are not sent to other ranks",
+        promise="exact",
+        file="distributed/ranks.py",
+        place="Ranks.__init__",
+        text="self._collectives.broadcast_from_rank_0(module)",
+        replacement="pass",
+        seen_by="test_the_first_ranks_parameters_are_taken_over",
+    ),
+    Sabotage(
+        name=(
+            "a gradient that arrives at another network, and that no graph shows, is "
+            "not refused"
+        ),
+        promise="exact",
+        file="step/substeps.py",
+        place="user_state_guarded",
+        text="if leaf.grad is not None:",
+        replacement="if False:",
+        seen_by="test_the_error_names_what_it_arrives_at",
+    ),
+    Sabotage(
+        name="two replicas are in one criterion at a time",
+        promise="exact",
+        file="step/task.py",
+        place="criterion_lock",
+        text="if is_module else threading.Lock()",
+        replacement="",
+        seen_by="test_a_function_that_replicas_share_computes_one_loss_at_a_time",
+    ),
+    # --- once ---
+    Sabotage(
+        name="a copy is counted twice",
+        promise="once",
+        file="devices/transfers.py",
+        place="Transfers.copy",
+        text="self.count(tensor, phase)",
+        replacement="self.count(tensor, phase), self.count(tensor, phase)",
+        seen_by="test_every_byte_once",
+    ),
+    Sabotage(
+        name="a copy is not counted",
+        promise="once",
+        file="devices/transfers.py",
+        place="Transfers.copy_into",
+        text="self.count(source, phase)",
+        replacement="pass",
+        seen_by="test_every_byte_once",
+    ),
+    Sabotage(
+        name="parameters are sent at every step, changed or not",
+        promise="once",
+        file="replicas/broadcast.py",
+        place="Broadcast.update",
+        text="- unchanged",
+        replacement="- set()",
+        seen_by="test_frozen_parameters_go_out_once_and_do_not_come_back",
+    ),
+    Sabotage(
+        name="an automatic accum is searched again in each step",
+        promise="once",
+        file="options/auto_accum.py",
+        place="Search._keep",
+        text="self._fit.accum = candidate.accum",
+        replacement="pass",
+        seen_by="test_the_fewest_sub_steps_that_fit_are_found_and_kept",
+    ),
+    Sabotage(
+        name="an evaluation changes the number of sub-steps in training",
+        promise="once",
+        file="options/auto_accum.py",
+        place="Search.__init__",
+        text="if request.backward:",
+        replacement="if True:",
+        seen_by="test_training_and_evaluation_have_numbers_of_their_own",
+    ),
+    Sabotage(
+        name="generators that a function moved in an undone try stay moved",
+        promise="once",
+        file="options/map_rows.py",
+        place="map_rows",
+        text="save_referents(attempt, referents_of(attempt, function))",
+        replacement="pass",
+        seen_by="test_what_undone_tries_of_inference_drew_and_wrote_is_undone",
+    ),
+    # --- never stale ---
+    Sabotage(
+        name="values count as sent before all devices have them",
+        promise="never stale",
+        file="replicas/broadcast.py",
+        place="Broadcast.update",
+        text="self.invalidate()",
+        replacement="self._sent = dict(enumerate(present))",
+        seen_by="test_a_failed_refresh_is_made_good",
+    ),
+    Sabotage(
+        name="a frozen parameter is sent once",
+        promise="never stale",
+        file="replicas/broadcast.py",
+        place="Broadcast.update",
+        text="- unchanged",
+        replacement=(
+            "- unchanged - {i for i in self._sent if not "
+            "self._tensors[i].requires_grad}"
+        ),
+        seen_by="test_every_write_is_followed_however_often",
+    ),
+    Sabotage(
+        name="a parameter written through .data is not sent",
+        promise="never stale",
+        file="replicas/broadcast.py",
+        place="Broadcast.update",
+        text="- unchanged",
+        replacement=(
+            "- unchanged - {i for i, old in self._sent.items() if old == present[i]}"
+        ),
+        seen_by="test_edits_that_leave_no_version_travel",
+    ),
+    Sabotage(
+        name="replicas do not follow training, nor other plain values",
+        promise="never stale",
+        file="replicas/replicas.py",
+        place="ReplicaSet._update_in_place",
+        text="for replica in self.replicas:",
+        replacement="for replica in ():",
+        seen_by="test_the_next_step_obeys",
+    ),
+    Sabotage(
+        name="replicas do not follow requires_grad",
+        promise="never stale",
+        file="replicas/replicas.py",
+        place="ReplicaSet._update_in_place",
+        text="!= self._required:",
+        replacement="!= self._required and not self._required:",
+        seen_by="test_the_next_step_obeys",
+    ),
+    Sabotage(
+        name="buffers of the last replica are kept",
+        promise="never stale",
+        file="replicas/replicas.py",
+        place="ReplicaSet.buffers_after",
+        text="first = self.replicas[0]",
+        replacement="first = self.replicas[-1]",
+        seen_by="test_master_keeps_those_of_replica_0_bit_for_bit",
+    ),
+    Sabotage(
+        name="replicas keep the gradients of the last step",
+        promise="never stale",
+        file="engine.py",
+        place="ScatterOnceParallel._attempt",
+        text="self._replicas.clear_step_state()",
+        replacement="pass",
+        seen_by="test_used_once_then_unused_keeps_the_gradient_it_had",
+    ),
+    # --- all or nothing ---
+    Sabotage(
+        name="settings of the process stay as replicas leave them",
+        promise="all or nothing",
+        file="threads/workers.py",
+        place="Workers.parallel_apply",
+        text="restore_settings(settings)",
+        replacement="pass",
+        seen_by="test_settings_are_after_a_step_what_they_were_before_it",
+    ),
+    Sabotage(
+        name="buffers are not restored if a hook on a gradient raises",
+        promise="all or nothing",
+        file="step/commit.py",
+        place="_add_with_hooks",
+        text="restore_after(error, buffers.restore)",
+        replacement="pass",
+        seen_by="test_buffers_are_unchanged_if_a_hook_on_a_gradient_raises",
+    ),
+    Sabotage(
+        name="buffers are written after hooks on gradients have run",
+        promise="all or nothing",
+        file="step/commit.py",
+        place="_add_with_hooks",
+        text="_add(pairs, attempt, observed=True)",
+        replacement="_add(pairs, attempt, observed=True), buffers.write()",
+        seen_by=(
+            "test_what_a_hook_on_a_gradient_writes_into_buffers_and_parameters_stays"
+        ),
+    ),
+    Sabotage(
+        name="a rollback forgets .grad",
+        promise="all or nothing",
+        file="step/undo.py",
+        place="Undo.restore",
+        text='partial(setattr, leaf, "grad", gradient)',
+        replacement="(lambda: None)",
+        seen_by="test_hooks_on_the_node_that_accumulates_run_once_and_may_fail",
+    ),
+    Sabotage(
+        name="a rollback forgets values",
+        promise="all or nothing",
+        file="step/undo.py",
+        place="Undo.restore",
+        text="partial(write, tensor, value)",
+        replacement="(lambda: None)",
+        seen_by="test_statistics_and_generators_that_a_criterion_moved_are_put_back",
+    ),
+    Sabotage(
+        name="a rollback forgets torch's generators",
+        promise="all or nothing",
+        file="step/undo.py",
+        place="Undo.restore",
+        text="[self._generators.rollback]",
+        replacement="[]",
+        seen_by="test_a_failed_step_leaves_the_generator_as_it_was",
+    ),
+    Sabotage(
+        name="a rollback forgets the user's generators",
+        promise="all or nothing",
+        file="step/undo.py",
+        place="Undo.restore",
+        text="partial(generator.set_state, state)",
+        replacement="(lambda: None)",
+        seen_by="test_statistics_and_generators_that_a_criterion_moved_are_put_back",
+    ),
+    Sabotage(
+        name="a loss that is not finite is committed in spite of check_finite=True",
+        promise="all or nothing",
+        file="step/substeps.py",
+        place="Substeps._weighted_sum",
+        text="if self._request.check_finite and not math.isfinite(loss):",
+        replacement="if False:",
+        seen_by="test_names_replica_and_sub_step_and_changes_nothing",
+    ),
+    Sabotage(
+        name="tries of an automatic accum leave what they wrote",
+        promise="all or nothing",
+        file="options/auto_accum.py",
+        place="Search.run",
+        text="result.attempt.undo.restore()",
+        replacement="pass",
+        seen_by="test_a_second_try_starts_anew",
+    ),
+    Sabotage(
+        name="the gradients of a trial stay while the next try runs",
+        promise="all or nothing",
+        file="options/auto_accum.py",
+        place="Search.run",
+        text="del result",
+        replacement="pass",
+        seen_by="test_the_gradients_of_a_trial_are_freed_before_the_next_try",
+    ),
+    Sabotage(
+        name="trials of an automatic accum call the user's function of outputs",
+        promise="all or nothing",
+        file="options/auto_accum.py",
+        place="Search._trial",
+        text="replace(self._request, return_outputs=False)",
+        replacement="self._request",
+        seen_by="test_a_function_of_outputs_is_not_called_by_trials",
+    ),
+    Sabotage(
+        name="inputs are kept while the criterion runs",
+        promise="all or nothing",
+        file="step/loss.py",
+        place="forward",
+        text="del rows, inputs",
+        replacement="pass",
+        seen_by="test_inputs_that_no_graph_needs_are_freed_before_the_criterion",
+    ),
+    Sabotage(
+        name="Ctrl-C is forgotten",
+        promise="all or nothing",
+        file="threads/workers.py",
+        place="Workers._wait",
+        text="job.errors[_CALLER] = error",
+        replacement="pass",
+        seen_by="test_a_long_step_ends_at_its_next_sub_step",
+    ),
+    Sabotage(
+        name="threads that were abandoned keep replicas that the next step uses",
+        promise="all or nothing",
+        file="engine.py",
+        place="ScatterOnceParallel._attempt",
+        text="self._replicas.discard()",
+        replacement="pass",
+        seen_by="test_the_second_time_does_not_wait_for_a_replica_that_is_stuck",
+    ),
+    Sabotage(
+        name="a rank that fails lets the others wait",
+        promise="all or nothing",
+        file="distributed/ranks.py",
+        place="Ranks.failing_together",
+        text="if not self._error_is_common:",
+        replacement="if False:",
+        seen_by="test_a_rank_that_fails_fails_all",
+    ),
+    Sabotage(
+        name="two engines may step on one module at once",
+        promise="all or nothing",
+        file="threads/workers.py",
+        place="Workers.exclusive",
+        text="_claims.setdefault(key, self) is not self:",
+        replacement="_claims.setdefault(key, self) is None:",
+        seen_by="test_two_engines_on_one_module_in_two_threads",
+    ),
+    Sabotage(
+        name="the caller's tensors may be written by a sub-step",
+        promise="all or nothing",
+        file="step/scatter.py",
+        place="ShareLoader.load",
+        text="self.at_source(sub_step).unwrapped(copy=True)",
+        replacement="self.at_source(sub_step).unwrapped()",
+        seen_by="test_in_place_layers_do_not_write_the_caller_s_tensors",
+    ),
+    # --- same bits ---
+    Sabotage(
+        name="gradients are added in any order",
+        promise="same bits",
+        file="step/reduce.py",
+        place="sum_in_order",
+        text="tree_pairs(len(sums))",
+        replacement=(
+            "sorted(((0, i) for i in range(1, len(sums))), key=lambda _: "
+            '__import__("os").urandom(4))'
+        ),
+        seen_by="test_the_sum_has_the_same_bits_every_time",
+    ),
+    Sabotage(
+        name="all replicas of a rank draw the same numbers",
+        promise="same bits",
+        file="threads/generators.py",
+        place="Generators._generator",
+        text="replica + self._replica_offset",
+        replacement="self._replica_offset",
+        seen_by="test_every_replica_of_every_rank_draws_masks_of_its_own",
+    ),
+    Sabotage(
+        name="a second pass and checks move the replicas' generators",
+        promise="same bits",
+        file="step/task.py",
+        place="ReplicaTask.isolated",
+        text="restored(partial(generators.set_state, replica, state))",
+        replacement="contextlib.nullcontext()",
+        seen_by=(
+            "test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step"
+        ),
+    ),
+    Sabotage(
+        name="numbers that replicas draw in inference are drawn again",
+        promise="same bits",
+        file="options/map_rows.py",
+        place="Mapped.commit",
+        text="self.attempt.generators.commit()",
+        replacement="pass",
+        seen_by="test_inference_draws_on_and_the_seed_decides_it",
+    ),
+    Sabotage(
+        name="numbers that only another replica than the first draws are drawn again",
+        promise="same bits",
+        file="threads/generators.py",
+        place="Generators.commit",
+        text="for _, device in drawn}",
+        replacement="for number, device in drawn if not number}",
+        seen_by="test_a_replica_other_than_the_first_drawing_moves_the_generator",
+    ),
+    # --- as in plain torch ---
+    Sabotage(
+        name="workers compute under autocast in its default dtype",
+        promise="as in plain torch",
+        file="threads/caller_context.py",
+        place="CallerContext.__init__",
+        text="partial(torch.autocast, kind, dtype)",
+        replacement="partial(torch.autocast, kind)",
+        seen_by="test_autocast_dtype_without_its_cache",
+    ),
+    Sabotage(
+        name="workers do not see the caller's context variables",
+        promise="as in plain torch",
+        file="threads/caller_context.py",
+        place="CallerContext.run",
+        text="self._variables.copy().run(self._run, device, work)",
+        replacement="self._run(device, work)",
+        seen_by="test_contextvars",
+    ),
+    Sabotage(
+        name="hooks on parameters are left out",
+        promise="as in plain torch",
+        file="step/commit.py",
+        place="_add",
+        text="if not observed and not have_gradient",
+        replacement="if not have_gradient",
+        seen_by="test_hooks_on_parameters_act_once_on_the_whole_gradient",
+    ),
+    Sabotage(
+        name="keys of a state dict begin with module.",
+        promise="as in plain torch",
+        file="wrapper.py",
+        place="Wrapper.state_dict",
+        text="return self._inner.state_dict(*args, **kwargs)",
+        replacement="return super().state_dict(*args, **kwargs)",
+        seen_by="test_keys_are_the_module_s_and_load_with_or_without_a_prefix",
+    ),
+    Sabotage(
+        name="compile= is forgotten, and replicas run eagerly",
+        promise="as in plain torch",
+        file="replicas/compiled.py",
+        place="Compiler.compiled_call",
+        text="compile_fn(run)",
+        replacement="run",
+        seen_by="test_it_trains_as_the_eager_engine_does",
+    ),
+    Sabotage(
+        name="inference in training mode moves no statistics",
+        promise="as in plain torch",
+        file="options/map_rows.py",
+        place="map_rows",
+        text="if not any(part.training for part in module.modules()):",
+        replacement="if True:",
+        seen_by="test_inference_moves_statistics_as_a_module_does",
+    ),
+    Sabotage(
+        name="workers do not see the caller's hooks on saved tensors",
+        promise="as in plain torch",
+        file="threads/caller_context.py",
+        place="CallerContext.__init__",
+        text="if hooks:",
+        replacement="if False:",
+        seen_by="test_saved_tensors_hooks",
+    ),
+    Sabotage(
+        name="hooks on parameters run in engine.check",
+        promise="as in plain torch",
+        file="verify/gradient_check.py",
+        place="compare",
+        text="hooks_taken_off(leaves)",
+        replacement="hooks_taken_off([])",
+        seen_by="test_it_leaves_no_trace",
+    ),
+    # --- clear errors ---
+    Sabotage(
+        name="the user's exception is replaced",
+        promise="clear errors",
+        file="threads/workers.py",
+        place="Workers.parallel_apply",
+        text="raise error",
+        replacement="raise RuntimeError(str(error))",
+        seen_by="test_the_lowest_replica_speaks_and_the_others_are_noted_once",
+    ),
+    Sabotage(
+        name="the note on an error names no sub-step",
+        promise="clear errors",
+        file="step/replica_threads.py",
+        place="ReplicaNote.__exit__",
+        text="if self.sub_step is not None:",
+        replacement="if False:",
+        seen_by="test_the_words_of_a_note",
+    ),
+    Sabotage(
+        name="a closed engine steps on",
+        promise="clear errors",
+        file="threads/workers.py",
+        place="Workers._refuse_if_closed",
+        text="if self._closed:",
+        replacement="if False:",
+        seen_by="test_close_twice_and_close_before_use",
+    ),
+    Sabotage(
+        name="a second backward pass of engine.loss gives nothing",
+        promise="clear errors",
+        file="step/commit.py",
+        place="_ReturnGradients.backward",
+        text="raise RuntimeError(_TWICE)",
+        replacement=(
+            "return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))"
+        ),
+        seen_by="test_a_second_backward_pass_is_an_error",
+    ),
+    Sabotage(
+        name="a report says that nothing was tried again",
+        promise="clear errors",
+        file="step/reduce.py",
+        place="Outcome.report",
+        text="retries=self.retries",
+        replacement="retries=0",
+        seen_by="test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit",
+    ),
+    Sabotage(
+        name="copies that arrive altered are not noticed",
+        promise="clear errors",
+        file="engine.py",
+        place="ScatterOnceParallel._attempt",
+        text="check_links(self.device_ids)",
+        replacement="pass",
+        seen_by="test_the_engine_refuses_devices_whose_memory_brings_other_bytes",
+    ),
+    Sabotage(
+        name="the note on an error numbers rows in the order of a plan by cost",
+        promise="clear errors",
+        file="plan.py",
+        place="Share.rows_of",
+        text="if self.row_numbers:",
+        replacement="if False:",
+        seen_by="test_a_note_names_the_rows_of_a_micro_batch_cut_by_cost",
+    ),
+]
 
 
 def main():
@@ -357,7 +913,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only lines that have all of these")
     words = parser.parse_args().words
-    tried = [each for each in SABOTAGES if all(word in each.line for word in words)]
+    tried = []
+    for sabotage in SABOTAGES:
+        if all(word in sabotage.line for word in words):
+            tried.append(sabotage)
     print("sabotage | promise | seen by")
     seen = 0
     with ThreadPoolExecutor(2) as pool:
@@ -448,24 +1007,26 @@ def run_on_copy(changed, test, *options, timeout):
 
 
 def sabotaged(sabotage):
-    """The file of the engine that a sabotage changes, and its text afterwards."""
-    found = []
-    for path, source, tree in _engine():
-        nodes = [tree]
-        for part in sabotage.place.split("."):
-            inside = [child for node in nodes for child in getattr(node, "body", [])]
-            nodes = [child for child in inside if getattr(child, "name", "") == part]
-        for node in nodes:
-            body = ast.get_source_segment(source, node)
-            for match in in_any_layout(sabotage.text).finditer(body):
-                changed = body[: match.start()] + sabotage.instead + body[match.end() :]
-                found.append((path, source.replace(body, changed)))
-    if len(found) != 1:
-        times = f"{len(found)} times in {sabotage.place}"
+    """The path of the file that a sabotage changes, and its text afterwards."""
+    path = Path("scatterpar", sabotage.file)
+    source, tree = _parsed(path)
+    nodes = [tree]
+    for part in sabotage.place.split("."):
+        children = [child for node in nodes for child in getattr(node, "body", [])]
+        nodes = [child for child in children if getattr(child, "name", "") == part]
+    changed = []
+    for node in nodes:
+        body = ast.get_source_segment(source, node)
+        for match in in_any_layout(sabotage.text).finditer(body):
+            before, after = body[: match.start()], body[match.end() :]
+            new_body = before + sabotage.replacement + after
+            changed.append(source.replace(body, new_body))
+    if len(changed) != 1:
         raise LookupError(
-            f"{sabotage.text!r} is {times} of the engine: mend tests/sabotage.py"
+            f"{sabotage.text!r} is {len(changed)} times in {sabotage.place} of {path}: "
+            f"mend tests/sabotage.py"
         )
-    return found[0]
+    return path, changed[0]
 
 
 def in_any_layout(text):
@@ -476,18 +1037,10 @@ def in_any_layout(text):
 
 
 @functools.cache
-def _engine():
-    """The files of the engine, relative to the repository: their texts, and what these
-    define.
-    """
-    files = [
-        file.relative_to(ROOT) for file in sorted((ROOT / "scatterpar").rglob("*.py"))
-    ]
-    paths = [path for path in files if path.parts[1] not in APART]
-    texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
-    return [
-        (path, text, ast.parse(text)) for path, text in zip(paths, texts, strict=True)
-    ]
+def _parsed(path):
+    """The text of a file, relative to the repository, and its syntax tree."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return text, ast.parse(text)
 
 
 def name_of_test(sabotage):
@@ -495,8 +1048,8 @@ def name_of_test(sabotage):
     name.
     """
     begins = f"\ndef {sabotage.seen_by}("
-    found = [f"{file}::{sabotage.seen_by}" for file, text in _tests() if begins in text]
-    return found[0] if len(found) == 1 else ""
+    files = [file for file, text in _tests() if begins in text]
+    return f"{files[0]}::{sabotage.seen_by}" if len(files) == 1 else ""
 
 
 @functools.cache

@@ -19,7 +19,7 @@ def test_every_sabotage_applies_and_names_its_test():
         assert name_of_test(sabotage), (
             f"{sabotage.line}: no test is named {sabotage.seen_by}"
         )
-    assert len({sabotage.what for sabotage in SABOTAGES}) == len(SABOTAGES)
+    assert len({sabotage.name for sabotage in SABOTAGES}) == len(SABOTAGES)
 
 
 @pytest.mark.slow

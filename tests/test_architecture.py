@@ -105,6 +105,7 @@ def test_there_is_no_circle():
     TopologicalSorter(graph()).prepare()  # or the error names the circle
 
 
+@pytest.mark.slow
 def test_the_engine_and_what_integrations_share_import_nothing_optional():
     code = """
 import sys, torch

@@ -19,9 +19,9 @@ OF_GENERATORS = TWO_PASSES, "threads/generators.py"
 CASES = [  # the layout, how often Ctrl-C strikes, and where
     *(
         ("shared", 16),
-        ("alone", 16),
-        ("virtual", 14, TWO_PASSES),
-        ("shared", 24, *OF_GENERATORS),
+        ("alone", 8),
+        ("virtual", 8, TWO_PASSES),
+        ("shared", 16, *OF_GENERATORS),
     ),
     *(
         pytest.param(case, marks=pytest.mark.slow)

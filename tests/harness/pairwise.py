@@ -1,4 +1,4 @@
-"""Products of parameters that are too many to try them all at every run."""
+"""Parameters, and products of them, that are too many to try them all at every run."""
 
 import itertools
 
@@ -15,6 +15,13 @@ def pairwise(**factors):
     others = [each for each in itertools.product(*factors.values()) if each not in few]
     slow = [pytest.param(*each, marks=pytest.mark.slow) for each in others]
     return pytest.mark.parametrize(tuple(factors), few + slow)
+
+
+def few_of(names, quick):
+    """Values of a parameter, of which those in ``quick`` are run by default."""
+    assert set(quick) <= set(names)
+    slow = {name: pytest.param(name, marks=pytest.mark.slow) for name in names}
+    return [name if name in quick else slow[name] for name in names]
 
 
 def all_pairs(factors):

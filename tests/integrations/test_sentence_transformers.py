@@ -15,6 +15,7 @@ from harness.isolation import guarded
 from harness.models import Of
 from harness.oracle import build, randint, seeded
 from harness.pages import example
+from harness.pairwise import few_of
 from harness.trainers import (
     LAYOUTS,
     QUIET,
@@ -247,9 +248,15 @@ RUNS = {
     ),
     "bags of words": (MNRL, PAIRS, {"model": bags}),
 }
+QUICK = [
+    *("embeddings, MNRL symmetric", "embeddings, CachedMNRL"),
+    *("embeddings, Matryoshka cached", "embeddings, BatchAllTriplet"),
+    *("embeddings, Softmax", "scores, CachedMNRL", "scores, ListNet"),
+    *("two data sets, a loss each", "bags of words"),
+]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few_of(RUNS, QUICK))
 def test_a_run_sees_all_rows_of_a_step(saved, tmp_path, name):
     """Ours is the stock one, it moves the parameters, and both layouts give the same
     bits.
@@ -371,6 +378,7 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
     script = example("embeddings")
     monkeypatch.setattr(

@@ -16,6 +16,7 @@ from harness import oracle
 from harness.isolation import guarded
 from harness.models import Of
 from harness.oracle import assert_close, seeded
+from harness.pairwise import few_of
 from harness.trainers import (
     LAYOUTS,
     SAME,
@@ -275,9 +276,14 @@ RUNS = {
     "CLIP": contrastive("CLIP", "virtual"),
     "SigLIP": contrastive("Siglip", "shared"),
 }
+QUICK = [
+    *("causal language model", "token classifier", "clipping", "iterable"),
+    *("training_step", "divides by items", "hides that it divides"),
+    *("a row of which nothing counts", "CLIP"),
+]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few_of(RUNS, QUICK))
 def test_a_run_is_that_of_one_device(tmp_path, recwarn, name):
     """Parameters, learning rates, losses, gradient norms; the last window is ragged."""
     run = dict(RUNS[name])
@@ -297,7 +303,10 @@ def unequal(count):
     ]
 
 
-@pytest.mark.parametrize("case", [*[*CASES][:2], "token classifier"])
+@pytest.mark.parametrize(
+    "case",
+    few_of([*[*CASES][:2], "token classifier"], ["causal language model"]),
+)
 def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
     """Cut by length, and collated by themselves: parameters and logs are the stock
     Trainer's.
@@ -527,6 +536,7 @@ def test_bf16_autocast(tmp_path):
     assert len(losses[0]) == len(losses[1]) == 3
 
 
+@pytest.mark.slow
 def test_torch_compile_compiles_the_replicas(tmp_path):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -644,11 +654,12 @@ def judged(teacher, mask):
     return mask.double().sum(1, keepdim=True) / 9 * teacher.scale
 
 
-@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
-def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices):
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, ["shared"]))
+def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, layout):
     """It reached the Trainer's own: another device's at once, and one module in two
     threads.
     """
+    devices = LAYOUTS[layout]
 
     def train(trainer):
         mine = isinstance(trainer, ScatterOnceMixin) and devices[1] != "cpu"
@@ -675,7 +686,7 @@ def test_batches_that_do_not_show_how_losses_combine_are_weighted_by_labels(tmp_
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", few_of([False, True], [True]))
 def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     """Three steps of the one, and one of the other, are four: saved within an epoch."""
     one = partial(ours, tmp_path, LANGUAGE, sharded=sharded, max_steps=4, **sizes(3, 2))

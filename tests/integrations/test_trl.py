@@ -34,7 +34,8 @@ pytest.importorskip("trl.experimental.orpo")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
-pytestmark = [pytest.mark.trainers, pytest.mark.draws]
+# TRL takes ten seconds to import what a trainer needs.
+pytestmark = [pytest.mark.trainers, pytest.mark.draws, pytest.mark.slow]
 ROWS = 14  # in steps of 8: the last one is ragged
 COMMON = QUIET | {"learning_rate": 1e-2, "warmup_steps": 1, "bf16": False}
 COMMON |= {"activation_checkpointing": False}

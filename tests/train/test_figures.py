@@ -32,8 +32,7 @@ def shown(path):
     return np.asarray(Image.open(path).convert("RGB"))
 
 
-@pytest.mark.parametrize("epochs", [1, 3, 90])
-@pytest.mark.parametrize("has_top5", [False, True])
+@pytest.mark.parametrize(("epochs", "has_top5"), [(1, False), (3, True), (90, False)])
 def test_curves_have_whole_epochs(tmp_path, drawn, epochs, has_top5):
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         for step in range(1, 2 * epochs + 1):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from faults.processes import finish, start_forked
+from harness.pairwise import few_of
 from harness.pictures import truncate, write_folder
 from harness.runs import (
     Small,
@@ -137,7 +138,7 @@ def whole(folder, tmp_path_factory):
     "number",
     [
         signal.SIGINT,
-        signal.SIGTERM,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
@@ -391,7 +392,9 @@ def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
     assert sorted(records(out, "summary")[0]["left_out"].values()) == [3, 3]
 
 
-@pytest.mark.parametrize("where", ["checkpoint.pt", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "where", few_of(["checkpoint.pt", "metrics.jsonl"], ["checkpoint.pt"])
+)
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, capsys, monkeypatch, where):
     def full(line, *_, **to):
         if where == "metrics.jsonl" and '"step": 5' not in line:

@@ -10,6 +10,7 @@ import torch
 from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import VIA_HOST, Transfers, to_device
 from scatterpar.errors import warn
+from scatterpar.log import logger
 
 _BYTES = 2**20  # of which a copy is checked
 # Torch uses one thread for this size, as a forked child must.
@@ -40,6 +41,9 @@ def _check_link(source: torch.device, target: torch.device) -> None:
     # Copies are checked as they are, not around the link.
     VIA_HOST.discard(link)
     if _arrives(source, target, size):
+        logger.info(
+            "a copy of %d bytes from %s to %s arrived intact", size, source, target
+        )
         return
     VIA_HOST.add(link)
     problem = f"a copy of {size} bytes from {source} to {target} arrived corrupted"

@@ -27,6 +27,7 @@ from scatterpar.devices.device_ids import physical
 from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.distributed.collectives import Collectives
 from scatterpar.errors import add_note, warn
+from scatterpar.log import logger
 from scatterpar.replicas.batch_statistics import StepStatistics
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
@@ -88,6 +89,7 @@ class Ranks:
         options = f"buffers={buffers!r}\naccumulate_dtype={accumulate_dtype}"
         self._collectives.require_same(module, options)
         self._collectives.broadcast_from_rank_0(module)
+        logger.info("rank %d of %d has the values of rank 0", self.rank, self.size)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

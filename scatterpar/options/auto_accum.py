@@ -32,6 +32,7 @@ from torch import nn
 
 from scatterpar.devices.memory import clear_frames, is_out_of_memory
 from scatterpar.errors import warn
+from scatterpar.log import logger
 from scatterpar.options.map_rows import Mapped, RowFunction
 from scatterpar.plan import Plan, make_plan
 from scatterpar.step.attempt import Extent
@@ -170,6 +171,7 @@ class Search:
             else:
                 if not candidate.extent.is_trial:
                     break
+                logger.debug('accum="auto": a trial with %d fits', candidate.accum)
                 result.attempt.undo.restore()
                 del result  # the next try needs the memory of its gradients
             self._workers.release()
@@ -233,6 +235,8 @@ class Search:
             # The whole step will raise the error of a trial, as for one row in a norm.
             return candidate.extent.is_trial
         self.retries += 1
+        tried = self._request.rows, candidate.accum
+        logger.debug('accum="auto": %d rows with accum=%d ran out of memory', *tried)
         candidate.fits = False
         self._too_many_rows = max(candidate.plan.substep_rows)
         if candidate.extent.retain_rows or candidate.accum < self._most:

@@ -34,6 +34,7 @@ from scatterpar.devices.device_ids import HOST
 from scatterpar.devices.memory import is_out_of_memory
 from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.errors import restored, warn
+from scatterpar.log import logger
 from scatterpar.options.replay_look import (
     Comparison,
     changed_names,
@@ -588,6 +589,8 @@ class _ReplicaGraphs:
                 graph, kernels = warm_up(), module.CUDAGraph()
                 self._capture(kernels, partial(graph.compute, task))
         graph.replay = lambda *_: kernels.replay()
+        number = len(self.by_shape) + 1
+        logger.info("%s captured a sub-step, its graph number %d", self._device, number)
         return graph
 
     def _capture(self, kernels: Any, work: Callable[[], None]) -> None:

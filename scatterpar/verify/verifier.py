@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.memory import no_kernel_search
 from scatterpar.errors import warn
+from scatterpar.log import logger
 from scatterpar.replicas.references import module_of
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import is_cross_entropy
@@ -87,9 +88,12 @@ class Verifier:
         try:
             findings = question.findings(kind.looks)
         except Inconclusive as error:
+            logger.debug("%s is inconclusive: %s", question.title(kind.looks), error)
             self._note_inconclusive(question, kind, error, remedies)
             return
         verdict = findings.verdict
+        outcome = verdict.outcome.name.lower()
+        logger.debug("%s: %s", question.title(kind.looks), outcome)
         if verdict.outcome is Outcome.REFUSED:
             kind.is_refused = True
             if verdict.problem and remedies:
@@ -236,6 +240,10 @@ class Question:
     @property
     def _name(self) -> str:
         return name_of(self.request.criterion)
+
+    def title(self, looks: int) -> str:
+        """The look after so many ``looks``, as the log names it."""
+        return f"look {looks + 1} at {self._name}, {self.request.rows} rows"
 
     def text_of_serial(self) -> str:
         """The warning for a criterion that reads what forward passes leave behind."""

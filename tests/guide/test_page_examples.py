@@ -4,6 +4,8 @@ torch.
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,10 @@ PAGES = {
         title: blocks(text, "python")
         for title, text in sections(f"docs/{page}.md").items()
     }
-    for page in ("batches", "contrastive", "losses", "recipes", "tasks")
+    for page in ("batches", "losses", "recipes", "tasks")
 }
-for page in ("contrastive", "losses"):  # the snippets before the first heading
-    PAGES[page][""] = blocks(read(f"docs/{page}.md").partition("\n## ")[0], "python")
-# the page shows the loss after the loop that uses it
-PAGES["contrastive"][""].reverse()
+# the snippets before the first heading
+PAGES["losses"][""] = blocks(read("docs/losses.md").partition("\n## ")[0], "python")
 
 IMAGES, LABELS = randn(25, 4), randint(3, 25)
 LOADER = list(zip(IMAGES.split(16), LABELS.split(16), strict=True))
@@ -78,23 +78,6 @@ def detect(model, images, targets):
         (b - t["boxes"]).square().mean() for b, t in zip(boxes, targets, strict=True)
     ]
     return {"boxes": torch.stack(pairs).mean(), "size": boxes.square().mean()}
-
-
-def two_towers(model, one, other):
-    return (
-        normalize(model.body(one), dim=1),
-        normalize(model.body(other), dim=1),
-        model.scale,
-    )
-
-
-def clip():
-    return Of(two_towers, body=nn.Linear(4, 3), scale=nn.Parameter(torch.tensor(1.0)))
-
-
-def two_views():
-    body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
-    return Of(lambda model, one, other: (model.body(one), model.body(other)), body=body)
 
 
 def recurrent():
@@ -258,25 +241,6 @@ GIVEN = {
             torch.arange(6) >= torch.arange(1, 10)[:, None], -100
         ),
     },
-    "contrastive": {
-        "encoder": two_views,
-        "loader": [((randn(24, 5, seed=1), randn(24, 5, seed=2)), None)],
-    },
-    "CLIP": {"clip": clip, "pictures": randn(40, 4), "texts": randn(40, 4, seed=2)},
-    "Losses of other libraries": {  # float32, as their own parameters
-        "model": Of(lambda model, x: model.linear(x), linear=nn.Linear(5, 4)),
-        "images": randn(24, 5).float(),
-        "one": randn(24, 5, seed=1),
-        "other": randn(24, 5, seed=2),
-        "pairs": two_views,
-    },
-    "Texts of different lengths": {
-        "model": lambda: Of(
-            lambda model, ids: model.words(ids).mean(1), words=nn.Embedding(9, 4)
-        ),
-        "batches": iter(randint(9, 6, length, seed=length) for length in (3, 5, 4, 7)),
-        "spread": lambda found, _: (found @ found.T).logsumexp(1).mean(),
-    },
     "Generation and other work on all GPUs": {
         "model": Speaker,
         "tokenizer": Speaker(),
@@ -329,7 +293,7 @@ def follow(monkeypatch, tmp_path):
         made = {
             k for k, v in given.items() if callable(v) and not isinstance(v, nn.Module)
         }
-        names = given | {name: build(given[name]) for name in made - {"spread"}} | names
+        names = given | {name: build(given[name]) for name in made} | names
         common = {
             "nn": nn,
             "torch": torch,
@@ -359,7 +323,7 @@ def follow(monkeypatch, tmp_path):
                 )
         names = common | names
         # engines that the page takes for granted
-        for name in ("engine", "pairs", "texts"):
+        for name in ("engine", "texts"):
             code, trained = (
                 "\n".join(PAGES[page][title]),
                 names.get(name, names["model"]),
@@ -383,9 +347,6 @@ def follow(monkeypatch, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's
 @pytest.mark.parametrize(("page", "title"), ALL, ids=lambda text: text or "top")
 def test_each_gradient_of_a_section_is_that_of_plain_torch(page, title, follow, capsys):
-    if title == "Losses of other libraries":
-        pytest.importorskip("pytorch_metric_learning")
-        pytest.importorskip("info_nce")
     names = follow(page, title)
     code = "\n".join(PAGES[page][title])
     assert ("print(" in code) == bool(capsys.readouterr().out)
@@ -394,6 +355,30 @@ def test_each_gradient_of_a_section_is_that_of_plain_torch(page, title, follow, 
         or "forward_backward" not in code
     )
     assert ENDS.get(title, lambda names: True)(names)
+
+
+class OnTwo(Checked):
+    """An engine that takes two virtual devices in the place of all GPUs."""
+
+    def __init__(self, module, accum):
+        super().__init__(module, accum, ["cpu:0", "cpu:1"])
+
+
+@pytest.mark.draws
+def test_the_page_on_contrastive_losses_makes_all_its_names(monkeypatch):
+    """From top to bottom, without other libraries where they are not installed."""
+    monkeypatch.setattr(scatterpar, "ScatterOnceParallel", OnTwo)
+    Checked.engines.clear()
+    snippets = blocks(read("docs/contrastive.md"), "python")
+    names = {}
+    for code in snippets:
+        libraries = re.findall(r"^from (pytorch_metric_learning|info_nce)", code)
+        if all(find_spec(name) for name in libraries):
+            exec(code, names)
+    steps = sum(engine.compared for engine in Checked.engines)
+    for engine in Checked.engines:
+        engine.close()
+    assert steps >= 4
 
 
 @pytest.mark.draws

@@ -48,7 +48,7 @@ class PassingReplica(ModuleCopy):
         The other buffers are not written, because a graph of the user may still need
         their values.
         """
-        modules = list(self._found.modules.values())
+        modules = list(self._contents.modules.values())
         copies = list(map(self.copy_of, modules))
         for number, name, value in values_after(modules, copies, self.copy_of):
             module = modules[number]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.quantised import held_by, is_composite, is_state
+from scatterpar.replicas.quantised import is_composite, is_state, tensors_in
 from scatterpar.replicas.references import contents, module_of, parts_of
 from scatterpar.replicas.snapshot import PLAIN
 from scatterpar.torch_private import (
@@ -39,6 +39,18 @@ class ModuleContents:
     Attributes and plain containers are searched, too, so that an unregistered list of
     blocks is replicated as well. With ``device``, only tensors on this device are
     found.
+
+    Attributes, each by ``id`` if it is a dictionary:
+        modules: all modules.
+        containers: plain containers, and the ``__dict__`` of modules and tensors.
+        tensors: all tensors, in the order in which they were found.
+        weights: parameters, and the tensors of frozen quantised ones: replicas in one
+            memory share them.
+        holders: parameters that hold other tensors, or consist of them; with these.
+        states: objects with tensors of frozen parameters.
+        compiled: compiled modules, and the wrappers of these; with what compiles them.
+        objects: what replicas share, with everything that it holds.
+        cells: of copied functions, with their contents, so that no id is used again.
     """
 
     def __init__(
@@ -47,17 +59,11 @@ class ModuleContents:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
-        # Parameters, and the tensors of frozen quantised ones: replicas in one memory
-        # share them.
         self.weights: set[int] = set()
-        # parameters with other tensors
         self.holders: dict[int, tuple[Tensor, list[Any]]] = {}
-        self.states: dict[int, Any] = {}  # objects with tensors of frozen parameters
-        # and wrappers of these
+        self.states: dict[int, Any] = {}
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}
-        # shared by replicas, with everything that they hold
         self.objects: dict[int, Any] = {}
-        # Of copied functions, with their contents, so that no id is reused.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self._seen: set[int] = set()
         self._device = device
@@ -67,6 +73,7 @@ class ModuleContents:
         self._leaves = [tensor for tensor in self.tensors.values() if is_leaf(tensor)]
 
     def _visit(self, value: Any) -> None:
+        """Find ``value``, and what it holds."""
         if type(value) in weakref.ProxyTypes:
             return  # it does not hold its object, and claims to be of the same class
         if isinstance(value, Tensor):
@@ -74,39 +81,40 @@ class ModuleContents:
         elif is_compiled_module(value):
             original, compile_fn = unwrapped(value)
             assert compile_fn is not None
-            self.compiled[id(value)] = self.compiled[id(original)] = (
-                original,
-                compile_fn,
-            )
+            # A copy of the wrapper is a copy of the original that runs compiled.
+            self.compiled[id(value)] = original, compile_fn
+            self.compiled[id(original)] = original, compile_fn
             self._visit(original)
         elif isinstance(value, nn.Module):
             if id(value) not in self.modules:
-                self.modules[id(value)] = value
-                if value._compiled_call_impl is not None:
-                    self.compiled[id(value)] = (
-                        value,
-                        compile_fn_of(value._compiled_call_impl),
-                    )
-                self._visit_container(vars(value))
+                self._visit_module(value)
         elif type(value) in CONTAINERS:
             if id(value) not in self._seen:
                 self._visit_container(value)
         elif is_state(value):
-            self._visit_held([value])
+            self._visit_parts([value])
+        # Functions stay shared, and a weak reference does not hold its object.
         elif not isinstance(value, (types.FunctionType, weakref.ref)):
             for part in parts_of(value).made_of():
                 self._visit(part)
+            # The object of a method, and what a class has, is nobody's attribute.
             if hasattr(value, "__dict__") and not isinstance(
                 value, (type, types.MethodType)
             ):
                 self.objects[id(value)] = value
 
+    def _visit_module(self, module: nn.Module) -> None:
+        self.modules[id(module)] = module
+        if module._compiled_call_impl is not None:
+            compile_fn = compile_fn_of(module._compiled_call_impl)
+            self.compiled[id(module)] = module, compile_fn
+        self._visit_container(vars(module))
+
     def _visit_tensor(self, tensor: Tensor, is_weight: bool) -> None:
-        if is_weight and id(tensor) not in self.holders and (held := held_by(tensor)):
-            if not tensor.requires_grad:
-                self._visit_held(held)
-            self.holders[id(tensor)] = tensor, held  # after those that it holds
+        if is_weight and id(tensor) not in self.holders:
+            self._visit_parts_of_weight(tensor)
         is_made_of_others = is_composite(tensor)
+        # A weight that consists of others has no values of its own to be sent.
         if not is_weight or not is_made_of_others:
             if self._device not in (None, tensor.device):
                 return
@@ -116,37 +124,48 @@ class ModuleContents:
         # What a subclass consists of is no attribute, except a parameter's, such as
         # ``scale = 5``.
         is_plain = isinstance(tensor, nn.Parameter) or not is_made_of_others
-        if is_plain and id(vars(tensor)) not in self._seen:
-            self._seen.add(id(vars(tensor)))
-            self.containers.append(vars(tensor))
+        attributes = vars(tensor)
+        if is_plain and id(attributes) not in self._seen:
+            self._seen.add(id(attributes))
+            self.containers.append(attributes)
 
-    def _visit_held(self, held: Iterable[Any]) -> None:
-        """Find the tensors in what a frozen parameter holds, such as
+    def _visit_parts_of_weight(self, weight: Tensor) -> None:
+        parts = tensors_in(weight)
+        if not parts:
+            return
+        # Those of a trained one are refused where the copy is made, by name.
+        if not weight.requires_grad:
+            self._visit_parts(parts)
+        # After its parts: ``ModuleCopy`` makes copies in this order.
+        self.holders[id(weight)] = weight, parts
+
+    def _visit_parts(self, parts: Iterable[Any]) -> None:
+        """Find the tensors in parts of a frozen parameter, such as
         ``weight.quant_state``.
         """
-        for value in held:
-            if isinstance(value, Tensor):
-                self._visit_tensor(value, is_weight=True)
-            elif id(value) not in self.states:
-                self.states[id(value)] = value
-                self.containers.append(vars(value))
-                self._visit_held(held_by(value))
+        for part in parts:
+            if isinstance(part, Tensor):
+                self._visit_tensor(part, is_weight=True)
+            elif id(part) not in self.states:
+                self.states[id(part)] = part
+                self.containers.append(vars(part))
+                self._visit_parts(tensors_in(part))
 
     def facts(self) -> list[Any]:
         """State that replicas depend on and that no container shows."""
         tensors = self.tensors.values()
+        # Each step asks: maps of attribute getters run without Python calls.
+        facts: list[Any] = []
         try:
-            gradient_dtypes = list(map(_GRAD_DTYPE, self._leaves))
+            facts += map(_GRAD_DTYPE, self._leaves)
         except RuntimeError:  # a leaf is a leaf no more
             return []
-        return [
-            *gradient_dtypes,
-            *map(type, self.modules.values()),
-            *map(type, tensors),
-            *map(_DTYPE, tensors),
-            *[tensor.requires_grad for tensor, _ in self.holders.values()],
-            *[id(contents(cell)) for cell, _ in self.cells.values()],
-        ]
+        facts += map(type, self.modules.values())
+        facts += map(type, tensors)
+        facts += map(_DTYPE, tensors)
+        facts += [tensor.requires_grad for tensor, _ in self.holders.values()]
+        facts += [id(contents(cell)) for cell, _ in self.cells.values()]
+        return facts
 
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))
@@ -172,14 +191,15 @@ def is_leaf(tensor: Tensor) -> bool:
 
 
 def root_to_replicate(function: Any) -> Any:
-    """``module_of(function)`` unless replicas share it; a partial that binds modules or
-    tensors.
+    """The part of a criterion that every replica has a copy of; ``None`` without one.
+
+    It is the criterion's module, or a partial that binds modules or tensors.
     """
-    if type(function) is not functools.partial:
-        module = module_of(function)
-        return None if module is None or _is_stateless(module) else module
-    held = ModuleContents((function,))
-    return function if held.tensors or held.modules else None
+    if type(function) is functools.partial:
+        bound = ModuleContents((function,))
+        return function if bound.tensors or bound.modules else None
+    module = module_of(function)
+    return None if module is None or _is_stateless(module) else module
 
 
 def _is_stateless(module: nn.Module) -> bool:

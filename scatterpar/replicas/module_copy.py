@@ -14,13 +14,13 @@ import copy
 import functools
 import types
 from collections.abc import Sequence
-from itertools import chain
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from scatterpar.errors import warn
+from scatterpar.replicas import references
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.module_contents import (
     CONTAINERS,
@@ -28,7 +28,7 @@ from scatterpar.replicas.module_contents import (
     ModuleContents,
 )
 from scatterpar.replicas.quantised import composite_like, is_composite
-from scatterpar.replicas.references import contents, parts_of
+from scatterpar.replicas.references import parts_of
 from scatterpar.replicas.shallow_copy import new_like
 from scatterpar.replicas.snapshot import PLAIN, refill
 from scatterpar.torch_private import is_compiled_module, unwrapped
@@ -39,42 +39,61 @@ class ModuleCopy:
 
     Modules and containers are copied. So are tuples, bound methods, partials, weak
     references and functions that refer to any of these. The copies refer to each other.
-    Everything else is shared with the original. ``tensors`` are the copy's, in the
-    order of the contents' tensors.
+    Everything else is shared with the original.
+
+    Args:
+        contents: of the user's module.
+        tensors: the copy's, in the order of the contents' tensors.
+        compiler: makes the calls of compiled modules; ``None`` if none is compiled.
+
+    Attributes:
+        containers: the copies of the containers, in the order of the contents'.
     """
 
     def __init__(
         self,
-        found: ModuleContents,
+        contents: ModuleContents,
         tensors: Sequence[Tensor],
         compiler: Compiler | None = None,
     ) -> None:
-        self._found, self._compiler = found, compiler
-        self._copies: dict[int, Any] = dict(zip(found.tensors, tensors, strict=True))
-        containers = set(map(id, found.containers))
-        replicated = (
-            found.tensors,
-            found.holders,
-            found.states,
-            found.compiled,
-            found.modules,
+        self._contents = contents
+        self._compiler = compiler
+        # By the id of the original.
+        self._copies: dict[int, Any] = dict(zip(contents.tensors, tensors, strict=True))
+        self._replicated = set(map(id, contents.containers)).union(
+            contents.tensors,
+            contents.holders,
+            contents.states,
+            contents.compiled,
+            contents.modules,
         )
-        self._replicated = containers.union(*replicated)
-        for original, parts in found.holders.values():  # inner ones come first
+        self._copy_composites()
+        for value in (*contents.modules.values(), *contents.states.values()):
+            self.copy_of(value)
+        # After the modules, whose copies these attributes may be.
+        for tensor in contents.tensors.values():
+            self._copy_attributes(tensor)
+        for holder, _ in contents.holders.values():
+            self._copy_attributes(holder)
+        self.containers = [self.copy_of(container) for container in contents.containers]
+
+    def _copy_composites(self) -> None:
+        """Make the copies of weights that consist of other tensors."""
+        for original, parts in self._contents.holders.values():  # inner ones come first
             if is_composite(original):
                 copies = [self._copies.get(id(part), part) for part in parts]
                 self._copies[id(original)] = composite_like(original, copies)
-        for value in (*found.modules.values(), *found.states.values()):
-            self.copy_of(value)
-        holders = (holder for holder, _ in found.holders.values())
-        for tensor in chain(found.tensors.values(), holders):
-            if id(attributes := vars(tensor)) in containers:
-                copied = self._copies[id(attributes)] = vars(self._copies[id(tensor)])
-                copied |= {
-                    name: self._copies.get(id(one), one)
-                    for name, one in attributes.items()
-                }
-        self.containers = [self.copy_of(container) for container in found.containers]
+
+    def _copy_attributes(self, tensor: Tensor) -> None:
+        """Give a tensor's copy the attributes that are replicated with the tensor."""
+        attributes = vars(tensor)
+        if id(attributes) not in self._replicated:
+            return
+        copied = vars(self._copies[id(tensor)])
+        self._copies[id(attributes)] = copied
+        for name, attribute in attributes.items():
+            # Not ``copy_of``: what only a tensor refers to is shared.
+            copied[name] = self._copies.get(id(attribute), attribute)
 
     def copy_of(self, value: Any) -> Any:
         """The copy of ``value``, or ``value`` itself if it is shared."""
@@ -89,25 +108,34 @@ class ModuleCopy:
         if is_compiled_module(value):
             return self.copy_of(unwrapped(value)[0])
         if isinstance(value, nn.Module):
-            replica: nn.Module = self._fill(value, new_like(value))
-            if self._compiler is not None and id(value) in self._found.compiled:
-                _, compile_fn = self._found.compiled[id(value)]
-                call = self._compiler.compiled_call(value, replica, compile_fn)
-                vars(replica)["_compiled_call_impl"] = call
-            return replica
+            return self._module(value)
         if type(value) in CONTAINERS:
-            made = self._copies[id(value)] = value.copy()
-            made.clear()
-            if isinstance(value, dict):
-                refill(
-                    made, [(self._key(k), self.copy_of(v)) for k, v in value.items()]
-                )
-            elif isinstance(value, set):
-                refill(made, [self._key(item) for item in value])
-            else:
-                refill(made, [self.copy_of(item) for item in value])
-            return made
-        return self._fill(value, copy.copy(value))  # a state
+            return self._container(value)
+        return self._fill(value, copy.copy(value))  # a state of a quantised weight
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        replica: nn.Module = self._fill(module, new_like(module))
+        if self._compiler is not None and id(module) in self._contents.compiled:
+            _, compile_fn = self._contents.compiled[id(module)]
+            call = self._compiler.compiled_call(module, replica, compile_fn)
+            vars(replica)["_compiled_call_impl"] = call
+        return replica
+
+    def _container(self, container: Any) -> Any:
+        copied = container.copy()  # keeps a ``default_factory`` or ``maxlen``
+        copied.clear()
+        # Before its entries are copied: one of them may refer to the container.
+        self._copies[id(container)] = copied
+        entries: list[Any] = []
+        if isinstance(container, dict):
+            for key, entry in container.items():
+                entries.append((self._key(key), self.copy_of(entry)))
+        elif isinstance(container, set):
+            entries += map(self._key, container)
+        else:
+            entries += map(self.copy_of, container)
+        refill(copied, entries)
+        return copied
 
     def _remade(self, value: Any) -> Any:
         """A value like ``value`` made of copies, if any of its parts has a copy."""
@@ -121,7 +149,8 @@ class ModuleCopy:
     def _key(self, key: Any) -> Any:
         """The copy of a dictionary's key, which may be the ``id`` of an object."""
         if type(key) is int and key in self._replicated:
-            original = self._found.modules.get(key, self._found.tensors.get(key))
+            contents = self._contents
+            original = contents.modules.get(key, contents.tensors.get(key))
             return key if original is None else id(self.copy_of(original))
         return self.copy_of(key)
 
@@ -137,20 +166,21 @@ class ModuleCopy:
             return type(key) is int and key in self._replicated
         return self._refers(key)
 
-    def _fill(self, original: Any, made: Any) -> Any:
-        """``made``, a shallow copy of ``original``, with copies of its attributes."""
-        attributes, state = vars(original), vars(made)
-        self._copies |= {id(original): made, id(attributes): state}
-        for name, item in state.items():
-            # The protocol copies some containers; this copies all of them, from the
-            # source.
-            source = (
-                attributes[name]
-                if type(item) in CONTAINERS and name in attributes
-                else item
-            )
+    def _fill(self, original: Any, shallow: Any) -> Any:
+        """``shallow``, a copy of ``original``, with copies of its attributes."""
+        attributes = vars(original)
+        state = vars(shallow)
+        # Before attributes are copied: one of them may refer to the object.
+        self._copies[id(original)] = shallow
+        self._copies[id(attributes)] = state
+        for name, value in state.items():
+            source = value
+            # The protocol has copied some containers. All are copied here, from the
+            # original's, so that everything that refers to one gets the same copy.
+            if type(value) in CONTAINERS and name in attributes:
+                source = attributes[name]
             state[name] = self.copy_of(source)
-        return made
+        return shallow
 
     def _function(self, function: types.FunctionType) -> Any:
         """The function, or a copy that refers to copies if it refers to replicated
@@ -158,34 +188,30 @@ class ModuleCopy:
         """
         for name, value in parts_of(function).file_globals.items():
             if self._refers(value):
-                warn(
-                    f"the function {function.__qualname__}, which the module holds, "
-                    f"names {name!r} of its file: replicas that call it use the user's "
-                    "own module there; define it inside a function, so that it closes "
-                    f"over {name!r}, or bind {name!r} with functools.partial"
-                )
+                _warn_of_global(function, name)
         if not self._refers(function):
             return function
         cells = function.__closure__ or ()
-        new = tuple(
-            types.CellType() if self._refers(contents(cell)) else cell for cell in cells
-        )
+        new_cells: list[types.CellType] = []
+        for cell in cells:
+            is_copied = self._refers(references.contents(cell))
+            new_cells.append(types.CellType() if is_copied else cell)
         copied: Any = types.FunctionType(
-            function.__code__, function.__globals__, closure=new
+            function.__code__, function.__globals__, closure=tuple(new_cells)
         )
-        # before cells are filled: a function may call itself
+        # Before cells are filled: a function may call itself.
         self._copies[id(function)] = copied
         copied.__defaults__ = self.copy_of(function.__defaults__)
         keywords = function.__kwdefaults__ or {}
         copied.__kwdefaults__ = {
             name: self.copy_of(value) for name, value in keywords.items()
         }
-        # keeps it alive: its id is not used again
+        # ``__wrapped__`` keeps the original alive, so that its id is not used again.
         functools.update_wrapper(copied, function)
-        for cell, new_cell in zip(cells, new, strict=True):
+        for cell, new_cell in zip(cells, new_cells, strict=True):
             if new_cell is not cell:
                 new_cell.cell_contents = self.copy_of(cell.cell_contents)
-                self._found.cells[id(cell)] = cell, cell.cell_contents
+                self._contents.cells[id(cell)] = cell, cell.cell_contents
         return copied
 
     def _refers(self, value: Any, seen: set[int] | None = None) -> bool:
@@ -199,3 +225,16 @@ class ModuleCopy:
         parts = parts_of(value)
         referents = [*parts.made_of(), *parts.closure.values()]
         return any(self._refers(referent, seen) for referent in referents)
+
+
+def _warn_of_global(function: types.FunctionType, name: str) -> None:
+    """Warn of a function that names a replicated object of its file.
+
+    A copy of the function has the same globals as the original.
+    """
+    warn(
+        f"the function {function.__qualname__}, which the module holds, names {name!r} "
+        "of its file: replicas that call it use the user's own module there; define it "
+        f"inside a function, so that it closes over {name!r}, or bind {name!r} with "
+        "functools.partial"
+    )

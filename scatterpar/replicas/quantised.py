@@ -22,8 +22,9 @@ def is_composite(tensor: Any) -> bool:
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is more than its memory: it consists of others, or is
-    bitsandbytes'.
+    """Whether ``tensor`` is not its memory alone.
+
+    It consists of other tensors, or is one of bitsandbytes.
     """
     state = getattr(tensor, "quant_state", None)
     is_of_bitsandbytes = type(tensor).__module__.startswith("bitsandbytes.")
@@ -31,34 +32,36 @@ def is_quantised(tensor: Tensor) -> bool:
 
 
 def is_state(value: Any) -> bool:
-    """Whether ``value`` is bitsandbytes' state of a weight, or of a layer, which
-    forward writes.
+    """Whether ``value`` is bitsandbytes' state of a weight or of a layer.
+
+    A forward pass writes it.
     """
     return type(value).__module__ in _STATES and hasattr(value, "__dict__")
 
 
-def held_by(value: Any) -> list[Any]:
-    """The tensors of which a weight consists; else those, and objects with some, that
-    it holds.
+def tensors_in(value: Any) -> list[Any]:
+    """The tensors of which a weight consists.
+
+    Of any other weight, or of a state, the attributes that are tensors or hold some.
     """
     if is_composite(value):
         names, _ = value.__tensor_flatten__()
         return [getattr(value, name) for name in names]
-    return [held for held in vars(value).values() if _holds_tensors(held)]
+    attributes = vars(value).values()
+    return [attribute for attribute in attributes if _holds_tensors(attribute)]
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether ``value`` is a tensor, or an object with tensors, such as a
+    """Whether ``value`` is a tensor, or an object with some, such as a
     ``QuantState``.
     """
+    # Modules are replicated by themselves; functions have attributes for other reasons.
     if isinstance(value, (type, nn.Module, types.FunctionType, types.MethodType)):
         return False
-    held = getattr(value, "__dict__", {}).values()
-    return (
-        isinstance(value, Tensor)
-        or is_state(value)
-        or any(isinstance(t, Tensor) for t in held)
-    )
+    if isinstance(value, Tensor) or is_state(value):
+        return True
+    attributes = getattr(value, "__dict__", {}).values()
+    return any(isinstance(attribute, Tensor) for attribute in attributes)
 
 
 def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -68,25 +71,22 @@ def composite_like(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
     kind: Any = like
     names, context = kind.__tensor_flatten__()
     named = dict(zip(names, parts, strict=True))
-    made = type(kind).__tensor_unflatten__(named, context, like.size(), like.stride())
-    return (
-        nn.Parameter(made, requires_grad=False)
-        if isinstance(like, nn.Parameter)
-        else made
-    )
+    size, stride = like.size(), like.stride()
+    tensor: Tensor = type(kind).__tensor_unflatten__(named, context, size, stride)
+    if isinstance(like, nn.Parameter):  # torch's protocol gives a plain subclass
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    return tensor
 
 
-def only_frozen(what: str, tensor: Tensor) -> TypeError:
-    """The error for a quantised tensor that is trained."""
-    kind, remedy = (
-        "quantised as bitsandbytes does it",
-        "use one device, such as device_ids=[0]",
-    )
+def only_frozen(subject: str, tensor: Tensor) -> TypeError:
+    """The error for a quantised tensor that is trained; ``subject`` has its name."""
+    kind = "quantised as bitsandbytes does it"
+    remedy = "use one device, such as device_ids=[0]"
     if is_composite(tensor):
         kind = "made of other tensors, as torchao's are"
         remedy = "make it a plain tensor, as its .dequantize() or .full_tensor() does"
     return TypeError(
-        f"{what}, a {type(tensor).__name__}, which is {kind}: replicas have copies of "
-        "frozen parameters of this kind only; call .requires_grad_(False) and train "
-        f"adapters, or {remedy}"
+        f"{subject}, a {type(tensor).__name__}, which is {kind}: replicas have copies "
+        "of frozen parameters of this kind only; call .requires_grad_(False) and "
+        f"train adapters, or {remedy}"
     )

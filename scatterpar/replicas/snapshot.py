@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, compress, starmap
+from itertools import chain, starmap
 from operator import is_
 from typing import Any
 
@@ -28,45 +28,50 @@ class Snapshot:
     def __init__(
         self, containers: Iterable[Any], facts: Callable[[], list[Any]] = list
     ) -> None:
-        self._facts, self._known, self._containers = facts, facts(), list(containers)
-        self._saved: list[Any]
-        self._saved = [
-            dict(c) if isinstance(c, dict) else list(c) for c in self._containers
-        ]
+        self._facts = facts
+        self._known = facts()
+        self._containers = list(containers)
+        self._saved: list[Any] = []
+        for container in self._containers:
+            is_dict = isinstance(container, dict)
+            self._saved.append(dict(container) if is_dict else list(container))
         self._remember()
 
     def _remember(self) -> None:
-        """Sort the saved contents for ``unchanged``."""
+        """Sort the saved contents for ``unchanged``.
+
+        The dictionaries with names as keys are nearly all, and can be compared as one:
+        their keys by ``==``, their values by identity.
+        """
         self._sizes = list(map(len, self._saved))
-        full = [
-            pair for pair in zip(self._containers, self._saved, strict=True) if pair[1]
-        ]
-        named = [
-            type(c) is dict and {str}.issuperset(map(type, saved)) for c, saved in full
-        ]
-        self._others = [
-            pair for pair, is_named in zip(full, named, strict=True) if not is_named
-        ]
-        dicts = [*compress(full, named)]
-        self._dicts = [container for container, _ in dicts]
-        self._names = [name for _, saved in dicts for name in saved]
-        self._values = [value for _, saved in dicts for value in saved.values()]
+        self._dicts: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._others: list[tuple[Any, Any]] = []
+        for container, saved in zip(self._containers, self._saved, strict=True):
+            if not saved:  # its size tells
+                continue
+            # Keys may be tensors, whose ``==`` is no answer.
+            if type(container) is dict and {str}.issuperset(map(type, saved)):
+                self._dicts.append(container)
+                self._names += saved
+                self._values += saved.values()
+            else:
+                self._others.append((container, saved))
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
-        return (
-            list(map(len, self._containers)) == self._sizes
-            and self._facts() == self._known
-            and list(chain.from_iterable(self._dicts)) == self._names
-            and all(
-                map(
-                    is_,
-                    chain.from_iterable(map(dict.values, self._dicts)),
-                    self._values,
-                )
-            )
-            and all(starmap(is_same, self._others))
-        )
+        # First: the flat lists below do not show where one dictionary ends.
+        if list(map(len, self._containers)) != self._sizes:
+            return False
+        if self._facts() != self._known:
+            return False
+        if list(chain.from_iterable(self._dicts)) != self._names:
+            return False
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        if not all(map(is_, values, self._values)):
+            return False
+        return all(starmap(is_same, self._others))
 
     def flags(self) -> int:
         """A hash of the values that may be switches: strings, booleans, bytes and
@@ -75,48 +80,53 @@ class Snapshot:
         return hash(tuple(value for value in self._values if type(value) in _SWITCHES))
 
     def _changed(self) -> Iterator[tuple[int, Any, Any]]:
-        """Yield (number, container, saved contents) for each container that has
-        changed.
-        """
-        for i, (container, saved) in enumerate(
-            zip(self._containers, self._saved, strict=True)
-        ):
+        """Yield number, container and saved contents of each that has changed."""
+        pairs = zip(self._containers, self._saved, strict=True)
+        for number, (container, saved) in enumerate(pairs):
+            # Most containers are empty: hooks of modules.
             if (container or saved) and not is_same(container, saved):
-                yield i, container, saved
+                yield number, container, saved
 
     def restore(self) -> None:
-        """Restore the contents of the containers, except attributes that torch's
-        compiler sets.
+        """Restore the contents of the containers.
+
+        What torch's compiler has set stays: it would compile again without it.
         """
         for _, container, saved in self._changed():
             if isinstance(saved, dict):
-                names = [key for key in container if isinstance(key, str)]
-                saved |= {n: container[n] for n in names if n.startswith("_dynamo")}
+                for key, value in container.items():
+                    if isinstance(key, str) and key.startswith("_dynamo"):
+                        saved[key] = value
             container.clear()
             refill(container, saved)
         self._known = self._facts()
         self._remember()
 
     def value_changes(self) -> list[ValueChange] | None:
-        """The plain values that were replaced by others; ``None`` if anything else has
-        changed.
+        """The plain values that were replaced by plain values.
+
+        Returns ``None`` if anything else has changed.
         """
-        changes = []
-        for i, now, saved in self._changed():
-            is_dict = isinstance(saved, dict)  # keys may be tensors: not compared by ==
-            if not is_dict or len(now) != len(saved) or not all(map(is_, now, saved)):
+        changes: list[ValueChange] = []
+        for number, container, saved in self._changed():
+            if not isinstance(saved, dict) or len(container) != len(saved):
                 return None
-            for key, value in now.items():
-                if value is not saved[key]:
-                    if not PLAIN.issuperset((type(value), type(saved[key]))):
-                        return None
-                    changes.append((i, key, value))
+            if not all(map(is_, container, saved)):  # by identity: keys may be tensors
+                return None
+            for key, value in container.items():
+                earlier = saved[key]
+                if value is earlier:
+                    continue
+                if type(value) not in PLAIN or type(earlier) not in PLAIN:
+                    return None
+                changes.append((number, key, value))
         return changes if self._facts() == self._known else None
 
     def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
-        for i, key, value in changes:
-            self._containers[i][key] = self._saved[i][key] = value
+        for number, key, value in changes:
+            self._containers[number][key] = value
+            self._saved[number][key] = value
         self._remember()
 
 
@@ -124,9 +134,9 @@ def is_same(container: Any, saved: Any) -> bool:
     """Whether a container has the same objects, in order, as a copy of it."""
     if len(container) != len(saved) or not all(map(is_, container, saved)):
         return False
-    return not isinstance(saved, dict) or all(
-        map(is_, container.values(), saved.values())
-    )
+    if not isinstance(saved, dict):
+        return True
+    return all(map(is_, container.values(), saved.values()))
 
 
 def refill(container: Any, items: Any) -> None:

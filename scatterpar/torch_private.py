@@ -225,7 +225,7 @@ def clip_by_value(parameters: Any, clip_value: float) -> None:
     """Call the function that ``clipping_replaced`` got."""
     tensors = _as_list(parameters)
     gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-    largest = max((float(each.abs().max()) for each in gradients), default=0.0)
+    largest = max((float(grad.abs().max()) for grad in gradients), default=0.0)
     _clips[-1](tensors, largest > float(clip_value))
 
 

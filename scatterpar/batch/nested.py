@@ -190,17 +190,18 @@ def _tuple_like(original: tuple[Any, ...], children: Iterable[Any]) -> Any:
 
 def _list_like(original: list[Any], children: Iterable[Any]) -> Any:
     """A list of the original's class and attributes, with other items."""
-    made = list.__new__(type(original))
-    list.extend(made, children)
-    return _with_attributes(made, original)
+    # The constructor and ``extend`` of a subclass may do something else.
+    copy_of_list = list.__new__(type(original))
+    list.extend(copy_of_list, children)
+    return _with_attributes(copy_of_list, original)
 
 
-def _with_attributes(made: Any, original: Any) -> Any:
-    """``made`` with the attributes of ``original``, of the same class."""
+def _with_attributes(container: Any, original: Any) -> Any:
+    """``container`` with the attributes of ``original``, of the same class."""
     if hasattr(original, "__dict__"):
-        vars(made).update(vars(original))
-        _forget_computed(made)
-    return made
+        vars(container).update(vars(original))
+        _forget_computed(container)
+    return container
 
 
 def _forget_computed(value: Any) -> None:

@@ -29,15 +29,15 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
     edges of a graph are: one size may then be that of the rows by chance.
     """
     names: list[str] = []
-    found: set[int] = set()
+    sizes_found: set[int] = set()
     for name, attribute in _attributes(value):
         for tensor in _tensors(attribute, _DEPTH):
             if -tensor.ndim <= dim < tensor.ndim:
                 names.append(name)
-                found.add(tensor.size(dim))
-    if len(found) != 1:
+                sizes_found.add(tensor.size(dim))
+    if len(sizes_found) != 1:
         return None
-    (size,) = found
+    (size,) = sizes_found
     return names[0] if size > 1 and size in sizes else None
 
 

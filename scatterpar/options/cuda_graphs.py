@@ -207,8 +207,8 @@ class Captured(Schedule):
             attempt.threads.call(task.share.device, look)
 
     def _look(self, task: ReplicaTask, substeps: GraphedSubsteps) -> None:
-        found = substeps.compare_replay()
-        if found is None or not found.comparison.differs:
+        findings = substeps.compare_replay()
+        if findings is None or not findings.comparison.differs:
             return
         for graphs in self._by_replica:
             graphs.forget(graphs.state)
@@ -216,9 +216,9 @@ class Captured(Schedule):
         if again is None:  # it cannot be captured any more, and that was told
             return
         name = type(task.module).__name__
-        difference = f"{found.comparison.difference:.1e}"
+        difference = f"{findings.comparison.difference:.1e}"
         if not again.comparison.differs:
-            names = changed_names(found.values, again.values)
+            names = changed_names(findings.values, again.values)
             subject = shown(", ".join(names)) or "something that a sub-step reads"
             self._captures.warn_once(
                 "captured again",

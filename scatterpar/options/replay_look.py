@@ -135,16 +135,16 @@ def plain_values(functions: Sequence[Any]) -> dict[str, Any]:
 
     A tensor is its address: what is written in place is not frozen.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     seen: set[int] = set()
     pending = [("", function, 0) for function in functions]
-    while pending and len(found) < _MAX_VALUES:
+    while pending and len(values) < _MAX_VALUES:
         name, value, depth = pending.pop(0)
         if isinstance(value, nested.PLAIN_CLASSES):
-            found[name] = value
+            values[name] = value
             continue
         if isinstance(value, Tensor):
-            found[name] = id(value)
+            values[name] = id(value)
             continue
         if id(value) in seen or depth > _MAX_DEPTH:
             continue
@@ -152,7 +152,7 @@ def plain_values(functions: Sequence[Any]) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # raised by a user's object
             children = list(_named_children(name, value))
             pending += [(child, inner, depth + 1) for child, inner in children]
-    return found
+    return values
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

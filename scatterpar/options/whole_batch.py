@@ -353,9 +353,9 @@ class WholeBatch:
         """Add the other processes' rows. Returns the seed that all processes use."""
         is_list = self._lists and any(isinstance(piece, list) for piece in self._pieces)
         if is_list or has_marked_rows(self._targets):
-            what = "outputs that are lists" if is_list else "targets with a marker"
+            values = "outputs that are lists" if is_list else "targets with a marker"
             raise ValueError(
-                f"whole_batch=True with a process_group cannot join {what} of rows "
+                f"whole_batch=True with a process_group cannot join {values} of rows "
                 f"across ranks; make them tensors of one length on all ranks"
             )
         if self._order:  # other ranks have other orders
@@ -451,9 +451,9 @@ def _require_one_value(pieces: Sequence[Any]) -> None:
 
     Raises ``ValueError``.
     """
-    for first, *others in zip(*map(nested.tensors, pieces), strict=True):
+    for first, *later in zip(*map(nested.tensors, pieces), strict=True):
         uses_number = not first.ndim and first.grad is not None
-        if uses_number and not all(same_bits(first, other) for other in others):
+        if uses_number and not all(same_bits(first, piece) for piece in later):
             raise ValueError(
                 "the module returns a number that is another one for each "
                 "micro-batch, and the loss uses it; return what it is computed from, "

@@ -19,13 +19,16 @@ SCRIPT = (
 )
 
 
-def refuse_sparse(what: str, tensor: Tensor) -> None:
-    """Raise ``TypeError`` if a tensor that a module holds is sparse."""
+def refuse_sparse(subject: str, tensor: Tensor) -> None:
+    """Raise ``TypeError`` if a tensor that a module holds is sparse.
+
+    ``subject`` begins the error: whose tensor it is.
+    """
     if len(pieces_of(tensor)) > 1:
         raise TypeError(
-            f"{what} a sparse tensor of shape {tuple(tensor.shape)}, which replicas do "
-            "not copy; pass it with the batch, as scatterpar.Replicated(tensor), or "
-            "keep its indices and values as dense buffers"
+            f"{subject} a sparse tensor of shape {tuple(tensor.shape)}, which replicas "
+            "do not copy; pass it with the batch, as scatterpar.Replicated(tensor), "
+            "or keep its indices and values as dense buffers"
         )
 
 
@@ -37,52 +40,63 @@ def parameters_of(root: Any) -> Iterable[tuple[str, Tensor]]:
 def check_placement(
     root: Any, device_ids: Sequence[torch.device], *, lazy: bool = False
 ) -> None:
-    """Refuse a module that cannot be replicated from the master; the error names the
-    reason.
+    """Refuse a module that cannot be replicated from the master.
 
     With ``lazy``, uninitialised parameters are accepted. A partial is not checked:
     tensors that it binds may be on other devices.
     """
     if not isinstance(root, nn.Module):
         return
-    kind, expected = type(root).__name__, physical(device_ids[0])
+    kind = type(root).__name__
     for name, part in root.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            which = f"its child {name!r} is" if name else "it is"
-            raise TypeError(f"{kind} cannot be replicated, since {which} {SCRIPT}")
-    parameters = [("parameter", *one) for one in root.named_parameters()]
-    for what, name, tensor in parameters + [
-        ("buffer", *one) for one in root.named_buffers()
-    ]:
-        if is_lazy(tensor):
-            if lazy:
-                continue
+            place = f"its child {name!r} is" if name else "it is"
+            raise TypeError(f"{kind} cannot be replicated, since {place} {SCRIPT}")
+    tensors: list[tuple[str, str, Tensor]] = []
+    tensors += [("parameter", *pair) for pair in root.named_parameters()]
+    tensors += [("buffer", *pair) for pair in root.named_buffers()]
+    for role, name, tensor in tensors:
+        if not is_lazy(tensor):
+            _check_tensor(kind, role, name, tensor, device_ids)
+        elif not lazy:
             raise RuntimeError(
-                f"{kind} has an uninitialised lazy {what}, {name!r}: call the module "
+                f"{kind} has an uninitialised lazy {role}, {name!r}: call the module "
                 "once on one micro-batch before the first step"
             )
-        if tensor.is_meta:
-            raise ValueError(
-                f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its "
-                f"{what} {name!r} is on meta, without values; call "
-                f".to_empty(device={str(expected)!r}), and load or initialise its "
-                "values"
-            )
-        if tensor.device != expected:
-            raise ValueError(
-                f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its "
-                f"{what} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
-            )
-        refuse_sparse(f"{kind} has the {what} {name!r},", tensor)
-        if tensor.is_quantized:
-            raise TypeError(
-                f"{kind} has the {what} {name!r}, which is of torch's quantised dtype "
-                f"{tensor.dtype}: replicas cannot have copies of it; keep its "
-                ".int_repr(), scale and zero point as plain buffers"
-            )
-        is_packed = is_composite(tensor) or (
-            len(set(device_ids)) > 1 and is_quantised(tensor)
+
+
+def _check_tensor(
+    kind: str,
+    role: str,
+    name: str,
+    tensor: Tensor,
+    device_ids: Sequence[torch.device],
+) -> None:
+    """Refuse a tensor that replicas cannot have, or not from where it is."""
+    expected = physical(device_ids[0])
+    place = f"{kind} must be on device_ids[0], which is {device_ids[0]}"
+    # Before its device is compared: no ``.to`` gives it values.
+    if tensor.is_meta:
+        raise ValueError(
+            f"{place}, but its {role} {name!r} is on meta, without values; call "
+            f".to_empty(device={str(expected)!r}), and load or initialise its values"
         )
-        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        if is_packed and (not is_frozen or hasattr(tensor, "device_mesh")):
-            raise only_frozen(f"{kind} has the {what} {name!r}", tensor)
+    if tensor.device != expected:
+        raise ValueError(
+            f"{place}, but its {role} {name!r} is on {tensor.device}; call "
+            f".to({str(expected)!r})"
+        )
+    refuse_sparse(f"{kind} has the {role} {name!r},", tensor)
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{kind} has the {role} {name!r}, which is of torch's quantised dtype "
+            f"{tensor.dtype}: replicas cannot have copies of it; keep its .int_repr(), "
+            "scale and zero point as plain buffers"
+        )
+    # In one memory replicas share bitsandbytes' weights as they are.
+    has_copies = len(set(device_ids)) > 1
+    is_packed = is_composite(tensor) or (has_copies and is_quantised(tensor))
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    is_sharded = hasattr(tensor, "device_mesh")  # a DTensor
+    if is_packed and (is_sharded or not is_frozen):
+        raise only_frozen(f"{kind} has the {role} {name!r}", tensor)

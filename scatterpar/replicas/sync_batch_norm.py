@@ -418,14 +418,16 @@ class SynchronisedForward:
         layer._check_non_zero_input_channels(rows)
         call = Call(self._seat, self._seat.number, self._name)
         with torch.no_grad():
-            own = moments_of(rows)
-            packed = torch.stack([own.mean, own.squares])
-            values, combined_packed = call.combine("forward", own.values, packed)
+            moments_here = moments_of(rows)
+            packed = torch.stack([moments_here.mean, moments_here.squares])
+            values, combined_packed = call.combine(
+                "forward", moments_here.values, packed
+            )
             mean, squares = combined_packed
             moments = Moments(values, mean, squares)
             require_two_values(values)
             if layer.track_running_stats:
-                recorded = own if self._records_own else moments
+                recorded = moments_here if self._records_own else moments
                 update_running_statistics(layer, recorded)
         normalise: Any = Normalise.apply
         return normalise(rows, layer.weight, layer.bias, layer.eps, moments, call)

@@ -24,15 +24,15 @@ def misfit_of_inputs(
         return None
     name = f"{type(module).__name__}.forward{signature}"
     if kwargs:
-        given = f"the mapping's keys {', '.join(map(str, kwargs))}"
+        passed = f"the mapping's keys {', '.join(map(str, kwargs))}"
         remedy = "for a mapping as one argument, pass a tuple of it: (inputs,)"
     elif isinstance(inputs, tuple):
-        given = f"{len(args)} positional arguments"
+        passed = f"{len(args)} positional arguments"
         remedy = "pass a tuple with one entry per argument, or a mapping by name"
     else:
-        given = f"a {type(inputs).__name__} as one argument"
+        passed = f"a {type(inputs).__name__} as one argument"
         remedy = "for several arguments, pass a tuple of them, such as (a, b)"
-    return TypeError(f"inputs: {name} does not take {given}; {remedy}")
+    return TypeError(f"inputs: {name} does not take {passed}; {remedy}")
 
 
 def misfit_of_criterion(criterion: Callable[..., Any]) -> TypeError | None:

@@ -63,6 +63,7 @@ class Batch:
         first_row: the number of the first row, if several batches make a step.
     """
 
+    # A step makes one object per share and per micro-batch.
     __slots__ = ("first_row", "leaves", "rows", "structure")
 
     def __init__(
@@ -91,7 +92,7 @@ class Batch:
         """
         structure = self.structure
         leaves = self.leaves.copy()
-        if copy:
+        if copy:  # a module may write its inputs in place, and a step reads them again
             for position in structure.tensors:
                 leaves[position] = leaves[position].clone()
             for position in structure.numbers:
@@ -100,6 +101,7 @@ class Batch:
             leaves[position] = leaves[position].unwrap(copy=copy)
         for position in structure.markers_of_values:
             leaves[position] = leaves[position].unwrap(copy=copy)
+        # One iterator for both: the leaves of the inputs come first.
         remaining = iter(leaves)
         return structure.build_inputs(remaining), structure.build_targets(remaining)
 
@@ -115,6 +117,7 @@ class Batch:
         for position in structure.numbers:
             # Replicas must not share a number: a module may write it.
             leaves[position] = leaves[position].clone()
+        # Markers without rows go to every share as they are.
         for position in structure.markers_of_rows:
             leaves[position] = leaves[position].select(rows)
         return Batch(leaves, structure, len(rows))
@@ -140,6 +143,7 @@ class Batch:
     def without_targets(self) -> Batch:
         """The inputs alone."""
         structure = self.structure
+        # Classified again: the positions of the targets' leaves are gone.
         leaves = self.leaves[: structure.num_inputs]
         return _classified(
             leaves,
@@ -186,6 +190,7 @@ class Batch:
         structure = self.structure
         positions = structure.tensors + structure.numbers
         tensors: list[Tensor] = [self.leaves[position] for position in positions]
+        # A transfer must wait for these, too.
         for marker in self.markers:
             tensors += [leaf for leaf in marker.leaves() if isinstance(leaf, Tensor)]
         return tensors
@@ -196,6 +201,7 @@ class Batch:
 
 
 def _select(tensor: Tensor, rows: Sequence[int], dim: int) -> Tensor:
+    # Rows of a plan by cost are in no order, and so no view.
     if type(rows) is range:
         return tensor.narrow(dim, rows.start, rows.stop - rows.start)
     return tensor.index_select(dim, torch.tensor(rows, device=tensor.device))
@@ -207,6 +213,7 @@ def batch_of(
     """The batch of ``rows`` rows that a user passes as inputs and targets."""
     leaves, build_inputs = nested.flatten(inputs)
     num_inputs = len(leaves)
+    # Targets come behind the inputs in one list, so that one loop moves both.
     leaves_of_targets, build_targets = nested.flatten(targets)
     leaves += leaves_of_targets
     return _classified(
@@ -230,6 +237,7 @@ def _classified(
     markers_of_values: list[int] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
+            # A 0-dim tensor has no rows, and goes whole to every share.
             (tensors if leaf.ndim else numbers).append(position)
         elif isinstance(leaf, Marker):
             has_rows = leaf.num_rows is not None
@@ -262,12 +270,14 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> list[Batch]:
         return [batch_of(inputs, targets, rows, dim)]
     parts = {"inputs": inputs, "targets": targets}
     sizes = _sizes_of_batches(parts, dim)
+    # Each batch begins at the row at which the one before it ends.
     spans = list(pairwise(accumulate(sizes, initial=0)))
     entries: dict[str, list[Any]] = {}
     for name, part in parts.items():
         if isinstance(part, Batches):
             entries[name] = part.entries
         else:  # one batch, which is sliced like the others
+            # Alone, so that its own markers and tensors are sliced, and nothing else.
             whole = batch_of(part, None, sum(sizes), dim)
             entries[name] = [whole.select(range(*span)).inputs for span in spans]
     batches: list[Batch] = []
@@ -293,6 +303,7 @@ def _sizes_of_batches(parts: dict[str, Any], dim: int) -> list[int]:
             ]
     sizes = next(iter(sizes_by_part.values()))
     for name in parts.keys() - sizes_by_part.keys():
+        # A part that is one batch, or has no rows at all, has those of all batches.
         rows = count_rows({name: parts[name]}, dim, known=sum(sizes))
         sizes_by_part[name] = sizes if rows == sum(sizes) else [rows]
     if any(sizes_of_part != sizes for sizes_of_part in sizes_by_part.values()):

@@ -81,6 +81,7 @@ def join_rows(
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             return first if _are_all_same(leaves) else leaves
         if not first.ndim:
+            # Numbers have no rows. Micro-batches of unequal sizes count by their rows.
             return _average(leaves, weights)
         if pad is not None:
             leaves = _padded(leaves, dim, pad)
@@ -91,6 +92,7 @@ def join_rows(
     def is_leaf(values: Sequence[Any]) -> bool:
         return isinstance(values[0], PackedSequence) or are_entries(values)
 
+    # The output itself may be the list: nothing else can be meant by it.
     if lists != "never" and are_entries(pieces, "always"):
         return _in_order(list(chain(*pieces)), order, dim)
     return nested.merge(join_leaves, pieces, is_leaf)
@@ -122,6 +124,7 @@ def _are_entries(
 def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
     """The tensors, padded at the end to equal sizes in all dimensions but ``dim``."""
     num_dimensions = {leaf.ndim for leaf in leaves}
+    # These cannot be padded: the join refuses them, with their shapes.
     if len(num_dimensions) > 1 or not -leaves[0].ndim <= dim < leaves[0].ndim:
         return leaves
     shapes = zip(*(leaf.shape for leaf in leaves), strict=True)
@@ -129,6 +132,7 @@ def _padded(leaves: list[Tensor], dim: int, value: float) -> list[Tensor]:
     padded_leaves: list[Tensor] = []
     for leaf in leaves:
         sizes[dim] = leaf.size(dim)
+        # Rows are not padded: their number is right.
         padded = leaf.new_full(sizes, value)
         padded[tuple(map(slice, leaf.shape))] = leaf
         padded_leaves.append(padded)
@@ -142,6 +146,7 @@ def _in_order(joined: Any, order: Sequence[int], dim: int) -> Any:
     entries_per_row = 1
     if isinstance(joined, Tensor):
         entries_per_row = joined.size(dim) // len(order)
+    # The place of each row's first entry among those that were joined.
     first_entries = torch.tensor(order).argsort()[:, None] * entries_per_row
     places = (first_entries + torch.arange(entries_per_row)).flatten()
     if isinstance(joined, list):
@@ -158,10 +163,12 @@ def _entries_per_row(leaves: Sequence[Tensor], rows: Sequence[int], dim: int) ->
     ratios: set[float] = set()  # of entries to rows
     other_sizes: set[tuple[int, ...]] = set()  # in the other dimensions
     for leaf, num_rows in zip(leaves, rows, strict=True):
+        # A tensor without the dimension has no rows, and may still be equal in all.
         size = leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0
         ratios.add(size / num_rows)
         other_sizes.add(leaf.shape[:dim] + leaf.shape[dim:][1:])
     entries = 0.0
+    # One and the same whole number in all pieces, else nothing tells the rows.
     if len(ratios) == len(other_sizes) == 1 and min(ratios) % 1 == 0:
         (entries,) = ratios
     if entries == 1:
@@ -207,6 +214,7 @@ def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
     for value, weight in zip(values, weights, strict=True):
         if weight:  # a weight of zero ignores even NaN
             counted.append(value)
+            # At least float32: a mean of halves would be rounded in each sum.
             weighted.append(value.to(dtype) * (weight / total))
     if not counted:
         return first
@@ -216,5 +224,6 @@ def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
         number = counted[0].to(dtype)
         are_equal = torch.stack(counted).eq(number).all()
         mean = torch.where(are_equal, number, mean)
+    # A mean of integers, such as of counts, need not be one.
     is_integer = not (first.is_floating_point() or first.is_complex())
     return mean if is_integer else mean.to(first.dtype)

@@ -45,6 +45,7 @@ class Marker:
 
     def map(self, function: Callable[[Any], Any]) -> Self:
         """A copy of the marker with ``function(contents)``; the rest is shared."""
+        # Not the constructor: a subclass may have attributes that it does not know.
         marker = copying.copy(self)
         marker.contents = function(self.contents)
         return marker
@@ -67,17 +68,19 @@ class Marker:
         return self
 
     def unwrap(self, *, copy: bool) -> Any:
-        """The value as a module or criterion sees it; with ``copy``, tensors are
-        copied.
+        """The value as a module or criterion sees it.
+
+        With ``copy``, tensors are copied: user code may write what it gets.
         """
-        value = (
-            nested.map_tensors(Tensor.clone, self.contents) if copy else self.contents
-        )
+        value = self.contents
+        if copy:  # before ``collate``, which may return the entries themselves
+            value = nested.map_tensors(Tensor.clone, value)
         return value if self.collate is None else self.collate(value)
 
     def leaves(self) -> list[Any]:
-        """Every leaf of the contents. Raises ``TypeError`` for a marker
-        in the marker.
+        """Every leaf of the contents.
+
+        Raises ``TypeError`` for a marker in the marker.
         """
         leaves = nested.leaves(self.contents)
         for leaf in leaves:
@@ -124,8 +127,7 @@ class Replicated(Marker):
 
 
 class Rows(Marker):
-    """Marks a sequence with one entry per row, for rows that are not slices of one
-    tensor.
+    """Marks a sequence with one entry per row: rows that are no slices of one tensor.
 
     Shares and micro-batches are slices of ``entries``; their tensors are copied to the
     device of the share. Use it for detection targets (a list of dicts), images of
@@ -171,6 +173,7 @@ class Rows(Marker):
             raise TypeError(f"Rows takes a sequence with one entry per row, got {kind}")
         if collate is not None and not callable(collate):
             raise TypeError(f"collate must be callable, got {collate!r}")
+        # A copy, because the user's list may grow before the step ends.
         self.contents: list[Any] = list(entries)
         self.collate = collate
 
@@ -190,9 +193,8 @@ class Rows(Marker):
 
     def join(self, others: Sequence[Self]) -> Self:
         """One marker with the entries of this one, then those of ``others``."""
-        return self.map(
-            lambda entries: [*chain(entries, *(other.entries for other in others))]
-        )
+        lists_of_others = [marker.entries for marker in others]
+        return self.map(lambda entries: [*chain(entries, *lists_of_others)])
 
     def __repr__(self) -> str:
         kinds = " or ".join(
@@ -209,10 +211,9 @@ class Rows(Marker):
         Each batch is what ``forward_backward`` takes as inputs, or as targets: tensors,
         tuples or mappings. Batches may differ in their number of rows and in the
         lengths of rows. Each batch is divided over all replicas as it would be alone,
-        and no micro-batch has rows of two
-        batches: with ``accum=2`` a replica has two sub-steps of each batch. If inputs
-        and targets are both passed in this way, each batch must have the same number of
-        rows in both.
+        and no micro-batch has rows of two batches: with ``accum=2`` a replica has two
+        sub-steps of each batch. If inputs and targets are both passed in this way, each
+        batch must have the same number of rows in both.
 
         Raises:
             TypeError: one batch instead of several.
@@ -288,10 +289,12 @@ def count_rows(
     values = {
         name: nested.leaves(part, containers=True) for name, part in batch.items()
     }
+    # All sizes first: whether a list has one entry per row depends on them.
     sizes: dict[int, str] = {}  # each with the first value that has it
     for name, values_of_part in values.items():
         for value in values_of_part:
             size = _size(value, dim)
+            # The first value of a size stands for all: an error names few.
             if size is not None and size not in sizes:
                 sizes[size] = f"{name} with {size} ({_shown(value)})"
     for name, values_of_part in values.items():
@@ -299,6 +302,7 @@ def count_rows(
             problem = _problem(value, dim, sizes, refuse_grad)
             if problem:
                 raise ValueError(f"{name}: {problem}")
+    # Targets of several batches may have no rows, as a number has none.
     if not sizes and known is not None:
         return known
     if not sizes:
@@ -363,6 +367,7 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
     entries as rows.
     """
     leaves = value.leaves() if isinstance(value, Marker) else [value]
+    # A gradient would go to a copy in a replica, and be lost.
     for leaf in leaves if refuse_grad else ():
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             return (
@@ -370,6 +375,7 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
                 f"data; pass tensor.detach()"
             )
     if isinstance(value, Tensor) and _is_dense(value):
+        # A 0-dim tensor goes whole to every replica.
         if not value.ndim or -value.ndim <= dim < value.ndim:
             return ""
         return (
@@ -388,6 +394,7 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
         if isinstance(value, Tensor):
             kind = f"a tensor of layout {value.layout}"
         return f"{kind} cannot be split into rows; {remedy}"
+    # Tensors in a list are split along their dimension 0: the channels of images.
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         return (
             f"a list of {len(value)} tensors such as {tuple(value[0].shape)} looks "
@@ -395,6 +402,7 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             "Rows(images) for one image per row, or a tuple if dimension 0 does hold "
             "3 rows"
         )
+    # One entry beside one row says nothing: it may be an argument in a list.
     may_be_entries = isinstance(value, (list, tuple)) and 1 < len(value) in sizes
     entries = _kind_of_entries(value) if may_be_entries else ""
     if entries:
@@ -403,9 +411,8 @@ def _problem(value: Any, dim: int, sizes: Container[int], refuse_grad: bool) -> 
             f"beside {len(value)} rows would go whole to every micro-batch; pass "
             f"Rows({entries}) for one per row, or Replicated({entries})"
         )
-    is_marker = isinstance(value, (Marker, Batches))
-    # Of a cache, attributes are split.
-    is_split = is_marker or nested.is_cache(value)
+    # Of a cache the attributes are split, and a marker's contents by its ``select``.
+    is_split = isinstance(value, (Marker, Batches)) or nested.is_cache(value)
     name = None if is_split else unsplit_rows(value, dim, sizes)
     if name is not None:
         kind = type(value).__name__

@@ -98,6 +98,7 @@ def merge(
     _, make = _parts(first, first)
     if make is None:
         return function(list(values))
+    # In the order of the first one's keys: mappings may differ in theirs.
     children = [_parts(value, first)[0] for value in values]  # of each value
     merged: list[Any] = []
     for values_of_position in zip(*children, strict=True):
@@ -132,8 +133,11 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
 
     Children are in the order of ``like``'s keys. A leaf has no children, and ``None``.
     """
+    # First: nearly all containers are of these classes, which are their own
+    # constructors.
     if type(value) in (tuple, list):
         return value, type(value)
+    # A size is a leaf, because it would be made again as a plain tuple.
     if type(value) in _PLAIN or isinstance(value, (Tensor, torch.Size)):
         return (), None
     if isinstance(value, tuple):
@@ -148,6 +152,7 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
         return children, functools.partial(_mapping_like, value, keys)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
+        # A field without a default may not have been set.
         names = [field.name for field in fields if hasattr(value, field.name)]
     elif is_cache(value):
         names = [name for name, item in vars(like).items() if _is_of_cache(item)]
@@ -160,8 +165,10 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Make | None]:
 def _mapping_like(original: Any, keys: list[Any], children: Iterable[Any]) -> Any:
     """A mapping of the original's class and attributes, with other values."""
     pairs = zip(keys, children, strict=True)
+    # A mapping that cannot be written, such as a proxy, becomes a dict.
     if type(original) is dict or not hasattr(original, "__setitem__"):
         return dict(pairs)
+    # A copy keeps a default factory, and attributes of a user's class.
     mapping = copy.copy(original)
     _forget_computed(mapping)
     for key, child in pairs:
@@ -215,6 +222,7 @@ def _forget_computed(value: Any) -> None:
 def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
     """Refuse a mapping that iterates over something other than its keys."""
     keys = [*value.keys()]
+    # One more than there are keys tells enough, and its rows may be many.
     items = [*islice(value, len(keys) + 1)]
     pairs = zip(items, keys, strict=False)
     are_keys = all(type(item) is type(key) and item == key for item, key in pairs)
@@ -229,9 +237,9 @@ def _refuse_iteration_over_rows(value: Mapping[Any, Any]) -> None:
 
 def is_cache(value: Any) -> bool:
     """Whether ``value`` is a cache of ``transformers``, or a layer of one."""
-    return any(
-        base.__module__ == "transformers.cache_utils" for base in type(value).__mro__
-    )
+    # By name: nothing is imported of a library that the user may not have.
+    modules = [base.__module__ for base in type(value).__mro__]
+    return "transformers.cache_utils" in modules
 
 
 def _is_of_cache(item: Any) -> bool:
@@ -269,6 +277,7 @@ def _are_alike(values: Sequence[Any]) -> bool:
     Raises ``ValueError`` for mappings with different keys.
     """
     first = values[0]
+    # By class: a list and a tuple of the same items are joined as two leaves.
     if any(type(value) is not type(first) for value in values):
         return False
     if isinstance(first, (tuple, list)):

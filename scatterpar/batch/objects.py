@@ -35,6 +35,7 @@ def unsplit_rows(value: Any, dim: int, sizes: Container[int]) -> str | None:
             if -tensor.ndim <= dim < tensor.ndim:
                 names.append(name)
                 sizes_found.add(tensor.size(dim))
+    # As of the nodes and edges of a graph: one may be the number of rows by chance.
     if len(sizes_found) != 1:
         return None
     (size,) = sizes_found
@@ -48,6 +49,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     fields: set[str] = set()
     if dataclasses.is_dataclass(value):  # its fields are split
         fields = {field.name for field in dataclasses.fields(value)}
+    # A list, because a property that is read may set an attribute.
     for name, attribute in [*getattr(value, "__dict__", {}).items()]:
         kind = getattr(type(value), name, None)
         # A cached property is computed again from the rows of a micro-batch.
@@ -72,6 +74,7 @@ def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
             children = [*value.values()]
         elif isinstance(value, (list, tuple)):
             children += value
+        # A batch is asked in each step.
         if len(children) <= _MAX_ENTRIES:
             for child in children:
                 yield from _tensors(child, depth - 1)

@@ -40,11 +40,13 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
         if gradient is not None:
             pairs.append((leaf, gradient))
         del gradient  # autograd takes over the memory of what nobody else refers to
+    # The list would keep all gradients alive while autograd adds them.
     outcome.gradients.clear()
     running = outcome.statistics.values() if outcome.statistics else []
     unchanged = outcome.attempt.replicas.equal_buffers()
     buffers = BufferWriter([*outcome.buffers, *running], unchanged)
     if deferred:
+        # First, because it may raise. The rest cannot fail.
         loss = _attach(outcome.loss_tensor, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()
         buffers.write()
@@ -78,6 +80,7 @@ def _add_with_hooks(
 def _add(pairs: list[_Pair], attempt: Attempt, *, observed: bool) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
+    # Asked before anything is written: with one earlier gradient, autograd adds all.
     have_gradient = any(leaf.grad is not None for leaf in leaves)
     _save_for_undo(pairs, attempt.undo, observed)
     attempt.generators.commit()  # before hooks, which may draw
@@ -114,6 +117,7 @@ def _may_become_grad(leaf: Tensor, gradient: Tensor) -> bool:
         and type(gradient) is Tensor
         and gradient.layout == torch.strided
         and gradient.dtype == leaf.grad_dtype
+        # Autograd makes the first gradient like its leaf: it would copy others.
         and gradient.stride() == leaf.stride()
         and not is_part(gradient)
     )
@@ -172,6 +176,7 @@ class _ReturnGradients(torch.autograd.Function):
             gradient.detach() if gradient.layout == torch.strided else gradient
             for gradient in ctx.gradients
         ]
+        # A second backward pass finds nothing, and autograd may take the memory over.
         ctx.gradients.clear()
         if ctx.scale is not None:
             factor_of_gradients = to_numbers(factor) / ctx.scale

@@ -72,6 +72,7 @@ def trained_leaves(referents: Sequence[Referent]) -> list[Tensor]:
         if isinstance(value, nn.Module):
             tensors = value.parameters()
         for tensor in tensors:
+            # A tensor with a graph passes its gradient on to leaves of its own.
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf:
                 leaves[id(tensor)] = tensor
     return list(leaves.values())
@@ -87,6 +88,7 @@ def training_buffers(referents: Sequence[Referent]) -> list[Tensor]:
         if not isinstance(value, nn.Module):
             continue
         for part in value.modules():
+            # In evaluation mode a forward pass writes no statistics.
             if part.training:
                 for buffer in part.buffers(recurse=False):
                     if _is_writable(buffer):
@@ -95,6 +97,7 @@ def training_buffers(referents: Sequence[Referent]) -> list[Tensor]:
 
 
 def _is_writable(buffer: Tensor) -> bool:
+    # What nothing can write in place needs no saved value.
     is_dense = buffer.layout == torch.strided and is_unexpanded(buffer)
     return is_dense and not buffer.is_inference()
 
@@ -106,6 +109,7 @@ def note_wrong_devices(
     for name, value in named_values(function).items():
         tensor = value
         if isinstance(value, nn.Module):
+            # One parameter stands for the network: all are on one device, as a rule.
             tensor = next(value.parameters(), None)
         if isinstance(tensor, Tensor) and tensor.device != device:
             add_note(

@@ -43,12 +43,14 @@ def inner_backward(
     ``replicas`` have the leaves, and know their names.
     """
     after = gradient_versions(leaves)
+    # One name is enough: the user looks for one backward().
     changed = next(
         leaf for leaf, old, new in zip(leaves, before, after, strict=True) if old != new
     )
     name = f"a parameter of shape {tuple(changed.shape)}"
     for replica in replicas:
         for path, parameter in parameters_of(replica.root):
+            # By identity: ``==`` compares elements.
             if parameter is changed:
                 name = f"the parameter {path!r}"
     return ValueError(

@@ -58,8 +58,10 @@ def compute_loss_weights(
         factors = [float(stop - start) for start, stop in spans]
     elif request.is_mean:
         counts = term_counts(request, spans, pieces, plan.order)
+        # Zero terms in all: the loss is 0, and a warning says that no label counts.
         total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
+        # Only then can a micro-batch without terms have a loss.
         has_loss_without_terms = total > 0 and is_smoothed(request)
     else:
         factors = [1.0] * len(spans)
@@ -85,6 +87,7 @@ def is_smoothed(request: Request) -> bool:
     with other labels they count, by the other classes' weights.
     """
     criterion = request.criterion
+    # With ``count=`` the user has said what counts.
     if request.count is not None or not is_cross_entropy(criterion):
         return False
     has_weight = option_of(criterion, "weight", None) is not None
@@ -96,6 +99,7 @@ def as_sum(criterion: Any) -> Any:
     if isinstance(criterion, partial):
         return partial(criterion, reduction="sum")
     module, _ = unwrapped(module_of(criterion))
+    # A shallow copy: class weights stay the replica's own tensors.
     summing = copy.copy(module)
     summing.reduction = "sum"
     return summing
@@ -115,10 +119,12 @@ def term_counts(
     criterion = request.criterion
     dim = request.dim
     if request.count is not None:
+        # All are called before any is read: a device counts while the host goes on.
         return _numbers([request.count(*piece) for piece in pieces])
     rows_of_pieces = [float(stop - start) for start, stop in spans]
     if not is_cross_entropy(criterion):
         return rows_of_pieces
+    # The labels of the whole batch, in few kernels, rather than of each micro-batch.
     labels = [batch.targets for batch in request.batches]
     if not all(isinstance(targets, Tensor) for targets in labels):
         # A marker's rows may have any number of labels: count in what the criterion is
@@ -126,8 +132,10 @@ def term_counts(
         terms = [terms_of_rows(criterion, targets, dim) for _, targets in pieces]
         return _numbers([of_piece.double().sum() for of_piece in to_host(terms)])
     terms = to_host([terms_of_rows(criterion, targets, dim) for targets in labels])
+    # The usual case: numbers of rows need no sum.
     if all(_are_all_counted(of_batch) for of_batch in terms):
         return rows_of_pieces
+    # In float64: sums of many class weights lose digits in float32.
     terms_by_row = torch.cat([of_batch.double() for of_batch in terms])
     if order:
         terms_by_row = terms_by_row[list(order)]
@@ -210,6 +218,7 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
         )
     if targets.is_floating_point():  # class probabilities: every position is a term
         rows = targets.size(dim)
+        # Probabilities have the classes along dimension 1, or along their only one.
         classes = targets.size(min(1, targets.ndim - 1))
         terms_of_row = targets.numel() / max(1, rows * classes)
         return torch.full((rows,), terms_of_row, device="cpu")
@@ -221,9 +230,11 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     if class_weight is not None:
         dtype = torch.promote_types(class_weight.dtype, torch.float32)
         weight = to_device(class_weight.detach(), targets.device).to(dtype)
+        # An ignored label may be no index: class 0 stands in for it, times zero.
         terms = weight[targets.masked_fill(~terms, 0)] * terms
     if terms.ndim == 1:
         return terms
+    # Labels of pixels or tokens: all in a row count as terms of that row.
     return terms.movedim(dim, 0).flatten(1).sum(1)
 
 
@@ -274,6 +285,7 @@ def _count(
         )
     if shifted:
         labels = labels[:, 1:]
+    # A tensor, not a number: the host reads all counts of a step together.
     counted: Tensor = labels != ignore_index
     return counted.sum()
 

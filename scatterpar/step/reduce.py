@@ -131,6 +131,7 @@ def reduce(attempt: Attempt, computed: Computed, norms: ReplicaNorms) -> Outcome
         attempt,
         loss=computed.loss,
         dtype=computed.dtype,
+        # Before gradients are added up: the join of outputs may refuse them.
         outputs=returned_outputs(attempt, computed.outputs),
         terms=attempt.weights.terms,
         rows=attempt.plan.rows,
@@ -156,6 +157,7 @@ def reduce_gradients(attempt: Attempt, external: Sequence[Gradient]) -> list[Gra
         for replica_set in attempt.replicas.replica_sets:
             gradients += _summed(replica_set, attempt)
     gradients += external
+    # By id: tensors have no equality that is one answer.
     total: dict[int, Gradient] = {}
     for leaf, gradient in gradients:
         # Model and criterion may share a leaf.
@@ -175,8 +177,10 @@ def _summed(replica_set: ReplicaSet, attempt: Attempt) -> list[Gradient]:
     # the master has a replica of the criterion.
     active = replica_set.replicas[: len(attempt.plan.shares)]
     gradients = [replica_set.gradients_of(number) for number in range(len(active))]
+    # The sum is where the first replica is, which is the master.
     devices = [replica.device for replica in active]
     sums = sum_in_order(gradients, devices, attempt.transfers, in_place=True)
+    # A replica's copy of such a tensor is a leaf, and the user's has a graph.
     computed = sums.keys() - replica_set.leaves.keys()
     if computed:
         shape = tuple(replica_set.tensors[min(computed)].shape)
@@ -214,6 +218,7 @@ def sum_in_order(
     With ``in_place``, dense gradients are overwritten; otherwise autograd records the
     sum.
     """
+    # Copies: what has been added is taken out, so that memory is freed.
     sums = [dict(of_replica) for of_replica in gradients]
     for target, source in tree_pairs(len(sums)):
         total = sums[target]
@@ -246,6 +251,7 @@ def _add_large(
         if gradient.nbytes <= coalescing.CHUNK_BYTES:
             continue
         del arriving[index]
+        # Parts of a message's size: the master needs no memory for a second gradient.
         rows = max(1, len(gradient) * coalescing.CHUNK_BYTES // gradient.nbytes)
         parts = zip(sum_so_far.split(rows), gradient.split(rows), strict=True)
         for part_of_sum, part in parts:
@@ -268,6 +274,7 @@ def _add(total: dict[int, Tensor], message: dict[int, Tensor], in_place: bool) -
     if together:
         sums = [total[index] for index in together]
         torch._foreach_add_(sums, [message[index] for index in together])
+    # Sparse gradients, mixed layouts, and those that this replica has alone.
     for index in message.keys() - together:
         gradient = message[index]
         if index in total:
@@ -301,6 +308,7 @@ def join_on_master(
     pieces: list[Any] = []
     for share, outputs_of_share in zip(plan.shares, outputs, strict=True):
         for output in outputs_of_share:
+            # Transfers count what crosses: nothing does within a memory.
             if share.device != master:
                 output = nested.map_tensors(copy_to_master, output)
             pieces.append(output)
@@ -331,6 +339,7 @@ def returned_outputs(
         attempt.plan.shares, outputs, attempt.weights.by_share, strict=True
     ):
         rows = [stop - start for start, stop in share.micro_batches]
+        # The join may refuse outputs: the error names the replica.
         with ReplicaNote(share):
             output = join_rows(outputs_of_share, attempt.request.dim, weights, rows)
         joined.append(output)

@@ -68,6 +68,7 @@ class ReplicaThreads:
 
         Returns the results, one per share.
         """
+        # A meeting is also an event: who waits in it wakes up when another one fails.
         cancel = threading.Event() if meeting is None else meeting
 
         def work(share: Share, item: _Item) -> _Result:
@@ -75,11 +76,14 @@ class ReplicaThreads:
             note = ReplicaNote(share)
 
             def proceed(sub_step: int | None) -> None:
+                # Not before the first sub-step, which every replica runs.
                 is_between = note.sub_step is not None and sub_step is not None
                 if is_between:
                     self._end_substep()
                     if cancel.is_set():
                         raise Cancelled
+                # Before the meeting, where an error belongs to the sub-step that
+                # begins.
                 note.sub_step = sub_step
                 if meeting is not None:
                     meeting.enter(share.replica, sub_step)
@@ -95,6 +99,7 @@ class ReplicaThreads:
                     if meeting is not None:
                         meeting.enter(share.replica, None)
                     self._end_substep()
+            # Added up: two passes run in the same threads.
             self.seconds[share.replica] += time.perf_counter() - start
             return result
 

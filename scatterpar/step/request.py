@@ -72,6 +72,7 @@ class Request:
         """The request with its largest batch only."""
         if len(self.batches) == 1:
             return self
+        # A look shows more in a batch with more rows.
         largest = max(self.batches, key=lambda batch: batch.rows)
         return replace(self, batches=[largest.at_row(0)])
 
@@ -94,6 +95,7 @@ def checked(
     """
     criterion = call.criterion
     targets = call.targets
+    # First: swapped arguments would be told as rows that disagree.
     if callable(targets) or isinstance(criterion, Tensor):
         raise TypeError(
             f"got targets={targets!r:.60} and criterion={criterion!r:.60}, which look "
@@ -109,6 +111,7 @@ def checked(
         )
     if not isinstance(call.scaler, (torch.amp.GradScaler, type(None))):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {call.scaler!r}")
+    # ``count=`` may read targets that the module's own loss does not.
     if targets is not None and criterion is None and call.count is None:
         raise ValueError("targets were given without a criterion: pass criterion=")
     splits = getattr(criterion, "num_splits", 1)  # timm's JsdCrossEntropy has it
@@ -159,6 +162,7 @@ def check_cuts(
     if micro_batch_cost is not None:
         check_number("micro_batch_cost", micro_batch_cost)
     cuts = {"micro_batch_size": micro_batch_size, "micro_batch_cost": micro_batch_cost}
+    # ``accum`` is 1 by default, and so says nothing beside another cut.
     passed = [f"accum={accum}"] if accum != 1 else []
     passed += [f"{name}={value}" for name, value in cuts.items() if value is not None]
     if len(passed) > 1:
@@ -190,6 +194,7 @@ def check_options(module: Any, dim: Any, buffers: Any, accumulate_dtype: Any) ->
 
 def check_module(module: Any) -> None:
     """Refuse what is no module, and modules that are wrapped to be replicated."""
+    # A forgotten pair of parentheses is a frequent slip.
     if isinstance(module, type):
         name = module.__name__
         raise TypeError(
@@ -210,6 +215,7 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)
 
 def _check_synchronised(module: nn.Module) -> None:
     """Refuse ``nn.SyncBatchNorm`` if there are several processes: it would hang."""
+    # In one process its layers exchange statistics between replicas instead.
     if not (dist.is_available() and dist.is_initialized()):
         return
     for name, part in module.named_modules():
@@ -247,6 +253,8 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     if reduction is None:
         reduction = "mean"
         option = option_of(criterion, "reduction", "mean")
+        # ``batchmean`` is a mean over rows, which is what micro-batches are weighted
+        # by.
         if isinstance(option, str) and option != "batchmean":
             reduction = option
     if reduction == "none":

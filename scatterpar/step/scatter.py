@@ -42,6 +42,7 @@ def in_order(batches: Sequence[Batch], plan: Plan) -> Sequence[Batch]:
     """The batches with rows in the order of a plan by cost; unchanged otherwise."""
     if not plan.order:
         return batches
+    # A plan by cost is of one batch.
     (batch,) = batches
     return [batch.select(plan.order)]
 
@@ -61,13 +62,16 @@ def scatter(
     loaders: list[ShareLoader] = []
     for share in plan.shares:
         device = share.device
+        # Rows that are there already are sliced, not copied.
         if sources <= {device}:
             loaders.append(ShareLoader(batches, share))
             continue
         ahead = Prefetcher(device, sources)
         # From now on a step that fails waits for its copies, too.
         transfers.follow(ahead)
+        # Before any rows, because the first sub-step needs the values, too.
         with_values = [values.on(device, batch) for batch in batches]
+        # What a copy has brought here, nobody else uses: a sub-step may write it.
         copies = is_marked or device in sources
         loaders.append(ShareLoader(with_values, share, ahead, copies=copies))
     return loaders
@@ -97,6 +101,7 @@ class ShareLoader:
 
     def at_source(self, sub_step: int) -> Batch:
         """The rows of one micro-batch where they are, as views."""
+        # No micro-batch has rows of two batches: the last one that begins before it.
         start, stop = self.share.micro_batches[sub_step]
         for batch in reversed(self.batches):
             if batch.first_row <= start:
@@ -109,6 +114,7 @@ class ShareLoader:
         With ``retain`` the rows stay on the device for a later call.
         """
         if self.ahead is None:
+            # A copy: these rows are the caller's tensors, which are never written.
             return self.at_source(sub_step).unwrapped(copy=True)
         # The wait comes between the two: the next rows are issued behind these rows'
         # copies, and the sub-step must not wait for both.
@@ -149,6 +155,7 @@ class Values:
     def _copied_once(self, device: torch.device, tensor: Tensor) -> Tensor:
         if tensor.device == device:
             return tensor
+        # Shares on one device, and tensors that appear twice, need one copy.
         key = (id(tensor), device)
         if key not in self._arrived:
             self._arrived[key] = self._transfers.copy(tensor, device, "scatter")

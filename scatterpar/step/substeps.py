@@ -136,6 +136,7 @@ class Substeps:
         returned = None
         if request.return_outputs:
             returned = detached_output(output, request.return_outputs)
+        # Without synchronised layers, rows that do not count have no gradient at all.
         if not weight and request.backward and task.replicas[0].seat.is_shared():
             self._run_backward_of_nothing(sub_step, output, loss)
         # The graph has what the backward pass needs: a large output is freed before it.
@@ -143,6 +144,8 @@ class Substeps:
         if weight and request.backward:
             if not loss.requires_grad:
                 require_trainable(task.module)
+            # The factor starts the backward pass: ``loss * weight`` would cost a kernel
+            # and a node.
             factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
             task.run_backward(sub_step, [loss], [factor])
             # Usually all leaves get gradients in the first sub-step.
@@ -211,6 +214,7 @@ class Schedule:
                 attempt.extent.max_substeps, proceed
             )
 
+        # A new one for each pass: replicas count its sub-steps from 0.
         meeting = meeting_of(attempt, uses_graphs=self.uses_graphs)
         with parameter_writes_refused(attempt.replicas.replica_sets):
             results = attempt.threads.run(train, tasks, meeting)
@@ -230,6 +234,8 @@ def meeting_of(attempt: Attempt, *, uses_graphs: bool = False) -> Meeting | None
     if not attempt.replicas.exchange_statistics():
         return None
     shares = attempt.plan.shares
+    # The second pass begins with the last sub-step of each share: these must be one
+    # round.
     is_ragged = len({len(share.micro_batches) for share in shares}) > 1
     obstacles = {
         "graphs=True": uses_graphs,
@@ -262,6 +268,7 @@ def user_state_guarded(attempt: Attempt) -> Iterator[None]:
     criterion = attempt.request.criterion
     referents = referents_of(attempt, criterion)
     save_referents(attempt, referents)
+    # By id, because model and criterion may share leaves.
     leaves: dict[int, Tensor] = {}
     for replica_set in attempt.replicas.replica_sets:
         for leaf in replica_set.leaves.values():
@@ -289,6 +296,7 @@ def referents_of(attempt: Attempt, function: Any) -> list[Referent]:
         list(replica_set.contents.objects.values())
         for replica_set in attempt.replicas.replica_sets
     ]
+    # Most modules hold no objects: nothing is searched in each step.
     if any(shared_objects):
         referents += closure_contents(shared_objects)
     for batch in attempt.request.batches:
@@ -316,6 +324,7 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     the order of arrival.
     """
     gradients = [leaf.grad for leaf in leaves]
+    # A gradient that should not arrive here would run them, in a replica's thread.
     with hooks_taken_off(leaves):
         try:
             for leaf in leaves:
@@ -328,6 +337,7 @@ def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 def detached_output(output: Any, return_outputs: bool | Callable[[Any], Any]) -> Any:
     """An output without its graph, or what ``return_outputs`` makes of it."""
+    # Detached before the user's function sees it: nothing of the graph stays alive.
     output = nested.map_tensors(_detached, output)
     if callable(return_outputs):
         with torch.no_grad():

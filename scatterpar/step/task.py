@@ -76,6 +76,7 @@ class ReplicaTask:
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
+        # The signature is read after a failure only: it would cost each sub-step.
         args, kwargs = as_call(inputs)
         try:
             return self.module(*args, **kwargs)
@@ -102,6 +103,8 @@ class ReplicaTask:
         for device_type in self.autocast:
             torch.set_autocast_enabled(device_type, False)
         try:
+            # Activation checkpoints draw again in the backward pass, in autograd's
+            # thread.
             with generator_for_backward(roots):
                 backward(roots, gradients)
         finally:
@@ -135,7 +138,9 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
     criteria = attempt.replicas.criteria
     weights = attempt.weights.by_share
     sums = attempt.weights.sums
+    # One lock for all: they share the function, or have copies of one module.
     lock = criterion_lock(criteria[0])
+    # Asked once: all sub-steps have the caller's autocast.
     autocast = autocast_types()
     tasks: list[ReplicaTask] = []
     for number, share in enumerate(attempt.plan.shares):
@@ -154,6 +159,7 @@ def make_tasks(attempt: Attempt, loaders: Sequence[ShareLoader]) -> list[Replica
             module=replicas[0].root,
             loader=loaders[number],
             criterion=criteria[number] if number < len(criteria) else None,
+            # A look alone, as by ``losses_combine``, needs none.
             weights=weights[number] if weights else (),
             sums=[sub_step for index, sub_step in sums if index == number],
             replicas=replicas,
@@ -200,6 +206,7 @@ def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_single = len(args) == 1 and not kwargs
     if not is_single or not isinstance(args[0], Marker) or args[0].collate is None:
         return args, kwargs
+    # A copy: the marker is the user's, and the next call gets it again.
     marker = copy.copy(args[0])
     marker.collate = partial(_collated_call, args[0].collate)
     return marker

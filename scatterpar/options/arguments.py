@@ -63,6 +63,7 @@ def read_arguments(
         return args, kwargs
     (value,) = args
     entries, named = as_call(value)
+    # A tensor or a list: there is one reading.
     is_one_argument = len(entries) == 1 and entries[0] is value
     if is_one_argument:
         return args, kwargs
@@ -102,6 +103,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         return []
     inner = called
+    # ``signature`` has taken the bound ones away already.
     while isinstance(inner, partial):
         inner = inner.func
     # Any other function than a module's own gets the replica first.

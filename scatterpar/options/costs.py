@@ -118,6 +118,7 @@ def plan_by_cost(
     >>> [share.row_numbers for share in plan.shares]
     [((1,), (0, 2)), ((3,), (4, 5))]
     """
+    # The plain plan refuses what is no number of rows.
     num_rows = make_plan(rows, devices).rows
     if budget is None:
         raise ValueError(
@@ -132,10 +133,12 @@ def plan_by_cost(
     numbers = _checked(costs, num_rows, budget)
     num_replicas = min(len(devices), num_rows)
     micro_batches = _cut(numbers, budget, num_replicas)
+    # The first row of each is the most expensive: all are padded to its length.
     loads = [len(rows) * numbers[rows[0]] for rows in micro_batches]
     planned: list[Share] = []
     start = 0
     for replica, dealt in enumerate(_deal(loads, shares[:num_replicas])):
+        # Sorted: within a micro-batch rows keep the order of the batch.
         row_numbers = tuple(tuple(sorted(micro_batches[number])) for number in dealt)
         ends = list(accumulate(map(len, row_numbers), initial=start))
         spans = tuple(pairwise(ends))
@@ -158,6 +161,8 @@ def _deal(loads: Sequence[float], shares: Sequence[float]) -> list[list[int]]:
     for count, number in enumerate(descending):
         candidates = list(range(num_replicas))
         idle = [replica for replica in candidates if not dealt[replica]]
+        # The last micro-batches go to replicas without one, however fast the others
+        # are.
         remaining = len(loads) - count
         if remaining <= len(idle):
             candidates = idle
@@ -202,8 +207,10 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     There are as few micro-batches as the budget allows, rounded up to a multiple of
     ``replicas``.
     """
+    # Rows of like cost beside each other are padded least.
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])  # stable
     falling = [costs[row] for row in rows]
+    # A multiple of the replicas, so that none computes while all others wait.
     fewest = len(_ends(falling, budget, len(rows)))
     rounded_up = -(-fewest // replicas) * replicas
     number = min(len(rows), rounded_up)
@@ -215,6 +222,7 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     limit = bisect_left(range(_LIMITS), len(rows), key=last_end)
     ends = _ends(falling, budget * limit / _LIMITS, number)
     pieces = [rows[start:stop] for start, stop in pairwise([0, *ends])]
+    # Rows of equal cost may leave fewer pieces: halves cost no more.
     while len(pieces) < number:
         position = _most_expensive(pieces, costs)
         piece = pieces[position]
@@ -237,6 +245,7 @@ def _ends(falling: Sequence[float], limit: float, max_pieces: int) -> list[int]:
     start = 0
     while start < len(falling) and len(ends) < max_pieces:
         cost = falling[start]
+        # Rows that cost nothing, at the end, are one piece.
         size = len(falling) - start
         if cost:
             size = max(1, int(min(size, limit / cost)))

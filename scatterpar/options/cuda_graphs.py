@@ -167,6 +167,7 @@ class Captured(Schedule):
         for option, is_on in conflicts.items():
             if is_on:
                 raise ValueError(f"graphs=True and {option}; pass one of them")
+        # The CPU captures nothing, and calls the same code again.
         for kind in {device.type for device in devices} - {"cpu"}:
             if not hasattr(torch.get_device_module(kind), "CUDAGraph"):
                 raise ValueError(
@@ -184,6 +185,7 @@ class Captured(Schedule):
         if attempt.extent.is_trial or not attempt.request.backward:
             return super().substeps(attempt, task)
         graphs = self._by_replica[task.share.replica]
+        # A graph reads addresses: what it depends on is compared in each step.
         if graphs.state != (state := _state_of(task, attempt.replicas.replica_sets)):
             graphs.forget(state)
         return GraphedSubsteps(graphs, task, attempt, self._captures)
@@ -212,6 +214,7 @@ class Captured(Schedule):
             return
         for graphs in self._by_replica:
             graphs.forget(graphs.state)
+        # All are dropped, because they read the same values.
         again = substeps.compare_replay()
         if again is None:  # it cannot be captured any more, and that was told
             return
@@ -270,6 +273,7 @@ class GraphedSubsteps(Substeps):
         graph.factor.fill_(weight * self._request.scale)
         with task.span("replay", number):
             graph.replay(task, number)
+        # The next replay writes the static tensors.
         loss = graph.loss.clone()
         if not graph.has_output:
             return loss, None
@@ -282,6 +286,7 @@ class GraphedSubsteps(Substeps):
         The next rows arrive while the graph reads these.
         """
         loader = self._task.loader
+        # Rows that are on the device are copied once, into the graph's tensors.
         if loader.ahead is None:
             rows = loader.at_source(number).unwrapped()
         else:
@@ -294,6 +299,7 @@ class GraphedSubsteps(Substeps):
         if graph is None or graph.draws_others:
             return False
         graph.steps += 1
+        # A power of two has one bit.
         return not graph.steps & (graph.steps - 1)
 
     def _graph_of_first(self) -> _Graph | None:
@@ -319,6 +325,7 @@ class GraphedSubsteps(Substeps):
             if is_out_of_memory(error):
                 return None
             raise
+        # Its numbers differ in each replay: looks would tell nothing.
         graph.draws_others = comparison.differs and comparison.draws
         return ReplayFindings(comparison, graph.values)
 
@@ -332,6 +339,7 @@ class GraphedSubsteps(Substeps):
 
     def _key_of(self, number: int, weight: float) -> Hashable:
         """A key of the graph for a sub-step; ``None`` if it runs without one."""
+        # What does not count runs no backward pass, and a sum has another criterion.
         if not weight or number in self._task.sums:
             return None
         source = self._task.loader.at_source(number).unwrapped()
@@ -362,6 +370,7 @@ class GraphedSubsteps(Substeps):
             else:  # that of a sub-step without a graph
                 write(gradient, earlier)
             leaf.grad = gradient
+        # One kernel, not one per tensor.
         if without_gradient:
             torch._foreach_zero_(without_gradient)
 
@@ -374,6 +383,8 @@ class GraphedSubsteps(Substeps):
             if leaf.grad is gradient:
                 leaves_with_static.append(leaf)
                 static_gradients.append(gradient)
+        # Static tensors stay with the graphs: the sum over replicas is written in
+        # place.
         copies = [torch.empty_like(gradient) for gradient in static_gradients]
         copy_each(copies, static_gradients)
         for leaf, copy in zip(leaves_with_static, copies, strict=True):
@@ -389,6 +400,7 @@ class GraphedSubsteps(Substeps):
         try:
             try:
                 return self._recorded(rows, number)
+            # Once more: another thread may have waited for the device in the first.
             except _CaptureLost:
                 return self._recorded(rows, number)
         except _Refused as why:
@@ -399,6 +411,7 @@ class GraphedSubsteps(Substeps):
         """A graph of the static ``rows``. Raises ``_Refused``; restores all state."""
         task = replace(self._task, clock=None)
         isolated = task.isolated(self._attempt.generators)
+        # Gradients of earlier sub-steps of this step are in these leaves.
         no_gradients = set_aside(task.leaves)
         try:
             with self._task.span("capture", number), no_gradients, isolated:
@@ -426,6 +439,7 @@ class GraphedSubsteps(Substeps):
             raise _Refused(
                 "keeps something on the module that is no buffer written in place"
             )
+        # A replay runs no Python: it would repeat the numbers of the capture.
         draws_on_host = host_states[0] != host_states[1]
         if draws_on_host and streams.is_async(task.share.device):
             raise _Refused("or the criterion draws random numbers on the host")
@@ -459,6 +473,7 @@ class GraphedSubsteps(Substeps):
                 continue
             if gradient.layout != torch.strided:
                 raise _Refused("has sparse gradients")
+            # One for all graphs of the replica: sub-steps of all shapes add to it.
             if position not in self._graphs.gradients:
                 self._graphs.gradients[position] = torch.zeros_like(gradient)
             static[position] = self._graphs.gradients[position]
@@ -472,6 +487,7 @@ def _state_of(task: ReplicaTask, replica_sets: Sequence[ReplicaSet]) -> list[Any
     changes = [replica_set.changes for replica_set in replica_sets]
     addresses: list[int] = []
     for replica in task.replicas:
+        # A forward pass or the user may exchange memory without another tensor.
         addresses += [tensor.data_ptr() for tensor in replica.tensors]
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()]
     cudnn = torch.backends.cudnn
@@ -509,6 +525,7 @@ def _graph_key(rows: Any) -> Hashable:
     """A key of the shapes that one graph accepts; ``None`` if no graph can."""
     for leaf in nested.leaves(rows):
         is_dense = type(leaf) is Tensor and leaf.layout == torch.strided
+        # An object may hold anything: a graph would freeze it.
         if not is_dense and not isinstance(leaf, nested.PLAIN_CLASSES):
             return None
     return repr(

@@ -40,6 +40,7 @@ def norms_of(attempt: Attempt) -> ReplicaNorms:
             terms = sum(factors) * weights.terms
         if terms:
             gradients = _gradients_of(attempt, share.replica).values()
+            # c_i |g_i|^2 from |c_i g_i|^2: the sum of a replica is not divided yet.
             squares.append(_squared_norm(gradients) / (terms * scale**2))
     return ReplicaNorms(sum(squares), len(squares))
 
@@ -53,6 +54,7 @@ def _gradients_of(attempt: Attempt, replica: int) -> dict[int, Tensor]:
     for replica_set in attempt.replicas.replica_sets:
         for number, gradient in replica_set.gradients_of(replica).items():
             leaf = id(replica_set.tensors[number])
+            # Not in place: these are the gradients that are added up next.
             if leaf in gradients:
                 gradients[leaf] = gradients[leaf] + gradient
             else:
@@ -66,6 +68,7 @@ def noise_of(outcome: Outcome) -> GradientNoise:
     norms = outcome.norms
     terms = outcome.terms if request.is_mean else float(outcome.rows)
     square = math.nan  # |g|^2, of the whole batch's gradient
+    # With one replica that had terms there is nothing to compare it with.
     can_compare = norms.replicas > 1 and terms and request.backward
     if can_compare and math.isfinite(norms.squares):
         gradients = [
@@ -85,7 +88,9 @@ def _squared_norm(tensors: Iterable[Tensor]) -> float:
     for tensor in tensors:
         values = tensor.detach()
         if tensor.is_sparse:
+            # Of an uncoalesced one, entries with one index have to be added first.
             values = values.coalesce().values()
+        # A norm in half precision would overflow.
         dtype = torch.promote_types(values.dtype, torch.float32)
         norms.append(torch.linalg.vector_norm(values, dtype=dtype))
     return float(sum(to_numbers(norm) ** 2 for norm in to_host(norms)))
@@ -135,6 +140,7 @@ class NoiseScale:
             )
         signal = report.noise.signal
         noise = report.noise.noise
+        # One NaN would stay in the averages for ever.
         if math.isfinite(signal) and math.isfinite(noise):
             self._signal = self.decay * self._signal + (1 - self.decay) * signal
             self._noise = self.decay * self._noise + (1 - self.decay) * noise

@@ -72,6 +72,7 @@ def compare(
     request = attempt.request
     module = attempt.replicas.of_model.root
     roots = module, task.criterion, request.criterion, request.count
+    # The eager run is one call of user code more than the step has.
     state = UserState(roots, [task.share.device])
     rounding = Rounding(task.share.device)
     number = task.share.replica
@@ -89,6 +90,7 @@ def compare(
         with task.isolated(generators):
             before = generators.get_state(number)
             expected_loss, expected = _result(task, eager)
+            # A graph draws from an offset of its own, so other numbers are no fault.
             draws = not _equal(before, generators.get_state(number))
         state.restore()
         with task.isolated(generators):
@@ -113,6 +115,7 @@ def _result(task: ReplicaTask, run: Callable[[], Tensor]) -> tuple[float, Gradie
     """
     with set_aside(task.leaves):
         (loss,) = to_numbers(run().reshape(1))
+        # Inside, because afterwards the leaves have their earlier gradients again.
         gradients = [leaf.grad for leaf in task.leaves]
     return loss, gradients
 
@@ -146,6 +149,7 @@ def plain_values(functions: Sequence[Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             values[name] = id(value)
             continue
+        # Plain values are not asked: equal ones may be one object.
         if id(value) in seen or depth > _MAX_DEPTH:
             continue
         seen.add(id(value))
@@ -200,8 +204,10 @@ def _parts_of(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, layer in module.named_modules():
         where = f"{name}.{path}" if path else name
         forward = type(layer).forward
+        # What a layer's code reads, beside its attributes: a graph froze that, too.
         if isinstance(forward, types.FunctionType):
             yield from _variables_of(forward)
         for key, value in vars(layer).items():
+            # Private ones are torch's registries: their tensors are written in place.
             if not key.startswith("_"):
                 yield f"{where}.{key}", value

@@ -150,6 +150,8 @@ class Trace(Printed):
         for device in filter(has_streams, devices):
             mark = _timed_mark(device)
             mark.synchronize()
+            # Read right after the wait: so a mark's time is known by the host's clock,
+            # too.
             self._zeros[device] = (mark, time.perf_counter())
         self._start = time.perf_counter()
 
@@ -180,9 +182,11 @@ class Trace(Printed):
             return "No step was recorded."
         number = len(self.steps)
         in_steps = sum(step.end - step.start for step in self.steps) * 1e3 / number
+        # The loop's own work, such as the optimizer's step, is between the steps.
         since_start = (self.steps[-1].end - self._start) * 1e3 / number
         between = since_start - in_steps
         ms = self._ms_per_step()
+        # Looks are a part of the computation's time, and are shown by themselves.
         computing = ms[None, "compute"] - ms[None, "verify"]
         once = sum(ms[None, name] for name in _PHASES)
         parts = {
@@ -239,6 +243,7 @@ class Trace(Printed):
         table = [heads]
         for replica, device in sorted(devices.items()):
             times = [ms[replica, name] for name in names]
+            # Clocks of threads differ a little: less than nothing is nothing.
             times.append(max(0.0, computing - sum(times)))
             if has_device_times:
                 times.append(ms[replica, "on device"])
@@ -255,6 +260,7 @@ class Trace(Printed):
                 ms[event.sub_step, event.replica, step.number] += event.ms
         if not ms:
             return []
+        # Forward, criterion and backward of a sub-step are one.
         longest = max(ms, key=ms.__getitem__)
         sub_step, replica, step_number = longest
         return [
@@ -278,6 +284,8 @@ class Trace(Printed):
                 "name": name,
                 "ph": "X",
                 "pid": 0,
+                # Viewers sort by this number: the caller is first, as it has the first
+                # events.
                 "tid": threads.setdefault(thread, len(threads)),
                 "ts": (start - self._start) * 1e6,
                 "dur": (end - start) * 1e6,

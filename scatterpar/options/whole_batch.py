@@ -113,6 +113,7 @@ class TwoPasses(Schedule):
 
     def run(self, attempt: Attempt, tasks: Sequence[ReplicaTask]) -> Computed:
         """Run both passes, and the master's criterion between them."""
+        # A trial is of this process alone: other ranks would wait for it.
         is_trial = attempt.extent.is_trial
         ranks = None if is_trial else self._ranks
         replica_sets = attempt.replicas.replica_sets
@@ -120,6 +121,7 @@ class TwoPasses(Schedule):
             meeting = meeting_of(attempt)
             passes = attempt.threads.run(partial(Passes, attempt), tasks, meeting)
         if self._verifier is not None and not is_trial:
+            # Before the criterion: an error of the join shall not be one of the loss.
             outputs = [passes_of_replica.outputs for passes_of_replica in passes]
             self._verifier.check_join(attempt, tasks[0], outputs, output_at)
         try:
@@ -134,6 +136,7 @@ class TwoPasses(Schedule):
                 add_note(error, f"more sub-steps do not help in this step: {why}")
             raise
         returned = [passes_of_replica.returned for passes_of_replica in passes]
+        # One read, after all work is launched.
         value = to_numbers(loss) if batch.counts else 0.0  # ranks add it up
         return Computed(value, loss.dtype, returned, batch.gradients)
 
@@ -175,6 +178,8 @@ class Passes:
             self._last = output_at(
                 task, task.rows_of(sub_step, retain=retain_rows), sub_step
             )
+            # Leaves: the criterion's backward pass ends here, and the second pass
+            # begins.
             self.outputs.append(nested.map_tensors(_as_leaf, self._last))
             if return_outputs:
                 self.returned.append(detached_output(self._last, return_outputs))
@@ -189,6 +194,7 @@ class Passes:
         max_substeps = self._attempt.extent.max_substeps
         if max_substeps is not None:
             earlier = earlier[: max_substeps - 1]
+        # The retained graph is the largest memory: it goes first.
         proceed(last)
         roots = nested.tensors(self._last)
         self._last = None
@@ -200,6 +206,8 @@ class Passes:
             # No host read follows: a kernel's error is raised here.
             synchronize(self.share.device)
             return
+        # Buffers and random state moved in the first pass. This one shall not move them
+        # again.
         with self.task.isolated(self._attempt.generators):
             agreed = [self._recompute(sub_step, proceed) for sub_step in earlier]
         proceed(None)
@@ -302,6 +310,7 @@ class WholeBatch:
             outputs = passes_of_replica.outputs
             for span, output in zip(share.micro_batches, outputs, strict=True):
                 pieces[span] = nested.map_tensors(on_master, output)
+        # In the order of the rows, whichever replica had them.
         spans = sorted(pieces)
         self._pieces = [pieces[span] for span in spans]
         self._rows = [stop - start for start, stop in spans]
@@ -311,6 +320,7 @@ class WholeBatch:
 
     def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
         """``output`` in the master's memory, as a leaf that accumulates a gradient."""
+        # The criterion's gradient arrives in the output itself.
         if device == self._master:
             return output
         copy = self._attempt.transfers.copy(output.detach(), self._master, "compute")
@@ -406,6 +416,7 @@ class WholeBatch:
         criterion = self._attempt.replicas.criteria[0]
         joined = self._joined()
         nodes = nodes_of(nested.tensors(joined))  # first: a criterion may write outputs
+        # A copy: the criterion may write targets, which are the user's on the master.
         targets = unwrap_markers(self._targets, copy=True)
         loss = loss_of(joined, targets, criterion)
         return loss, self._hidden_leaves(loss, nodes)
@@ -414,6 +425,8 @@ class WholeBatch:
         """Run the backward pass; the gradients of ``leaves`` are kept apart."""
         if not loss.requires_grad:
             require_trainable(self._task.module)
+        # Gradients are those of the scaled loss, as by
+        # ``scaler.scale(loss).backward()``.
         scale = torch.full_like(loss, self._request.scale, requires_grad=False)
         leaves_aside = list(leaves)
         if not self.counts:
@@ -421,12 +434,14 @@ class WholeBatch:
             leaves_aside += self._task.leaves
         with set_aside(leaves_aside):
             self._task.run_untimed_backward([loss], [scale])
+            # A later sum is in place: two leaves must not share a gradient.
             unalias([*self._task.leaves, *leaves])
             for leaf in leaves:
                 self.gradients.append((leaf, leaf.grad if self.counts else None))
 
     def _hidden_leaves(self, loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
         """The leaves that ``loss`` reaches beside ``nodes``, but no search finds."""
+        # These get their gradients anyway.
         known = {id(leaf) for leaf in (*self._task.leaves, *self._attempt.user_leaves)}
         hidden = [leaf for leaf in leaves_reached(loss, nodes) if id(leaf) not in known]
         if self._ranks is None:
@@ -476,6 +491,7 @@ def agreements(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
         )
     agreed: list[Tensor] = []
     for tensor, leaf in zip(tensors, leaves, strict=True):
+        # An output without a gradient has no influence, whatever it is.
         if leaf.numel() and leaf.grad is not None:
             agreed.append(_agree(tensor.detach(), leaf.detach()))
     return agreed
@@ -489,6 +505,7 @@ def _agree(second: Tensor, first: Tensor) -> Tensor:
     largest = first.abs().nan_to_num(0.0, 0.0, 0.0).amax()
     tolerance = torch.finfo(second.dtype).eps ** 0.5
     is_near = (second - first).abs() <= largest * tolerance
+    # Infinities are equal, and their difference is no number.
     is_equal = torch.isclose(second, first, rtol=0.0, atol=0.0, equal_nan=True)
     agree: Tensor = is_near.logical_or_(is_equal).all()
     return agree
